@@ -1,0 +1,46 @@
+"""The hint of a request: token positions at which a recurrent state is worth keeping.
+
+A hint is a wish. Whatever is wrong with it is dropped and counted; what is left can only add cache entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+FIELD = "seamark_boundaries"
+# Every position can cost a forward pass, so a request does not get arbitrarily many.
+MAX_POSITIONS = 16
+IGNORED_REASONS = ("malformed", "out_of_range", "below_unit", "not_ascending", "too_many", "speculative")
+
+
+def usable_positions(
+    hint: Any, num_prompt_tokens: int, match_unit: int, ignore: Callable[[str], None]
+) -> tuple[int, ...]:
+    """Positions (tokens, ascending, multiples of `match_unit`) of a hint as it came from outside.
+
+    `ignore` is called with one of `IGNORED_REASONS` for each entry that is dropped. Two positions in the same match
+    unit become one without a word.
+    """
+    if not isinstance(hint, list):
+        ignore("malformed")
+        return ()
+    positions: list[int] = []
+    previous = 0
+    for entry in hint:
+        if not isinstance(entry, int) or isinstance(entry, bool):
+            ignore("malformed")
+        elif not 0 < entry <= num_prompt_tokens:
+            ignore("out_of_range")
+        elif entry <= previous:
+            ignore("not_ascending")
+        elif entry < match_unit:
+            ignore("below_unit")
+        elif len(positions) == MAX_POSITIONS:
+            ignore("too_many")
+        else:
+            previous = entry
+            position = entry // match_unit * match_unit
+            if not positions or position > positions[-1]:
+                positions.append(position)
+    return tuple(positions)

@@ -1,0 +1,132 @@
+"""The ledger of patches: what is changed in vLLM, why, and until when; all of them or none.
+
+vLLM's internals move with every release. So each patch states the shape of what it replaces, every shape is checked
+before the first patch is applied, and the first surprise leaves vLLM untouched (fail closed).
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+MARK = "__seamark_original__"
+
+
+class Role(enum.Enum):
+    """Why a patch exists: a `CURE` repairs an upstream defect, a `FEATURE` adds checkpoints."""
+
+    CURE = "cure"
+    FEATURE = "feature"
+
+
+class ShapeMismatch(Exception):
+    """vLLM does not look as a patch expects; the message names the target and the difference."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a patch relies on: a callable's parameter names, and words its source must contain."""
+
+    target: str  # "package.module:Class.function"
+    parameters: tuple[str, ...] | None = None
+    mentions: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise `ShapeMismatch` where vLLM differs."""
+        found = resolve(self.target).value
+        if self.parameters is not None:
+            actual = tuple(inspect.signature(found).parameters)
+            if actual != self.parameters:
+                raise ShapeMismatch(f"{self.target} takes {actual}, expected {self.parameters}")
+        if self.mentions:
+            source = inspect.getsource(found)
+            missing = [word for word in self.mentions if word not in source]
+            if missing:
+                raise ShapeMismatch(f"{self.target} no longer mentions {', '.join(missing)}")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced function.
+
+    `build` receives the original and returns its replacement. `rebind` lists modules that import the function by name:
+    those already loaded are rebound, the others will find the replacement when they import it.
+    """
+
+    name: str
+    role: Role
+    target: str
+    why: str
+    upstream: str
+    until: str
+    shape: Shape
+    build: Callable[[Callable[..., Any]], Callable[..., Any]]
+    relies_on: tuple[Shape, ...] = ()
+    rebind: tuple[str, ...] = ()
+    applies: Callable[[], bool] = field(default=lambda: True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A resolved "module:attribute" path: `value` is what `owner.name` holds."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+def resolve(path: str) -> Target:
+    """Import the module of "module:Class.function" and walk to the attribute; `ShapeMismatch` where it is missing."""
+    module_name, _, attributes = path.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ShapeMismatch(f"{module_name} cannot be imported ({error})") from error
+    *parents, name = attributes.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    # A method must stand in its own class: an inherited one would be patched for every sibling too.
+    if owner is None or name not in vars(owner):
+        raise ShapeMismatch(f"{path} does not exist")
+    return Target(owner, name, getattr(owner, name))
+
+
+def is_applied(patch: Patch) -> bool:
+    """Whether the target already holds a replacement of ours."""
+    return hasattr(resolve(patch.target).value, MARK)
+
+
+def apply(patches: Sequence[Patch]) -> None:
+    """Apply every patch that applies here, or none.
+
+    Patches already in place are left as they are, so a second call changes nothing. Raises `ShapeMismatch` with vLLM
+    untouched when anything differs from what a patch expects.
+    """
+    wanted = [patch for patch in patches if patch.applies() and not is_applied(patch)]
+    for patch in wanted:
+        for shape in (patch.shape, *patch.relies_on):
+            shape.check()
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
+        for patch in wanted:
+            target = resolve(patch.target)
+            replacement = patch.build(target.value)
+            setattr(replacement, MARK, target.value)
+            for owner in (target.owner, *_loaded(patch.rebind)):
+                if getattr(owner, target.name, None) is target.value:
+                    replaced.append((owner, target.name, target.value))
+                    setattr(owner, target.name, replacement)
+    except Exception:
+        for owner, name, original in reversed(replaced):
+            setattr(owner, name, original)
+        raise
+
+
+def _loaded(names: Sequence[str]) -> list[ModuleType]:
+    return [sys.modules[name] for name in names if name in sys.modules]

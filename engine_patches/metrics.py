@@ -1,0 +1,87 @@
+"""Seamark's numbers on the worker's `/metrics`: a vLLM stat logger, loaded in the process of the API server."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import vllm
+from prometheus_client import Counter, Gauge
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from engine_patches import match_unit, plugin
+from engine_patches.report import detach
+
+
+class Families:
+    """The metric families; a Prometheus registry admits each name once per process."""
+
+    def __init__(self) -> None:
+        self.info = Gauge(
+            "seamark_engine_info",
+            "1 while Seamark's patches are live; lengths in tokens",
+            ["version", "vllm", "match_unit", "block_size"],
+            multiprocess_mode="max",
+        )
+        self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
+        self.bytes = Gauge(
+            "seamark_checkpoint_bytes", "Bytes of recurrent states held in the cache", multiprocess_mode="max"
+        )
+        self.hits = Counter("seamark_checkpoint_hits_total", "Requests that resumed from a recurrent state")
+        self.hit_tokens = Counter("seamark_checkpoint_hit_tokens_total", "Prompt tokens those requests did not compute")
+        self.ignored = Counter("seamark_hints_ignored_total", "Hint entries without effect", ["reason"])
+
+
+families = cache(Families)
+
+
+def own_version() -> str:
+    """Version of the installed distribution, "unknown" when run from a bare copy."""
+    try:
+        return metadata.version("seamark")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class EngineMetrics(StatLoggerBase):
+    """One per engine of this API server. Exports nothing where the patches are not live."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.shown: tuple[str, str] | None = None
+        if plugin.patches_live():
+            # Until the engine core has run its first step, what the same code in this process would decide.
+            self._show(match_unit.expected(vllm_config), vllm_config.cache_config.block_size)
+
+    def _show(self, unit: int, block_size: int) -> None:
+        lengths = (str(unit), str(block_size))
+        if lengths == self.shown:
+            return
+        self._hide()
+        families().info.labels(own_version(), vllm.__version__, *lengths).set(1)
+        self.shown = lengths
+
+    def _hide(self) -> None:
+        if self.shown is not None:
+            families().info.remove(own_version(), vllm.__version__, *self.shown)
+            self.shown = None
+
+    def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0) -> None:
+        """Take the engine core's report out of `scheduler_stats` and add it up."""
+        if scheduler_stats is None:
+            return
+        report = detach(scheduler_stats)
+        if not report:
+            self._hide()  # the engine core runs unpatched, whatever this process did
+            return
+        self._show(report.pop("match_unit"), report.pop("block_size"))
+        metrics = families()
+        metrics.bytes.set(report.pop("bytes"))
+        metrics.hits.inc(report.pop("hits"))
+        metrics.hit_tokens.inc(report.pop("hit_tokens"))
+        for name, count in report.items():
+            group, _, label = name.partition("/")
+            (metrics.written if group == "written" else metrics.ignored).labels(label).inc(count)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: vLLM's own loggers describe the engine."""

@@ -1,0 +1,47 @@
+"""Entry point of the vLLM plugin: apply the ledger once per process, or leave vLLM as it is and say so in one line.
+
+vLLM loads plugins in every process and more than once, and only logs what they raise; so this never raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from engine_patches import ledger
+
+MODE_VARIABLE = "SEAMARK_ENGINE"
+FULL, REFERENCE, OFF = "1", "reference", "0"
+
+# vLLM configures only its own tree of loggers; a line outside it would be lost.
+logger = logging.getLogger("vllm.seamark")
+
+_live = False
+
+
+def patches_live() -> bool:
+    """Whether checkpoints work in this process: all features of the ledger are in place."""
+    return _live
+
+
+def register() -> None:
+    """Apply what `SEAMARK_ENGINE` asks for: `1` (default) everything, `reference` only the cures, `0` nothing."""
+    global _live
+    mode = os.environ.get(MODE_VARIABLE, FULL).strip().lower()
+    if mode == OFF:
+        return
+    if mode not in (FULL, REFERENCE):
+        logger.error("seamark: %s=%r is not one of 1, reference, 0; vLLM is left untouched", MODE_VARIABLE, mode)
+        return
+    try:
+        from engine_patches.patches import PATCHES
+
+        wanted = [patch for patch in PATCHES if mode == FULL or patch.role is ledger.Role.CURE]
+        ledger.apply(wanted)
+    except Exception as error:
+        _live = False
+        logger.error("seamark: vLLM is left untouched, no checkpoints: %s", error)
+        return
+    if mode == FULL and not _live:
+        logger.info("seamark: %d patches live", sum(patch.applies() for patch in wanted))
+    _live = mode == FULL

@@ -1,0 +1,35 @@
+"""The way of the engine core's counts to the API server, which is another process.
+
+They ride inside vLLM's scheduler statistics, in a mapping of names to integers that only LoRA serving uses; `detach`
+takes them out again before any other reader sees them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_patches.checkpoints import Checkpoints
+
+PREFIX = "seamark/"
+
+
+def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
+    """Put the counts since the last report, and the gauges, into a `SchedulerStats`."""
+    tally = checkpoints.take_tally()
+    report = {
+        "match_unit": checkpoints.match_unit,
+        "block_size": checkpoints.block_size,
+        "bytes": checkpoints.bytes_held(block_pool),
+        "hits": tally.hits,
+        "hit_tokens": tally.hit_tokens,
+        **{f"written/{kind}": count for kind, count in tally.written.items()},
+        **{f"ignored/{reason}": count for reason, count in tally.ignored.items()},
+    }
+    stats.waiting_lora_adapters.update((PREFIX + name, count) for name, count in report.items())
+
+
+def detach(stats: Any) -> dict[str, int]:
+    """Take the report out of a `SchedulerStats`; empty if the engine core sent none."""
+    carrier = stats.waiting_lora_adapters
+    names = [name for name in carrier if name.startswith(PREFIX)]
+    return {name.removeprefix(PREFIX): carrier.pop(name) for name in names}
