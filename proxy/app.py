@@ -1,0 +1,115 @@
+"""The FastAPI application: the gateway's own pages, and raw ASGI routes for everything that goes to a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from proxy.errors import GatewayError, NotFound, NoWorker
+from proxy.gateway import Gateway
+from proxy.settings import Settings
+from proxy.workers import union_of_models
+
+
+def build(settings: Settings) -> FastAPI:
+    """The application for these settings. Workers are looked at from its start-up to its end."""
+    gateway: Gateway | None = None
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        nonlocal gateway
+        gateway = app.state.gateway = Gateway(settings)
+        watching = asyncio.create_task(gateway.pool.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await gateway.upstream.aclose()
+
+    async def proxied(scope: Any, receive: Any, send: Any) -> None:
+        await app.state.gateway(scope, receive, send)
+
+    app = FastAPI(title="Seamark", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        pool = app.state.gateway.pool
+        if not pool.up:
+            await pool.look_at_all()
+        if not pool.up:
+            return error_response(NoWorker("No worker is ready."))
+        return JSONResponse({"status": "ready", "workers": [worker.name for worker in pool.up]})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(app.state.gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        pool = app.state.gateway.pool
+        if not pool.up:
+            await pool.look_at_all()
+        if not pool.up:
+            return error_response(NoWorker("No worker is ready."))
+        return JSONResponse({"object": "list", "data": union_of_models(pool.up)})
+
+    @app.get("/seamark/status")
+    async def status() -> dict[str, Any]:
+        gateway = app.state.gateway
+        return {
+            "workers": [
+                {
+                    "url": worker.url,
+                    "up": worker.up,
+                    "inflight": worker.inflight,
+                    "models": [entry.get("id") for entry in worker.models],
+                    "engine": asdict(worker.engine) if worker.engine is not None else None,
+                }
+                for worker in gateway.pool.workers
+            ],
+            "directory_entries": len(gateway.directory),
+            "known_positions": len(gateway.memory),
+        }
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        known = NotFound(f"No such path: {request.url.path}") if error.status_code == 404 else GatewayError(error.detail)
+        known.status = error.status_code
+        return error_response(known)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(GatewayError("The gateway failed to handle this request."))
+
+    for path in ("/v1/{path:path}", "/tokenize", "/detokenize"):
+        app.router.routes.append(Route(path, endpoint=_Raw(proxied)))
+    return app
+
+
+class _Raw:
+    """An instance, so that Starlette takes it for an ASGI application and leaves request and response alone."""
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._application(scope, receive, send)
+
+
+def error_response(error: GatewayError) -> Response:
+    """The error in OpenAI's envelope."""
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
+    return Response(error.body(), error.status, headers, "application/json")

@@ -1,0 +1,63 @@
+"""Every metric of the gateway. Names and labels are a contract with dashboards."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+# From a warm CPU gateway to a cold prefill of a long prompt on a small machine.
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 180)
+OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
+
+
+class Metrics:
+    """The families, in a registry of their own so that several gateways can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        of_worker = ["model", "worker"]
+        self.requests = Counter(
+            "seamark_requests_total", "Proxied requests", [*of_worker, "endpoint", "code"], registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "seamark_prompt_tokens_total", "Prompt tokens, as the engine reports them", of_worker, registry=registry
+        )
+        self.shareable_tokens = Counter(
+            "seamark_shareable_tokens_total",
+            "Prompt tokens up to the deepest boundary that had been forwarded before",
+            of_worker,
+            registry=registry,
+        )
+        self.predicted_tokens = Counter(
+            "seamark_predicted_tokens_total",
+            "Prompt tokens the chosen worker was expected to have",
+            of_worker,
+            registry=registry,
+        )
+        self.cached_tokens = Counter(
+            "seamark_cached_tokens_total", "Prompt tokens the engine reports as cached", of_worker, registry=registry
+        )
+        self.misses = Counter(
+            "seamark_miss_total", "Requests that got less than they could share", ["model", "reason"], registry=registry
+        )
+        self.first_token = Histogram(
+            "seamark_first_token_seconds",
+            "From the request's last byte to the answer's first (of a stream: to its first event)",
+            ["model", "cache"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.overhead = Histogram(
+            "seamark_overhead_seconds",
+            "Time the gateway itself takes",
+            ["phase"],
+            buckets=OVERHEAD_SECONDS,
+            registry=registry,
+        )
+        self.inflight = Gauge("seamark_inflight", "Requests at a worker", ["worker"], registry=registry)
+        self.worker_up = Gauge("seamark_worker_up", "1 while a worker answers", ["worker"], registry=registry)
+        self.engine_patched = Gauge(
+            "seamark_engine_patched", "1 while a worker's engine keeps checkpoints", ["worker"], registry=registry
+        )
+        self.lookups = Counter(
+            "seamark_boundary_lookups_total", "How boundaries were found", ["result"], registry=registry
+        )

@@ -1,0 +1,78 @@
+"""What became of a chat request: what it could share, what was expected, what came, and the reason for a miss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# Enough of a stream's end for its usage event and `[DONE]`.
+TAIL_BYTES = 16_384
+
+
+class Usage(NamedTuple):
+    """What the engine reports; tokens. `cached` is None where the worker does not say."""
+
+    prompt: int
+    cached: int | None
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What was known when the request was sent; tokens, exact positions."""
+
+    failure: str | None  # why no hint was sent
+    shareable: int  # deepest boundary some running worker could hold
+    shareable_ever: int  # the same, workers that have gone included
+    predicted: int  # deepest boundary the chosen worker could hold
+    deepest: int  # deepest boundary sent
+    match_unit: int
+
+    def floored(self, tokens: int) -> int:
+        """What the engine can deliver of `tokens`."""
+        return tokens // self.match_unit * self.match_unit
+
+
+def reason(expected: Expectation, cached: int) -> str:
+    """The deepest cause of what a request got, of the closed set; "hit" where it got all it could."""
+    if expected.failure is not None:
+        return expected.failure
+    if cached and cached >= expected.floored(expected.shareable):
+        return "hit"
+    if expected.deepest < expected.match_unit:
+        return "below_unit"
+    if not expected.shareable:
+        return "worker_restarted" if expected.shareable_ever else "cold"
+    if not expected.floored(expected.shareable):
+        return "below_unit"
+    if expected.predicted < expected.shareable and cached >= expected.floored(expected.predicted):
+        return "other_worker"
+    return "evicted"
+
+
+def cache_label(expected: Expectation, cached: int) -> str:
+    """`hit`, `partial` or `miss`, as in the first-token histogram."""
+    if not cached:
+        return "miss"
+    return "hit" if cached >= expected.floored(expected.shareable) else "partial"
+
+
+def usage_of(answer: Any) -> Usage | None:
+    """Usage of a parsed chat completion or of a stream's usage event."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+        return None
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return Usage(usage["prompt_tokens"], cached if isinstance(cached, int) else None)
+
+
+def usage_in_stream(tail: bytes) -> Usage | None:
+    """Usage out of the last bytes of an event stream, if the client asked for it."""
+    for line in reversed(tail.splitlines()):
+        if line.startswith(b"data:") and b'"usage"' in line:
+            try:
+                return usage_of(json.loads(line[5:]))
+            except ValueError:
+                return None
+    return None

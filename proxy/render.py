@@ -1,0 +1,79 @@
+"""Asking a worker which tokens a chat becomes. The worker is the reference: it renders what it is going to compute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from proxy.upstream import Broken, Unreachable, Upstream
+
+RENDER = "/v1/chat/completions/render"
+TOKENIZE = "/tokenize"
+
+# `/tokenize` refuses nothing it does not know, but these are the fields of a chat it reads.
+TOKENIZE_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+)
+# Not needed for rendering, and apt to make a render fail or stream.
+DROPPED_FIELDS = ("stream", "stream_options", "vllm_xargs", "n", "logprobs", "top_logprobs", "prompt_logprobs")
+
+
+class RenderFailed(Exception):
+    """The worker could not or would not render; the message is for the operator and holds no prompt text."""
+
+
+class Renderer(Protocol):
+    """Token ids of a chat request."""
+
+    async def __call__(self, body: Mapping[str, Any]) -> Sequence[int]:
+        """Raise `RenderFailed` where there are none."""
+
+
+class WorkerRenderer:
+    """Renders through one worker: by its render route, or by `/tokenize` where that route is switched off."""
+
+    def __init__(self, upstream: Upstream, url: str, timeout: float) -> None:
+        """`timeout` in seconds for one render."""
+        self._upstream = upstream
+        self._url = url
+        self._timeout = timeout
+        self._has_render_route = True
+
+    async def __call__(self, body: Mapping[str, Any]) -> Sequence[int]:
+        if self._has_render_route:
+            status, answer = await self._post(
+                RENDER, {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
+            )
+            if status not in (403, 404, 405):
+                return self._tokens(status, answer, "token_ids")
+            self._has_render_route = False
+        status, answer = await self._post(TOKENIZE, {name: body[name] for name in TOKENIZE_FIELDS if name in body})
+        return self._tokens(status, answer, "tokens")
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        try:
+            raw = json.dumps(body).encode()
+            return await self._upstream.fetch("POST", self._url + path, raw, timeout=self._timeout)
+        except (Unreachable, Broken) as error:
+            raise RenderFailed(f"{path}: {type(error).__name__}") from error
+
+    @staticmethod
+    def _tokens(status: int, answer: bytes, field: str) -> Sequence[int]:
+        if status != 200:
+            raise RenderFailed(f"status {status}")
+        try:
+            tokens = json.loads(answer)[field]
+        except (ValueError, KeyError, TypeError):
+            tokens = None
+        if not isinstance(tokens, list):
+            raise RenderFailed(f"an answer without {field}")
+        return tokens

@@ -1,0 +1,20 @@
+"""Choosing a worker: the one that holds the longest prefix, unless it is much busier than the least busy one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from proxy.directory import Holding
+from proxy.workers import Worker
+
+
+def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: int) -> Worker:
+    """One of `workers` (not empty). `held` is by boot identity; `load_slack` in requests in flight."""
+    least = min(worker.inflight for worker in workers)
+    near = [worker for worker in workers if worker.inflight <= least + load_slack]
+
+    def longest_then_idlest(worker: Worker) -> tuple[int, int]:
+        holding = held.get(worker.boot)
+        return (-holding.tokens if holding else 0, worker.inflight)
+
+    return min(near, key=longest_then_idlest)

@@ -1,0 +1,38 @@
+"""`seamark serve`: the gateway under uvicorn."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from proxy import settings as settings_of
+from proxy.errors import SettingsError
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="seamark serve", description="the gateway; every setting also as SEAMARK_<NAME> or in the config file"
+    )
+    settings_of.add_arguments(parser)
+    try:
+        settings = settings_of.load(parser.parse_args(argv), os.environ)
+    except SettingsError as error:
+        print(f"seamark serve: {error}", file=sys.stderr)
+        return 2
+    import uvicorn
+
+    from proxy.app import build
+
+    # Requests are counted in /metrics; a line for each would cost more than forwarding it.
+    uvicorn.run(build(settings), host=settings.host, port=settings.port, log_config=LOGGING, access_log=False)
+    return 0
+
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
+    "loggers": {name: {"handlers": ["stderr"], "level": "INFO", "propagate": False} for name in ("uvicorn", "seamark")},
+}

@@ -1,0 +1,91 @@
+"""The gateway's settings: defaults, then a TOML file, then `SEAMARK_<NAME>`, then the command line."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError, field_validator
+
+from proxy.errors import SettingsError
+
+PREFIX = "SEAMARK_"
+_HTTP_URL = TypeAdapter(HttpUrl)
+
+
+class Settings(BaseModel):
+    """Built once, at the edge."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker: tuple[str, ...] = Field(min_length=1, description="base URL of a vLLM server (repeat for several)")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8080, ge=0, le=65535, description="port to listen on")
+    health_interval: float = Field(5.0, gt=0, description="seconds between two looks at each worker")
+    connect_timeout: float = Field(2.0, gt=0, description="seconds to wait for a connection to a worker")
+    render_timeout: float = Field(
+        5.0, gt=0, description="seconds a worker gets to render a chat before it is forwarded without a hint"
+    )
+    max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body")
+    memory_entries: int = Field(200_000, gt=0, description="prefixes whose boundary and holders are remembered")
+    load_slack: int = Field(
+        8, ge=0, description="requests in flight by which a worker that holds the prefix may exceed the least loaded"
+    )
+
+    @field_validator("worker", mode="before")
+    @classmethod
+    def _workers(cls, value: Any) -> tuple[str, ...]:
+        urls = value.split(",") if isinstance(value, str) else value
+        cleaned = []
+        for url in urls:
+            url = str(url).strip()
+            _HTTP_URL.validate_python(url)
+            cleaned.append(url.rstrip("/").removesuffix("/v1"))
+        return tuple(dict.fromkeys(cleaned))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One option per setting, and `--config`."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with these settings")
+    for name, field in Settings.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        text = field.description or ""
+        if name == "worker":
+            parser.add_argument(flag, action="append", metavar="URL", help=text)
+        else:
+            parser.add_argument(flag, metavar=name.upper(), help=f"{text} (default {field.default})")
+
+
+def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
+    """Merge the sources and validate. Raises `SettingsError` naming the setting."""
+    names = list(Settings.model_fields)
+    values: dict[str, Any] = {}
+    config = args.config or (Path(environment[PREFIX + "CONFIG"]) if environment.get(PREFIX + "CONFIG") else None)
+    if config is not None:
+        values.update(_read_toml(config))
+    values.update({name: environment[PREFIX + name.upper()] for name in names if PREFIX + name.upper() in environment})
+    values.update({name: getattr(args, name) for name in names if getattr(args, name) is not None})
+    if not values.get("worker"):
+        raise SettingsError("worker: none given; name at least one vLLM server, for example --worker http://127.0.0.1:8000")
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_complaints(error.errors()))) from None
+
+
+def _complaints(errors: Sequence[Any]) -> list[str]:
+    return [
+        f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']} (got {error['input']!r})" for error in errors
+    ]
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"config: {path} cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"config: {path} is not TOML ({error})") from None

@@ -1,0 +1,93 @@
+"""The way to the workers: httpx on aiohttp. The only module that knows which HTTP client is underneath.
+
+httpx's own transport costs more CPU than the rest of the gateway together; its transport interface on aiohttp does not.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Sequence
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+# uvicorn, which serves vLLM, closes idle connections after 5 seconds; leaving earlier avoids writing into a closed one.
+KEEPALIVE_SECONDS = 4.0
+
+
+class Unreachable(Exception):
+    """No connection to the worker: nothing was sent, another one can be tried."""
+
+
+class Broken(Exception):
+    """The worker broke off after it had been given the request."""
+
+
+class Upstream:
+    """Connections to all workers. Use inside a running event loop; `aclose` when done."""
+
+    def __init__(self, connect_timeout: float) -> None:
+        """`connect_timeout` in seconds. There is no limit on the answer: a cold prefill can take minutes."""
+        self._timeout = {"connect": connect_timeout, "read": None, "write": None, "pool": None}
+        self._transport = AiohttpTransport(client=self._session)
+
+    @staticmethod
+    def _session() -> aiohttp.ClientSession:
+        def no_delay(address: tuple) -> socket.socket:
+            family, kind, protocol, _, _ = address
+            made = socket.socket(family, kind, protocol)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return made
+
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, socket_factory=no_delay),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # What the client did not send is not sent: the worker sees the client's request.
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+
+    async def send(
+        self, method: str, url: str, headers: Headers = (), body: bytes = b"", read_timeout: float | None = None
+    ) -> httpx.Response:
+        """Send a request; the answer's body is still to be read with `chunks` and closed with `aclose`.
+
+        Raises `Unreachable` when no connection could be made, `Broken` when it failed later.
+        """
+        request = httpx.Request(
+            method,
+            url,
+            headers=list(headers),
+            content=body,
+            extensions={"timeout": {**self._timeout, "read": read_timeout}},
+        )
+        try:
+            return await self._transport.handle_async_request(request)
+        except httpx.ConnectError as error:
+            raise Unreachable(str(error)) from error
+        except httpx.HTTPError as error:
+            raise Broken(str(error)) from error
+
+    async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
+        """Status and whole body of a request of the gateway's own; `timeout` seconds for each read."""
+        headers = [(b"content-type", b"application/json")] if body else []
+        response = await self.send(method, url, headers, body, read_timeout=timeout)
+        try:
+            return response.status_code, b"".join([chunk async for chunk in chunks(response)])
+        finally:
+            await response.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._transport.aclose()
+
+
+async def chunks(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The body as it comes, undecoded. Raises `Broken` when the worker breaks off."""
+    try:
+        async for chunk in response.stream:
+            yield chunk
+    except httpx.HTTPError as error:
+        raise Broken(str(error)) from error
