@@ -35,6 +35,22 @@ def no_checkpoint_export_on_cpu(original: Callable) -> Callable:
     return get_kv_cache_spec
 
 
+def keep_enlarged_block_size(original: Callable) -> Callable:
+    """vLLM's CPU platform sets its default block size again after the cache of a hybrid model was built with a larger
+    one. The scheduler then ends chunks at multiples of 128 while cache blocks are longer, and a state from the middle
+    of a block is registered as the state at its end: wrong tokens on the next hit, whenever a prompt takes two chunks.
+    """
+
+    def check_and_update_config(cls, vllm_config):
+        enlarged = vllm_config.cache_config.block_size
+        original(cls, vllm_config)
+        cache_config = vllm_config.cache_config
+        if cache_config.mamba_cache_mode == "align" and enlarged is not None and enlarged > cache_config.block_size:
+            cache_config.block_size = enlarged
+
+    return check_and_update_config
+
+
 def runs_on_cpu() -> bool:
     """Whether vLLM's platform in this process is the CPU."""
     from vllm.platforms import current_platform

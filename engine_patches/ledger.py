@@ -55,7 +55,8 @@ class Shape:
 class Patch:
     """One replaced function.
 
-    `build` receives the original and returns its replacement. `rebind` lists modules that import the function by name:
+    `build` receives the original function and returns its replacement (both take `cls` where the target is a
+    classmethod). `rebind` lists modules that import the function by name:
     those already loaded are rebound, the others will find the replacement when they import it.
     """
 
@@ -74,11 +75,16 @@ class Patch:
 
 @dataclass(frozen=True)
 class Target:
-    """A resolved "module:attribute" path: `value` is what `owner.name` holds."""
+    """A resolved "module:attribute" path: `stored` is what `owner` holds under `name`."""
 
     owner: Any
     name: str
-    value: Any
+    stored: Any
+
+    @property
+    def value(self) -> Any:
+        """The function itself, where a classmethod is stored."""
+        return self.stored.__func__ if isinstance(self.stored, classmethod) else self.stored
 
 
 def resolve(path: str) -> Target:
@@ -94,7 +100,7 @@ def resolve(path: str) -> Target:
     # A method must stand in its own class: an inherited one would be patched for every sibling too.
     if owner is None or name not in vars(owner):
         raise ShapeMismatch(f"{path} does not exist")
-    return Target(owner, name, getattr(owner, name))
+    return Target(owner, name, vars(owner)[name])
 
 
 def is_applied(patch: Patch) -> bool:
@@ -118,10 +124,11 @@ def apply(patches: Sequence[Patch]) -> None:
             target = resolve(patch.target)
             replacement = patch.build(target.value)
             setattr(replacement, MARK, target.value)
+            stored = classmethod(replacement) if isinstance(target.stored, classmethod) else replacement
             for owner in (target.owner, *_loaded(patch.rebind)):
-                if getattr(owner, target.name, None) is target.value:
-                    replaced.append((owner, target.name, target.value))
-                    setattr(owner, target.name, replacement)
+                if vars(owner).get(target.name) is target.stored:
+                    replaced.append((owner, target.name, target.stored))
+                    setattr(owner, target.name, stored)
     except Exception:
         for owner, name, original in reversed(replaced):
             setattr(owner, name, original)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from engine_patches.attention_keys import keep_hinted_keys
 from engine_patches.chunk_cut import end_chunk_at_hints
-from engine_patches.cures import copy_largest_view_first, no_checkpoint_export_on_cpu, runs_on_cpu
+from engine_patches.cures import (
+    copy_largest_view_first,
+    keep_enlarged_block_size,
+    no_checkpoint_export_on_cpu,
+    runs_on_cpu,
+)
 from engine_patches.ledger import Patch, Role, Shape
 from engine_patches.match_unit import default_to_fine_unit
 from engine_patches.scheduling import note_hits, note_written_states, report_with_stats, set_up_checkpoints
@@ -46,6 +51,21 @@ PATCHES: tuple[Patch, ...] = (
             mentions=("num_prefill_checkpoint_blocks=1",),
         ),
         build=no_checkpoint_export_on_cpu,
+        applies=runs_on_cpu,
+    ),
+    Patch(
+        name="cpu-block-size",
+        role=Role.CURE,
+        target="vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+        why="the block size of a hybrid is reset after its cache was built: states under wrong keys, wrong tokens",
+        upstream="unreported; present in 0.32: EngineCoreProc._perform_handshakes runs VllmConfig.__post_init__ again",
+        until="vLLM leaves a block size alone that the cache was built with",
+        shape=Shape(
+            "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+            parameters=("cls", "vllm_config"),
+            mentions=("elif not cache_config.user_specified_block_size:", "cache_config.block_size = 128"),
+        ),
+        build=keep_enlarged_block_size,
         applies=runs_on_cpu,
     ),
     Patch(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 
-from engine_patches.cures import runs_on_cpu
+SERVER = "vllm.entrypoints.openai.api_server"
 
 # Flags without which hits stay invisible (prompt-tokens-details) or the gateway cannot ask for tokens (scale-out).
 NEEDED_FLAGS: Mapping[str, str | None] = {
@@ -17,7 +19,12 @@ NEEDED_FLAGS: Mapping[str, str | None] = {
 }
 # Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
 CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
-CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# Eager means eager: a few helpers of the sampler would still be compiled, which wants a C++ compiler and 20 seconds.
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+}
 
 
 def vllm_arguments(model: str, host: str, port: int, extra: Sequence[str], on_cpu: bool) -> list[str]:
@@ -41,9 +48,21 @@ def vllm_environment(environment: Mapping[str, str], on_cpu: bool) -> dict[str, 
     return wanted
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is a CPU build, by its name and version alone: importing it takes seconds.
+
+    Raises `PackageNotFoundError` where there is none.
+    """
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        metadata.version("vllm-cpu")
+        return True
+
+
 def main(argv: list[str]) -> int:
-    own, separator, extra = argv, "--" in argv, []
-    if separator:
+    own, extra = argv, []
+    if "--" in argv:
         split = argv.index("--")
         own, extra = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(
@@ -56,11 +75,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     args = parser.parse_args(own)
     try:
-        on_cpu = runs_on_cpu()
-    except ImportError:
-        print("seamark worker: vLLM is not installed here (CPU: pip install 'seamark[cpu]')", file=sys.stderr)
+        on_cpu = is_cpu_build()
+    except metadata.PackageNotFoundError:
+        print("seamark worker: vLLM is not installed here (for a CPU: pip install 'seamark[cpu]')", file=sys.stderr)
         return 1
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += vllm_arguments(args.model, args.host, args.port, extra, on_cpu)
-    sys.stdout.flush()
-    os.execve(sys.executable, command, vllm_environment(os.environ, on_cpu))
+    os.environ.update(vllm_environment(os.environ, on_cpu))
+    sys.argv = [SERVER, *vllm_arguments(args.model, args.host, args.port, extra, on_cpu)]
+    # Run inside this process and not as its main module: the engine's processes import the main module again, and
+    # ours is light where the server's takes ten seconds.
+    runpy.run_module(SERVER, run_name="__main__")
+    return 0

@@ -1,0 +1,17 @@
+.PHONY: demo test lint lock
+
+# Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
+demo:
+	@./set-up.sh
+	@.venv/bin/seamark bench demo $(ARGS)
+
+# The whole suite; `make test ARGS="-k sentinel"` for a part.
+test:
+	@./set-up.sh
+	@.venv/bin/ruff check .
+	@.venv/bin/python -m pytest $(ARGS)
+
+# Resolve requirements.lock anew. Needs uv; UV_FIND_LINKS or UV_INDEX must lead to torch's CPU build.
+lock:
+	uv pip compile --universal --python-version 3.11 --all-extras --no-annotate --no-header \
+		--upgrade pyproject.toml -o requirements.lock
