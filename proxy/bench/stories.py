@@ -1,0 +1,313 @@
+"""The stories: what clients do with one long prefix, each told by every engine in the same run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from proxy.bench import exact, planted
+from proxy.bench.client import TOP_LOGPROBS, Answer, Messages, Step, ask, ask_all, tokens_of
+from proxy.bench.engines import MODEL_NAME
+from proxy.bench.passes import PassCounter
+from proxy.bench.prompts import Shared, prose, with_shared_tokens
+from proxy.sentinel import common_prefix
+
+UNIT = 16  # tokens; the oracle's match unit
+SIZES = (130, 163, 469, 1864, 6000)
+VARIANTS = 3  # system prompts per size: that many cold starts to take a median of
+FAN_OUT = 4
+TURNS = 4
+SHORT = 4  # tokens of an answer that is only timed
+
+SECTIONS = (
+    "Write the opening section: what this brief is about.",
+    "Section two: list the facts, without comment.",
+    "Now the third section, on risks and open questions.",
+    "Close with a recommendation in one paragraph.",
+)
+
+
+@dataclass
+class Teller:
+    """An engine that tells the stories: where clients reach it, and where its passes are counted."""
+
+    name: str
+    url: str
+    passes: PassCounter
+    match_unit: int | None = None
+
+
+@dataclass
+class Line:
+    """One engine's result in one story. Times in seconds, lengths in tokens; medians over several requests."""
+
+    engine: str
+    hit_second: int | None = None
+    hit_after: list[int] = field(default_factory=list)
+    passes_cold: float | None = None
+    passes_warm: float | None = None
+    ttft_cold: float | None = None
+    ttft_warm: float | None = None
+    tokens_per_second: float | None = None
+    all_in_flight: bool | None = None
+    largest_error: float = 0.0
+    first_difference: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """As `exact.Difference.exact`, over all answers of the line."""
+        return exact.Difference(self.first_difference, self.largest_error).exact
+
+
+@dataclass
+class Story:
+    """One table block."""
+
+    title: str
+    shared: int
+    oracle: int
+    lines: list[Line]
+    held: bool
+    expectation: str
+
+
+@dataclass
+class Told:
+    """What all stories are told with."""
+
+    client: httpx.AsyncClient
+    reference: str  # URL of the reference engine
+    tellers: Sequence[Teller]  # Seamark first
+    seed: int = 0
+
+    def fresh_seed(self) -> int:
+        """A seed no story has used: its prompt is cold everywhere."""
+        self.seed += 1
+        return self.seed
+
+    async def shared_prompts(self, shared: int, questions: Sequence[str] | None = None) -> Shared:
+        """Prompts nobody has seen that share exactly `shared` tokens."""
+        extra = {} if questions is None else {"questions": questions}
+        return await with_shared_tokens(self.client, self.reference, shared, self.fresh_seed(), **extra)
+
+    async def right_answers(self, prompts: Sequence[Messages]) -> list[Answer]:
+        """The reference engine's answers."""
+        return await ask_all(self.client, self.reference, prompts, exact.MIN_TOKENS, parallel=8)
+
+
+def floored(tokens: int) -> int:
+    """The oracle's hit for `tokens` shared tokens."""
+    return tokens // UNIT * UNIT
+
+
+def judge(line: Line, answers: Sequence[Answer], right: Sequence[Answer]) -> None:
+    """Note in `line` how far `answers` are from the `right` ones."""
+    worst = exact.worst([exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True)])
+    line.first_difference, line.largest_error = worst.position, worst.largest_error
+
+
+async def one_system_prompt(told: Told, shared: int) -> Story:
+    """Six questions, one after the other, on one system prompt; two more prompts for the medians."""
+    variants = [await told.shared_prompts(shared) for _ in range(VARIANTS)]
+    full, *timed = variants
+    judged = (0, 1, len(full.prompts) - 1)
+    right = await told.right_answers([full.prompts[index] for index in judged])
+    lines = []
+    for teller in told.tellers:
+        line = Line(teller.name)
+        cold: list[Answer] = []
+        warm: list[Answer] = []
+        passes_cold, passes_warm, answers = [], [], {}
+        for number, variant in enumerate(variants):
+            prompts = variant.prompts if variant is full else variant.prompts[:3]
+            for index, prompt in enumerate(prompts):
+                tokens = exact.MIN_TOKENS if variant is full and index in judged else SHORT
+                teller.passes.restart()
+                answer = await ask(told.client, teller.url, prompt, tokens)
+                passes = teller.passes.after([answer]).with_prompt
+                (warm if index else cold).append(answer)
+                (passes_warm if index else passes_cold).append(passes)
+                if number == 0:
+                    answers[index] = answer
+        hits = [answers[index].cached_tokens or 0 for index in range(1, len(full.prompts))]
+        line.hit_second, line.hit_after = hits[0], hits[1:]
+        line.passes_cold, line.passes_warm = statistics.median(passes_cold), statistics.median(passes_warm)
+        line.ttft_cold = statistics.median(answer.ttft for answer in cold)
+        line.ttft_warm = statistics.median(answer.ttft for answer in warm)
+        judge(line, [answers[index] for index in judged], right)
+        lines.append(line)
+    oracle = floored(shared)
+    ours = lines[0]
+    return Story(
+        "one system prompt, six questions",
+        shared,
+        oracle,
+        lines,
+        held=ours.exact and {ours.hit_second, *ours.hit_after} == {oracle},
+        expectation=f"every request after the first hits {oracle}",
+    )
+
+
+async def fan_out(told: Told, parallel: int) -> Story:
+    """A brief-writer sends four sections on one new system prompt, `parallel` at a time."""
+    shared = await told.shared_prompts(163, SECTIONS)
+    right = await told.right_answers(shared.prompts)
+    lines = []
+    for teller in told.tellers:
+        teller.passes.restart()
+        answers = await ask_all(told.client, teller.url, shared.prompts, exact.MIN_TOKENS, parallel)
+        passes = teller.passes.after(answers)
+        line = Line(teller.name, passes_cold=passes.all)
+        # The leader is whoever found nothing; with several at once that need not be the first sent.
+        hits = sorted(answer.cached_tokens or 0 for answer in answers)
+        line.hit_second, line.hit_after = hits[1], hits[2:]
+        line.ttft_cold = statistics.median(answer.ttft for answer in answers)
+        began, ended = min(answer.sent for answer in answers), max(answer.finished for answer in answers)
+        line.tokens_per_second = sum(len(answer.steps) for answer in answers) / (ended - began)
+        line.all_in_flight = max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
+        judge(line, answers, right)
+        lines.append(line)
+    oracle = floored(shared.shared)
+    ours = lines[0]
+    in_flight = bool(ours.all_in_flight) or parallel < FAN_OUT
+    return Story(
+        f"cold fan-out: four sections, {parallel} in parallel",
+        shared.shared,
+        oracle,
+        lines,
+        held=ours.exact and in_flight and {ours.hit_second, *ours.hit_after} == {oracle},
+        expectation=f"one prefill, three hits of {oracle}"
+        + (", all four in flight before the first token" if parallel == FAN_OUT else ""),
+    )
+
+
+async def conversation(told: Told) -> Story:
+    """Four turns; the assistant's side is given, so that every engine sees the same chats."""
+    seed = told.fresh_seed()
+    messages: list[Mapping[str, Any]] = [{"role": "system", "content": prose(90, seed)}]
+    turns: list[Messages] = []
+    for turn in range(TURNS):
+        messages.append({"role": "user", "content": f"{turn + 1}. {prose(30, seed + 1000 + turn)} What follows?"})
+        turns.append(list(messages))
+        messages.append({"role": "assistant", "content": prose(40, seed + 2000 + turn)})
+    prompts = [await tokens_of(told.client, told.reference, turn) for turn in turns]
+    shared = [common_prefix(prompts[turn - 1], prompts[turn]) for turn in range(1, TURNS)]
+    right = await told.right_answers(turns)
+    lines = []
+    for teller in told.tellers:
+        line = Line(teller.name)
+        answers, passes = [], []
+        for turn in turns:
+            teller.passes.restart()
+            answer = await ask(told.client, teller.url, turn, exact.MIN_TOKENS)
+            answers.append(answer)
+            passes.append(teller.passes.after([answer]).with_prompt)
+        hits = [answer.cached_tokens or 0 for answer in answers[1:]]
+        line.hit_second, line.hit_after = hits[0], hits[1:]
+        line.passes_cold, line.passes_warm = passes[0], statistics.median(passes[1:])
+        line.ttft_cold = answers[0].ttft
+        line.ttft_warm = statistics.median(answer.ttft for answer in answers[1:])
+        judge(line, answers, right)
+        lines.append(line)
+    oracles = [floored(tokens) for tokens in shared]
+    ours = [lines[0].hit_second or 0, *lines[0].hit_after]
+    return Story(
+        f"a conversation of four turns (shared {', '.join(map(str, shared))})",
+        shared[0],
+        oracles[0],
+        lines,
+        # A turn ends before the generation prompt, which some templates repeat in history and some do not.
+        held=lines[0].exact and all(hit >= oracle - UNIT for hit, oracle in zip(ours, oracles, strict=True)),
+        expectation=f"each turn hits the one before, {', '.join(map(str, oracles))} at best, at most a unit less",
+    )
+
+
+async def same_request_twice(told: Told) -> Story:
+    """The identical request again: everything but the last token could be shared."""
+    variants = [(await told.shared_prompts(163)).prompts[0] for _ in range(VARIANTS)]
+    tokens = len(await tokens_of(told.client, told.reference, variants[0]))
+    right = await told.right_answers(variants)
+    lines = []
+    for teller in told.tellers:
+        line = Line(teller.name)
+        cold, warm, passes_cold, passes_warm = [], [], [], []
+        for prompt in variants:
+            for answers, passes in ((cold, passes_cold), (warm, passes_warm)):
+                teller.passes.restart()
+                answers.append(await ask(told.client, teller.url, prompt, exact.MIN_TOKENS))
+                passes.append(teller.passes.after(answers[-1:]).with_prompt)
+        line.hit_second = warm[0].cached_tokens
+        line.passes_cold, line.passes_warm = statistics.median(passes_cold), statistics.median(passes_warm)
+        line.ttft_cold = statistics.median(answer.ttft for answer in cold)
+        line.ttft_warm = statistics.median(answer.ttft for answer in warm)
+        judge(line, cold + warm, right + right)
+        lines.append(line)
+    oracle = floored(tokens - 1)
+    return Story(
+        "the same request twice",
+        tokens,
+        oracle,
+        lines,
+        # What is left over after the turn's end is shorter than a generation prompt and a unit.
+        held=lines[0].exact and (lines[0].hit_second or 0) >= oracle - UNIT,
+        expectation=f"the second hits {oracle}, at most a unit less",
+    )
+
+
+@dataclass
+class Planted:
+    """Whether the exactness check noticed a defect."""
+
+    defect: str
+    caught: bool
+    largest_error: float
+    first_difference: int | None
+
+
+async def planted_defects(told: Told, url: str, folder: Path) -> list[Planted]:
+    """Plant each defect in the engine at `url` and let the exactness check look; the first line has none."""
+    found = []
+    for defect in (None, *planted.DEFECTS):
+        prompts = (await told.shared_prompts(163)).prompts
+        prompt = await tokens_of(told.client, told.reference, prompts[0])
+        hit = floored(len(prompt) - 1)
+        right = await complete(told.client, told.reference, prompt)
+        await complete(told.client, url, prompt[: hit - UNIT + 1])  # leaves a state one unit before the hit
+        await complete(told.client, url, prompt)
+        if defect is None:
+            answer = await complete(told.client, url, prompt)
+        else:
+            with planted.planted(folder, defect):
+                answer = await complete(told.client, url, prompt)
+        if answer.cached_tokens != hit:
+            raise RuntimeError(f"planting {defect}: the engine hit {answer.cached_tokens} tokens, not {hit}")
+        difference = exact.compare(answer, right)
+        found.append(
+            Planted(defect or "none", not difference.exact, difference.largest_error, difference.position)
+        )
+    return found
+
+
+async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int]) -> Answer:
+    """A greedy completion of a prompt given as token ids. Its times are not taken."""
+    body = {
+        "model": MODEL_NAME,
+        "prompt": list(prompt),
+        "temperature": 0,
+        "max_tokens": exact.MIN_TOKENS,
+        "ignore_eos": True,
+        "logprobs": TOP_LOGPROBS,
+        "return_tokens_as_token_ids": True,
+    }
+    response = await client.post(url + "/v1/completions", json=body)
+    response.raise_for_status()
+    answer = response.json()
+    logprobs, usage = answer["choices"][0]["logprobs"], answer["usage"]
+    steps = tuple(map(Step, logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]))
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return Answer(steps, usage["prompt_tokens"], cached, 0.0, 0.0, 0.0)
