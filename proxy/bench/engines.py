@@ -19,6 +19,10 @@ MODEL_NAME = "tiny-hybrid"
 START_SECONDS = 420.0
 STOP_SECONDS = 20.0
 
+# One thread per engine: on a small machine more of them wait for each other. The executor inside the engine's process
+# saves a process, and its imports, per engine.
+ENGINE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
 # One line per engine iteration: the only way to count forward passes of an engine that is not ours.
 ENGINE_FLAGS = (
     "--served-model-name",
@@ -93,7 +97,7 @@ class Fleet:
         """Start a vLLM server with `SEAMARK_ENGINE=mode`."""
         port = free_port()
         command = ["-m", "engine_patches", "worker", "--model", str(model), "--port", str(port), "--"]
-        settings = {"SEAMARK_ENGINE": mode, "HF_HUB_OFFLINE": "1", **environment}
+        settings = {**ENGINE_ENVIRONMENT, "SEAMARK_ENGINE": mode, **environment}
         return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
 
     def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
