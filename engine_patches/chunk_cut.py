@@ -31,9 +31,7 @@ def end_chunk_at_hints(original: Callable) -> Callable:
         self, request, num_new_tokens, num_new_local_computed_tokens=0, num_external_computed_tokens=0
     ):
         def split() -> int:
-            return original(
-                self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
-            )
+            return original(self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
 
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         if start >= request.num_prompt_tokens:

@@ -27,7 +27,9 @@ CHAT_TEMPLATE = """\
 {%- if not (loop.first and tools and message.role == 'system') %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.content is string %}{{- message.content }}{% endif %}
-{%- for call in message.tool_calls or [] %}{{- '\\n<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
@@ -43,6 +45,7 @@ def train_tokenizer():
     Returns a `transformers` fast tokenizer whose end-of-turn token is also the end-of-sequence token.
     """
     from pydoc_data.topics import topics
+
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

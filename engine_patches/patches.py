@@ -23,7 +23,7 @@ PATCHES: tuple[Patch, ...] = (
         name="block-copy",
         role=Role.CURE,
         target="vllm.v1.worker.utils:copy_kv_cache_blocks_inplace",
-        why="copy-on-write of a partial block copies only the shorter of two caches that share an address: wrong tokens",
+        why="copy-on-write of a partial block copies only the shorter of two caches at one address: wrong tokens",
         upstream="unreported; same text in 0.32 and 0.33",
         until="vLLM copies the widest view, or keys what it has copied by address and size",
         shape=Shape(
@@ -102,7 +102,9 @@ PATCHES: tuple[Patch, ...] = (
         ),
         build=set_up_checkpoints,
         relies_on=(
-            Shape("vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", mentions=("manager.shared_prefix_checkpoint",)),
+            Shape(
+                "vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", mentions=("manager.shared_prefix_checkpoint",)
+            ),
         ),
     ),
     Patch(
@@ -204,8 +206,6 @@ PATCHES: tuple[Patch, ...] = (
         until="vLLM lets plugins add to its scheduler statistics",
         shape=Shape(f"{SCHEDULER}.make_stats", mentions=("return SchedulerStats(",)),
         build=report_with_stats,
-        relies_on=(
-            Shape("vllm.v1.metrics.stats:SchedulerStats", mentions=("waiting_lora_adapters: dict[str, int]",)),
-        ),
+        relies_on=(Shape("vllm.v1.metrics.stats:SchedulerStats", mentions=("waiting_lora_adapters: dict[str, int]",)),),
     ),
 )

@@ -62,9 +62,7 @@ def note_hits(original: Callable) -> Callable:
         checkpoints = getattr(self.coordinator.single_type_managers[0], "seamark", None)
         if num_hits and checkpoints is not None and checkpoints.enabled:
             block_hash = request.block_hashes[num_hits // checkpoints.match_unit - 1]
-            checkpoints.prefix_reused(
-                make_block_hash_with_group_id(block_hash, checkpoints.recurrent_group), num_hits
-            )
+            checkpoints.prefix_reused(make_block_hash_with_group_id(block_hash, checkpoints.recurrent_group), num_hits)
 
     return record_prefix_cache_stats
 

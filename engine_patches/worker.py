@@ -1,4 +1,4 @@
-"""`seamark worker`: a vLLM server with the patches and the flags they need. It becomes vLLM: same process, same exit."""
+"""`seamark worker`: a vLLM server with the patches and the flags they need. It becomes vLLM: same process and exit."""
 
 from __future__ import annotations
 

@@ -86,7 +86,9 @@ def build(settings: Settings) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        known = NotFound(f"No such path: {request.url.path}") if error.status_code == 404 else GatewayError(error.detail)
+        known = (
+            NotFound(f"No such path: {request.url.path}") if error.status_code == 404 else GatewayError(error.detail)
+        )
         known.status = error.status_code
         return error_response(known)
 

@@ -46,7 +46,7 @@ class Found:
     prefixes: tuple[bytes, ...] = ()  # keys of everything this prompt starts with, shortest first
     result: Result = "none"
     failure: str | None = None  # why there are no boundaries: a reason of the closed set
-    prompt_tokens: int | None = None  # known only when the prompt was rendered
+    key: bytes = b""  # of the chat before its last text
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class BoundaryFinder:
         try:
             return await self._render(chat, renderer)
         except RenderFailed:
-            return Found(prefixes=_prefixes(chat), failure="render_failed")
+            return Found(prefixes=_prefixes(chat), failure="render_failed", key=chat.history_key)
         finally:
             if self._pending.get(chat.history_key) is done:
                 del self._pending[chat.history_key]
@@ -168,7 +168,7 @@ class BoundaryFinder:
         for key, tokens in ((chat.system_key, system), (chat.history_key, history), (chat.turn_key, turn)):
             if key is not None and tokens is not None:
                 self._memory.put(key, tokens)
-        return _found(chat, system, history, turn, "render", len(prompt))
+        return _found(chat, system, history, turn, "render")
 
 
 async def _gather(renderer: Renderer, bodies: Any) -> list[Sequence[int] | RenderFailed]:
@@ -214,9 +214,7 @@ def _prefixes(chat: _Chat) -> tuple[bytes, ...]:
     return (chat.system_key, *chat.keys.after[: chat.last], chat.history_key, *chat.keys.after[chat.last :])
 
 
-def _found(
-    chat: _Chat, system: int | None, history: int | None, turn: int | None, result: Result, prompt: int | None = None
-) -> Found:
+def _found(chat: _Chat, system: int | None, history: int | None, turn: int | None, result: Result) -> Found:
     candidates: tuple[tuple[int | None, Kind, bytes | None], ...] = (
         (system, "system", chat.system_key),
         (history, "history", chat.history_key),
@@ -228,4 +226,4 @@ def _found(
             boundaries.append(Boundary(tokens, kind, key))
     boundaries.sort(key=lambda boundary: boundary.tokens)
     failure = None if boundaries else "no_boundary"
-    return Found(tuple(boundaries), _prefixes(chat), result if boundaries else "none", failure, prompt)
+    return Found(tuple(boundaries), _prefixes(chat), result if boundaries else "none", failure, chat.history_key)

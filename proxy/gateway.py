@@ -32,7 +32,9 @@ logger = logging.getLogger("seamark.gateway")
 
 CHAT = "/v1/chat/completions"
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
-ENDPOINTS = frozenset({CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize", "/detokenize"})
+ENDPOINTS = frozenset(
+    {CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize", "/detokenize"}
+)
 
 
 @dataclass

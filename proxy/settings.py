@@ -69,7 +69,9 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     values.update({name: environment[PREFIX + name.upper()] for name in names if PREFIX + name.upper() in environment})
     values.update({name: getattr(args, name) for name in names if getattr(args, name) is not None})
     if not values.get("worker"):
-        raise SettingsError("worker: none given; name at least one vLLM server, for example --worker http://127.0.0.1:8000")
+        raise SettingsError(
+            "worker: none given; name at least one vLLM server, for example --worker http://127.0.0.1:8000"
+        )
     try:
         return Settings(**values)
     except ValidationError as error:

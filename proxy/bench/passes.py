@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from proxy.bench.client import Answer
 
-_ITERATION = re.compile(rb"Iteration\(\d+\): \d+ context requests, (\d+) context tokens, \d+ generation requests, (\d+)")
+_ITERATION = re.compile(
+    rb"Iteration\(\d+\): \d+ context requests, (\d+) context tokens, \d+ generation requests, (\d+)"
+)
 SETTLE_SECONDS = 10.0
 
 
@@ -40,9 +42,7 @@ class PassCounter:
         Raises `TimeoutError` when the log never does.
         """
         # The last token of an answer is sampled, never computed.
-        wanted = sum(
-            answer.prompt_tokens - (answer.cached_tokens or 0) + len(answer.steps) - 1 for answer in answers
-        )
+        wanted = sum(answer.prompt_tokens - (answer.cached_tokens or 0) + len(answer.steps) - 1 for answer in answers)
         deadline = time.monotonic() + SETTLE_SECONDS
         while (passes := self._read()).tokens < wanted:
             if time.monotonic() > deadline:

@@ -25,7 +25,9 @@ def environment(folder: Path) -> Mapping[str, str]:
     metadata = folder / "seamark_planted-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: seamark-planted\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nseamark_planted = proxy.bench.planted:register\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nseamark_planted = proxy.bench.planted:register\n"
+    )
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, FILE_VARIABLE: str(_file(folder))}
 

@@ -11,7 +11,15 @@ import httpx
 from proxy.bench.client import Messages, tokens_of
 from proxy.sentinel import common_prefix
 
-_SUBJECTS = ("The editor", "A harbour pilot", "Each reader", "The archive", "Our team", "The northern station", "A clerk")
+_SUBJECTS = (
+    "The editor",
+    "A harbour pilot",
+    "Each reader",
+    "The archive",
+    "Our team",
+    "The northern station",
+    "A clerk",
+)
 _VERBS = ("checks", "describes", "records", "compares", "repeats", "returns", "measures", "answers")
 _OBJECTS = ("the figures", "every request", "a short report", "the first page", "its own notes", "the tide tables")
 _ENDS = ("before noon", "without delay", "in plain words", "for the next reader", "twice a week", "with care")
@@ -62,6 +70,8 @@ async def with_shared_tokens(
         return common_prefix(await tokens_of(client, url, first), await tokens_of(client, url, second))
 
     words, filler = shared, ""
+    length = await shared_of(prose(words, seed))
+    words = words * shared // length  # close; then down to just below, and up in single tokens
     length = await shared_of(prose(words, seed))
     while length > shared:
         words -= max(1, (length - shared) // 4)

@@ -114,7 +114,7 @@ def judge(line: Line, answers: Sequence[Answer], right: Sequence[Answer]) -> Non
 async def one_system_prompt(told: Told, shared: int) -> Story:
     """Six questions, one after the other, on one system prompt; two more prompts for the medians."""
     variants = [await told.shared_prompts(shared) for _ in range(VARIANTS)]
-    full, *timed = variants
+    full = variants[0]
     judged = (0, 1, len(full.prompts) - 1)
     right = await told.right_answers([full.prompts[index] for index in judged])
     lines = []
@@ -287,9 +287,7 @@ async def planted_defects(told: Told, url: str, folder: Path) -> list[Planted]:
         if answer.cached_tokens != hit:
             raise RuntimeError(f"planting {defect}: the engine hit {answer.cached_tokens} tokens, not {hit}")
         difference = exact.compare(answer, right)
-        found.append(
-            Planted(defect or "none", not difference.exact, difference.largest_error, difference.position)
-        )
+        found.append(Planted(defect or "none", not difference.exact, difference.largest_error, difference.position))
     return found
 
 

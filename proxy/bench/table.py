@@ -30,11 +30,14 @@ def render(stories: Sequence[Story], defects: Sequence[Planted]) -> str:
 
 def legend() -> str:
     """What the columns mean."""
-    return (
-        "passes: forward passes of the model that computed prompt tokens, first request / later ones (median); of a\n"
-        "fan-out: all passes of the wave. first token: the same, milliseconds, median. exact: 32 greedy tokens and\n"
-        "their top-5 logprobs equal the reference engine's (no prefix caching) within 1e-4; largest error in brackets.\n"
-        "Seamark is reached through its gateway, the others directly. CPU timings: passes are cheap here and dear on a GPU."
+    return "\n".join(
+        (
+            "passes: forward passes that computed prompt tokens, first request / later ones (median); of a fan-out: all",
+            "passes of the wave. first token: the same, milliseconds, median. exact: 32 greedy tokens and their top-5",
+            "logprobs equal the reference engine's (no prefix caching) within 1e-4; largest error in brackets. Seamark",
+            "is reached through its gateway, the others directly. A CPU and a toy model: here a pass costs little, with",
+            "a real model on a GPU it costs as much as hundreds of prompt tokens.",
+        )
     )
 
 
@@ -68,7 +71,9 @@ def _comparison(line: Line, alone: Line) -> str:
         ("warm", line.ttft_warm, alone.ttft_warm),
     ):
         if ours and theirs:
-            parts.append(f"{name} {theirs / ours:.1f}x faster" if ours <= theirs else f"{name} {ours / theirs:.1f}x SLOWER")
+            parts.append(
+                f"{name} {theirs / ours:.1f}x faster" if ours <= theirs else f"{name} {ours / theirs:.1f}x SLOWER"
+            )
     for name, mine, other in (
         ("cold", line.passes_cold, alone.passes_cold),
         ("warm", line.passes_warm, alone.passes_warm),

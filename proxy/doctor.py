@@ -1,0 +1,110 @@
+"""`seamark doctor`: whether a worker's patches are live, its vLLM, its block and match unit, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from typing import NamedTuple
+
+from proxy.render import RENDER
+from proxy.upstream import Broken, Unreachable, Upstream
+from proxy.workers import EngineInfo, read_metrics
+
+TIMEOUT = 10.0
+
+CURE_UNPATCHED = """\
+    pip install --no-deps seamark        # into the environment that runs vLLM, then restart it; or start it with
+    seamark worker --model MODEL --port PORT"""
+CURE_DETAILS = "    --enable-prompt-tokens-details       # without it, hits are never reported"
+CURE_RENDER = "    --enable-scale-out                   # without it, the gateway falls back to /tokenize"
+
+
+class Finding(NamedTuple):
+    """One line of the diagnosis."""
+
+    fine: bool
+    text: str
+    cure: str | None = None
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="seamark doctor", description="examine a vLLM worker")
+    parser.add_argument("--worker", metavar="URL", required=True)
+    args = parser.parse_args(argv)
+    findings = asyncio.run(examine(args.worker.rstrip("/").removesuffix("/v1")))
+    for finding in findings:
+        print(f"{'ok   ' if finding.fine else 'WRONG'} {finding.text}")
+        if finding.cure:
+            print(finding.cure)
+    return 0 if all(finding.fine for finding in findings) else 1
+
+
+async def examine(url: str) -> list[Finding]:
+    """What is right and wrong with the worker at `url`. Sends it one request of a few tokens."""
+    upstream = Upstream(connect_timeout=2.0)
+    try:
+        try:
+            status, answer = await upstream.fetch("GET", url + "/v1/models", timeout=TIMEOUT)
+            model = json.loads(answer)["data"][0]["id"]
+            _, metrics = await upstream.fetch("GET", url + "/metrics", timeout=TIMEOUT)
+        except (Unreachable, Broken):
+            return [Finding(False, f"no server answers at {url}", "    is it running, and is the port right?")]
+        except (ValueError, KeyError, TypeError, IndexError):
+            return [Finding(False, f"{url} is not a vLLM server: /v1/models gives no models (status {status})")]
+        return [
+            Finding(True, f"serves {model}"),
+            _vllm_version(await _version(upstream, url)),
+            *_engine(read_metrics(metrics.decode(errors="replace"))[1]),
+            await _details(upstream, url, model),
+            await _render(upstream, url, model),
+        ]
+    finally:
+        await upstream.aclose()
+
+
+async def _version(upstream: Upstream, url: str) -> str | None:
+    try:
+        _, answer = await upstream.fetch("GET", url + "/version", timeout=TIMEOUT)
+        return str(json.loads(answer)["version"])
+    except (Unreachable, Broken, ValueError, KeyError, TypeError):
+        return None
+
+
+def _vllm_version(version: str | None) -> Finding:
+    return Finding(version is not None, f"vLLM {version}" if version else "does not tell its vLLM version at /version")
+
+
+def _engine(info: EngineInfo | None) -> list[Finding]:
+    if info is None:
+        missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
+        return [Finding(False, missing, CURE_UNPATCHED)]
+    findings = [Finding(True, f"patches are live, seamark {info.version}")]
+    lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
+    coarse = info.match_unit > 64
+    cure = "    --prefix-match-unit 16               # or leave it away: the plugin sets it for hybrid models"
+    return [*findings, Finding(not coarse, lengths, cure if coarse else None)]
+
+
+async def _details(upstream: Upstream, url: str, model: str) -> Finding:
+    request = {"model": model, "prompt": "Seamark", "max_tokens": 1}
+    try:
+        _, answer = await upstream.fetch("POST", url + "/v1/completions", json.dumps(request).encode(), timeout=None)
+        reported = json.loads(answer)["usage"].get("prompt_tokens_details") is not None
+    except (Unreachable, Broken, ValueError, KeyError, TypeError, AttributeError):
+        return Finding(False, "does not answer a completion of one token")
+    return Finding(
+        reported, f"cached tokens are {'' if reported else 'not '}reported", None if reported else CURE_DETAILS
+    )
+
+
+async def _render(upstream: Upstream, url: str, model: str) -> Finding:
+    request = {"model": model, "messages": [{"role": "user", "content": "Seamark"}]}
+    try:
+        status, _ = await upstream.fetch("POST", url + RENDER, json.dumps(request).encode(), timeout=TIMEOUT)
+    except (Unreachable, Broken):
+        status = 0
+    # /tokenize renders nearly everything alike, so its use is worth a word and not an error.
+    return Finding(
+        True, f"render route {'open' if status == 200 else 'closed'}", None if status == 200 else CURE_RENDER
+    )
