@@ -45,7 +45,10 @@ class Shape:
             if actual != self.parameters:
                 raise ShapeMismatch(f"{self.target} takes {actual}, expected {self.parameters}")
         if self.mentions:
-            source = inspect.getsource(found)
+            try:
+                source = inspect.getsource(found)
+            except (OSError, TypeError) as error:
+                raise ShapeMismatch(f"{self.target}: {error}") from error
             missing = [word for word in self.mentions if word not in source]
             if missing:
                 raise ShapeMismatch(f"{self.target} no longer mentions {', '.join(missing)}")

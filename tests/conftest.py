@@ -1,0 +1,67 @@
+"""Real servers shared by the whole run, started when the first test asks for one and ended with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from proxy.bench import planted
+from proxy.bench.demo import generated_model
+from proxy.bench.engines import Fleet, Server
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """Folder of the generated model."""
+    return generated_model(print)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path):
+    """Tokenizer and chat template of the generated model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+class Servers(NamedTuple):
+    """Engines in the configurations that the tests need."""
+
+    seamark: Server  # patched, room to cache
+    planted: Path  # where defects can be planted in it
+    tight: Server  # patched, 64 cache blocks and 320 tokens per step
+    reference: Server  # cures only, no prefix caching
+    untouched: Server  # vLLM as it is
+    gateway: Server  # in front of `seamark`
+    tight_gateway: Server
+    untouched_gateway: Server
+
+
+@pytest.fixture(scope="session")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """All of them, started at once: each takes half a minute alone."""
+    folder = tmp_path_factory.mktemp("servers")
+    with Fleet(folder) as fleet:
+        seamark = fleet.engine("seamark", model, environment=planted.environment(folder / "planted"))
+        tight_flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
+        tight = fleet.engine("tight", model, flags=tight_flags)
+        reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
+        untouched = fleet.engine("untouched", model, "0")
+        started = Servers(
+            seamark,
+            folder / "planted",
+            tight,
+            reference,
+            untouched,
+            fleet.gateway(seamark),
+            fleet.gateway(tight),
+            fleet.gateway(untouched),
+        )
+        for engine in (seamark, tight, reference, untouched):
+            engine.wait_until_ready()
+        for gateway in (started.gateway, started.tight_gateway, started.untouched_gateway):
+            gateway.wait_until_ready("/ready", seconds=30)
+        yield started

@@ -1,0 +1,137 @@
+"""All patches or none, once, and only where vLLM looks as expected. Patching is per process, so each case has its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import io, logging
+logging.getLogger("vllm.seamark").setLevel(logging.INFO)
+logging.getLogger("vllm.seamark").addHandler(logging.StreamHandler(log := io.StringIO()))
+from engine_patches import ledger, plugin
+
+def replaced():
+    from engine_patches.patches import PATCHES
+    return [patch.name for patch in PATCHES if hasattr(ledger.resolve(patch.target).value, ledger.MARK)]
+"""
+
+
+def run(code: str, mode: str | None = None) -> str:
+    """Output of `code` in a process of its own with `SEAMARK_ENGINE=mode`."""
+    environment = {name: value for name, value in os.environ.items() if name != "SEAMARK_ENGINE"}
+    if mode is not None:
+        environment["SEAMARK_ENGINE"] = mode
+    done = subprocess.run([sys.executable, "-c", PRELUDE + code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_switched_off_nothing_of_vllm_is_even_imported():
+    out = run("import sys; plugin.register(); print(plugin.patches_live(), 'vllm' in sys.modules, log.getvalue())", "0")
+    assert out.split() == ["False", "False"]
+
+
+def test_an_unknown_mode_leaves_vllm_untouched_with_one_line():
+    out = run("plugin.register(); print(plugin.patches_live(), replaced(), len(log.getvalue().splitlines()))", "2")
+    assert out.split() == ["False", "[]", "1"]
+
+
+def test_as_reference_only_the_cures_are_applied():
+    out = run(
+        """
+plugin.register()
+from engine_patches.patches import PATCHES
+cures = [patch.name for patch in PATCHES if patch.role is ledger.Role.CURE]
+print(plugin.patches_live(), replaced() == cures, len(cures))
+""",
+        "reference",
+    )
+    assert out.split() == ["False", "True", "3"]
+
+
+def test_loaded_twice_every_patch_is_applied_once():
+    out = run(
+        """
+plugin.register(); plugin.register()
+from engine_patches.patches import PATCHES
+originals = [getattr(ledger.resolve(patch.target).value, ledger.MARK) for patch in PATCHES]
+print(plugin.patches_live(), len(replaced()) == len(PATCHES), any(hasattr(f, ledger.MARK) for f in originals))
+print(len(log.getvalue().splitlines()))
+"""
+    )
+    assert out.split() == ["True", "True", "False", "1"]
+
+
+def test_a_function_imported_by_name_is_rebound():
+    out = run(
+        """
+import vllm.v1.worker.gpu_model_runner as runner, vllm.v1.worker.utils as utils, vllm.v1.engine.core as core
+import vllm.v1.core.kv_cache_utils as cache
+plugin.register()
+print(runner.copy_kv_cache_blocks_inplace is utils.copy_kv_cache_blocks_inplace)
+print(core.resolve_kv_cache_block_sizes is cache.resolve_kv_cache_block_sizes)
+"""
+    )
+    assert out.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("how", ["another shape", "gone"])
+def test_whichever_function_differs_vllm_stays_untouched_with_one_line(how):
+    """Every target in turn takes another shape, or is gone; nothing at all may be replaced."""
+    out = run(
+        f"""
+how = {how!r}
+from engine_patches.patches import PATCHES
+for patch in PATCHES:
+    target = ledger.resolve(patch.target)
+    if how == "gone":
+        delattr(target.owner, target.name)
+    else:
+        setattr(target.owner, target.name, lambda something_else: None)
+    plugin.register()
+    setattr(target.owner, target.name, target.stored)
+    lines = log.getvalue().splitlines()
+    log.truncate(0); log.seek(0)
+    function = patch.target.split(":")[1]
+    assert replaced() == [], patch.name
+    assert not plugin.patches_live()
+    assert len(lines) == 1 and function in lines[0] and "untouched" in lines[0], (patch.name, lines)
+plugin.register()
+print(plugin.patches_live(), len(replaced()) == len(PATCHES))
+"""
+    )
+    assert out.split() == ["True", "True"]
+
+
+def test_a_failure_while_applying_takes_everything_back():
+    out = run(
+        """
+import dataclasses
+from engine_patches.patches import PATCHES
+def fails(original):
+    raise RuntimeError("planned")
+broken = [*PATCHES[:-1], dataclasses.replace(PATCHES[-1], build=fails)]
+try:
+    ledger.apply(broken)
+except RuntimeError:
+    print(replaced())
+"""
+    )
+    assert out.split() == ["[]"]
+
+
+def test_every_patch_says_why_and_until_when():
+    from engine_patches.patches import PATCHES
+
+    assert len({patch.name for patch in PATCHES}) == len(PATCHES)
+    for patch in PATCHES:
+        assert all((patch.why, patch.upstream, patch.until)), patch.name
+
+
+def test_the_ledger_can_be_printed():
+    done = subprocess.run([sys.executable, "-m", "engine_patches", "patches"], capture_output=True, text=True)
+    assert done.returncode == 0 and "block-copy (cure)" in done.stdout

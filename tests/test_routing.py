@@ -1,0 +1,116 @@
+"""The worker that holds the prefix, unless it is much busier; and the word for what was missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.boundaries import Boundary
+from proxy.directory import Directory, Holding
+from proxy.outcome import Expectation, Usage, cache_label, reason, usage_in_stream
+from proxy.routing import choose
+from proxy.workers import EngineInfo, Worker, read_metrics, union_of_models
+
+
+def worker(name: str, inflight: int = 0) -> Worker:
+    return Worker(f"http://{name}", renderer=None, boot=name, inflight=inflight)
+
+
+def test_the_holder_of_the_longest_prefix_is_chosen():
+    workers = [worker("a"), worker("b", inflight=3), worker("c")]
+    held = {"b": Holding(400, b"deep"), "c": Holding(100, b"short")}
+    assert choose(workers, held, load_slack=8).boot == "b"
+
+
+def test_without_a_holder_the_least_loaded_is_chosen():
+    assert choose([worker("a", 2), worker("b", 1)], {}, load_slack=8).boot == "b"
+
+
+def test_a_holder_that_is_too_busy_is_passed_over():
+    workers = [worker("a"), worker("b", inflight=9)]
+    assert choose(workers, {"b": Holding(400, b"deep")}, load_slack=8).boot == "a"
+
+
+def test_the_directory_knows_the_deepest_prefix_of_each_worker():
+    directory = Directory(100)
+    directory.note([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
+    directory.note([Boundary(100, "system", b"s")], "b")
+    assert directory.longest((b"s", b"t", b"new"), ["a", "b", "c"]) == {"a": (400, b"t"), "b": (100, b"s")}
+
+
+def test_a_restarted_worker_holds_nothing_but_is_remembered_to_have():
+    directory = Directory(100)
+    directory.note([Boundary(100, "system", b"s")], "a#boot1")
+    assert directory.longest((b"s",), ["a#boot2"]) == {}
+    assert directory.ever_sent((b"s",)) == 100
+
+
+def test_the_directory_is_bounded():
+    directory = Directory(10)
+    for number in range(100):
+        directory.note([Boundary(16, "system", bytes([number]))], "a")
+    assert len(directory) == 10
+    assert directory.longest((bytes([99]),), ["a"])
+
+
+def expect(**changes) -> Expectation:
+    known = {
+        "failure": None,
+        "shareable": 163,
+        "shareable_ever": 163,
+        "predicted": 163,
+        "deepest": 200,
+        "match_unit": 16,
+    }
+    return Expectation(**{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("expected", "cached", "word"),
+    [
+        (expect(), 160, "hit"),
+        (expect(), 176, "hit"),
+        (expect(), 144, "evicted"),
+        (expect(), 0, "evicted"),
+        (expect(predicted=0), 0, "other_worker"),
+        (expect(predicted=40), 32, "other_worker"),
+        (expect(shareable=0, shareable_ever=0, predicted=0), 0, "cold"),
+        (expect(shareable=0, predicted=0), 0, "worker_restarted"),
+        (expect(shareable=15, predicted=15), 0, "below_unit"),
+        (expect(deepest=12, shareable=12, predicted=12), 0, "below_unit"),
+        (expect(failure="unpatched"), 384, "unpatched"),
+        (expect(failure="render_failed"), 0, "render_failed"),
+    ],
+)
+def test_the_reason_is_the_deepest_cause(expected, cached, word):
+    assert reason(expected, cached) == word
+
+
+@pytest.mark.parametrize(("cached", "label"), [(0, "miss"), (32, "partial"), (160, "hit")])
+def test_the_cache_label_compares_with_what_could_be_shared(cached, label):
+    assert cache_label(expect(), cached) == label
+
+
+def test_usage_is_read_from_the_end_of_a_stream():
+    tail = (
+        b'alf an event"}}]}\n\ndata: {"choices":[],"usage":{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":0}}}'
+        b"\n\ndata: [DONE]\n\n"
+    )
+    assert usage_in_stream(tail) == Usage(5, 0)
+    assert usage_in_stream(b'data: {"choices":[{"delta":{"content":"\\"usage\\""}}]}\n\ndata: [DONE]\n\n') is None
+    assert usage_in_stream(b"") is None
+
+
+def test_engine_info_and_boot_are_read_from_a_workers_metrics():
+    text = (
+        "# HELP x\nprocess_start_time_seconds 1.7e+09\n"
+        'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"} 1.0\n'
+    )
+    assert read_metrics(text) == ("1.7e+09", EngineInfo("0.1.0", "0.32.0", 16, 384))
+    assert read_metrics("vllm:x 1\n") == ("", None)
+
+
+def test_models_of_several_workers_are_listed_once():
+    one, two = worker("a"), worker("b")
+    one.models = [{"id": "m", "max_model_len": 8192}]
+    two.models = [{"id": "m", "max_model_len": 4096}, {"id": "n"}]
+    assert union_of_models([one, two]) == [{"id": "m", "max_model_len": 8192}, {"id": "n"}]
