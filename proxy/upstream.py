@@ -65,10 +65,10 @@ class Upstream:
         )
         try:
             return await self._transport.handle_async_request(request)
-        except httpx.ConnectError as error:
-            raise Unreachable(str(error)) from error
         except httpx.HTTPError as error:
-            raise Broken(str(error)) from error
+            # The cause, because the transport calls a refused connection and a broken one by the same name.
+            refused = isinstance(error.__cause__, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            raise (Unreachable if refused else Broken)(str(error)) from error
 
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
         """Status and whole body of a request of the gateway's own; `timeout` seconds for each read."""

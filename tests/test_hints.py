@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from engine_patches.chunk_cut import next_stop
 from engine_patches.checkpoints import RequestHint
+from engine_patches.chunk_cut import next_stop
 from engine_patches.hints import MAX_POSITIONS, usable_positions
 
 

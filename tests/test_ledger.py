@@ -1,4 +1,4 @@
-"""All patches or none, once, and only where vLLM looks as expected. Patching is per process, so each case has its own."""
+"""All patches or none, once, and only where vLLM looks as expected. Each case patches a process of its own."""
 
 from __future__ import annotations
 

@@ -92,8 +92,9 @@ def test_the_cache_label_compares_with_what_could_be_shared(cached, label):
 
 def test_usage_is_read_from_the_end_of_a_stream():
     tail = (
-        b'alf an event"}}]}\n\ndata: {"choices":[],"usage":{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":0}}}'
-        b"\n\ndata: [DONE]\n\n"
+        b'alf an event"}}]}\n\n'
+        b'data: {"choices":[],"usage":{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
+        b"data: [DONE]\n\n"
     )
     assert usage_in_stream(tail) == Usage(5, 0)
     assert usage_in_stream(b'data: {"choices":[{"delta":{"content":"\\"usage\\""}}]}\n\ndata: [DONE]\n\n') is None

@@ -291,7 +291,7 @@ async def planted_defects(told: Told, url: str, folder: Path) -> list[Planted]:
     return found
 
 
-async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int]) -> Answer:
+async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int], **fields: Any) -> Answer:
     """A greedy completion of a prompt given as token ids. Its times are not taken."""
     body = {
         "model": MODEL_NAME,
@@ -301,6 +301,7 @@ async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int]) -
         "ignore_eos": True,
         "logprobs": TOP_LOGPROBS,
         "return_tokens_as_token_ids": True,
+        **fields,
     }
     response = await client.post(url + "/v1/completions", json=body)
     response.raise_for_status()

@@ -1,0 +1,115 @@
+"""The commands on real servers, with good and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from proxy.bench.engines import MODEL_NAME
+from tests.conftest import Servers
+
+REQUEST = {
+    "model": MODEL_NAME,
+    "messages": [
+        {"role": "system", "content": "You pilot ships into the harbour."},
+        {"role": "user", "content": "High tide?"},
+        {"role": "assistant", "content": "At nine."},
+        {"role": "user", "content": "Low tide?"},
+    ],
+}
+
+
+def seamark(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "proxy.cli", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def request_file(tmp_path):
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps(REQUEST))
+    return str(path)
+
+
+def test_boundary_tells_the_same_by_worker_and_by_model(servers: Servers, model, request_file):
+    by_worker = seamark("boundary", "--worker", servers.seamark.url, request_file)
+    by_model = seamark("boundary", "--model", str(model), request_file)
+    assert (by_worker.returncode, by_model.returncode) == (0, 0), by_worker.stderr + by_model.stderr
+    told = json.loads(by_worker.stdout)
+    assert told == json.loads(by_model.stdout)
+    assert [boundary["kind"] for boundary in told["boundaries"]] == ["system", "history", "turn"]
+    tokens = [boundary["tokens"] for boundary in told["boundaries"]]
+    assert 0 < tokens[0] < tokens[1] < tokens[2] < told["prompt_tokens"]
+    assert len(bytes.fromhex(told["key"])) == 16
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("{", "JSON"),
+        ("[]", "object"),
+        ("{}", "messages"),
+        ('{"messages":[]}', "messages"),
+        ('{"messages":"text"}', "messages"),
+        ('{"model":"made-up","messages":[{"role":"user","content":"x"}]}', "model"),
+        ('{"messages":[{"role":"nobody"}],"temperature":-3}', "messages"),
+    ],
+)
+def test_boundary_names_what_is_wrong_with_the_input(servers, content, named):
+    done = seamark("boundary", "--worker", servers.seamark.url, "-", stdin=content)
+    assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_boundary_without_file_model_or_worker(servers, request_file, tmp_path):
+    missing = seamark("boundary", "--worker", servers.seamark.url, str(tmp_path / "none.json"))
+    assert missing.returncode == 2 and "FILE" in missing.stderr
+    no_model = seamark("boundary", "--model", str(tmp_path), request_file)
+    assert no_model.returncode == 2 and "--model" in no_model.stderr
+    assert seamark("boundary", request_file).returncode == 2
+    nobody = seamark("boundary", "--worker", "http://127.0.0.1:9", request_file)
+    assert nobody.returncode == 1 and "--worker" in nobody.stderr
+
+
+def test_doctor_finds_a_patched_worker_well(servers):
+    done = seamark("doctor", "--worker", servers.seamark.url)
+    assert done.returncode == 0, done.stdout
+    assert "patches are live" in done.stdout and "0.32.0" in done.stdout
+    assert "cache block 384 tokens, match unit 16 tokens" in done.stdout
+
+
+def test_doctor_says_what_an_untouched_vllm_lacks_and_the_two_lines_that_cure_it(servers):
+    done = seamark("doctor", "--worker", servers.untouched.url)
+    assert done.returncode == 1
+    wrong = done.stdout[done.stdout.index("WRONG patches are not live") :].splitlines()
+    assert "pip install" in wrong[1] and "seamark worker" in wrong[2]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:9/v1"])
+def test_doctor_without_a_server(url):
+    done = seamark("doctor", "--worker", url)
+    assert done.returncode == 1 and "no server answers" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_doctor_in_front_of_something_else(servers):
+    done = seamark("doctor", "--worker", servers.gateway.url)
+    assert done.returncode == 1 and "patches are not live" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("serve",), ("serve", "--worker", "nonsense")])
+def test_a_wrong_command_line_exits_with_2_and_says_why(arguments):
+    done = seamark(*arguments)
+    assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
+
+
+def test_model_refuses_an_unknown_family(tmp_path):
+    done = seamark("model", "--out", str(tmp_path), "--family", "made-up")
+    assert done.returncode == 2 and "--family" in done.stderr
+
+
+def test_the_same_seed_makes_the_same_model(tmp_path, model):
+    assert seamark("model", "--out", str(tmp_path / "again")).returncode == 0
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (model / name).read_bytes()

@@ -1,0 +1,43 @@
+"""`make demo` itself, with one size: every story holds, the report is complete, nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_demo_holds_reports_and_leaves_nothing_behind(model, tmp_path):
+    (tmp_path / ".cache").symlink_to(Path(model).parent, target_is_directory=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "proxy.cli", "bench", "demo", "--sizes", "163"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / done.stdout.splitlines()[-1]).read_text())
+    assert report["held"] is True
+    system, *fan_outs, conversation, twice = report["stories"]
+    assert len(fan_outs) == 4 and all(story["held"] for story in (system, *fan_outs, conversation, twice))
+    ours, alone, fine = system["lines"]
+    assert (ours["hit_second"], alone["hit_second"], fine["hit_second"]) == (160, 0, 0)
+    assert all(line["exact"] for story in report["stories"] for line in story["lines"])
+    assert [defect["caught"] for defect in report["planted_defects"]] == [False, True, True, True]
+    assert "every story held" in done.stdout and "SLOWER" in done.stdout
+    assert not processes_in(tmp_path)
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Process ids whose working directory is `folder`."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and os.readlink(process / "cwd") == str(folder):
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
