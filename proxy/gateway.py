@@ -157,6 +157,7 @@ class Gateway:
             raw = with_hint(call.raw, call.body, positions) if call.found is not None else call.raw
             headers = [*call.headers, call.id_header]
             worker.inflight += 1
+            worker.dispatched += 1
             self.metrics.inflight.labels(worker.name).inc()
             try:
                 try:

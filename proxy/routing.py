@@ -13,8 +13,11 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
     least = min(worker.inflight for worker in workers)
     near = [worker for worker in workers if worker.inflight <= least + load_slack]
 
-    def longest_then_idlest(worker: Worker) -> tuple[int, int]:
+    def longest_then_idlest(worker: Worker) -> tuple[int, int, int]:
         holding = held.get(worker.boot)
-        return (-holding.tokens if holding else 0, worker.inflight)
+        # In match units: a shared head too short to be found again is no reason to crowd one worker.
+        usable = holding.tokens // worker.engine.match_unit if holding and worker.engine else 0
+        # The third spreads new prefixes over workers that are equally idle.
+        return (-usable, worker.inflight, worker.dispatched)
 
     return min(near, key=longest_then_idlest)

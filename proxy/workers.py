@@ -61,6 +61,7 @@ class Worker:
     models: list[dict[str, Any]] = field(default_factory=list)
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
     inflight: int = 0
+    dispatched: int = 0  # requests ever sent
 
     @property
     def name(self) -> str:

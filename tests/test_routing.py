@@ -12,7 +12,8 @@ from proxy.workers import EngineInfo, Worker, read_metrics, union_of_models
 
 
 def worker(name: str, inflight: int = 0) -> Worker:
-    return Worker(f"http://{name}", renderer=None, boot=name, inflight=inflight)
+    engine = EngineInfo("0.1.0", "0.32.0", match_unit=16, block_size=384)
+    return Worker(f"http://{name}", renderer=None, boot=name, engine=engine, inflight=inflight)
 
 
 def test_the_holder_of_the_longest_prefix_is_chosen():
@@ -23,6 +24,17 @@ def test_the_holder_of_the_longest_prefix_is_chosen():
 
 def test_without_a_holder_the_least_loaded_is_chosen():
     assert choose([worker("a", 2), worker("b", 1)], {}, load_slack=8).boot == "b"
+
+
+def test_a_holding_shorter_than_the_match_unit_does_not_count():
+    workers = [worker("a", inflight=1), worker("b")]
+    assert choose(workers, {"a": Holding(15, b"head")}, load_slack=8).boot == "b"
+
+
+def test_new_prefixes_spread_over_idle_workers():
+    used = worker("a")
+    used.dispatched = 5
+    assert choose([used, worker("b")], {}, load_slack=8).boot == "b"
 
 
 def test_a_holder_that_is_too_busy_is_passed_over():
