@@ -14,7 +14,7 @@ from proxy.workers import EngineInfo, read_metrics
 TIMEOUT = 10.0
 
 CURE_UNPATCHED = """\
-    pip install --no-deps seamark        # into the environment that runs vLLM, then restart it; or start it with
+    pip install --no-deps /path/to/seamark   # into the environment that runs vLLM; then start it with
     seamark worker --model MODEL --port PORT"""
 CURE_DETAILS = "    --enable-prompt-tokens-details       # without it, hits are never reported"
 CURE_RENDER = "    --enable-scale-out                   # without it, the gateway falls back to /tokenize"

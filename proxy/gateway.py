@@ -20,7 +20,7 @@ from proxy import wire
 from proxy.body import parse_object, with_hint
 from proxy.boundaries import BoundaryFinder, Found, PositionMemory
 from proxy.directory import Directory
-from proxy.errors import BadRequest, GatewayError, NoWorker, WorkerFailed
+from proxy.errors import BadRequest, GatewayError, NotFound, NoWorker, WorkerFailed
 from proxy.metrics import Metrics
 from proxy.outcome import TAIL_BYTES, Expectation, Usage, cache_label, reason, usage_in_stream, usage_of
 from proxy.routing import choose
@@ -288,6 +288,8 @@ class Gateway:
 
 def _call(scope: wire.Scope, raw: bytes, request_id: str) -> Call:
     path = scope["path"]
+    if not {".", ".."}.isdisjoint(path.split("/")):
+        raise NotFound("No such path.")  # the way up leads to routes of the worker that are not for clients
     target = scope.get("raw_path", path.encode()).decode("latin-1")
     if scope["query_string"]:
         target += "?" + scope["query_string"].decode("latin-1")

@@ -130,6 +130,15 @@ def test_any_other_v1_path_and_method_passes_through(gateway, worker, method):
     assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/../metrics", "/v1/%2e%2e/metrics", "/v1/a%2F..%2F..%2Fmetrics", "/v1/./models"])
+def test_no_path_leads_out_of_v1(gateway, worker, path):
+    port = int(gateway.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as raw:  # HTTP clients would tidy the path up
+        raw.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        assert raw.makefile("rb").readline().split()[1] == b"404"
+    assert not worker.requests
+
+
 def test_a_body_of_five_megabytes_passes(gateway, worker):
     raw = json.dumps(chat("x" * 5_000_000)).encode()
     assert post(gateway, raw).status_code == 200
