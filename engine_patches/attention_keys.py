@@ -27,6 +27,9 @@ def keep_hinted_keys(original: Callable) -> Callable:
             # A block that was full before this call has got its keys and keeps them.
             if position > num_tokens or position % self.block_size == 0 or index < full_before or index >= len(blocks):
                 continue
+            # A private copy is filled by this step's copies; who finds it in this very step would copy it empty.
+            if position < num_tokens and any(copy is blocks[index] for _, copy in self._pending_cow_copies):
+                continue
             # cache_partial_block also emits BlockStored, so that every consumer of KV events sees the key.
             self.block_pool.cache_partial_block(
                 request=request,

@@ -51,6 +51,28 @@ def keep_enlarged_block_size(original: Callable) -> Callable:
     return check_and_update_config
 
 
+def stop_at_the_block_edge_after_a_hit(original: Callable) -> Callable:
+    """A prefill chunk that starts inside a block has to end at the block's edge; vLLM drops that rule where its backend
+    can export a state from the last chunk.
+
+    The chunk then runs past the edge, and the block, which still holds the state of the position where the chunk
+    began, is registered under the key of its edge. Without the export for such chunks the rule holds again.
+    """
+
+    def _mamba_block_aligned_split(
+        self, request, num_new_tokens, num_new_local_computed_tokens=0, num_external_computed_tokens=0
+    ):
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        exports = self.mamba_has_prefill_checkpoint_blocks
+        self.mamba_has_prefill_checkpoint_blocks = exports and start % self.cache_config.block_size == 0
+        try:
+            return original(self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
+        finally:
+            self.mamba_has_prefill_checkpoint_blocks = exports
+
+    return _mamba_block_aligned_split
+
+
 def runs_on_cpu() -> bool:
     """Whether vLLM's platform in this process is the CPU."""
     from vllm.platforms import current_platform

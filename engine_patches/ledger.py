@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-MARK = "__seamark_original__"
+MARK = "__seamark_original__"  # on a replacement: what it replaced
+NAME = "__seamark_patch__"  # on a replacement: whose it is
 
 
 class Role(enum.Enum):
@@ -39,7 +40,7 @@ class Shape:
 
     def check(self) -> None:
         """Raise `ShapeMismatch` where vLLM differs."""
-        found = resolve(self.target).value
+        found = _chain(resolve(self.target).value)[-1]
         if self.parameters is not None:
             actual = tuple(inspect.signature(found).parameters)
             if actual != self.parameters:
@@ -107,8 +108,16 @@ def resolve(path: str) -> Target:
 
 
 def is_applied(patch: Patch) -> bool:
-    """Whether the target already holds a replacement of ours."""
-    return hasattr(resolve(patch.target).value, MARK)
+    """Whether the target already holds this patch's replacement."""
+    return any(getattr(function, NAME, None) == patch.name for function in _chain(resolve(patch.target).value))
+
+
+def _chain(function: Any) -> list[Any]:
+    """A function and what it replaces, vLLM's own last: one target can carry several patches."""
+    chain = [function]
+    while hasattr(chain[-1], MARK):
+        chain.append(getattr(chain[-1], MARK))
+    return chain
 
 
 def apply(patches: Sequence[Patch]) -> None:
@@ -127,6 +136,7 @@ def apply(patches: Sequence[Patch]) -> None:
             target = resolve(patch.target)
             replacement = patch.build(target.value)
             setattr(replacement, MARK, target.value)
+            setattr(replacement, NAME, patch.name)
             stored = classmethod(replacement) if isinstance(target.stored, classmethod) else replacement
             for owner in (target.owner, *_loaded(patch.rebind)):
                 if vars(owner).get(target.name) is target.stored:

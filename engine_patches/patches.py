@@ -9,6 +9,7 @@ from engine_patches.cures import (
     keep_enlarged_block_size,
     no_checkpoint_export_on_cpu,
     runs_on_cpu,
+    stop_at_the_block_edge_after_a_hit,
 )
 from engine_patches.ledger import Patch, Role, Shape
 from engine_patches.match_unit import default_to_fine_unit
@@ -17,6 +18,13 @@ from engine_patches.scheduling import note_hits, note_written_states, report_wit
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 NO_UPSTREAM = "none: depends on hints"
+SPLIT_PARAMETERS = (
+    "self",
+    "request",
+    "num_new_tokens",
+    "num_new_local_computed_tokens",
+    "num_external_computed_tokens",
+)
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -69,6 +77,23 @@ PATCHES: tuple[Patch, ...] = (
         applies=runs_on_cpu,
     ),
     Patch(
+        name="block-edge-stop",
+        role=Role.CURE,
+        target=f"{SCHEDULER}._mamba_block_aligned_split",
+        why="a last chunk that starts inside a block runs past its edge: a state under the key of another position",
+        upstream="unreported; same text in 0.32 and 0.33; needs a backend that exports states, so never on a CPU",
+        until="vLLM keeps the stop at the block edge for chunks that start inside a block",
+        shape=Shape(
+            f"{SCHEDULER}._mamba_block_aligned_split",
+            parameters=SPLIT_PARAMETERS,
+            mentions=(
+                "self.mamba_has_prefill_checkpoint_blocks",
+                "if start % block_size != 0 and not use_internal_checkpoint",
+            ),
+        ),
+        build=stop_at_the_block_edge_after_a_hit,
+    ),
+    Patch(
         name="match-unit",
         role=Role.FEATURE,
         target="vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes",
@@ -116,13 +141,7 @@ PATCHES: tuple[Patch, ...] = (
         until="states are written inside the forward pass",
         shape=Shape(
             f"{SCHEDULER}._mamba_block_aligned_split",
-            parameters=(
-                "self",
-                "request",
-                "num_new_tokens",
-                "num_new_local_computed_tokens",
-                "num_external_computed_tokens",
-            ),
+            parameters=SPLIT_PARAMETERS,
             mentions=(
                 "junction = request.shared_prefix_boundary",
                 "if self.mamba_shared_prefix_checkpoint",
@@ -165,6 +184,10 @@ PATCHES: tuple[Patch, ...] = (
         ),
         build=keep_hinted_keys,
         relies_on=(
+            Shape(
+                f"{MANAGERS}:SingleTypeKVCacheManager._apply_cow",
+                mentions=("self._pending_cow_copies.append((source_block, cow_block))",),
+            ),
             Shape(
                 "vllm.v1.core.block_pool:BlockPool.cache_partial_block",
                 parameters=(

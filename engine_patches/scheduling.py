@@ -31,7 +31,7 @@ def set_up_checkpoints(original: Callable) -> Callable:
                 checkpoints.refuse_all = "speculative"
         for manager in managers:
             manager.seamark = checkpoints
-            if checkpoints.enabled and isinstance(manager, MambaManager):
+            if checkpoints.enabled and checkpoints.refuse_all is None and isinstance(manager, MambaManager):
                 manager.shared_prefix_checkpoint = True
         self.seamark = checkpoints
 
@@ -59,7 +59,8 @@ def note_hits(original: Callable) -> Callable:
 
     def record_prefix_cache_stats(self, request, num_hits):
         original(self, request, num_hits)
-        checkpoints = getattr(self.coordinator.single_type_managers[0], "seamark", None)
+        managers = self.coordinator.single_type_managers  # none for a model without a KV cache
+        checkpoints = getattr(managers[0], "seamark", None) if managers else None
         if num_hits and checkpoints is not None and checkpoints.enabled:
             block_hash = request.block_hashes[num_hits // checkpoints.match_unit - 1]
             checkpoints.prefix_reused(make_block_hash_with_group_id(block_hash, checkpoints.recurrent_group), num_hits)

@@ -26,7 +26,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def with_hint(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> bytes:
-    """`raw` with the token `positions` as its hint; a hint the client sent is replaced, or dropped if there are none.
+    """`raw` with the token `positions` as its hint; a hint the client sent is replaced, by an empty one if need be.
 
     Everything else stays byte for byte. `parsed` is `parse_object(raw)`. Returns `raw` itself where there is nothing to
     change, and where the client's `vllm_xargs` is not an object: that is the worker's to refuse.
@@ -40,13 +40,19 @@ def with_hint(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> b
         xargs = {}
     if not isinstance(xargs, dict) or (not positions and HINT not in xargs):
         return raw
-    merged = {name: value for name, value in xargs.items() if name != HINT}
-    if positions:
-        merged[HINT] = list(positions)
     text = raw.decode(errors="surrogatepass")
-    # JSON readers keep the last of several equal names, so that one is the value to replace.
-    last = [span for span in _top_level(text) if span.name == XARGS][-1]
-    return (text[: last.start] + json.dumps(merged) + text[last.end :]).encode(errors="surrogatepass")
+    # JSON readers keep the last of several equal names, so that one is the value to change.
+    outer = [span for span in _members(text, 0) if span.name == XARGS][-1]
+    hint = json.dumps(list(positions), separators=(",", ":"))
+    if HINT in xargs:
+        inner = [span for span in _members(text, outer.start) if span.name == HINT][-1]
+        start, end, new = inner.start, inner.end, hint
+    elif xargs:
+        start = end = outer.end - 1  # before the closing brace
+        new = f',"{HINT}":{hint}'
+    else:
+        start, end, new = outer.start, outer.end, f'{{"{HINT}":{hint}}}'
+    return (text[:start] + new + text[end:]).encode(errors="surrogatepass")
 
 
 def _append(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> bytes:
@@ -61,14 +67,14 @@ class _Span(NamedTuple):
     end: int
 
 
-def _top_level(text: str) -> list[_Span]:
-    """The values of a valid JSON object's own names, in order."""
+def _members(text: str, start: int) -> list[_Span]:
+    """The values of the names of the valid JSON object at or after `start`, in order."""
 
     def skip(index: int) -> int:
         return WHITESPACE.match(text, index).end()
 
     spans = []
-    index = skip(text.index("{") + 1)
+    index = skip(text.index("{", start) + 1)
     while text[index] == '"':
         name, index = scanstring(text, index + 1)
         start = skip(skip(index) + 1)  # past the colon

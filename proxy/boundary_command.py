@@ -84,9 +84,9 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     try:
         _, answer = await upstream.fetch("GET", url + "/v1/models", timeout=RENDER_TIMEOUT)
         models = [entry["id"] for entry in json.loads(answer)["data"]]
-    except (Unreachable, Broken, ValueError, KeyError, TypeError):
+        body = {**body, "model": body.get("model") or models[0]}
+    except (Unreachable, Broken, ValueError, KeyError, TypeError, IndexError):
         raise CannotSay(f"--worker: no vLLM server answers at {url}", 1) from None
-    body = {**body, "model": body.get("model") or models[0]}
     if body["model"] not in models:
         raise CannotSay(f"model: {body['model']!r} is not served there, only {', '.join(models)}", 2)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,9 +33,9 @@ logger = logging.getLogger("seamark.gateway")
 
 CHAT = "/v1/chat/completions"
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
-ENDPOINTS = frozenset(
-    {CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize", "/detokenize"}
-)
+# Answers of these report cached tokens.
+REPORTING = frozenset({CHAT, "/v1/completions", "/v1/responses", "/v1/messages"})
+ENDPOINTS = REPORTING | {"/v1/embeddings", "/tokenize", "/detokenize"}
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Call:
     body: dict[str, Any] = field(default_factory=dict)
     found: Found | None = None  # None: not a chat
     worker: Worker | None = None
+    sent: tuple[int, ...] = ()  # positions in the hint
     expected: Expectation | None = None
     started: bool = False  # the response has begun
     status: int = 0
@@ -87,8 +89,9 @@ class Gateway:
         except GatewayError as error:
             await self._refuse(call, error, request_id, send)
         except Exception as error:
-            # The traceback holds no prompt text; the message of an unexpected error might.
-            logger.exception("request %s failed: %s", request_id, type(error).__name__)
+            # Where it happened, and nothing of what: the message of an unexpected error might hold prompt text.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("request %s failed: %s\n%s", request_id, type(error).__name__, where)
             await self._refuse(call, GatewayError("The gateway failed to handle this request."), request_id, send)
         finally:
             if call is not None:
@@ -109,7 +112,7 @@ class Gateway:
             kind = response.headers.get("content-type", "")
             if kind.startswith("text/event-stream"):
                 await self._stream_events(call, response, send)
-            elif call.found is not None and kind.startswith("application/json"):
+            elif call.endpoint in REPORTING and kind.startswith("application/json"):
                 await self._answer_whole(call, response, send)
             else:
                 await self._stream(call, response, send)
@@ -130,7 +133,7 @@ class Gateway:
         model = call.body.get("model")
         found = Found(failure="unpatched")
         workers = await self._candidates(model)
-        renders = next((worker for worker in workers if worker.engine is not None), None)
+        renders = next((worker for worker in workers if worker.engine is not None and worker.serves(model)), None)
         if renders is not None:
             try:
                 renderer_id = renders.renderer_ids.get(model, b"")
@@ -155,6 +158,7 @@ class Gateway:
             worker = self._choose(call, await self._candidates(call.body.get("model")))
             positions = call.found.positions if call.found is not None and worker.engine is not None else ()
             raw = with_hint(call.raw, call.body, positions) if call.found is not None else call.raw
+            call.sent = positions if raw is not call.raw else ()
             headers = [*call.headers, call.id_header]
             worker.inflight += 1
             worker.dispatched += 1
@@ -203,8 +207,8 @@ class Gateway:
         headers.append(call.id_header)
         if call.worker is not None:
             headers.append((b"x-seamark-worker", call.worker.name.encode()))
-            if call.found is not None and call.found.positions and call.worker.engine is not None:
-                headers.append((b"x-seamark-boundary", ",".join(map(str, call.found.positions)).encode()))
+        if call.sent:
+            headers.append((b"x-seamark-boundary", ",".join(map(str, call.sent)).encode()))
         if call.expected is not None:
             predicted = call.expected.floored(call.expected.predicted)
             headers.append((b"x-seamark-predicted", str(predicted).encode()))
@@ -259,16 +263,19 @@ class Gateway:
 
     def _account(self, call: Call, usage: Usage | None) -> None:
         """Compare what the engine reports with what was expected."""
-        if usage is None or call.expected is None or call.worker is None:
+        if usage is None or call.worker is None:
             return
         expected, metrics = call.expected, self.metrics
         labels = (self._model_label(call), call.worker.name)
         metrics.prompt_tokens.labels(*labels).inc(usage.prompt)
+        if usage.cached is not None:
+            metrics.cached_tokens.labels(*labels).inc(usage.cached)
+        if expected is None:
+            return
         metrics.shareable_tokens.labels(*labels).inc(expected.shareable)
         metrics.predicted_tokens.labels(*labels).inc(expected.floored(expected.predicted))
         if usage.cached is None:
             return
-        metrics.cached_tokens.labels(*labels).inc(usage.cached)
         why = reason(expected, usage.cached)
         if why != "hit":
             metrics.misses.labels(labels[0], why).inc()

@@ -55,9 +55,14 @@ class WorkerRenderer:
             )
             if status not in (403, 404, 405):
                 return self._tokens(status, answer, "token_ids")
-            self._has_render_route = False
         status, answer = await self._post(TOKENIZE, {name: body[name] for name in TOKENIZE_FIELDS if name in body})
-        return self._tokens(status, answer, "tokens")
+        tokens = self._tokens(status, answer, "tokens")
+        self._has_render_route = False  # the refusal was of the route: this request itself is fine
+        return tokens
+
+    def forget_routes(self) -> None:
+        """The worker has restarted, perhaps with other routes."""
+        self._has_render_route = True
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         try:

@@ -25,7 +25,16 @@ def main(argv: list[str]) -> int:
     from proxy.app import build
 
     # Requests are counted in /metrics; a line for each would cost more than forwarding it.
-    uvicorn.run(build(settings), host=settings.host, port=settings.port, log_config=LOGGING, access_log=False)
+    # The worker's Date and Server travel on; a second pair of them would be the gateway's.
+    uvicorn.run(
+        build(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=LOGGING,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+    )
     return 0
 
 

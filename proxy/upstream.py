@@ -18,6 +18,10 @@ Headers = Sequence[tuple[bytes, bytes]]
 KEEPALIVE_SECONDS = 4.0
 
 
+# The transport gives some of aiohttp's own errors another name, and not all of them.
+FAILURES = (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError)
+
+
 class Unreachable(Exception):
     """No connection to the worker: nothing was sent, another one can be tried."""
 
@@ -56,16 +60,16 @@ class Upstream:
 
         Raises `Unreachable` when no connection could be made, `Broken` when it failed later.
         """
-        request = httpx.Request(
-            method,
-            url,
-            headers=list(headers),
-            content=body,
-            extensions={"timeout": {**self._timeout, "read": read_timeout}},
-        )
         try:
+            request = httpx.Request(
+                method,
+                url,
+                headers=list(headers),
+                content=body,
+                extensions={"timeout": {**self._timeout, "read": read_timeout}},
+            )
             return await self._transport.handle_async_request(request)
-        except httpx.HTTPError as error:
+        except FAILURES as error:
             # The cause, because the transport calls a refused connection and a broken one by the same name.
             refused = isinstance(error.__cause__, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
             raise (Unreachable if refused else Broken)(str(error)) from error
@@ -89,5 +93,5 @@ async def chunks(response: httpx.Response) -> AsyncIterator[bytes]:
     try:
         async for chunk in response.stream:
             yield chunk
-    except httpx.HTTPError as error:
+    except FAILURES as error:
         raise Broken(str(error)) from error

@@ -121,19 +121,23 @@ class WorkerPool:
             _, models = await self._get(worker, "/v1/models")
         except (Unreachable, Broken):
             return self._set_up(worker, False)
+        except Exception as error:  # whatever stands at that address, the watch over the others goes on
+            logger.error("worker %s: %s", worker.name, type(error).__name__)
+            return self._set_up(worker, False)
         try:
             boot, worker.engine = read_metrics(metrics.decode(errors="replace"))
-            worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry, dict)]
+            worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
         except (ValueError, KeyError, TypeError):
             return self._set_up(worker, False)
         boot = f"{worker.url}#{boot}"
         if boot != worker.boot:
             worker.boot = boot
             worker.renderer_ids.clear()
+            worker.renderer.forget_routes()
         self._metrics.engine_patched.labels(worker.name).set(worker.engine is not None)
         if worker.engine is not None:
             for entry in worker.models:
-                await self._identify_renderer(worker, entry.get("id"))
+                await self._identify_renderer(worker, entry["id"])
         self._set_up(worker, True)
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from urllib.parse import unquote
@@ -222,6 +223,34 @@ class Gone:
 
     def __init__(self, url: str) -> None:
         self.url = url
+
+
+def test_something_else_at_a_workers_address_does_not_stop_the_watch(fleet, worker):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=talk_nonsense, args=(listener,), daemon=True).start()
+        odd = Gone(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        gateway = start_gateway(fleet, odd, worker, flags=("--health-interval", "0.1"))
+        worker.models = ("m", "later")
+        wait_for(lambda: len(httpx.get(gateway.url + "/v1/models").json()["data"]) == 2)
+        assert metric(gateway, "seamark_worker_up") == 1
+
+
+def talk_nonsense(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"this is not HTTP\r\n\r\n")
+
+
+def test_a_mistyped_model_changes_nothing_for_the_others(gateway, worker):
+    post(gateway, {**chat("x"), "model": "made-up"})
+    renders = worker.renders
+    post(gateway, chat("x"))
+    assert worker.renders > renders and b"seamark_boundaries" in worker.requests[-1].body
 
 
 def test_without_any_worker_it_is_healthy_not_ready_and_says_so(fleet):

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.boundaries import Boundary
 from proxy.directory import Directory, Holding
-from proxy.outcome import Expectation, Usage, cache_label, reason, usage_in_stream
+from proxy.outcome import Expectation, Usage, cache_label, reason, usage_in_stream, usage_of
 from proxy.routing import choose
 from proxy.workers import EngineInfo, Worker, read_metrics, union_of_models
 
@@ -111,6 +111,21 @@ def test_usage_is_read_from_the_end_of_a_stream():
     assert usage_in_stream(tail) == Usage(5, 0)
     assert usage_in_stream(b'data: {"choices":[{"delta":{"content":"\\"usage\\""}}]}\n\ndata: [DONE]\n\n') is None
     assert usage_in_stream(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("usage", "read"),
+    [
+        ({"prompt_tokens": 9, "prompt_tokens_details": None}, Usage(9, None)),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}, Usage(9, 4)),
+        ({"input_tokens": 5, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0}, Usage(9, 4)),
+        ({"input_tokens": 5}, Usage(5, None)),
+        ({"prompt_tokens": "9"}, None),
+        (None, None),
+    ],
+)
+def test_every_apis_spelling_of_usage_is_read(usage, read):
+    assert usage_of({"usage": usage}) == read
 
 
 def test_engine_info_and_boot_are_read_from_a_workers_metrics():
