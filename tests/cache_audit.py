@@ -9,6 +9,7 @@ Run as `python -m tests.cache_audit '{"export": true, ...}'`: patching is per pr
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -26,6 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     get_request_block_hasher,
     init_none_hash,
+    make_block_hash_with_group_id,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
@@ -127,15 +129,40 @@ class Audit:
         parameters = SamplingParams(max_tokens=draw.choice((1, 3, 20)), extra_args=extra)
         return Request(f"r{number}", tokens, parameters, None, block_hasher=self.hasher)
 
+    def request(self, name: str, tokens: list[int], hint: list[int]) -> Request:
+        """A prompt with a hint, to be answered by one token."""
+        extra = {"seamark_boundaries": hint} if hint else None
+        parameters = SamplingParams(max_tokens=1, extra_args=extra)
+        return Request(name, tokens, parameters, None, block_hasher=self.hasher)
+
+    def race(self) -> None:
+        """Two requests in one step, of which the first makes a private copy that the second must not take for filled.
+
+        The state at 32 outlives the attention key at 32; then one request resumes at 48 and another could at 32.
+        """
+        head = list(range(100, 150))
+        self.run_all([self.request("tail", head[:49], [])])
+        hinted = self.request("hinted", [*head[:32], *[1] * 8], [32])
+        self.run_all([hinted])
+        key = make_block_hash_with_group_id(hinted.block_hashes[1], ATTENTION)
+        block = self.manager.block_pool.cached_block_hash_to_block.get_one_block(key)
+        self.manager.evict_blocks({block.block_id})
+        resumes = self.request("resumes", [*head[:48], *[2] * 10], [32, 48])
+        self.run_all([resumes, self.request("follows", [*head[:32], *[3] * 10], [32])])
+
     def run(self, chats: int) -> None:
-        """Schedule, compute and check until all chats are done."""
+        """Schedule, compute and check until `chats` random chats are done."""
+        self.run_all([self.chat(number) for number in range(chats)])
+
+    def run_all(self, requests: list[Request]) -> None:
+        """Schedule, compute and check until all requests are done; a few wait at a time."""
+        arriving = iter(requests)
         waiting: list[Request] = []
         running: list[Request] = []
-        made = 0
-        while made < chats or waiting or running:
-            while made < chats and len(waiting) < WAITING:
-                waiting.append(self.chat(made))
-                made += 1
+        while True:
+            waiting += itertools.islice(arriving, max(WAITING - len(waiting), 0))
+            if not waiting and not running:
+                return
             scheduled = self.schedule(waiting, running)
             if not scheduled:
                 self.errors.append(f"stuck with {len(waiting)} waiting, {len(running)} running")
@@ -256,6 +283,7 @@ def main(argument: str) -> None:
     errors, hit_tokens = [], 0
     for seed in wanted["seeds"]:
         audit = Audit(seed, wanted["export"], wanted["blocks"])
+        audit.race()
         audit.run(wanted["chats"])
         errors += [f"seed {seed}: {error}" for error in audit.errors[:3]]
         hit_tokens += audit.hit_tokens

@@ -140,3 +140,21 @@ def test_every_patch_says_why_and_until_when():
 def test_the_ledger_can_be_printed():
     done = subprocess.run([sys.executable, "-m", "engine_patches", "patches"], capture_output=True, text=True)
     assert done.returncode == 0 and "block-copy (cure)" in done.stdout
+
+
+def test_a_model_without_a_kv_cache_is_served_as_before():
+    out = run(
+        """
+from vllm.pooling_params import PoolingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+plugin.register()
+lengths = dict(max_model_len=100, max_in_flight_tokens=100, scheduler_block_size=16, hash_block_size=16)
+config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+manager = KVCacheManager(config, enable_caching=False, log_stats=True, **lengths)
+manager.record_prefix_cache_stats(Request("r", [1, 2, 3], None, PoolingParams()), 0)
+print(plugin.patches_live())
+"""
+    )
+    assert out.split() == ["True"]

@@ -74,6 +74,7 @@ def _with_cure_off(cured: Callable) -> Callable:
         uncured = cured.__seamark_original__
         return (uncured if _present() == COPY_CURE_OFF else cured)(*args)
 
+    copy_kv_cache_blocks_inplace.__seamark_original__ = cured  # so that the ledger still finds its patch applied
     return copy_kv_cache_blocks_inplace
 
 
