@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 VOCABULARY = 4096
@@ -140,5 +141,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out: {args.out} is a file, a folder is needed")
-    print(write_model(args.out, args.family, args.seed))
+    try:
+        print(write_model(args.out, args.family, args.seed))
+    except ModuleNotFoundError as error:
+        print(f"seamark model: {error.name} is not installed here (pip install 'seamark[cpu]')", file=sys.stderr)
+        return 1
     return 0

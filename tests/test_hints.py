@@ -6,7 +6,7 @@ import pytest
 
 from engine_patches.checkpoints import RequestHint
 from engine_patches.chunk_cut import next_stop
-from engine_patches.hints import MAX_POSITIONS, usable_positions
+from engine_patches.hints import IGNORED_REASONS, MAX_POSITIONS, usable_positions
 
 
 def read(hint, prompt=1000, unit=16):
@@ -45,6 +45,7 @@ def test_the_prompts_end_is_a_position():
     ],
 )
 def test_a_bad_entry_costs_only_itself_and_is_counted(hint, kept, reason):
+    assert reason in IGNORED_REASONS
     assert read(hint) == (kept, Counter({reason: 1}))
 
 

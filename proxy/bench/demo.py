@@ -101,12 +101,10 @@ def generated_model(say) -> Path:
     folder = CACHE / f"model-{version}"
     if not (folder / "generation_config.json").exists():  # the last file to be written
         say(f"generating a small hybrid model in {folder}")
-        subprocess.run(
-            [sys.executable, "-m", "engine_patches", "model", "--out", str(folder)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-m", "engine_patches", "model", "--out", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
     return folder.resolve()
 
 
