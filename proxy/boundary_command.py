@@ -92,10 +92,18 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     try:
         prompt = await renderer(body)
     except RenderFailed as error:
-        raise CannotSay(f"messages: the server does not render this chat: {error}", 2) from None
+        raise CannotSay(f"messages: the server does not render this chat: {_words(error)}", 2) from None
     renderer_id = await identify_renderer(renderer, body["model"])
     found = await BoundaryFinder(PositionMemory(100)).find(body, renderer, renderer_id or b"")
     return _as_json(found, len(prompt))
+
+
+def _words(error: RenderFailed) -> str:
+    """What the server says is wrong, where it says so."""
+    try:
+        return str(json.loads(error.answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error)
 
 
 def _as_json(found: Found, prompt_tokens: int) -> dict[str, Any]:
@@ -115,7 +123,8 @@ async def _render_server(upstream: Upstream, model: Path, served_name: Any) -> A
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "proxy.render_server", "--model", str(model), "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--enable-scale-out"]
+    # Without a parser vLLM refuses chats that offer tools; which one does not matter, nothing is generated.
+    command += ["--port", str(port), "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     if isinstance(served_name, str) and served_name:
         command += ["--served-model-name", served_name]
     url = f"http://127.0.0.1:{port}"

@@ -28,7 +28,11 @@ DROPPED_FIELDS = ("stream", "stream_options", "vllm_xargs", "n", "logprobs", "to
 
 
 class RenderFailed(Exception):
-    """The worker could not or would not render; the message is for the operator and holds no prompt text."""
+    """The worker could not or would not render. The message holds no prompt text; `answer`, the worker's own, might."""
+
+    def __init__(self, message: str, answer: bytes = b"") -> None:
+        super().__init__(message)
+        self.answer = answer
 
 
 class Renderer(Protocol):
@@ -74,7 +78,7 @@ class WorkerRenderer:
     @staticmethod
     def _tokens(status: int, answer: bytes, field: str) -> Sequence[int]:
         if status != 200:
-            raise RenderFailed(f"status {status}")
+            raise RenderFailed(f"status {status}", answer)
         try:
             tokens = json.loads(answer)[field]
         except (ValueError, KeyError, TypeError):

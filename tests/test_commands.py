@@ -113,3 +113,16 @@ def test_the_same_seed_makes_the_same_model(tmp_path, model):
     assert seamark("model", "--out", str(tmp_path / "again")).returncode == 0
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_boundary_of_a_chat_with_tools_needs_no_parser_of_the_user(model, tmp_path):
+    tools = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}]
+    done = seamark("boundary", "--model", str(model), "-", stdin=json.dumps({**REQUEST, "tools": tools}))
+    assert done.returncode == 0, done.stderr
+    assert [boundary["kind"] for boundary in json.loads(done.stdout)["boundaries"]] == ["system", "history", "turn"]
+
+
+def test_boundary_repeats_what_the_worker_says_is_wrong(servers):
+    content = json.dumps({**REQUEST, "temperature": -3})
+    done = seamark("boundary", "--worker", servers.seamark.url, "-", stdin=content)
+    assert done.returncode == 2 and "temperature" in done.stderr
