@@ -57,8 +57,14 @@ async def client():
         yield opened
 
 
-@pytest.mark.parametrize("room", ["room", "64 blocks and 320 tokens per step"])
-async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: Servers, room):
+@pytest.mark.parametrize(
+    ("room", "shares"),
+    [
+        ("room", (0.3, 0.9)),  # the second round finds nearly all of the first
+        ("64 blocks and 320 tokens per step", (0.1, 0.1)),  # constant eviction
+    ],
+)
+async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: Servers, room, shares):
     engine, gateway = (servers.seamark, servers.gateway) if room == "room" else (servers.tight, servers.tight_gateway)
     chats = random_chats(seed=7)
     right = await ask_all(client, servers.reference.url, chats, exact.MIN_TOKENS, PARALLEL)
@@ -70,7 +76,7 @@ async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: 
             sum(values) for values in zip(*((a.prompt_tokens, a.cached_tokens) for a in answers), strict=True)
         )
         print(f"{room}, round {round_number}: {cached} of {prompt} prompt tokens cached")
-        assert cached > 0.2 * prompt
+        assert cached > shares[round_number - 1] * prompt
     assert await metric(client, engine, "seamark_checkpoint_hits_total") > hits_before + CHATS
     assert await metric(client, engine, 'seamark_checkpoints_written_total{kind="hinted"}') > 0
     assert await metric(client, gateway, 'seamark_miss_total{model="tiny-hybrid",reason="render_failed"}') == 0
