@@ -17,16 +17,14 @@ from starlette.routing import Route
 from proxy.errors import GatewayError, NotFound, NoWorker
 from proxy.gateway import Gateway
 from proxy.settings import Settings
-from proxy.workers import union_of_models
+from proxy.workers import Worker, union_of_models
 
 
 def build(settings: Settings) -> FastAPI:
     """The application for these settings. Workers are looked at from its start-up to its end."""
-    gateway: Gateway | None = None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        nonlocal gateway
         gateway = app.state.gateway = Gateway(settings)
         watching = asyncio.create_task(gateway.pool.watch())
         try:
@@ -35,10 +33,13 @@ def build(settings: Settings) -> FastAPI:
             watching.cancel()
             await gateway.upstream.aclose()
 
-    async def proxied(scope: Any, receive: Any, send: Any) -> None:
-        await app.state.gateway(scope, receive, send)
-
     app = FastAPI(title="Seamark", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def serving() -> list[Worker]:
+        workers = await app.state.gateway.pool.ready()
+        if not workers:
+            raise NoWorker("No worker is ready.")
+        return workers
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -46,12 +47,7 @@ def build(settings: Settings) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> Response:
-        pool = app.state.gateway.pool
-        if not pool.up:
-            await pool.look_at_all()
-        if not pool.up:
-            return error_response(NoWorker("No worker is ready."))
-        return JSONResponse({"status": "ready", "workers": [worker.name for worker in pool.up]})
+        return JSONResponse({"status": "ready", "workers": [worker.name for worker in await serving()]})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -59,12 +55,7 @@ def build(settings: Settings) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        pool = app.state.gateway.pool
-        if not pool.up:
-            await pool.look_at_all()
-        if not pool.up:
-            return error_response(NoWorker("No worker is ready."))
-        return JSONResponse({"object": "list", "data": union_of_models(pool.up)})
+        return JSONResponse({"object": "list", "data": union_of_models(await serving())})
 
     @app.get("/seamark/status")
     async def status() -> dict[str, Any]:
@@ -92,23 +83,24 @@ def build(settings: Settings) -> FastAPI:
         known.status = error.status_code
         return error_response(known)
 
+    @app.exception_handler(GatewayError)
+    async def told(request: Request, error: GatewayError) -> Response:
+        return error_response(error)
+
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(GatewayError("The gateway failed to handle this request."))
 
     for path in ("/v1/{path:path}", "/tokenize", "/detokenize"):
-        app.router.routes.append(Route(path, endpoint=_Raw(proxied)))
+        app.router.routes.append(Route(path, endpoint=_Raw()))
     return app
 
 
 class _Raw:
     """An instance, so that Starlette takes it for an ASGI application and leaves request and response alone."""
 
-    def __init__(self, application: Any) -> None:
-        self._application = application
-
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._application(scope, receive, send)
+        await scope["app"].state.gateway(scope, receive, send)
 
 
 def error_response(error: GatewayError) -> Response:

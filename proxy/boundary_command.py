@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,9 @@ from typing import Any
 from proxy.body import parse_object
 from proxy.boundaries import BoundaryFinder, Found, PositionMemory
 from proxy.errors import BadRequest
+from proxy.ports import free_port
 from proxy.render import RenderFailed, WorkerRenderer
-from proxy.upstream import Broken, Unreachable, Upstream
+from proxy.upstream import Broken, Unreachable, Upstream, base_url
 from proxy.workers import identify_renderer
 
 RENDER_TIMEOUT = 60.0
@@ -71,7 +71,7 @@ async def _tell(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any
     upstream = Upstream(connect_timeout=2.0)
     try:
         if args.worker is not None:
-            return await _ask(upstream, args.worker.rstrip("/").removesuffix("/v1"), body)
+            return await _ask(upstream, base_url(args.worker), body)
         async with _render_server(upstream, args.model, body.get("model")) as url:
             return await _ask(upstream, url, body)
     finally:
@@ -119,9 +119,7 @@ async def _render_server(upstream: Upstream, model: Path, served_name: Any) -> A
     """vLLM's render server for `model`, ended on leaving."""
     if not (model / "config.json").is_file():
         raise CannotSay(f"--model: {model} is not a model folder (no config.json)", 2)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "proxy.render_server", "--model", str(model), "--host", "127.0.0.1"]
     # Without a parser vLLM refuses chats that offer tools; which one does not matter, nothing is generated.
     command += ["--port", str(port), "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

@@ -8,7 +8,7 @@ import json
 from typing import NamedTuple
 
 from proxy.render import RENDER
-from proxy.upstream import Broken, Unreachable, Upstream
+from proxy.upstream import Broken, Unreachable, Upstream, base_url
 from proxy.workers import EngineInfo, read_metrics
 
 TIMEOUT = 10.0
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="seamark doctor", description="examine a vLLM worker")
     parser.add_argument("--worker", metavar="URL", required=True)
     args = parser.parse_args(argv)
-    findings = asyncio.run(examine(args.worker.rstrip("/").removesuffix("/v1")))
+    findings = asyncio.run(examine(base_url(args.worker)))
     for finding in findings:
         print(f"{'ok   ' if finding.fine else 'WRONG'} {finding.text}")
         if finding.cure:

@@ -146,9 +146,7 @@ class Gateway:
 
     async def _candidates(self, model: Any) -> list[Worker]:
         """Workers that are up and serve `model`; all that are up where none does, the answer is theirs to give."""
-        if not self.pool.up:
-            await self.pool.look_at_all()
-        up = self.pool.up
+        up = await self.pool.ready()
         return [worker for worker in up if worker.serves(model)] or up
 
     @asynccontextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError, field_validator
 
 from proxy.errors import SettingsError
+from proxy.upstream import base_url
 
 PREFIX = "SEAMARK_"
 _HTTP_URL = TypeAdapter(HttpUrl)
@@ -43,7 +44,7 @@ class Settings(BaseModel):
         for url in urls:
             url = str(url).strip()
             _HTTP_URL.validate_python(url)
-            cleaned.append(url.rstrip("/").removesuffix("/v1"))
+            cleaned.append(base_url(url))
         return tuple(dict.fromkeys(cleaned))
 
 

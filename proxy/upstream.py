@@ -30,6 +30,11 @@ class Broken(Exception):
     """The worker broke off after it had been given the request."""
 
 
+def base_url(url: str) -> str:
+    """A worker's address as the gateway appends paths to it: users often give it with SDKs' `/v1`."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class Upstream:
     """Connections to all workers. Use inside a running event loop; `aclose` when done."""
 

@@ -91,6 +91,12 @@ class WorkerPool:
         """Workers that answered last time."""
         return [worker for worker in self.workers if worker.up]
 
+    async def ready(self) -> list[Worker]:
+        """Workers that are up, after a look at all of them if none was."""
+        if not self.up:
+            await self.look_at_all()
+        return self.up
+
     async def watch(self) -> None:
         """Look at every worker, for ever."""
         while True:
@@ -114,21 +120,23 @@ class WorkerPool:
 
     async def _look(self, worker: Worker) -> None:
         try:
-            status, _ = await self._get(worker, "/health")
-            if status != 200:
-                return self._set_up(worker, False)
-            _, metrics = await self._get(worker, "/metrics")
-            _, models = await self._get(worker, "/v1/models")
-        except (Unreachable, Broken):
-            return self._set_up(worker, False)
+            up = await self._examine(worker)
+        except (Unreachable, Broken, ValueError, KeyError, TypeError):  # gone, or not a vLLM server
+            up = False
         except Exception as error:  # whatever stands at that address, the watch over the others goes on
             logger.error("worker %s: %s", worker.name, type(error).__name__)
-            return self._set_up(worker, False)
-        try:
-            boot, worker.engine = read_metrics(metrics.decode(errors="replace"))
-            worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
-        except (ValueError, KeyError, TypeError):
-            return self._set_up(worker, False)
+            up = False
+        self._set_up(worker, up)
+
+    async def _examine(self, worker: Worker) -> bool:
+        """Read what the worker says of itself; whether it serves."""
+        status, _ = await self._get(worker, "/health")
+        if status != 200:
+            return False
+        _, metrics = await self._get(worker, "/metrics")
+        _, models = await self._get(worker, "/v1/models")
+        boot, worker.engine = read_metrics(metrics.decode(errors="replace"))
+        worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
         boot = f"{worker.url}#{boot}"
         if boot != worker.boot:
             worker.boot = boot
@@ -138,7 +146,7 @@ class WorkerPool:
         if worker.engine is not None:
             for entry in worker.models:
                 await self._identify_renderer(worker, entry["id"])
-        self._set_up(worker, True)
+        return True
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         return await self._upstream.fetch("GET", worker.url + path, timeout=LOOK_TIMEOUT)

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from proxy.bench.engines import free_port
+from proxy.ports import free_port
 
 ENGINE_INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"} 1.0\n'
 USAGE = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from proxy.ports import free_port
 
 MODEL_NAME = "tiny-hybrid"
 START_SECONDS = 420.0
@@ -123,13 +124,6 @@ class Fleet:
         server = Server(name, f"http://127.0.0.1:{port}", log, process)
         self.servers.append(server)
         return server
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

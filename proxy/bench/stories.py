@@ -46,7 +46,6 @@ class Teller:
     name: str
     url: str
     passes: PassCounter
-    match_unit: int | None = None
 
 
 @dataclass
