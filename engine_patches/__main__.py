@@ -1,4 +1,4 @@
-"""`python -m engine_patches worker|model|patches`: the engine half's commands where the gateway is not installed."""
+"""`python -m engine_patches worker|model|patches|gpu-check`: the engine half's commands, without the gateway."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ def print_patches(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    from engine_patches import model, worker
+    from engine_patches import gpu_check, model, worker
 
-    commands = {"worker": worker.main, "model": model.main, "patches": print_patches}
+    commands = {
+        "worker": worker.main,
+        "model": model.main,
+        "patches": print_patches,
+        "gpu-check": gpu_check.main,
+    }
     if not argv or argv[0] not in commands:
         print(f"usage: python -m engine_patches {{{','.join(commands)}}} ...", file=sys.stderr)
         return 2

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine_patches import hints
+from engine_patches.gate import Gate
+from engine_patches.keys import key_at
+from engine_patches.outcomes import Outcomes
+from engine_patches.pace import Pace
+from engine_patches.positions import EDGE, TAIL, Wanted, wanted_positions
+from engine_patches.retention import Retention
 
 # Keys remembered for the byte gauge and for telling a checkpoint hit from another; a key is 36 bytes.
 MAX_KNOWN_KEYS = 65_536
 # Seconds between two counts of the bytes held: a walk over all keys.
 CENSUS_INTERVAL = 1.0
+# A hit below this share of a pass is not felt, and its state takes as much room as any other.
+WORTH_OF_A_PASS = 0.05
 
 
 @dataclass
@@ -24,8 +33,12 @@ class Tally:
 
     written: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)  # requests by what became of their prefix
+    followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
     hits: int = 0
     hit_tokens: int = 0
+    saved_seconds: float = 0.0  # prefill that was not computed, at the pace learnt
+    spent_seconds: float = 0.0  # passes taken for the sake of checkpoints, and requests held back
 
 
 @dataclass
@@ -44,13 +57,35 @@ class Checkpoints:
     match_unit: int
     block_size: int
     enabled: bool = False  # the model is a hybrid whose states can be found between blocks
+    exporting: bool = False  # states are written inside a pass; where not, chunks are cut for them
     refuse_all: str | None = None  # a reason to ignore that holds for every request of this engine
-    recurrent_group: int = -1  # cache group whose keys stand for all recurrent groups
+    block_sizes: dict[int, int] = field(default_factory=dict)  # of each recurrent cache group
+    attention_managers: Sequence[Any] = ()
     state_bytes: int = 0  # one checkpoint, all recurrent layers
+    alignment: int = 0  # states are placed on multiples of it; the match unit where a kernel asks for no more
+    pace: Pace = field(default_factory=Pace)
+    gate: Gate | None = None  # holds followers back; None where it is switched off
+    retention: Retention | None = None  # None where vLLM keeps the states
     tally: Tally = field(default_factory=Tally)
+    unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
     _keys: dict[bytes, None] = field(default_factory=dict)
+    _held: list[Any] = field(default_factory=list)  # blocks written in the running step
     _bytes_held: int = 0
     _next_census: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.alignment = self.alignment or self.match_unit
+        self.outcomes = Outcomes(self.match_unit)
+
+    @property
+    def recurrent_groups(self) -> Iterable[int]:
+        """Cache groups that need a block for every state."""
+        return self.block_sizes
+
+    @property
+    def recurrent_group(self) -> int:
+        """The cache group whose keys stand for all recurrent groups."""
+        return next(iter(self.block_sizes))
 
     def hint_of(self, request: Any) -> RequestHint | None:
         """The parsed hint of a vLLM `Request`, None without a usable one. Parsed once per request."""
@@ -62,18 +97,95 @@ class Checkpoints:
 
     def _read_hint(self, request: Any) -> RequestHint | None:
         extra_args = getattr(request.sampling_params, "extra_args", None)
-        if not self.enabled or not extra_args or hints.FIELD not in extra_args:
+        if not extra_args or hints.FIELD not in extra_args:
             return None
         if self.refuse_all is not None:
             self.tally.ignored[self.refuse_all] += 1
+        if not self.enabled:
             return None
         positions = hints.usable_positions(
             extra_args[hints.FIELD],
             request.num_prompt_tokens,
-            self.match_unit,
+            self.alignment,
             lambda reason: self.tally.ignored.update((reason,)),
         )
         return RequestHint(positions) if positions else None
+
+    def wanted(self, request: Any) -> list[Wanted]:
+        """Positions of a request whose states are to be kept, ascending."""
+        hint = self.hint_of(request)
+        return wanted_positions(request, hint.positions if hint else (), self.alignment, self.block_size)
+
+    def note_keys(self, request: Any, positions: Iterable[int]) -> None:
+        """The request's attention blocks carry keys at `positions` from now on."""
+        request.seamark_keys = {*getattr(request, "seamark_keys", ()), *positions}
+
+    def positions_with_keys(self, request: Any, num_tokens: int) -> list[int]:
+        """Positions up to `num_tokens` at which the request's attention blocks carry keys of ours."""
+        if self.exporting:
+            return [position for position in getattr(request, "seamark_keys", ()) if position <= num_tokens]
+        hint = self.hint_of(request)
+        return [position for position in hint.positions if position <= num_tokens] if hint else []
+
+    def release(self, pool: Any) -> None:
+        """The states of the last step are written: their blocks are cache like any other."""
+        if self._held:
+            pool.free_blocks(self._held)
+            self._held = []
+
+    def begin_step(self, pool: Any) -> None:
+        """A step is going to be planned; workers run steps in order, so the last one comes first."""
+        self.release(pool)
+        self.unwritten.clear()
+        if self.retention is not None:
+            self.retention.offer_superseded()
+        if self.gate is not None:
+            self.gate.forget_written()
+
+    def about_to_run(self, request: Any, start: int) -> None:
+        """A request is going to be computed from token `start`: who shares its prefix may wait for its states."""
+        if self.gate is not None and getattr(request, "seamark_announced", None) != start:
+            request.seamark_announced = start
+            positions = (wanted.position for wanted in self.wanted(request))
+            self.gate.will_write(request, start, positions)
+
+    def worth_writing(self, position: int) -> bool:
+        """Whether a hit at `position` tokens would be felt: more than a small part of a pass."""
+        return position >= self.pace.tokens_per_pass * WORTH_OF_A_PASS or not self.pace.known
+
+    def reserve(self, pool: Any, request: Any, wanted: Wanted) -> list[Any] | None:
+        """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
+
+        None where the cache has none to spare.
+        """
+        groups = list(self.block_sizes.items())
+        if pool.get_num_free_blocks() < len(groups):
+            return None
+        if self.retention is not None and not self.retention.make_room(len(groups)):
+            return None
+        blocks = pool.get_new_blocks(len(groups))
+        self._held += blocks
+        for (group, block_size), block in zip(groups, blocks, strict=True):
+            pool.cache_partial_block(
+                request=request,
+                block=block,
+                num_tokens=wanted.position,
+                kv_cache_group_id=group,
+                block_size=block_size,
+                replace_existing_hashes=True,  # it has none; vLLM 0.31 wants to be told at a block's edge
+            )
+        key = blocks[0].block_hash
+        self.state_written(key, wanted.kind)
+        if self.retention is not None:
+            hint = self.hint_of(request)
+            turn = wanted.kind in (TAIL, EDGE) or (
+                hint is not None and len(hint.positions) > 1 and wanted.position == hint.positions[-1]
+            )
+            self.retention.add(key, blocks, turn)
+            resumed = getattr(request, "seamark_resumed", None)
+            if turn and resumed is not None:
+                self.retention.supersede(resumed)
+        return blocks
 
     def state_written(self, key: bytes, kind: str) -> None:
         """A recurrent state was registered under `key`."""
@@ -82,11 +194,34 @@ class Checkpoints:
         if len(self._keys) > MAX_KNOWN_KEYS:
             del self._keys[next(iter(self._keys))]
 
-    def prefix_reused(self, key: bytes, num_tokens: int) -> None:
-        """A request starts with `num_tokens` from the cache; `key` names the state it resumes from."""
+    def admitted(self, request: Any, hit_tokens: int) -> None:
+        """A request starts with `hit_tokens` from the cache, 0 for none."""
+        hint = self.hint_of(request)
+        positions = hint.positions if hint is not None else ()
+        extra_args = getattr(request.sampling_params, "extra_args", None) or {}
+        self.tally.outcomes[self.outcomes.judge(request, hints.FIELD in extra_args, positions, hit_tokens)] += 1
+        if not hit_tokens:
+            return
+        key = key_at(request, hit_tokens, self.match_unit, self.recurrent_group)
+        self.tally.saved_seconds += self.pace.seconds(hit_tokens)
         if key in self._keys:
             self.tally.hits += 1
-            self.tally.hit_tokens += num_tokens
+            self.tally.hit_tokens += hit_tokens
+        if self.retention is not None and self.retention.resumed(key):
+            request.seamark_resumed = key
+            passed = [position for position in positions if position < hit_tokens]
+            self.retention.refresh(key_at(request, p, self.match_unit, self.recurrent_group) for p in passed)
+
+    def follower_not_held(self, request: Any) -> None:
+        """A request runs along with one that computes the same prefix: waiting would not pay."""
+        if not hasattr(request, "seamark_not_held"):
+            request.seamark_not_held = True
+            self.tally.followers["not_worth_it"] += 1
+
+    def follower_released(self, held_seconds: float) -> None:
+        """A request that was held back goes on."""
+        self.tally.followers["held"] += 1
+        self.tally.spent_seconds += held_seconds
 
     def bytes_held(self, block_pool: Any) -> int:
         """Bytes of the known states that are still cached, counted at most once per `CENSUS_INTERVAL`."""

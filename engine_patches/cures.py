@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+
+from engine_patches.ledger import exists
 
 
 def copy_largest_view_first(original: Callable) -> Callable:
@@ -21,18 +24,62 @@ def copy_largest_view_first(original: Callable) -> Callable:
     return copy_kv_cache_blocks_inplace
 
 
-def no_checkpoint_export_on_cpu(original: Callable) -> Callable:
-    """vLLM promises to export a state from inside one forward pass; its CPU scan returns final states only.
+def states_at_chunk_ends(original: Callable) -> Callable:
+    """vLLM promises to export a state from inside one forward pass; its CPU scan returns final states only, and any
+    prompt longer than a block kills the engine with an IndexError.
 
-    Any prompt longer than a block then kills the engine with an IndexError. Without the promise the scheduler ends a
-    chunk at the block boundary instead, which costs a pass and is right.
+    Asked for intermediate states, the scan runs chunk by chunk and returns the state at each chunk's end.
     """
-    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    import torch
 
-    def get_kv_cache_spec(self, vllm_config):
-        return MambaBase.get_kv_cache_spec(self, vllm_config)
+    def _mamba_chunk_scan_combined_fwd_cpu(x, dt, A, B, C, chunk_size, out, **options):
+        if not options.get("return_intermediate_states"):
+            return original(x, dt, A, B, C, chunk_size, out, **options)
+        starts, rows = options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist()
+        initial, z = options.get("initial_states"), options.get("z")
+        same = {name: options.get(name) for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in options}
+        states, previous = [], None
+        for start, end, row in zip(starts, starts[1:], rows, strict=False):
+            if row != previous:
+                state = None if initial is None else initial[row : row + 1]
+            previous = row
+            part = slice(start, end)
+            length = torch.tensor([0, end - start], dtype=torch.int32)
+            state = original(
+                x[part],
+                dt[part],
+                A,
+                B[part],
+                C[part],
+                chunk_size,
+                out[part],
+                z=None if z is None else z[part],
+                initial_states=state,
+                cu_seqlens=length,
+                state_dtype=torch.float32,
+                **same,
+            )
+            states.append(state)
+        return torch.cat(states).to(options.get("state_dtype") or x.dtype)
 
-    return get_kv_cache_spec
+    return _mamba_chunk_scan_combined_fwd_cpu
+
+
+def store_checkpoints_without_triton(original: Callable) -> Callable:
+    """The export's last step is a Triton kernel; a CPU has none. The same in torch."""
+
+    def store_prefill_checkpoint(
+        checkpoint, chunk_idx, x, conv_state, chunk_states, ssm_state, query_start_loc, *, state_len
+    ):
+        offsets, chunks = checkpoint.checkpoint_offsets.tolist(), chunk_idx.tolist()
+        starts, blocks = query_start_loc.tolist(), checkpoint.state_indices.tolist()
+        for offset, chunk, start, block in zip(offsets, chunks, starts, blocks, strict=False):
+            if offset > 0:
+                end = start + offset
+                conv_state[block, :, :state_len] = x[:, end - state_len : end]
+                ssm_state[block] = chunk_states[chunk]
+
+    return store_prefill_checkpoint
 
 
 def keep_enlarged_block_size(original: Callable) -> Callable:
@@ -78,3 +125,24 @@ def runs_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
+
+
+def runs_on_gpu() -> bool:
+    """Whether vLLM's platform in this process is a GPU that speaks CUDA, or HIP."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda_alike()
+
+
+def resets_block_size() -> bool:
+    """Whether the CPU platform in this process has the line that resets a block size."""
+    if not runs_on_cpu():
+        return False
+    from vllm.platforms.cpu import CpuPlatform
+
+    return "cache_config.block_size = 128" in inspect.getsource(CpuPlatform.check_and_update_config)
+
+
+def promises_export_on_cpu() -> bool:
+    """Whether this is a CPU, and a vLLM whose Mamba2 promises to export states."""
+    return runs_on_cpu() and exists("vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec")

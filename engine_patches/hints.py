@@ -9,9 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 FIELD = "seamark_boundaries"
-# Every position can cost a forward pass, so a request does not get arbitrarily many.
+# Every position costs a state and a piece of a pass, so a request does not get arbitrarily many.
 MAX_POSITIONS = 16
-IGNORED_REASONS = ("malformed", "out_of_range", "below_unit", "not_ascending", "too_many", "speculative")
+IGNORED_REASONS = (
+    "malformed",
+    "out_of_range",
+    "below_unit",
+    "not_ascending",
+    "too_many",
+    "speculative",
+    "not_worth_it",  # a hit there would not be felt
+    "no_room",  # the cache has no block to spare
+)
 
 
 def usable_positions(

@@ -107,8 +107,19 @@ def resolve(path: str) -> Target:
     return Target(owner, name, vars(owner)[name])
 
 
+def exists(path: str) -> bool:
+    """Whether a "module:Class.function" path stands where it says: vLLM moves methods between classes."""
+    try:
+        resolve(path)
+    except ShapeMismatch:
+        return False
+    return True
+
+
 def is_applied(patch: Patch) -> bool:
     """Whether the target already holds this patch's replacement."""
+    if not exists(patch.target):
+        return False
     return any(getattr(function, NAME, None) == patch.name for function in _chain(resolve(patch.target).value))
 
 

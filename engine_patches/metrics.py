@@ -31,6 +31,20 @@ class Families:
         self.hits = Counter("seamark_checkpoint_hits_total", "Requests that resumed from a recurrent state")
         self.hit_tokens = Counter("seamark_checkpoint_hit_tokens_total", "Prompt tokens those requests did not compute")
         self.ignored = Counter("seamark_hints_ignored_total", "Hint entries without effect", ["reason"])
+        self.outcomes = Counter(
+            "seamark_engine_requests_total", "Requests by why they did or did not resume from the cache", ["reason"]
+        )
+        self.followers = Counter(
+            "seamark_followers_total", "Requests whose prefix another one was computing: held back, or not", ["fate"]
+        )
+        self.saved = Counter("seamark_seconds_saved_total", "Prefill not computed, at the pace learnt, seconds")
+        self.spent = Counter("seamark_seconds_spent_total", "Time that checkpoints cost requests, seconds")
+        self.pass_seconds = Gauge(
+            "seamark_pass_seconds", "Learnt time of a pass over hardly any tokens", multiprocess_mode="max"
+        )
+        self.token_seconds = Gauge(
+            "seamark_token_seconds", "Learnt time that a prompt token adds to a pass", multiprocess_mode="max"
+        )
 
 
 families = cache(Families)
@@ -79,9 +93,19 @@ class EngineMetrics(StatLoggerBase):
         metrics.bytes.set(report.pop("bytes"))
         metrics.hits.inc(report.pop("hits"))
         metrics.hit_tokens.inc(report.pop("hit_tokens"))
+        metrics.saved.inc(report.pop("saved_ns") / 1e9)
+        metrics.spent.inc(report.pop("spent_ns") / 1e9)
+        metrics.pass_seconds.set(report.pop("pass_ns") / 1e9)
+        metrics.token_seconds.set(report.pop("token_ns") / 1e9)
+        labelled = {
+            "written": metrics.written,
+            "ignored": metrics.ignored,
+            "outcome": metrics.outcomes,
+            "follower": metrics.followers,
+        }
         for name, count in report.items():
             group, _, label = name.partition("/")
-            (metrics.written if group == "written" else metrics.ignored).labels(label).inc(count)
+            labelled[group].labels(label).inc(count)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: vLLM's own loggers describe the engine."""

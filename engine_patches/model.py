@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 VOCABULARY = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Matrices drawn with the usual 0.02 give almost flat logits, where greedy decoding hides a damaged state.
 WEIGHT_STD = 0.08
+# Gated delta heads drawn the usual way forget within a token, so that a lost state would go unnoticed: tokens a head
+# remembers at the least and at the most, by its decay alone.
+MEMORY_TOKENS = (200.0, 3000.0)
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -104,11 +110,72 @@ def nemotron_h_config():
     )
 
 
-FAMILIES = {"nemotron_h": nemotron_h_config}
+def qwen3_next_config():
+    """Qwen3-Next with the real pattern (three gated delta nets, one attention), twice, at 7 million parameters.
+
+    One layer has experts, because vLLM refuses the family without, and it has one expert: between several, rounding
+    alone would now and then send a token elsewhere and hide what a check looks for.
+    """
+    from transformers import Qwen3NextConfig
+
+    layers = 8
+    return Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        num_hidden_layers=layers,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,  # with it a cache block is 384 tokens: small, and whole chunks (64) of the recurrent kernels
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=256,
+        mlp_only_layers=list(range(layers - 1)),
+        initializer_range=WEIGHT_STD,  # for what is no matrix: convolutions and experts
+        max_position_embeddings=32768,
+        pad_token_id=0,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+
+
+class Family(NamedTuple):
+    """How one family's tiny model is made."""
+
+    config: Callable[[], Any]
+    dtype: str  # of the weights; what vLLM computes in where the family leaves no choice
+    slow_decay: bool  # redraw the decay of the recurrent heads, see `MEMORY_TOKENS`
+
+
+FAMILIES = {
+    "nemotron_h": Family(nemotron_h_config, "float32", slow_decay=False),
+    "qwen3_next": Family(qwen3_next_config, "bfloat16", slow_decay=True),
+}
+
+
+def draw_weights(model: Any, seed: int, slow_decay: bool) -> None:
+    """Redraw what the usual initialisation leaves too weak to be seen in the answers."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    shortest, longest = (math.log(tokens) for tokens in MEMORY_TOKENS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+            elif slow_decay and name.endswith(".A_log"):
+                # A token's log decay is -exp(A_log) * softplus(gate + 1), where gates are drawn around 0.
+                per_token = math.log1p(math.e)
+                parameter.uniform_(shortest, longest, generator=generator).add_(math.log(per_token)).neg_()
 
 
 def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
-    """Write weights (float32), config, tokenizer and chat template into the folder `out` (about 18 MB).
+    """Write weights, config, tokenizer and chat template into the folder `out` (under 20 MB).
 
     Raises `ValueError` for a family that is not in `FAMILIES`.
     """
@@ -117,16 +184,12 @@ def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
+    recipe = FAMILIES[family]
     torch.manual_seed(seed)
-    config = FAMILIES[family]()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+    model = AutoModelForCausalLM.from_config(recipe.config(), dtype=torch.float32)
+    draw_weights(model, seed, recipe.slow_decay)
     out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out, safe_serialization=True)
+    model.to(getattr(torch, recipe.dtype)).save_pretrained(out, safe_serialization=True)
     train_tokenizer().save_pretrained(out)
     # Greedy decoding is the comparison every check makes; the family's sampling defaults would undo it.
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")

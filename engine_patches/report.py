@@ -22,7 +22,13 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
         "bytes": checkpoints.bytes_held(block_pool),
         "hits": tally.hits,
         "hit_tokens": tally.hit_tokens,
+        "saved_ns": round(tally.saved_seconds * 1e9),
+        "spent_ns": round(tally.spent_seconds * 1e9),
+        "pass_ns": round(checkpoints.pace.floor_seconds * 1e9),
+        "token_ns": round(checkpoints.pace.token_seconds * 1e9),
         **{f"written/{kind}": count for kind, count in tally.written.items()},
+        **{f"outcome/{reason}": count for reason, count in tally.outcomes.items()},
+        **{f"follower/{fate}": count for fate, count in tally.followers.items()},
         **{f"ignored/{reason}": count for reason, count in tally.ignored.items()},
     }
     stats.waiting_lora_adapters.update((PREFIX + name, count) for name, count in report.items())

@@ -2,50 +2,96 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from engine_patches import settings
 from engine_patches.checkpoints import Checkpoints
+from engine_patches.gate import Gate
+from engine_patches.layers import EXPORTS
+from engine_patches.match_unit import state_alignment
+from engine_patches.positions import HINTED, TAIL
 from engine_patches.report import attach
+from engine_patches.retention import Retention
+from engine_patches.self_test import SelfTestFailed, rehearse
 
-HINTED, TAIL = "hinted", "tail"
+logger = logging.getLogger("vllm.seamark")
 
 
 def set_up_checkpoints(original: Callable) -> Callable:
     """Replacement of `Scheduler.__init__`: every scheduler and each of its cache managers share one `Checkpoints`."""
-    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        checkpoints = Checkpoints(match_unit=self.hash_block_size, block_size=self.block_size)
+        self.seamark = checkpoints = Checkpoints(match_unit=self.hash_block_size, block_size=self.block_size)
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        groups = self.kv_cache_manager.kv_cache_config.kv_cache_groups
-        recurrent = [index for index, manager in enumerate(managers) if isinstance(manager, MambaManager)]
-        if recurrent and self.mamba_partial_cache_hit:
+        recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
+        if recurrent and (self.num_spec_tokens or self.use_eagle_block_drop):
+            # A draft model shifts what a prefix must cover; a checkpoint at the exact end would never match.
+            checkpoints.refuse_all = "speculative"
+            logger.warning("seamark: speculative decoding is on: hints are refused, vLLM caches as it does alone")
+        elif recurrent and self.mamba_partial_cache_hit and _rehearsed():
+            groups = self.kv_cache_manager.kv_cache_config.kv_cache_groups
             checkpoints.enabled = True
-            checkpoints.recurrent_group = managers[recurrent[0]].kv_cache_group_id
+            checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
+            checkpoints.attention_managers = [m for m in managers if isinstance(m, FullAttentionManager)]
             checkpoints.state_bytes = sum(
-                groups[index].kv_cache_spec.page_size_bytes * len(groups[index].layer_names) for index in recurrent
+                groups[group].kv_cache_spec.page_size_bytes * len(groups[group].layer_names)
+                for group in checkpoints.recurrent_groups
             )
-            if self.num_spec_tokens or self.use_eagle_block_drop:
-                # A draft model shifts what a prefix must cover; a checkpoint at the exact end would never match.
-                checkpoints.refuse_all = "speculative"
+            checkpoints.exporting = all(
+                getattr(groups[group].kv_cache_spec, EXPORTS, False) for group in checkpoints.recurrent_groups
+            )
+            if checkpoints.exporting:
+                specs = [groups[group].kv_cache_spec for group in checkpoints.recurrent_groups]
+                checkpoints.alignment = state_alignment(specs, self.vllm_config, self.hash_block_size)
+                checkpoints.retention = Retention(self.kv_cache_manager.block_pool, settings.state_share())
+                checkpoints.gate = Gate(checkpoints.pace, self.hash_block_size) if settings.fan_out() else None
+            logger.info(
+                "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens",
+                "inside the pass" if checkpoints.exporting else "where a chunk is cut, one pass each",
+                checkpoints.alignment,
+                checkpoints.match_unit,
+                checkpoints.block_size,
+            )
         for manager in managers:
             manager.seamark = checkpoints
-            if checkpoints.enabled and checkpoints.refuse_all is None and isinstance(manager, MambaManager):
+        for manager in recurrent if checkpoints.enabled else ():
+            if checkpoints.exporting:  # all states are ours: vLLM's own export would write into blocks that we hide
+                manager.has_prefill_checkpoint_blocks = False
+            else:
                 manager.shared_prefix_checkpoint = True
-        self.seamark = checkpoints
+        if checkpoints.exporting:
+            self.mamba_has_prefill_checkpoint_blocks = False
 
     return __init__
 
 
-def note_written_states(original: Callable) -> Callable:
-    """Replacement of `MambaManager._cache_partial_tail_block`, which registers the state at a chunk's end."""
+def _rehearsed() -> bool:
+    try:
+        rehearse()
+    except SelfTestFailed as error:
+        logger.error("seamark: no checkpoints, this vLLM's cache fails the self-test: %s", error)
+        return False
+    return True
+
+
+def leave_to_writes(original: Callable) -> Callable:
+    """Replacement of `MambaManager._cache_partial_tail_block`, which registers the state at a chunk's end.
+
+    Where states are written inside the pass there is nothing left for it to do; where not, they are counted.
+    """
 
     def _cache_partial_tail_block(self, request, num_tokens, retention_interval):
-        key = original(self, request, num_tokens, retention_interval)
         checkpoints = getattr(self, "seamark", None)
+        if checkpoints is not None and checkpoints.exporting:
+            return None
+        key = original(self, request, num_tokens, retention_interval)
+        if key is None or checkpoints is None or not checkpoints.enabled:
+            return key
         # All recurrent groups register the same position; one of them speaks for all.
-        if key is not None and checkpoints is not None and self.kv_cache_group_id == checkpoints.recurrent_group:
+        if self.kv_cache_group_id == checkpoints.recurrent_group:
             hint = checkpoints.hint_of(request)
             checkpoints.state_written(key, HINTED if hint is not None and num_tokens in hint.positions else TAIL)
         return key
@@ -55,15 +101,13 @@ def note_written_states(original: Callable) -> Callable:
 
 def note_hits(original: Callable) -> Callable:
     """Replacement of `KVCacheManager.record_prefix_cache_stats`, called once for each admitted request."""
-    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
     def record_prefix_cache_stats(self, request, num_hits):
         original(self, request, num_hits)
         managers = self.coordinator.single_type_managers  # none for a model without a KV cache
         checkpoints = getattr(managers[0], "seamark", None) if managers else None
-        if num_hits and checkpoints is not None and checkpoints.enabled:
-            block_hash = request.block_hashes[num_hits // checkpoints.match_unit - 1]
-            checkpoints.prefix_reused(make_block_hash_with_group_id(block_hash, checkpoints.recurrent_group), num_hits)
+        if checkpoints is not None and checkpoints.enabled:
+            checkpoints.admitted(request, num_hits)
 
     return record_prefix_cache_stats
 

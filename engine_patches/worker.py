@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -19,6 +21,14 @@ NEEDED_FLAGS: Mapping[str, str | None] = {
 }
 # Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
 CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
+# The CPU kernels of gated delta nets compute in bfloat16 only. Their state may be wider: left to vLLM, that depends on
+# the CPU at hand, and with it the block size.
+CPU_GDN_FLAGS: Mapping[str, str | None] = {
+    **CPU_FLAGS,
+    "--dtype": "bfloat16",
+    "--mamba-ssm-cache-dtype": "float32",
+}
+GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `model_type`
 # Eager means eager: a few helpers of the sampler would still be compiled, which wants a C++ compiler and 20 seconds.
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -27,10 +37,30 @@ CPU_ENVIRONMENT = {
 }
 
 
-def vllm_arguments(model: str, host: str, port: int, extra: Sequence[str], on_cpu: bool) -> list[str]:
+def cpu_flags(model_type: str) -> Mapping[str, str | None]:
+    """What a model of this type needs on a CPU."""
+    return CPU_GDN_FLAGS if model_type.startswith(GDN_MODEL_TYPES) else CPU_FLAGS
+
+
+def model_type_of(model: str) -> str:
+    """`model_type` in the config of a model folder or name, empty where that cannot be read: vLLM will say why."""
+    path = Path(model) / "config.json"
+    try:
+        if not path.is_file():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(model, "config.json"))
+        return str(json.loads(path.read_text())["model_type"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+
+
+def vllm_arguments(
+    model: str, host: str, port: int, extra: Sequence[str], for_cpu: Mapping[str, str | None] = {}
+) -> list[str]:
     """The command line of vLLM's OpenAI server. What the user gave in `extra` is never given twice."""
     given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
-    defaults = {**NEEDED_FLAGS, **(CPU_FLAGS if on_cpu else {})}
+    defaults = {**NEEDED_FLAGS, **for_cpu}
     arguments = ["--model", model, "--host", host, "--port", str(port)]
     for flag, value in defaults.items():
         negation = flag.replace("--", "--no-", 1)
@@ -80,7 +110,8 @@ def main(argv: list[str]) -> int:
         print("seamark worker: vLLM is not installed here (for a CPU: pip install 'seamark[cpu]')", file=sys.stderr)
         return 1
     os.environ.update(vllm_environment(os.environ, on_cpu))
-    sys.argv = [SERVER, *vllm_arguments(args.model, args.host, args.port, extra, on_cpu)]
+    flags = cpu_flags(model_type_of(args.model)) if on_cpu else {}
+    sys.argv = [SERVER, *vllm_arguments(args.model, args.host, args.port, extra, flags)]
     # Run inside this process and not as its main module: the engine's processes import the main module again, and
     # ours is light where the server's takes ten seconds.
     runpy.run_module(SERVER, run_name="__main__")

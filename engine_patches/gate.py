@@ -1,0 +1,124 @@
+"""Fan-out: a request whose prefix another one is computing right now waits for it, when that saves time.
+
+vLLM lets both compute it. The one that runs first is the leader; a follower is held back alone, not those behind it in
+the queue, and goes on as soon as the state is there, the leader is gone, or it has waited longer than foreseen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from engine_patches.pace import Pace
+
+# What a follower saves has to outweigh the pass it waits for by this factor: step times scatter, and a follower that
+# runs along costs nobody a pass.
+MARGIN = 1.5
+# Below this nobody feels it, and the second request of the next wave hits anyway.
+FELT_SECONDS = 0.2
+# A follower waits this much longer than foreseen before it goes on alone.
+PATIENCE = 3.0
+MIN_PATIENCE_SECONDS = 1.0
+
+
+@dataclass
+class Expected:
+    """A state that a running request is going to write."""
+
+    leader: Any
+    position: int
+    start: int  # tokens that the leader itself found in the cache
+
+
+@dataclass
+class Wait:
+    """A request that is held back."""
+
+    since: float
+    limit: float  # seconds
+
+
+class Gate:
+    """Knows what running requests will write, and who waits for it. One per scheduler."""
+
+    def __init__(self, pace: Pace, match_unit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pace, self._unit, self._clock = pace, match_unit, clock
+        self._expected: dict[bytes, Expected] = {}  # by the hash of the prefix
+        self.waiting: dict[str, Wait] = {}
+
+    def will_write(self, request: Any, start: int, positions: Iterable[int]) -> None:
+        """`request` is about to run from token `start` and to write states at `positions`."""
+        for position in positions:
+            key = request.block_hashes[position // self._unit - 1]
+            known = self._expected.get(key)
+            if position > start and (known is None or not _is_coming(known)):
+                self._expected[key] = Expected(request, position, start)
+
+    def forget_written(self) -> None:
+        """Drop what has been written or will never be."""
+        if self._expected:
+            self._expected = {key: known for key, known in self._expected.items() if _is_coming(known)}
+
+    def deepest_coming(self, request: Any) -> Expected | None:
+        """The deepest state on a waiting request's way that a running one is going to write."""
+        for position in sorted({known.position for known in self._expected.values()}, reverse=True):
+            if position < request.num_tokens:
+                known = self._expected.get(request.block_hashes[position // self._unit - 1])
+                if known is not None and known.leader is not request and _is_coming(known):
+                    return known
+        return None
+
+    def pays(self, coming: Expected) -> bool:
+        """Whether a follower saves clearly more than the pass that it waits for."""
+        saved_tokens = coming.position - coming.start
+        felt = not self._pace.known or self._pace.seconds(saved_tokens) >= FELT_SECONDS
+        return felt and saved_tokens >= MARGIN * self._pace.tokens_per_pass
+
+    def holds(self, request: Any, coming: Expected) -> bool:
+        """Hold `request` back for what is coming; False once it has waited too long."""
+        now = self._clock()
+        wait = self.waiting.get(request.request_id)
+        if wait is None:
+            missing = coming.position - coming.leader.num_computed_tokens
+            foreseen = self._pace.seconds(missing, num_passes=1)
+            wait = Wait(now, max(PATIENCE * foreseen, MIN_PATIENCE_SECONDS))
+            self.waiting[request.request_id] = wait
+        return now - wait.since < wait.limit
+
+    def release(self, request: Any) -> float | None:
+        """`request` waits no longer; seconds it was held, None if it was not."""
+        wait = self.waiting.pop(request.request_id, None)
+        return None if wait is None else self._clock() - wait.since
+
+
+def _is_coming(known: Expected) -> bool:
+    leader = known.leader
+    return leader.status == RequestStatus.RUNNING and leader.num_computed_tokens < known.position
+
+
+def hold_followers(original: Callable) -> Callable:
+    """Replacement of `Scheduler._handle_blocked_waiting_request`: False keeps one request waiting, and only that."""
+
+    def _handle_blocked_waiting_request(self, request):
+        if not original(self, request):
+            return False
+        checkpoints = self.seamark
+        gate = checkpoints.gate
+        if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
+            return True
+        coming = None if request.skip_reading_prefix_cache else gate.deepest_coming(request)
+        if coming is not None:
+            if request.request_id not in gate.waiting and not gate.pays(coming):
+                checkpoints.follower_not_held(request)
+            elif gate.holds(request, coming):
+                return False
+        held = gate.release(request)
+        if held is not None:
+            checkpoints.follower_released(held)
+        return True
+
+    return _handle_blocked_waiting_request

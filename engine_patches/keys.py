@@ -1,0 +1,103 @@
+"""Cache keys at a position: what makes a state findable, and the attention rows before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+
+def key_at(request: Any, position: int, match_unit: int, group: int) -> bytes:
+    """vLLM's cache key of a request's first `position` tokens (a multiple of `match_unit`) in a cache group."""
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    return make_block_hash_with_group_id(request.block_hashes[position // match_unit - 1], group)
+
+
+def keep_attention_keys(manager: Any, request: Any, positions: Iterable[int]) -> None:
+    """Register the request's attention blocks under the keys of `positions`, all computed by the end of this step.
+
+    vLLM registers a sub-block key only for a prompt's tail, and drops shorter keys of a block when a longer one comes.
+    Keys inside a block do not exclude each other: its keys and values are append-only, so what stood at token 160
+    still stands there when the block is full.
+    """
+    blocks = manager.req_to_blocks[request.request_id]
+    # Longest first: vLLM's own registration removes keys shorter than the new one.
+    for position in sorted(positions, reverse=True):
+        index = position // manager.block_size
+        if position % manager.block_size == 0 or index >= len(blocks):
+            continue
+        # cache_partial_block also emits BlockStored, so that every consumer of KV events sees the key.
+        manager.block_pool.cache_partial_block(
+            request=request,
+            block=blocks[index],
+            num_tokens=position,
+            kv_cache_group_id=manager.kv_cache_group_id,
+            block_size=manager.block_size,
+        )
+
+
+def keep_hinted_keys(original: Callable) -> Callable:
+    """Replacement of `FullAttentionManager.cache_blocks`: keys that lead to a state survive vLLM's own longer ones."""
+
+    def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries):
+        checkpoints = getattr(self, "seamark", None)
+        full_before = self.num_cached_block.get(request.request_id, 0)
+        original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+        if checkpoints is None:
+            return
+        # Rows from where this step begins to compute are not there yet, and of a private copy none is.
+        start = getattr(request, "seamark_start", 0)
+        copies = {copy.block_id for _, copy in self._pending_cow_copies}
+        for block in self.req_to_blocks[request.request_id][start // self.block_size :]:
+            checkpoints.unwritten[block.block_id] = 0 if block.block_id in copies else start
+        positions = checkpoints.positions_with_keys(request, num_tokens)
+        if not positions:
+            return
+        blocks = self.req_to_blocks[request.request_id]
+
+        def needs_key(position: int) -> bool:
+            index = position // self.block_size
+            # A block that was full before this call has got its keys and keeps them.
+            if index < full_before or index >= len(blocks):
+                return False
+            # A private copy is filled by this step's copies; who finds it in this very step would copy it empty.
+            return position == num_tokens or not any(copy is blocks[index] for _, copy in self._pending_cow_copies)
+
+        keep_attention_keys(self, request, filter(needs_key, positions))
+
+    return cache_blocks
+
+
+def avoid_unwritten_rows(original: Callable) -> Callable:
+    """Replacement of `KVCacheManager.get_computed_blocks`.
+
+    A prefix that ends inside a block is resumed on a copy of it, and copies run before the step computes anything. A
+    block that another request of this very step fills, itself perhaps a copy, would be copied empty: its keys are out
+    already, and where its state is older than its rows vLLM's own deferral does not see it.
+    """
+
+    def get_computed_blocks(self, request, *args, **kwargs):
+        found = original(self, request, *args, **kwargs)
+        blocks, hit = found[0], found[1]
+        managers = self.coordinator.single_type_managers
+        checkpoints = getattr(managers[0], "seamark", None) if managers else None
+        if not hit or checkpoints is None:
+            return found
+        for manager in checkpoints.attention_managers:
+            copied = blocks.blocks[manager.kv_cache_group_id]
+            if hit % manager.block_size == 0 or hit <= checkpoints.unwritten.get(copied[-1].block_id, hit):
+                continue
+            key = key_at(request, hit, checkpoints.match_unit, manager.kv_cache_group_id)
+            written = _block_other_than(self.block_pool, key, checkpoints.unwritten)
+            if written is None:
+                return self.empty_kv_cache_blocks, 0, 0
+            copied[-1] = written
+        return found
+
+    return get_computed_blocks
+
+
+def _block_other_than(pool: Any, key: bytes, avoided: Container[int]) -> Any:
+    entry = pool.cached_block_hash_to_block._cache.get(key)
+    candidates = () if entry is None else entry.values() if isinstance(entry, dict) else (entry,)
+    return next((block for block in candidates if block.block_id not in avoided), None)
