@@ -1,0 +1,245 @@
+"""One engine of `seamark gpu-check`: a vLLM in this process, asked offline, its forward passes counted.
+
+`python -m engine_patches.gpu_check_engine JOB RESULT` (pickles). A process for each, because patches are applied once
+per process and `SEAMARK_ENGINE` decides which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_patches.gpu_check_defects import alignment_of, planted
+from engine_patches.gpu_check_facts import facts_of
+from engine_patches.gpu_check_questions import (
+    DEFECTS,
+    NEW_TOKENS,
+    Geometry,
+    Prompts,
+    Question,
+    Wave,
+    sections,
+)
+from engine_patches.hints import FIELD
+
+ODD_BUDGET = 250  # tokens, no multiple of any chunk
+TIMED_STATES = 8  # states whose writing is timed together
+
+
+class Job(NamedTuple):
+    """What one engine has to do."""
+
+    arguments: Mapping[str, Any]  # of `vllm.LLM`
+    sections: Mapping[str, Sequence[Wave]] | None = None  # what to ask; None: made to the engine's own measure
+    quick: bool = False  # makes fewer of them
+    budget: int | None = None  # tokens of a step; None: as many as vLLM was given room for
+    again: bool = False  # answer everything once more, in other batches
+    odd_steps: bool = False  # and prefilled in steps of `ODD_BUDGET`, cut inside the kernels' chunks
+    timed: bool = False
+    longest: int | None = None  # tokens of the longest prompt whose passes are counted
+
+
+class Answer(NamedTuple):
+    """What an engine said to one question."""
+
+    tokens: Sequence[int]
+    top: Sequence[Mapping[int, float]]  # by step: the best tokens and their logprobs
+    cached: int  # prompt tokens from the cache
+
+
+class Passes(NamedTuple):
+    """Forward passes that one prompt took until its first token."""
+
+    case: str
+    prompt: int  # tokens
+    cached: int  # tokens
+    passes: int
+
+
+class Timing(NamedTuple):
+    """Seconds, medians of a few requests that run alone."""
+
+    decode_pass: float  # a pass that computes one token
+    prompt_token: float  # each further token of a prompt
+    prompt: int  # tokens of the next two
+    first_token_cold: float
+    first_token_warm: float
+    state: float  # each further state written inside a pass, all recurrent layers
+
+
+@dataclass
+class Result:
+    """What became of a job; written again whenever something was added."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Sequence[Wave]] = field(default_factory=dict)
+    answers: dict[str, list[Answer]] = field(default_factory=dict)  # by section, in the order of its questions
+    answers_again: dict[str, list[Answer]] = field(default_factory=dict)
+    passes: list[Passes] = field(default_factory=list)
+    timing: Timing | None = None
+
+
+class Engine:
+    """A running `vllm.LLM`."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        core = self._llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.config = self._llm.llm_engine.vllm_config
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.passes = 0  # forward passes so far
+        core.model_executor.execute_model = self._counting(core.model_executor.execute_model)
+        self.checkpoints = getattr(self.scheduler, "seamark", None)
+        if hasattr(self.checkpoints, "pace"):
+            # On a model this small no prefix would be worth a state once the engine has learnt its own speed.
+            self.checkpoints.pace.step_took = lambda *_: None
+
+    def _counting(self, execute_model: Callable) -> Callable:
+        def counted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.passes += scheduler_output.total_num_scheduled_tokens > 0
+            return execute_model(scheduler_output, *args, **kwargs)
+
+        return counted
+
+    def ask(self, wave: Wave, new_tokens: int = NEW_TOKENS) -> list[Answer]:
+        """Answers to questions asked at once."""
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=new_tokens,
+                logprobs=5,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={FIELD: list(question.hints)} if question.hints else None,
+            )
+            for question in wave
+        ]
+        prompts = [{"prompt_token_ids": list(question.tokens)} for question in wave]
+        answers = []
+        for request in self._llm.generate(prompts, parameters, use_tqdm=False):
+            said = request.outputs[0]
+            top = [{token: entry.logprob for token, entry in step.items()} for step in said.logprobs]
+            answers.append(Answer(list(said.token_ids), top, request.num_cached_tokens or 0))
+        return answers
+
+    @property
+    def geometry(self) -> Geometry:
+        """The measure that questions are made to."""
+        budget = self.scheduler.max_num_scheduled_tokens
+        return Geometry(self.checkpoints.block_size, alignment_of(self.checkpoints), budget)
+
+
+def run(job: Job, save: Callable[[Result], None]) -> None:
+    """Do the job; `save` is called after each part of it."""
+    engine = Engine(job.arguments)
+    if job.budget is not None:
+        engine.scheduler.max_num_scheduled_tokens = job.budget
+    result = Result(facts=facts_of(engine))
+    save(result)
+    if job.sections is not None:
+        result.sections = job.sections
+    elif result.facts["patches_live"]:
+        result.sections = sections(engine.geometry, job.quick)
+    for name, waves in result.sections.items():
+        result.answers[name] = _ask_section(engine, name, waves)
+        save(result)
+    result.passes = count_passes(engine, job.longest)
+    save(result)
+    if job.again:
+        if job.odd_steps:
+            engine.scheduler.max_num_scheduled_tokens = ODD_BUDGET
+        for name, waves in result.sections.items():
+            result.answers_again[name] = engine.ask([question for wave in waves for question in wave])
+        save(result)
+    if job.timed:
+        result.timing = time_passes(engine, repeats=1 if job.quick else 5)
+    save(result)
+
+
+def _ask_section(engine: Engine, name: str, waves: Sequence[Wave]) -> list[Answer]:
+    answers: list[Answer] = []
+    for wave in waves:
+        # Only an engine with checkpoints can resume from a wrong one; the reference answers as ever.
+        spoiled = name in DEFECTS and wave is waves[-1] and engine.checkpoints is not None
+        with planted(engine.scheduler, name) if spoiled else contextlib.nullcontext():
+            answers += engine.ask(wave)
+    return answers
+
+
+def count_passes(engine: Engine, longest: int | None = None) -> list[Passes]:
+    """Passes to the first token of prompts that come alone, cold and warm, shorter and longer than a block."""
+    prompts, block = Prompts(seed=1), engine.config.cache_config.block_size
+    counted = []
+    for name, shared in (("shorter than a block", block // 2), ("longer than a block", 2 * block)):
+        prefix = prompts.tokens(shared)
+        for case in ("cold", "warm"):
+            whole = [*prefix, *prompts.tokens(block // 4)]
+            if longest is not None and len(whole) > longest:
+                continue
+            before = engine.passes
+            (answer,) = engine.ask([Question(case, whole, [shared // 2, shared, len(whole) - 1], None)], new_tokens=1)
+            counted.append(Passes(f"{case}, {name}", len(whole), answer.cached, engine.passes - before))
+    return counted
+
+
+def time_passes(engine: Engine, repeats: int) -> Timing:
+    """How long passes take on this machine, and what a cached prefix and a written state change."""
+    prompts = Prompts(seed=2)
+    short, long = engine.config.cache_config.block_size, engine.scheduler.max_num_scheduled_tokens - 64
+
+    def seconds(tokens: list[int], hints: Sequence[int], new_tokens: int = 1) -> float:
+        began = time.perf_counter()
+        engine.ask([Question("timed", tokens, hints, None)], new_tokens)
+        return time.perf_counter() - began
+
+    def median(one: Callable[[], float]) -> float:
+        one()  # kernels are compiled and tuned at their first use
+        return statistics.median(one() for _ in range(repeats))
+
+    few = [long - 16]
+    many = [long * part // (TIMED_STATES + 1) for part in range(1, TIMED_STATES + 1)] + few
+    prefix = prompts.tokens(long - 32)
+    cold = median(lambda: seconds(prompts.tokens(long), few))
+    cold_short = median(lambda: seconds(prompts.tokens(short), [short - 16]))
+    seconds([*prefix, *prompts.tokens(32)], [len(prefix)])
+    return Timing(
+        decode_pass=median(lambda: seconds(prompts.tokens(16), [], 33) - seconds(prompts.tokens(16), [])) / 32,
+        prompt_token=(cold - cold_short) / (long - short),
+        prompt=long,
+        first_token_cold=cold,
+        first_token_warm=median(lambda: seconds([*prefix, *prompts.tokens(32)], [len(prefix)])),
+        # Back to back, so that a machine that slows down slows both.
+        state=median(lambda: seconds(prompts.tokens(long), many) - seconds(prompts.tokens(long), few)) / TIMED_STATES,
+    )
+
+
+def main(argv: list[str]) -> int:
+    job = pickle.loads(Path(argv[0]).read_bytes())
+    target = Path(argv[1])
+
+    def save(result: Result) -> None:
+        unfinished = target.with_suffix(".new")
+        unfinished.write_bytes(pickle.dumps(result))
+        unfinished.replace(target)
+
+    run(job, save)
+    return 0
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what is pickled here can be read elsewhere.
+    from engine_patches import gpu_check_engine
+
+    sys.exit(gpu_check_engine.main(sys.argv[1:]))
