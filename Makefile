@@ -1,4 +1,4 @@
-.PHONY: demo test lint lock
+.PHONY: demo test soak lint lock
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -10,6 +10,11 @@ test:
 	@./set-up.sh
 	@.venv/bin/ruff check .
 	@.venv/bin/python -m pytest $(ARGS)
+
+# Random traffic on real engines for half an hour; `make soak ARGS="--minutes 2"` for less. `make test` has two minutes.
+soak:
+	@./set-up.sh
+	@.venv/bin/seamark bench soak $(ARGS)
 
 # Resolve requirements.lock anew. Needs uv; UV_FIND_LINKS or UV_INDEX must lead to torch's CPU build.
 lock:

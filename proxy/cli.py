@@ -18,6 +18,7 @@ COMMANDS = {
     "model": Command("engine_patches.model", "write a small random hybrid model"),
     "boundary": Command("proxy.boundary_command", "where the shared part of a chat request ends, as JSON"),
     "doctor": Command("proxy.doctor", "whether a worker's patches are live, and what to change"),
+    "gpu-check": Command("engine_patches.gpu_check", "whether this machine's GPU answers exactly from the cache"),
     "bench": Command("proxy.bench", "stories against real engines, measured side by side"),
 }
 

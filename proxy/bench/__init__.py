@@ -6,9 +6,17 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    from proxy.bench import demo
+    from proxy.bench import cost, demo, fan_out, grid, pass_rows, resume, soak
 
-    benchmarks = {"demo": demo.main}
+    benchmarks = {
+        "demo": demo.main,
+        "grid": grid.main,
+        "passes": pass_rows.main,
+        "cost": cost.main,
+        "resume": resume.main,
+        "soak": soak.main,
+        "fan-out": fan_out.main,
+    }
     if not argv or argv[0] not in benchmarks:
         print(f"usage: seamark bench {{{','.join(benchmarks)}}} ...", file=sys.stderr)
         return 2

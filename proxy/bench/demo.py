@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
             server.wait_until_ready()
         gateway.wait_until_ready("/ready", seconds=30)
         tellers = [
-            Teller("Seamark", gateway.url, PassCounter(seamark.log)),
+            Teller("Seamark", gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
             Teller("vLLM alone", alone.url, PassCounter(alone.log)),
             Teller("vLLM, unit 16", fine.url, PassCounter(fine.log)),
         ]
@@ -121,9 +121,9 @@ async def tell(
         for size in sizes:
             say(f"one system prompt of {size} shared tokens, six questions")
             result.append(await stories.one_system_prompt(told, size))
-        for parallel in range(1, stories.FAN_OUT + 1):
-            say(f"a cold fan-out of four, {parallel} in parallel")
-            result.append(await stories.fan_out(told, parallel))
+        for size, parallel in ((163, 1), (163, stories.FAN_OUT), (1864, stories.FAN_OUT)):
+            say(f"a cold fan-out of four on {size} shared tokens, {parallel} in parallel")
+            result.append(await stories.fan_out(told, size, parallel))
         say("a conversation of four turns")
         result.append(await stories.conversation(told))
         say("the same request twice")

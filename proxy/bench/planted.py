@@ -105,4 +105,5 @@ def _with_wrong_states(original: Callable) -> Callable:
         return found
 
     get_computed_blocks.planted = True
+    get_computed_blocks.__seamark_original__ = original  # so that the ledger still finds its patch applied
     return get_computed_blocks

@@ -46,6 +46,7 @@ class Teller:
     name: str
     url: str
     passes: PassCounter
+    metrics: str = ""  # where the engine's own numbers are, if they include Seamark's
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Line:
     engine: str
     hit_second: int | None = None
     hit_after: list[int] = field(default_factory=list)
+    hit_first_wave: list[int] = field(default_factory=list)
     passes_cold: float | None = None
     passes_warm: float | None = None
     ttft_cold: float | None = None
@@ -158,37 +160,83 @@ async def one_system_prompt(told: Told, shared: int) -> Story:
     )
 
 
-async def fan_out(told: Told, parallel: int) -> Story:
-    """A brief-writer sends four sections on one new system prompt, `parallel` at a time."""
-    shared = await told.shared_prompts(163, SECTIONS)
+NEXT_WAVE = (  # first words that share no beginning with those of the sections
+    "Title of six words, please.",
+    "Keywords for an index: three.",
+    "Readers: who are they, and why?",
+    "Anything missing? One sentence.",
+)
+
+
+async def fan_out(told: Told, size: int, parallel: int) -> Story:
+    """A brief-writer sends four sections on one new system prompt, `parallel` at a time, and four more after that.
+
+    Whether the later ones wait for the first is the engine's choice, by what waiting saves; the next wave hits anyway.
+    """
+    shared = await told.shared_prompts(size, (*SECTIONS, *NEXT_WAVE))
+    wave, after = shared.prompts[: len(SECTIONS)], shared.prompts[len(SECTIONS) :]
     right = await told.right_answers(shared.prompts)
-    lines = []
+    lines, choice = [], ""
     for teller in told.tellers:
         teller.passes.restart()
-        answers = await ask_all(told.client, teller.url, shared.prompts, exact.MIN_TOKENS, parallel)
+        before = await followers(told.client, teller)
+        answers = await ask_all(told.client, teller.url, wave, exact.MIN_TOKENS, parallel)
         passes = teller.passes.after(answers)
+        if teller is told.tellers[0]:
+            choice = await chosen(told.client, teller, before, shared.shared)
         line = Line(teller.name, passes_cold=passes.all)
-        # The leader is whoever found nothing; with several at once that need not be the first sent.
-        hits = sorted(answer.cached_tokens or 0 for answer in answers)
-        line.hit_second, line.hit_after = hits[1], hits[2:]
         line.ttft_cold = statistics.median(answer.ttft for answer in answers)
         began, ended = min(answer.sent for answer in answers), max(answer.finished for answer in answers)
         line.tokens_per_second = sum(len(answer.steps) for answer in answers) / (ended - began)
         line.all_in_flight = max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
-        judge(line, answers, right)
+        # The leader is whoever found nothing; with several at once that need not be the first sent.
+        line.hit_first_wave = sorted(answer.cached_tokens or 0 for answer in answers)[1:]
+        teller.passes.restart()
+        next_answers = await ask_all(told.client, teller.url, after, exact.MIN_TOKENS, FAN_OUT)
+        line.passes_warm = teller.passes.after(next_answers).all
+        line.ttft_warm = statistics.median(answer.ttft for answer in next_answers)
+        hits = [answer.cached_tokens or 0 for answer in next_answers]
+        line.hit_second, line.hit_after = hits[0], hits[1:]
+        judge(line, [*answers, *next_answers], right)
         lines.append(line)
     oracle = floored(shared.shared)
     ours = lines[0]
     in_flight = bool(ours.all_in_flight) or parallel < FAN_OUT
+    waited = set(ours.hit_first_wave) == {oracle}
     return Story(
-        f"cold fan-out: four sections, {parallel} in parallel",
+        f"cold fan-out: four sections, {parallel} in parallel, and the next wave",
         shared.shared,
         oracle,
         lines,
-        held=ours.exact and in_flight and {ours.hit_second, *ours.hit_after} == {oracle},
-        expectation=f"one prefill, three hits of {oracle}"
+        held=ours.exact
+        and in_flight
+        and {ours.hit_second, *ours.hit_after} == {oracle}
+        and (waited or (parallel == FAN_OUT and set(ours.hit_first_wave) <= {0, oracle})),
+        expectation=f"the next wave hits {oracle}; in the first, {choice}"
         + (", all four in flight before the first token" if parallel == FAN_OUT else ""),
     )
+
+
+async def followers(client: httpx.AsyncClient, teller: Teller) -> Mapping[str, float]:
+    """The engine's own counts around fan-outs and its learnt step times, by metric; empty for one without Seamark."""
+    if not teller.metrics:
+        return {}
+    text = (await client.get(teller.metrics)).text
+    wanted = ("seamark_followers_total{", "seamark_pass_seconds", "seamark_token_seconds")
+    return {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(wanted)
+    }
+
+
+async def chosen(client: httpx.AsyncClient, teller: Teller, before: Mapping[str, float], shared: int) -> str:
+    """What the engine chose for the followers of a wave, and on which figures."""
+    after = await followers(client, teller)
+    held = after.get('seamark_followers_total{fate="held"}', 0) - before.get('seamark_followers_total{fate="held"}', 0)
+    token, one_pass = after.get("seamark_token_seconds", 0.0), after.get("seamark_pass_seconds", 0.0)
+    figures = f"{shared} tokens take {shared * token * 1000:.0f} ms, a pass {one_pass * 1000:.0f} ms"
+    if not token:
+        figures = "no step times learnt yet"
+    return f"{held:.0f} waited for the leader ({figures})"
 
 
 async def conversation(told: Told) -> Story:
@@ -283,8 +331,9 @@ async def planted_defects(told: Told, url: str, folder: Path) -> list[Planted]:
         prompt = await tokens_of(told.client, told.reference, prompts[0])
         hit = floored(len(prompt) - 1)
         right = await complete(told.client, told.reference, prompt)
-        await complete(told.client, url, prompt[: hit - UNIT + 1])  # leaves a state one unit before the hit
-        await complete(told.client, url, prompt)
+        # Leaves a state one unit before the hit, and one there. vLLM alone does so without the hints.
+        await complete(told.client, url, prompt[: hit - UNIT + 1], vllm_xargs={"seamark_boundaries": [hit - UNIT]})
+        await complete(told.client, url, prompt, vllm_xargs={"seamark_boundaries": [hit]})
         if defect is None:
             answer = await complete(told.client, url, prompt)
         else:

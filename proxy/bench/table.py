@@ -33,8 +33,9 @@ def legend() -> str:
     return "\n".join(
         (
             "passes: forward passes that computed prompt tokens, first request / later ones (median); of a",
-            "fan-out: all passes of the wave. first token: the same, milliseconds, median. exact: 32 greedy tokens",
-            "and their top-5 logprobs equal the reference engine's (no prefix caching) within 1e-4; largest error",
+            "fan-out: all passes of the first wave / the next one, and under 'hit after' the followers of the first.",
+            "first token: the same, milliseconds, median. exact: 32 greedy tokens and their top-5 logprobs equal the",
+            "reference engine's (no prefix caching) within 1e-4; largest error",
             "in brackets. Seamark is reached through its gateway, the others directly. A CPU and a toy model: a",
             "pass costs little here, with a real model on a GPU as much as hundreds of prompt tokens.",
         )
@@ -49,7 +50,7 @@ def _cells(line: Line, alone: Line) -> tuple[str, ...]:
     return (
         line.engine,
         _number(line.hit_second),
-        " ".join(map(str, line.hit_after)),
+        " ".join(map(str, line.hit_first_wave or line.hit_after)),
         " / ".join(_number(value) for value in (line.passes_cold, line.passes_warm) if value is not None),
         " / ".join(f"{value * 1000:.0f}" for value in (line.ttft_cold, line.ttft_warm) if value is not None),
         _number(line.tokens_per_second),

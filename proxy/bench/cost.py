@@ -1,0 +1,199 @@
+"""`seamark bench cost`: CPU time that the plugin adds to prompts that nobody shares, where it can gain nothing.
+
+Seamark's engine and vLLM alone run side by side and take turns; with hints and without. Exit status 1 where the median
+ratio over all lengths is above `MOST`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from proxy.bench.cpu_time import CpuTime
+from proxy.bench.engines import Fleet, Server
+from proxy.bench.grid import model_of
+from proxy.bench.pass_rows import BASELINE, FLAGS
+from proxy.bench.ratios import Comparison, Pair, Spread, pooled, spread, told
+from proxy.bench.token_requests import fresh_tokens, request, three_boundaries
+
+MOST = 1.02  # CPU time over that of vLLM alone
+BATCHES = {100: 10, 300: 6, 1000: 3, 3000: 2, 8000: 1}  # prompt tokens -> requests that make one sample
+ANSWER_TOKENS = 4
+PAIRS = 24
+WARM_UP = (300, 8000)  # prompt tokens; a process's first requests pay for set-up
+KINDS = NO_HINTS, THREE_HINTS = ("no hints", "three hints, never shared")
+WORDS = (
+    "ratio: CPU time (user and system, all processes of the server) over that of vLLM alone, median of the pairs and\n"
+    "quartiles; calm: the lower quartile of each side over the other's, where the machine was least disturbed;\n"
+    "extra: CPU milliseconds a request takes more. No two prompts share a beginning. vLLM alone carries the cures\n"
+    "of upstream defects (SEAMARK_ENGINE=reference), caches prefixes, and chooses its match unit itself."
+)
+
+
+@dataclass
+class Metered:
+    """A running engine and its CPU clock."""
+
+    server: Server
+    cpu: CpuTime
+
+    async def seconds_each(
+        self, client: httpx.AsyncClient, prompts: Sequence[Sequence[int]], boundaries: Sequence[int] = ()
+    ) -> float:
+        """CPU seconds for each of some requests, sent one after the other."""
+        before = await self.cpu.settled()
+        for prompt in prompts:
+            reply = await request(client, self.server.url, prompt, ANSWER_TOKENS, boundaries)
+            if reply.cached_tokens:
+                raise RuntimeError(f"{self.server.name}: a prompt that nobody sent before hit the cache")
+        return (await self.cpu.settled() - before) / len(prompts)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one family's engine pays."""
+
+    family: str
+    by_length: dict[int, dict[str, Comparison]]  # prompt tokens -> with hints and without
+
+    def over_all(self, kind: str) -> Comparison:
+        """All pairs of one kind."""
+        return pooled(kind, [kinds[kind] for kinds in self.by_length.values()])
+
+    @property
+    def held(self) -> bool:
+        """Whether neither kind costs more than it may."""
+        return all(self.over_all(kind).held for kind in (NO_HINTS, THREE_HINTS))
+
+
+async def compare(
+    client: httpx.AsyncClient, ours: Metered, baseline: Metered, batches: dict[int, int], pairs: int, say: Callable
+) -> dict[int, dict[str, Comparison]]:
+    """Pairs of every length, the order of the engines turned round each time.
+
+    One sample of the baseline stands against two of ours, taken right before or after it.
+    """
+    for engine in (ours, baseline):
+        for length in WARM_UP:
+            await engine.seconds_each(client, [fresh_tokens(length, "first", length)])
+    found: dict[tuple[int, str], list[Pair]] = {(length, kind): [] for length in batches for kind in KINDS}
+    for number in range(pairs):
+        say(f"pair {number + 1} of {pairs}")
+        for length, batch in batches.items():
+            hinted = three_boundaries(length // 3, length)
+            turns = [(NO_HINTS, ours, []), (BASELINE, baseline, []), (THREE_HINTS, ours, hinted)]
+            seconds = {}
+            for kind, engine, boundaries in turns[:: 1 if number % 2 else -1]:
+                prompts = [fresh_tokens(length, number, length, kind, part) for part in range(batch)]
+                seconds[kind] = await engine.seconds_each(client, prompts, boundaries)
+            for kind in KINDS:
+                found[length, kind].append(Pair(seconds[kind], seconds[BASELINE]))
+    return {length: {kind: Comparison(kind, tuple(found[length, kind]), MOST) for kind in KINDS} for length in batches}
+
+
+async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> Cost:
+    """Both engines on the generated model of family `name`, at the same time."""
+    model = model_of(name, say)
+    with tempfile.TemporaryDirectory(prefix="seamark-cost-") as folder, Fleet(Path(folder)) as fleet:
+        async with httpx.AsyncClient(timeout=300) as client:
+            say(f"{name}: starting Seamark and vLLM alone")
+            servers = [fleet.engine("seamark", model, "1", FLAGS), fleet.engine("baseline", model, "reference", FLAGS)]
+            for server in servers:
+                server.wait_until_ready()
+            ours, baseline = (Metered(server, CpuTime(server.process.pid)) for server in servers)
+            return Cost(name, await compare(client, ours, baseline, BATCHES, pairs, say))
+
+
+def render(cost: Cost) -> str:
+    """One line per length and kind."""
+    head = f"  {'kind':<27}{'tokens':>6}  {'ratio':<22}{'calm':<7}{'extra ms':<26}vLLM alone ms"
+    lines = [f"{cost.family}: CPU time of never-shared prompts, {ANSWER_TOKENS} tokens answered", head]
+    for kind in KINDS:
+        for length, kinds in cost.by_length.items():
+            lines.append(_line(kinds[kind], str(length)))
+        lines.append(_line(cost.over_all(kind), "all"))
+    for kind in KINDS:
+        over_all = cost.over_all(kind)
+        verdict = "held" if over_all.held else "NOT HELD"
+        lines.append(f"  {verdict}: {kind}, {over_all.ratio.median:.3f} over all, at most {MOST} wanted")
+    return "\n".join(lines)
+
+
+def _line(comparison: Comparison, length: str) -> str:
+    extra = Spread(*(1000 * seconds for seconds in comparison.extra))
+    # Over all lengths only ratios can be put together.
+    theirs = calm = ""
+    if length != "all":
+        calm = f"{comparison.calm:.3f}"
+        theirs = f"{1000 * spread([pair.theirs for pair in comparison.pairs]).median:.1f}"
+    mark = "" if comparison.held else "  above"
+    ratio = f"{told(comparison.ratio):<22}{calm:<7}"
+    return f"  {comparison.name:<27}{length:>6}  {ratio}{_milliseconds(extra):<26}{theirs}{mark}"
+
+
+def _milliseconds(extra: Spread) -> str:
+    return f"{extra.median:+.2f} ({extra.lower:+.2f}..{extra.upper:+.2f})"
+
+
+def report(costs: Sequence[Cost]) -> list[dict[str, Any]]:
+    """Everything measured, for machines; seconds of CPU time."""
+
+    def described(comparison: Comparison) -> dict[str, Any]:
+        return {
+            "ratio": comparison.ratio._asdict(),
+            "calm": comparison.calm,
+            "extra_seconds": comparison.extra._asdict(),
+            "held": comparison.held,
+            "pairs": [pair._asdict() for pair in comparison.pairs],
+        }
+
+    return [
+        {
+            "family": cost.family,
+            "limit": MOST,
+            "held": cost.held,
+            "over_all": {kind: described(cost.over_all(kind)) for kind in KINDS},
+            "by_length": {
+                length: {kind: described(comparison) for kind, comparison in kinds.items()}
+                for length, kinds in cost.by_length.items()
+            },
+        }
+        for cost in costs
+    ]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="seamark bench cost", description="CPU time the plugin adds where nothing is shared"
+    )
+    parser.add_argument("--family", action="append", metavar="NAME", help="of the generated model; repeat for several")
+    parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help=f"of samples per length ({PAIRS})")
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    if args.pairs < 1:
+        parser.error("--pairs: at least 1")
+    began = time.monotonic()
+    # `kill` ends what was started just as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    costs = []
+    for name in dict.fromkeys(args.family or ["nemotron_h"]):
+        costs.append(asyncio.run(measure_family(name, args.pairs, say)))
+        if not args.json:
+            print(render(costs[-1]) + "\n", flush=True)
+    print(json.dumps(report(costs), indent=1) if args.json else WORDS)
+    return 0 if all(cost.held for cost in costs) else 1

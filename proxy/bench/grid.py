@@ -1,0 +1,146 @@
+"""`seamark bench grid`: how much of what two prompts share the second one is given, over a grid of lengths.
+
+Four modes on real engines, one engine at a time. Exit status 1 where Seamark gives less than `cells.WANTED` of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from proxy.bench import picture
+from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Mode, Plan, measure_baseline, measure_seamark
+from proxy.bench.demo import CACHE
+from proxy.bench.engines import Fleet
+
+CONTEXT_FLAGS = ("--max-model-len", "12288")
+BASELINES = {"vLLM alone": (), "vLLM, unit 16": ("--prefix-match-unit", "16")}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="seamark bench grid", description="hit efficiency of a second request over shared and own lengths"
+    )
+    parser.add_argument("--family", action="append", metavar="NAME", help="of the generated model; repeat for several")
+    parser.add_argument("--quick", action="store_true", help="a small grid, no curve")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw curve and grids")
+    args = parser.parse_args(argv)
+    for path in filter(None, (args.json, args.picture)):
+        if not path.parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}")
+    began = time.monotonic()
+    # `kill` ends what was started just as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    families = []
+    for name in dict.fromkeys(args.family or ["nemotron_h"]):
+        family = asyncio.run(measure_family(name, QUICK if args.quick else FULL, say))
+        families.append(family)
+        print(render(family), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(report(families), indent=1) + "\n")
+    if args.picture:
+        args.picture.write_text(picture.draw(families))
+    failures = [complaint for family in families for complaint in complaints(family)]
+    print("\n".join(failures) or f"Seamark gives at least {WANTED:.0%} in every mode")
+    return 1 if failures else 0
+
+
+def model_of(family: str, say: Callable[[str], None]) -> Path:
+    """The generated model of `family`, made anew whenever its generator has changed."""
+    source = importlib.util.find_spec("engine_patches.model")
+    if source is None or source.origin is None:
+        raise SystemExit("seamark bench: engine_patches is not installed here")
+    version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
+    folder = CACHE / f"{family}-{version}"
+    if not (folder / "generation_config.json").exists():  # the last file to be written
+        say(f"generating a small {family} in {folder}")
+        command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
+    return folder.resolve()
+
+
+async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> Family:
+    """All modes on the generated model of family `name`, one engine after another."""
+    began = time.monotonic()
+    model = model_of(name, say)
+    with tempfile.TemporaryDirectory(prefix="seamark-grid-") as folder, Fleet(Path(folder)) as fleet:
+        async with httpx.AsyncClient(timeout=300) as client:
+            say(f"{name}: Seamark, through the gateway and by hand")
+            engine = fleet.engine("seamark", model, flags=CONTEXT_FLAGS)
+            engine.wait_until_ready()
+            gateway = fleet.gateway(engine)
+            gateway.wait_until_ready("/ready", seconds=30)
+            block_size, modes = await measure_seamark(client, gateway.url, engine.url, plan)
+            gateway.stop()
+            engine.stop()
+            for baseline, flags in BASELINES.items():
+                say(f"{name}: {baseline}")
+                engine = fleet.engine("baseline", model, "reference", (*CONTEXT_FLAGS, *flags))
+                engine.wait_until_ready()
+                modes.append(await measure_baseline(client, baseline, engine.url, plan, plan.sweep(block_size)))
+                engine.stop()
+    return Family(name, block_size, plan, tuple(modes), time.monotonic() - began)
+
+
+def render(family: Family) -> str:
+    """A table per mode: percent, rounded down, of the shareable tokens that the second request hit."""
+    lines = [f"{family.name}, cache block {family.block_size} tokens, {family.seconds:.0f} s"]
+    for mode in family.modes:
+        lines += ["", f"{mode.name}: {mode.efficiency:.2%} of {sum(cell.oracle for cell in mode.cells)} tokens"]
+        lines[-1] += f", worst {told(mode.worst)}, {mode.seconds:.0f} s"
+        lines.append("  shared \\ own" + "".join(f"{own:>6}" for own in family.plan.own))
+        by_place = {cell.wanted: cell for cell in mode.cells}
+        for shared in family.plan.shared:
+            percents = (int(100 * by_place[shared, own].efficiency) for own in family.plan.own)
+            lines.append(f"  {shared:>12}" + "".join(f"{percent:>6}" for percent in percents))
+    return "\n".join(lines)
+
+
+def told(cell: Cell) -> str:
+    """One cell in words."""
+    return f"{cell.delivered} of {cell.oracle} at {cell.shared} shared, {cell.own} own"
+
+
+def complaints(family: Family) -> list[str]:
+    """What is not as good as it has to be, with the worst cell."""
+    return [
+        f"{family.name}, {mode.name}: {mode.efficiency:.2%} is less than {WANTED:.0%}; worst {told(mode.worst)}"
+        for mode in family.modes
+        if not mode.held
+    ]
+
+
+def report(families: Sequence[Family]) -> list[dict[str, Any]]:
+    """Everything measured, for machines; lengths in tokens."""
+
+    def cells(mode: Mode) -> list[dict[str, Any]]:
+        return [{**asdict(cell), "oracle": cell.oracle} for cell in mode.cells]
+
+    def modes(family: Family) -> list[dict[str, Any]]:
+        return [
+            {**asdict(mode), "efficiency": mode.efficiency, "worst": asdict(mode.worst), "cells": cells(mode)}
+            for mode in family.modes
+        ]
+
+    return [{**asdict(family), "modes": modes(family)} for family in families]
