@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from engine_patches.model import write_model
 from proxy.bench.engines import MODEL_NAME
 from tests.conftest import Servers
 
@@ -113,6 +114,32 @@ def test_the_same_seed_makes_the_same_model(tmp_path, model):
     assert seamark("model", "--out", str(tmp_path / "again")).returncode == 0
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_a_gated_delta_model_is_small_and_made_the_same_from_the_same_seed(tmp_path):
+    folders = [write_model(tmp_path / name, "qwen3_next", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    a, b, c = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert a == b != c
+    assert sum(file.stat().st_size for file in folders[0].iterdir()) < 40e6
+    config = json.loads((folders[0] / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("qwen3_next", "bfloat16")
+
+
+def test_a_gated_delta_model_remembers_for_hundreds_of_tokens(tmp_path):
+    """Otherwise a state that was lost or mixed up could not be told by the answers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "model", "qwen3_next"), dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    tail = torch.randint(3, 4096, (1, 400), generator=draw)
+    states = []
+    for _ in range(2):
+        head = torch.randint(3, 4096, (1, 64), generator=draw)
+        with torch.no_grad():
+            cache = model(torch.cat([head, tail], dim=1), use_cache=True).past_key_values
+        states.append(cache.layers[0].recurrent_states[0])  # the first layer sees tokens only, no attention over them
+    assert (states[0] - states[1]).norm() > 0.05 * states[0].norm()
 
 
 def test_boundary_of_a_chat_with_tools_needs_no_parser_of_the_user(model, tmp_path):

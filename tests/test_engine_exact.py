@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import pytest
 
 from proxy.bench import exact, stories
 from proxy.bench.client import Answer, Messages, ask, ask_all, tokens_of
-from proxy.bench.engines import Server
+from proxy.bench.engines import MODEL_NAME, Server
 from proxy.bench.passes import PassCounter
 from proxy.bench.prompts import prose, with_shared_tokens
 from proxy.bench.stories import Told, floored
@@ -77,7 +78,7 @@ async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: 
         )
         print(f"{room}, round {round_number}: {cached} of {prompt} prompt tokens cached")
         assert cached > shares[round_number - 1] * prompt
-    assert await metric(client, engine, "seamark_checkpoint_hits_total") > hits_before + CHATS
+    assert await metric(client, engine, "seamark_checkpoint_hits_total") > hits_before + CHATS // 2
     assert await metric(client, engine, 'seamark_checkpoints_written_total{kind="hinted"}') > 0
     assert await metric(client, gateway, 'seamark_miss_total{model="tiny-hybrid",reason="render_failed"}') == 0
 
@@ -90,12 +91,12 @@ async def test_the_second_request_hits_at_the_seam_and_in_another_process_too(cl
     assert_exact(answers, right)
 
 
-async def test_a_cold_fan_out_shares_one_prefill(client, servers):
-    shared = await with_shared_tokens(client, servers.reference.url, 163, seed=102, questions=stories.SECTIONS)
+async def test_a_cold_fan_out_on_a_long_prefix_shares_one_prefill(client, servers):
+    shared = await with_shared_tokens(client, servers.reference.url, 3600, seed=102, questions=stories.SECTIONS)
     right = await ask_all(client, servers.reference.url, shared.prompts, exact.MIN_TOKENS, 4)
     answers = await ask_all(client, servers.gateway.url, shared.prompts, exact.MIN_TOKENS, 4)
     assert max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
-    assert sorted(answer.cached_tokens for answer in answers) == [0, 160, 160, 160]
+    assert sorted(answer.cached_tokens for answer in answers) == [0, 3600, 3600, 3600]
     assert_exact(answers, right)
 
 
@@ -120,7 +121,8 @@ async def test_prompts_that_end_around_a_boundary_and_a_block_edge(client, serve
     await complete(client, servers.seamark, ends, [length])
     for again in (ends, [*ends, *prompt[:30]]):
         answer = await complete(client, servers.seamark, again, [length])
-        assert answer.cached_tokens >= floored(length - 2) - 16
+        if edge >= 0 or length > 384:  # a hint beyond a prompt that is shorter than a block leaves nothing to keep
+            assert answer.cached_tokens >= floored(length - 2) - 16
         assert exact.compare(answer, await complete(client, servers.reference, again, None)).exact
 
 
@@ -141,12 +143,85 @@ async def test_two_salts_never_share(client, servers):
         assert answer.cached_tokens == expected
 
 
-async def test_requests_without_a_hint_are_split_as_vllm_splits_them(client, servers):
-    """A cold prompt takes the same passes with the plugin as an engine without checkpoints at the same match unit."""
-    prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(70, 107)}])
+async def test_a_state_costs_no_pass(client, servers):
+    """Cold and warm, with three boundaries and with none, one pass; prompts below and above a cache block."""
     counter = PassCounter(servers.seamark.log)
-    answer = await complete(client, servers.seamark, prompt, None)
-    assert counter.after([answer]).with_prompt == 2  # up to vLLM's own stop before the end, and the rest
+    for length, seed in ((200, 107), (900, 108)):
+        prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(length, seed)}])
+        for hint in ([length // 2, length // 2 + 20, len(prompt) - 5], None):
+            begins = [len(hint or ()), *prompt]  # a prefix of its own
+            for ends in ([*begins, 7, 8, 9], [*begins, 10, 11, 12]):
+                answer = await complete(client, servers.seamark, ends, hint)
+                assert counter.after([answer]).with_prompt == 1
+                assert answer.cached_tokens == (0 if ends[-1] == 9 else answer.cached_tokens)
+            assert (answer.cached_tokens > 0) == (hint is not None or len(begins) > 384)
+
+
+async def test_variable_lengths_in_one_batch_do_not_mix_their_states(client, servers):
+    """The failure of mlx-lm #1006: one offset for a whole batch stored keys that did not match the states."""
+    head = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(300, 109)}])
+    for trial in range(20):
+        draw = random.Random(trial)
+        shared = head[: draw.randint(40, len(head))]
+        prompts = [[*shared, *(draw.randrange(10, 4000) for _ in range(draw.randint(1, 200)))] for _ in range(6)]
+        hints = [[len(shared), len(prompt) - 2] for prompt in prompts]
+        for _ in range(2):
+            answers = await asyncio.gather(
+                *(complete(client, servers.seamark, p, h, tokens=8) for p, h in zip(prompts, hints, strict=True))
+            )
+        right = await asyncio.gather(*(complete(client, servers.reference, p, None, tokens=8) for p in prompts))
+        assert all(exact.compare(answer, wanted).exact for answer, wanted in zip(answers, right, strict=True)), trial
+        assert all(answer.cached_tokens >= floored(len(shared)) for answer in answers)
+
+
+async def test_identical_prompts_that_resume_in_one_step(client, servers):
+    """Both resume inside a block; the second must not copy the first one's private block, filled in this very step."""
+    head = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(90, 112)}])
+    await complete(client, servers.seamark, head, [100], tokens=1)
+    for number in range(8):
+        prompt = [*head[:100], *(10 + number, 11, 12) * (5 + number)]
+        right = await complete(client, servers.reference, prompt, None)
+        body = {"model": MODEL_NAME, "prompt": [prompt] * 4, "max_tokens": exact.MIN_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "return_tokens_as_token_ids": True, "logprobs": 1}
+        body |= {"vllm_xargs": {"seamark_boundaries": [100]}}
+        choices = (await client.post(servers.seamark.url + "/v1/completions", json=body)).json()["choices"]
+        assert [choice["logprobs"]["tokens"] for choice in choices] == [[step.token for step in right.steps]] * 4
+
+
+async def test_cold_hot_evicted_and_hot_again(client, servers):
+    """In 64 blocks: an answer is the same whatever the cache holds."""
+    prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(400, 110)}])
+    right = await complete(client, servers.reference, prompt, None)
+    for round_number in range(3):
+        for again in range(2):
+            answer = await complete(client, servers.tight, prompt, [100, 300, len(prompt) - 4])
+            assert exact.compare(answer, right).exact
+            assert (answer.cached_tokens > 0) == bool(again)
+        for number in range(12):  # fills the cache with others
+            other = await tokens_of(
+                client,
+                servers.reference.url,
+                [{"role": "user", "content": prose(900, 500 + 20 * round_number + number)}],
+            )
+            await complete(client, servers.tight, other, [len(other) // 2], tokens=1)
+
+
+async def test_two_seeded_answers_to_one_prompt_and_prompt_logprobs(client, servers):
+    prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(150, 111)}])
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 24, "n": 2, "seed": 5, "temperature": 1.0}
+    body |= {"return_tokens_as_token_ids": True, "logprobs": 1, "ignore_eos": True}
+    hint = {"vllm_xargs": {"seamark_boundaries": [100, len(prompt) - 3]}}
+    answers = []
+    for server, extra in ((servers.reference, {}), (servers.seamark, hint), (servers.seamark, hint)):
+        choices = (await client.post(server.url + "/v1/completions", json={**body, **extra})).json()["choices"]
+        answers.append(sorted(tuple(choice["logprobs"]["tokens"]) for choice in choices))
+    assert answers[0] == answers[1] == answers[2]
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 1, "temperature": 0}
+    listed = []
+    for server, extra in ((servers.reference, {}), (servers.seamark, hint)):
+        choice = (await client.post(server.url + "/v1/completions", json={**body, **extra})).json()["choices"][0]
+        listed.append([entry["logprob"] for place in choice["prompt_logprobs"][1:] for entry in place.values()])
+    assert listed[0] == pytest.approx(listed[1], abs=1e-4)
 
 
 async def test_the_exactness_check_notices_planted_defects(client, servers):
@@ -164,7 +239,9 @@ async def test_states_are_counted_in_bytes(client, servers):
     assert await metric(client, servers.seamark, "seamark_checkpoint_bytes") > 0
 
 
-async def complete(client, server: Server, prompt: Sequence[int], hint: object) -> Answer:
+async def complete(client, server: Server, prompt: Sequence[int], hint: object, tokens: int | None = None) -> Answer:
     """A completion of token ids with a hint of the test's own."""
     fields = {} if hint is None else {"vllm_xargs": {"seamark_boundaries": hint}}
+    if tokens is not None:
+        fields["max_tokens"] = tokens
     return await stories.complete(client, server.url, prompt, **fields)

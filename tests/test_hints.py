@@ -4,8 +4,6 @@ from collections import Counter
 
 import pytest
 
-from engine_patches.checkpoints import RequestHint
-from engine_patches.chunk_cut import next_stop
 from engine_patches.hints import IGNORED_REASONS, MAX_POSITIONS, usable_positions
 
 
@@ -53,14 +51,3 @@ def test_a_request_gets_a_bounded_number_of_checkpoints():
     positions, ignored = read(list(range(16, 16 * 40, 16)))
     assert len(positions) == MAX_POSITIONS
     assert ignored == Counter(too_many=39 - MAX_POSITIONS)
-
-
-def test_a_chunk_ends_at_the_next_position():
-    hint = RequestHint((160, 464))
-    assert [next_stop(hint, start, 384) for start in (0, 159, 160, 463, 464, 900)] == [160, 160, 464, 464, 0, 0]
-
-
-def test_vllms_own_junction_stays_a_stop_floored_to_its_block():
-    hint = RequestHint((464,), upstream_junction=400)
-    assert next_stop(hint, 0, 384) == 384
-    assert next_stop(hint, 384, 384) == 464

@@ -14,6 +14,11 @@ logging.getLogger("vllm.seamark").setLevel(logging.INFO)
 logging.getLogger("vllm.seamark").addHandler(logging.StreamHandler(log := io.StringIO()))
 from engine_patches import ledger, plugin
 
+def applicable():
+    # for this vLLM and platform; asked before any is applied
+    from engine_patches.patches import PATCHES
+    return [patch for patch in PATCHES if patch.applies()]
+
 def replaced():
     from engine_patches.patches import PATCHES
     return [patch.name for patch in PATCHES if ledger.is_applied(patch)]
@@ -43,28 +48,27 @@ def test_an_unknown_mode_leaves_vllm_untouched_with_one_line():
 def test_as_reference_only_the_cures_are_applied():
     out = run(
         """
+cures = [patch.name for patch in applicable() if patch.role is ledger.Role.CURE]
 plugin.register()
-from engine_patches.patches import PATCHES
-cures = [patch.name for patch in PATCHES if patch.role is ledger.Role.CURE]
 print(plugin.patches_live(), replaced() == cures, len(cures))
 """,
         "reference",
     )
-    assert out.split() == ["False", "True", "4"]
+    assert out.split() == ["False", "True", "5"]
 
 
 def test_loaded_twice_every_patch_is_applied_once():
     out = run(
         """
+patches = applicable()
 plugin.register(); plugin.register()
-from engine_patches.patches import PATCHES
 names = []
-for target in {patch.target for patch in PATCHES}:
+for target in {patch.target for patch in patches}:
     function = ledger.resolve(target).value
     while hasattr(function, ledger.MARK):
         names.append(getattr(function, ledger.NAME))
         function = getattr(function, ledger.MARK)
-print(plugin.patches_live(), len(replaced()) == len(PATCHES), len(names) > len(PATCHES))
+print(plugin.patches_live(), len(replaced()) == len(patches), len(names) > len(patches))
 print(len(log.getvalue().splitlines()))
 """
     )
@@ -90,8 +94,12 @@ def test_whichever_function_differs_vllm_stays_untouched_with_one_line(how):
     out = run(
         f"""
 how = {how!r}
-from engine_patches.patches import PATCHES
-for patch in PATCHES:
+patches = applicable()
+# A vLLM in which these differ has cured the defect, or keeps the method in another class.
+fine = {{"another shape": ["cpu-block-size"], "gone": ["cpu-block-size", "mamba2-promise"]}}[how]
+for patch in patches:
+    if patch.name in fine:
+        continue
     target = ledger.resolve(patch.target)
     if how == "gone":
         delattr(target.owner, target.name)
@@ -106,7 +114,7 @@ for patch in PATCHES:
     assert not plugin.patches_live()
     assert len(lines) == 1 and function in lines[0] and "untouched" in lines[0], (patch.name, lines)
 plugin.register()
-print(plugin.patches_live(), len(replaced()) == len(PATCHES))
+print(plugin.patches_live(), len(replaced()) == len(patches))
 """
     )
     assert out.split() == ["True", "True"]
@@ -116,10 +124,10 @@ def test_a_failure_while_applying_takes_everything_back():
     out = run(
         """
 import dataclasses
-from engine_patches.patches import PATCHES
+patches = applicable()
 def fails(original):
     raise RuntimeError("planned")
-broken = [*PATCHES[:-1], dataclasses.replace(PATCHES[-1], build=fails)]
+broken = [*patches[:-1], dataclasses.replace(patches[-1], build=fails)]
 try:
     ledger.apply(broken)
 except RuntimeError:

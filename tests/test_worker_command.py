@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from engine_patches.worker import vllm_arguments, vllm_environment
+import json
+
+import pytest
+
+from engine_patches.worker import cpu_flags, model_type_of, vllm_arguments, vllm_environment
 
 
 def test_the_needed_flags_are_added():
-    arguments = vllm_arguments("model", "127.0.0.1", 8000, [], on_cpu=False)
+    arguments = vllm_arguments("model", "127.0.0.1", 8000, [])
     assert arguments[:6] == ["--model", "model", "--host", "127.0.0.1", "--port", "8000"]
     assert set(arguments[6:]) == {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
 
 
 def test_a_cpu_gets_float32_and_no_compilation():
-    arguments = vllm_arguments("model", "127.0.0.1", 8000, [], on_cpu=True)
+    arguments = vllm_arguments("model", "127.0.0.1", 8000, [], cpu_flags("nemotron_h"))
     assert "--enforce-eager" in arguments and arguments[arguments.index("--dtype") + 1] == "float32"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_gated_delta_nets_on_a_cpu_get_bfloat16_and_a_state_that_is_not_rounded(model_type):
+    arguments = vllm_arguments("model", "127.0.0.1", 8000, [], cpu_flags(model_type))
+    assert "--enforce-eager" in arguments and arguments[arguments.index("--dtype") + 1] == "bfloat16"
+    assert arguments[arguments.index("--mamba-ssm-cache-dtype") + 1] == "float32"
+
+
+def test_the_model_type_is_read_from_the_models_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
+    assert model_type_of(str(tmp_path)) == "qwen3_next"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_config_without_a_model_type_is_left_to_vllm(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert model_type_of(str(tmp_path)) == ""
+
+
+def test_a_model_that_is_not_there_is_left_to_vllm(tmp_path):
+    assert model_type_of(str(tmp_path / "none")) == ""
 
 
 def test_the_users_flags_win():
     extra = ["--dtype=bfloat16", "--no-enable-prefix-caching", "--max-model-len", "64"]
-    arguments = vllm_arguments("model", "127.0.0.1", 8000, extra, on_cpu=True)
+    arguments = vllm_arguments("model", "127.0.0.1", 8000, extra, cpu_flags("qwen3_next"))
     assert "--dtype" not in arguments and "--enable-prefix-caching" not in arguments
     assert arguments[-4:] == extra
 

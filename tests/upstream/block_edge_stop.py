@@ -1,0 +1,136 @@
+"""A last prefill chunk that starts inside a block runs past the block's edge where a backend exports Mamba states.
+
+The block keeps the state of where the chunk began and is registered under the key of its edge. No engine and no GPU:
+vLLM's scheduler runs with the cache layout of such a backend, and a stand-in for the worker notes which position's
+state each block holds, by the rules of vLLM's own `compute_mamba_prefill_checkpoints`.
+Usage: python block_edge_stop.py MODEL (its config only). Exits 1 while the defect is there, 0 without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+BLOCK, UNIT = 64, 16  # tokens
+MAMBA = 0  # its cache group
+
+
+def make_scheduler(model: str):
+    """vLLM's scheduler over one Mamba and one attention layer, the Mamba one like a `MambaMixer2` on a GPU."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = EngineArgs(
+        model=model,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=2048,
+        enable_prefix_caching=True,
+        block_size=BLOCK,
+        prefix_match_unit=UNIT,
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = 100
+    recurrent = MambaSpec(
+        block_size=BLOCK,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=1,
+        prefill_checkpoint_alignment=1,
+    )
+    attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["mamba"], recurrent), KVCacheGroupSpec(["attention"], attention)]
+    return Scheduler(
+        config,
+        KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups),
+        StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=UNIT,
+    )
+
+
+def request(name: str, tokens: list[int]):
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    return Request(
+        name, tokens, SamplingParams(max_tokens=1), None, block_hasher=get_request_block_hasher(UNIT, sha256)
+    )
+
+
+def run(scheduler, name: str, tokens: list[int], states: dict[int, int]) -> bool:
+    """Answer one request. `states` maps a Mamba block to the position whose state it holds.
+
+    Prints the chunks; returns whether the first began with the state of its position.
+    """
+    from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    added = request(name, tokens)
+    scheduler.add_request(added)
+    chunks, resumed_from = [], 0
+    while not added.is_finished():
+        step = scheduler.schedule()
+        states.update({copy[1]: states[copy[0]] for copy in step.kv_cache_block_copies or () if copy[0] in states})
+        blocks = scheduler.kv_cache_manager.coordinator.single_type_managers[MAMBA].req_to_blocks[name]
+        count = step.num_scheduled_tokens[name]
+        end = added.num_computed_tokens  # with this step
+        start = end - count
+        if start and not chunks:
+            resumed_from = states[blocks[(start - 1) // BLOCK].block_id]
+        (offset,), (column,) = compute_mamba_prefill_checkpoints([end], [count], UNIT, BLOCK, 1, False, UNIT)
+        if offset:
+            states[blocks[column].block_id] = start + offset
+        states[blocks[(end - 1) // BLOCK].block_id] = end
+        chunks.append((start, end))
+        sampled = [[1]] if end == len(tokens) else [[]]
+        output = ModelRunnerOutput(req_ids=[name], req_id_to_index={name: 0}, sampled_token_ids=sampled)
+        scheduler.update_from_output(step, output)
+    begin = chunks[0][0]
+    print(
+        f"{name}: {len(tokens)} tokens in chunks {chunks}; expected to begin with the state after {begin} tokens,",
+        end=" ",
+    )
+    print(f"saw the state after {resumed_from}")
+    return resumed_from == begin
+
+
+def keys_are_right(scheduler, states: dict[int, int]) -> bool:
+    """Whether every registered Mamba block holds the state of its key."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    right = True
+    for block in scheduler.kv_cache_manager.block_pool.blocks:
+        if block.block_hash is not None and get_group_id(block.block_hash) == MAMBA:
+            promised, held = block.block_hash_num_tokens, states[block.block_id]
+            print(f"block {block.block_id}: expected the state after {promised} tokens, saw the state after {held}")
+            right = right and promised == held
+    return right
+
+
+def main(model: str) -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    load_general_plugins()
+    init_none_hash(sha256)
+    scheduler, states = make_scheduler(model), {}
+    shared = list(range(100, 180))
+    run(scheduler, "A", [*shared[:48], 1], states)  # leaves the state after 48 tokens
+    run(scheduler, "B", [*shared, *[2] * 70], states)  # resumes there
+    cured = keys_are_right(scheduler, states)
+    cured = run(scheduler, "C", [*shared[:70], *[3] * 5], states) and cured  # finds B's block
+    print("no defect" if cured else "defect present")
+    return 0 if cured else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

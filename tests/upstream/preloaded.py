@@ -1,0 +1,63 @@
+"""Runs every reproduction twice, untouched and with Seamark's cures, in forks of one process that has imported vLLM.
+
+Importing vLLM takes longer than what the scripts do with it.
+Usage: python preloaded.py FOLDER, which gets the model and the logs. Prints one line of JSON per run.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SCRIPTS = ("block_copy", "cpu_checkpoint_export", "cpu_block_size", "block_edge_stop")
+UNTOUCHED, CURED = "0", "reference"  # values of SEAMARK_ENGINE
+IMPORTED = ("vllm.entrypoints.llm", "vllm.sampling_params", "vllm.v1.worker.cpu_worker")
+SECONDS = 300  # per run
+
+
+def run(script: str, argument: Path, mode: str, log: Path) -> tuple[int | None, float]:
+    """Exit code (`None`: still running after `SECONDS`, and ended) and seconds."""
+    started = time.monotonic()
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(script, argument, mode, log))
+    process.start()
+    process.join(SECONDS)
+    code = process.exitcode
+    process.kill()
+    return code, time.monotonic() - started
+
+
+def _run(script: str, argument: Path, mode: str, log: Path) -> None:
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    os.environ["SEAMARK_ENGINE"] = mode
+    sys.argv = [script, str(argument)]
+    try:
+        runpy.run_path(str(HERE / f"{script}.py"), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+
+
+def main(folder: Path) -> None:
+    for module in IMPORTED:
+        importlib.import_module(module)
+    gc.freeze()  # every engine collects garbage several times, among all that was imported
+    run("tiny_hybrid", folder / "model", UNTOUCHED, folder / "tiny_hybrid.log")
+    for script in SCRIPTS:
+        for mode in (UNTOUCHED, CURED):
+            log = folder / f"{script}-{mode}.log"
+            code, seconds = run(script, folder / "model", mode, log)
+            result = {"script": script, "mode": mode, "code": code, "seconds": seconds}
+            print(json.dumps({**result, "log": log.read_text(errors="replace")}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
