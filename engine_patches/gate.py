@@ -1,7 +1,7 @@
 """Fan-out: a request whose prefix another one is computing right now waits for it, when that saves time.
 
 vLLM lets both compute it. The one that runs first is the leader; a follower is held back alone, not those behind it in
-the queue, and goes on as soon as the state is there, the leader is gone, or it has waited longer than foreseen.
+the queue, and goes on as soon as the state is there, the leader is gone, or it has waited far longer than foreseen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from engine_patches.pace import Pace
 MARGIN = 1.5
 # Below this nobody feels it, and the second request of the next wave hits anyway.
 FELT_SECONDS = 0.2
-# A follower waits this much longer than foreseen before it goes on alone.
+# A follower waits this much longer than foreseen before it goes on alone, and as long again where the leader has done
+# half of what was missing: it is slow, not stuck, and who left now would do all of it again.
 PATIENCE = 3.0
 MIN_PATIENCE_SECONDS = 1.0
 
@@ -36,10 +37,12 @@ class Expected:
 
 @dataclass
 class Wait:
-    """A request that is held back."""
+    """A request that is held back. Times by the gate's clock, in seconds."""
 
     since: float
-    limit: float  # seconds
+    until: float
+    leader: Any
+    missing: int  # tokens that the leader had to compute when `until` was set
 
 
 class Gate:
@@ -81,13 +84,17 @@ class Gate:
     def holds(self, request: Any, coming: Expected) -> bool:
         """Hold `request` back for what is coming; False once it has waited too long."""
         now = self._clock()
+        missing = coming.position - coming.leader.num_computed_tokens
         wait = self.waiting.get(request.request_id)
-        if wait is None:
-            missing = coming.position - coming.leader.num_computed_tokens
-            foreseen = self._pace.seconds(missing, num_passes=1)
-            wait = Wait(now, max(PATIENCE * foreseen, MIN_PATIENCE_SECONDS))
-            self.waiting[request.request_id] = wait
-        return now - wait.since < wait.limit
+        if wait is not None and wait.leader is coming.leader:
+            if now < wait.until:
+                return True
+            if missing > wait.missing / 2:
+                return False
+        until = now + max(PATIENCE * self._pace.seconds(missing, num_passes=1), MIN_PATIENCE_SECONDS)
+        since = now if wait is None else wait.since
+        self.waiting[request.request_id] = Wait(since, until, coming.leader, missing)
+        return True
 
     def release(self, request: Any) -> float | None:
         """`request` waits no longer; seconds it was held, None if it was not."""

@@ -146,10 +146,10 @@ def _aligned(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
 
 
 def _resend(prompts: Prompts, geometry: Geometry, tenths: Sequence[int]) -> list[Wave]:
-    """Identical prompts that end inside their first block, without a hint: vLLM alone resumes inside that block."""
+    """Identical prompts that end inside their first block: vLLM alone, blind to hints, resumes there too."""
     drawn = [prompts.tokens(geometry.block * share // 10 + 5) for share in tenths]
-    again = [Question(f"resent, {len(p)} tokens", p, [], _floor(len(p) - 1, geometry)) for p in drawn]
-    return [[Question(f"cold, {len(p)} tokens", p, [], 0) for p in drawn], again]
+    again = [Question(f"resent, {len(p)} tokens", p, [len(p) - 1], _floor(len(p) - 1, geometry)) for p in drawn]
+    return [[Question(f"cold, {len(p)} tokens", p, [len(p) - 1], 0) for p in drawn], again]
 
 
 def _for_defect(prompts: Prompts, geometry: Geometry, count: int) -> list[Wave]:

@@ -106,6 +106,32 @@ def test_waiting_ends_at_three_times_what_was_foreseen(gate, clock):
     assert gate.release(request("follower")) is None
 
 
+def test_a_slow_leader_is_waited_for_a_stuck_one_is_not(gate, clock):
+    leader = leading(gate)
+    coming = gate.deepest_coming(request("follower"))
+    assert gate.holds(request("follower"), coming)
+    clock.now, leader.num_computed_tokens = 6.7, 1800
+    assert gate.holds(request("follower"), coming)  # 1,800 tokens and a pass: 1.3 s, three times
+    clock.now = 10.5
+    assert gate.holds(request("follower"), coming)
+    clock.now, leader.num_computed_tokens = 10.7, 2600
+    assert not gate.holds(request("follower"), coming)
+
+
+def test_the_wait_for_another_leader_begins_anew(gate, clock):
+    leading(gate)
+    follower = request("follower")
+    gate.holds(follower, gate.deepest_coming(follower))
+    clock.now = 6.0
+    second = request("second", status=RequestStatus.RUNNING)
+    gate._expected.clear()
+    gate.will_write(second, 0, [3600])
+    assert gate.holds(follower, gate.deepest_coming(follower))
+    clock.now = 12.5
+    assert gate.holds(follower, gate.deepest_coming(follower))
+    assert gate.release(follower) == pytest.approx(12.5)
+
+
 def test_patience_has_a_least(clock):
     gate = Gate(Pace(), UNIT, clock)
     leading(gate)
