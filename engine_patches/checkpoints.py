@@ -6,7 +6,7 @@ Lives in the scheduler's process. Everything here runs on its one thread.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,10 @@ from engine_patches.retention import Retention
 
 # Keys remembered for the byte gauge and for telling a checkpoint hit from another; a key is 36 bytes.
 MAX_KNOWN_KEYS = 65_536
-# Seconds between two counts of the bytes held: a walk over all keys.
+# Seconds between two counts of the bytes held (a walk over all keys), and between two reports of nothing new.
 CENSUS_INTERVAL = 1.0
+# Requests whose outcome waits for the next report; where vLLM reports nothing (--disable-log-stats) none ever comes.
+MAX_OUTCOMES = 1024
 # A hit below this share of a pass is not felt, and its state takes as much room as any other.
 WORTH_OF_A_PASS = 0.05
 
@@ -34,11 +36,19 @@ class Tally:
     written: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)  # requests by what became of their prefix
+    requests: deque[tuple[str, str, int]] = field(
+        default_factory=lambda: deque(maxlen=MAX_OUTCOMES)
+    )  # and each of them
     followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
     hits: int = 0
     hit_tokens: int = 0
     saved_seconds: float = 0.0  # prefill that was not computed, at the pace learnt
     spent_seconds: float = 0.0  # passes taken for the sake of checkpoints, and requests held back
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has happened."""
+        return not (self.written or self.ignored or self.outcomes or self.followers)
 
 
 @dataclass
@@ -199,7 +209,9 @@ class Checkpoints:
         hint = self.hint_of(request)
         positions = hint.positions if hint is not None else ()
         extra_args = getattr(request.sampling_params, "extra_args", None) or {}
-        self.tally.outcomes[self.outcomes.judge(request, hints.FIELD in extra_args, positions, hit_tokens)] += 1
+        reason = self.outcomes.judge(request, hints.FIELD in extra_args, positions, hit_tokens)
+        self.tally.outcomes[reason] += 1
+        self.tally.requests.append((request.request_id, reason, hit_tokens))
         if not hit_tokens:
             return
         key = key_at(request, hit_tokens, self.match_unit, self.recurrent_group)
@@ -222,6 +234,10 @@ class Checkpoints:
         """A request that was held back goes on."""
         self.tally.followers["held"] += 1
         self.tally.spent_seconds += held_seconds
+
+    def report_due(self) -> bool:
+        """Whether there is something to tell: counts, or gauges that were not told for `CENSUS_INTERVAL`."""
+        return not self.tally.empty or time.monotonic() >= self._next_census
 
     def bytes_held(self, block_pool: Any) -> int:
         """Bytes of the known states that are still cached, counted at most once per `CENSUS_INTERVAL`."""

@@ -11,6 +11,7 @@ from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine_patches import match_unit, plugin
+from engine_patches.feed import feed
 from engine_patches.report import detach
 
 
@@ -89,6 +90,8 @@ class EngineMetrics(StatLoggerBase):
             self._hide()  # the engine core runs unpatched, whatever this process did
             return
         self._show(report.pop("match_unit"), report.pop("block_size"))
+        if not report:
+            return
         metrics = families()
         metrics.bytes.set(report.pop("bytes"))
         metrics.hits.inc(report.pop("hits"))
@@ -105,7 +108,11 @@ class EngineMetrics(StatLoggerBase):
         }
         for name, count in report.items():
             group, _, label = name.partition("/")
-            labelled[group].labels(label).inc(count)
+            if group == "request":
+                reason, _, request_id = label.partition("/")
+                feed.add(request_id, reason, hit_tokens=count)
+            else:
+                labelled[group].labels(label).inc(count)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: vLLM's own loggers describe the engine."""

@@ -13,6 +13,8 @@ from collections import deque
 WINDOW = 64
 # Steps of each sort that have to be seen before the rate is believed.
 ENOUGH = 4
+# New steps after which a rate that is known is learnt anew: medians are not free, and steps come by the hundred.
+RENEWAL = 16
 # A step with at least this many tokens tells the cost of a token; below, noise would.
 LONG_STEP = 48
 # Until measured: tokens that cost as much as an empty pass. One report of a DGX Spark with Nemotron-3-Super: 58 tokens
@@ -26,17 +28,19 @@ class Pace:
     def __init__(self) -> None:
         self._short: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._long: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._rate: tuple[float, float] | None = None
+        self._rate = (0.0, 0.0)
+        self._news = 0  # steps since the rate was learnt
 
     def step_took(self, num_tokens: int, seconds: float) -> None:
         """A pass over `num_tokens` tokens, prefill or mixed, took `seconds`."""
         if num_tokens > 0 and seconds > 0:
             (self._long if num_tokens >= LONG_STEP else self._short).append((num_tokens, seconds))
-            self._rate = None
+            self._news += 1
 
     def _learnt(self) -> tuple[float, float]:
         """(floor, seconds per token), (0, 0) while unknown. Medians: a stalled step must not count."""
-        if self._rate is None:
+        if self._news >= RENEWAL or (self._news and self._rate[1] == 0):
+            self._news = 0
             self._rate = (0.0, 0.0)
             if len(self._short) >= ENOUGH and len(self._long) >= ENOUGH:
                 floor = statistics.median(seconds for _, seconds in self._short)

@@ -14,11 +14,17 @@ PREFIX = "seamark/"
 
 
 def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
-    """Put the counts since the last report, and the gauges, into a `SchedulerStats`."""
+    """Put the counts since the last report, and the gauges, into a `SchedulerStats`.
+
+    Each step carries the two lengths, by which the other side knows that the patches are live; most carry no more.
+    """
+    carrier = stats.waiting_lora_adapters
+    carrier[PREFIX + "match_unit"] = checkpoints.match_unit
+    carrier[PREFIX + "block_size"] = checkpoints.block_size
+    if not checkpoints.report_due():
+        return
     tally = checkpoints.take_tally()
     report = {
-        "match_unit": checkpoints.match_unit,
-        "block_size": checkpoints.block_size,
         "bytes": checkpoints.bytes_held(block_pool),
         "hits": tally.hits,
         "hit_tokens": tally.hit_tokens,
@@ -30,8 +36,9 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
         **{f"outcome/{reason}": count for reason, count in tally.outcomes.items()},
         **{f"follower/{fate}": count for fate, count in tally.followers.items()},
         **{f"ignored/{reason}": count for reason, count in tally.ignored.items()},
+        **{f"request/{reason}/{name}": hit_tokens for name, reason, hit_tokens in tally.requests},
     }
-    stats.waiting_lora_adapters.update((PREFIX + name, count) for name, count in report.items())
+    carrier.update((PREFIX + name, count) for name, count in report.items())
 
 
 def detach(stats: Any) -> dict[str, int]:

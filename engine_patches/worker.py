@@ -19,6 +19,8 @@ NEEDED_FLAGS: Mapping[str, str | None] = {
     "--enable-prompt-tokens-details": None,
     "--enable-scale-out": None,
 }
+# The gateway learns here why each request hit or missed. vLLM takes the flag more than once.
+MIDDLEWARE = ("--middleware", "engine_patches.feed.OutcomeFeed")
 # Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
 CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
 # The CPU kernels of gated delta nets compute in bfloat16 only. Their state may be wider: left to vLLM, that depends on
@@ -61,7 +63,7 @@ def vllm_arguments(
     """The command line of vLLM's OpenAI server. What the user gave in `extra` is never given twice."""
     given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
     defaults = {**NEEDED_FLAGS, **for_cpu}
-    arguments = ["--model", model, "--host", host, "--port", str(port)]
+    arguments = ["--model", model, "--host", host, "--port", str(port), *MIDDLEWARE]
     for flag, value in defaults.items():
         negation = flag.replace("--", "--no-", 1)
         if flag not in given and negation not in given:

@@ -9,14 +9,29 @@ from typing import NamedTuple
 import pytest
 
 from proxy.bench import planted
-from proxy.bench.demo import generated_model
 from proxy.bench.engines import Fleet, Server
+from proxy.bench.models import MATCH_UNITS, NEMOTRON_H, generated_model
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--family",
+        choices=MATCH_UNITS,
+        default=NEMOTRON_H,
+        help="of the model that real engines run (test_engine_exact)",
+    )
 
 
 @pytest.fixture(scope="session")
-def model() -> Path:
+def family(request: pytest.FixtureRequest) -> str:
+    """Family of the generated model."""
+    return request.config.getoption("--family")
+
+
+@pytest.fixture(scope="session")
+def model(family: str) -> Path:
     """Folder of the generated model."""
-    return generated_model(print)
+    return generated_model(print, family)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ from engine_patches.worker import cpu_flags, model_type_of, vllm_arguments, vllm
 def test_the_needed_flags_are_added():
     arguments = vllm_arguments("model", "127.0.0.1", 8000, [])
     assert arguments[:6] == ["--model", "model", "--host", "127.0.0.1", "--port", "8000"]
-    assert set(arguments[6:]) == {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
+    assert arguments[6:8] == ["--middleware", "engine_patches.feed.OutcomeFeed"]
+    assert set(arguments[8:]) == {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
 
 
 def test_a_cpu_gets_float32_and_no_compilation():

@@ -14,10 +14,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from proxy.bench.demo import generated_model
+from proxy.bench.models import CACHE, generated_model
 from tests.test_situations import differences
 
-CACHE = Path(".cache")
 ROOT = Path(__file__).parent.parent
 
 

@@ -22,7 +22,7 @@ import httpx
 
 from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import Fleet, Server
-from proxy.bench.grid import model_of
+from proxy.bench.models import generated_model
 from proxy.bench.pass_rows import BASELINE, FLAGS
 from proxy.bench.ratios import Comparison, Pair, Spread, pooled, spread, told
 from proxy.bench.token_requests import fresh_tokens, request, three_boundaries
@@ -104,7 +104,7 @@ async def compare(
 
 async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> Cost:
     """Both engines on the generated model of family `name`, at the same time."""
-    model = model_of(name, say)
+    model = generated_model(say, name)
     with tempfile.TemporaryDirectory(prefix="seamark-cost-") as folder, Fleet(Path(folder)) as fleet:
         async with httpx.AsyncClient(timeout=300) as client:
             say(f"{name}: starting Seamark and vLLM alone")

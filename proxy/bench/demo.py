@@ -8,12 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hashlib
-import importlib.util
 import json
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +22,10 @@ import httpx
 
 from proxy.bench import planted, stories, table
 from proxy.bench.engines import MODEL_NAME, Fleet
+from proxy.bench.models import generated_model
 from proxy.bench.passes import PassCounter
 from proxy.bench.stories import Planted, Story, Teller, Told
 
-CACHE = Path(".cache")
 REPORTS = Path("reports")
 
 
@@ -90,22 +87,6 @@ def main(argv: list[str]) -> int:
                 seamark.process.wait()
         print(report)
     return 0 if held else 1
-
-
-def generated_model(say) -> Path:
-    """The generated model, made anew whenever its generator has changed."""
-    source = importlib.util.find_spec("engine_patches.model")
-    if source is None or source.origin is None:
-        raise SystemExit("seamark bench: engine_patches is not installed here")
-    version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
-    folder = CACHE / f"model-{version}"
-    if not (folder / "generation_config.json").exists():  # the last file to be written
-        say(f"generating a small hybrid model in {folder}")
-        command = [sys.executable, "-m", "engine_patches", "model", "--out", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
-    return folder.resolve()
 
 
 async def tell(

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import httpx
 
-from proxy.bench.demo import generated_model
 from proxy.bench.engines import Fleet, Server
+from proxy.bench.models import generated_model
 from proxy.bench.ratios import Comparison, Pair
 from proxy.bench.samples import samples_of
 from proxy.bench.sending import LIMITS, Leave

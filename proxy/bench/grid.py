@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
-import importlib.util
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +21,8 @@ import httpx
 
 from proxy.bench import picture
 from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Mode, Plan, measure_baseline, measure_seamark
-from proxy.bench.demo import CACHE
 from proxy.bench.engines import Fleet
+from proxy.bench.models import generated_model
 
 CONTEXT_FLAGS = ("--max-model-len", "12288")
 BASELINES = {"vLLM alone": (), "vLLM, unit 16": ("--prefix-match-unit", "16")}
@@ -64,26 +61,10 @@ def main(argv: list[str]) -> int:
     return 1 if failures else 0
 
 
-def model_of(family: str, say: Callable[[str], None]) -> Path:
-    """The generated model of `family`, made anew whenever its generator has changed."""
-    source = importlib.util.find_spec("engine_patches.model")
-    if source is None or source.origin is None:
-        raise SystemExit("seamark bench: engine_patches is not installed here")
-    version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
-    folder = CACHE / f"{family}-{version}"
-    if not (folder / "generation_config.json").exists():  # the last file to be written
-        say(f"generating a small {family} in {folder}")
-        command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
-    return folder.resolve()
-
-
 async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> Family:
     """All modes on the generated model of family `name`, one engine after another."""
     began = time.monotonic()
-    model = model_of(name, say)
+    model = generated_model(say, name)
     with tempfile.TemporaryDirectory(prefix="seamark-grid-") as folder, Fleet(Path(folder)) as fleet:
         async with httpx.AsyncClient(timeout=300) as client:
             say(f"{name}: Seamark, through the gateway and by hand")

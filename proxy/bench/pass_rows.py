@@ -22,7 +22,7 @@ import httpx
 
 from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import Fleet, Server
-from proxy.bench.grid import model_of
+from proxy.bench.models import generated_model
 from proxy.bench.passes import PassCounter
 from proxy.bench.stories import complete
 from proxy.bench.token_requests import fresh_tokens, three_boundaries
@@ -175,7 +175,7 @@ async def _queued_wave(
 
 async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> Table:
     """All engines on the generated model of family `name`, one after another."""
-    model = model_of(name, say)
+    model = generated_model(say, name)
     counts: dict[str, Counts] = {}
     block_size = 0
     with tempfile.TemporaryDirectory(prefix="seamark-passes-") as folder, Fleet(Path(folder)) as fleet:

@@ -24,7 +24,7 @@ import httpx
 from proxy.bench.cost import Metered
 from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import Fleet
-from proxy.bench.grid import model_of
+from proxy.bench.models import generated_model
 from proxy.bench.pass_rows import BASELINE, FLAGS, OURS
 from proxy.bench.ratios import Comparison, Pair, Spread, spread, told
 from proxy.bench.token_requests import fresh_tokens, request, three_boundaries
@@ -140,7 +140,7 @@ async def one_round(client: httpx.AsyncClient, engine: Metered, number: int) -> 
 
 async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> list[Resumed]:
     """Both engines on the generated model of family `name`, round about."""
-    model = model_of(name, say)
+    model = generated_model(say, name)
     with tempfile.TemporaryDirectory(prefix="seamark-resume-") as folder, Fleet(Path(folder)) as fleet:
         async with httpx.AsyncClient(timeout=300) as client:
             say(f"{name}: starting Seamark and vLLM alone")

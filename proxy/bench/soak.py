@@ -22,9 +22,9 @@ import httpx
 
 from proxy.bench import exact
 from proxy.bench.client import Answer
-from proxy.bench.demo import generated_model
 from proxy.bench.endurance import PARALLEL, REQUEST_SECONDS, Driven, Outcome, Subject, drive_all
 from proxy.bench.engines import Fleet
+from proxy.bench.models import MATCH_UNITS, NEMOTRON_H, generated_model
 from proxy.bench.sending import LIMITS, Left, send
 from proxy.bench.traffic import Request, Traffic
 
@@ -60,6 +60,7 @@ class Soak:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="seamark bench soak", description="random traffic on real engines")
     parser.add_argument("--minutes", type=float, default=30.0, help="of traffic, on two engines side by side")
+    parser.add_argument("--family", choices=MATCH_UNITS, default=NEMOTRON_H, help="of the generated model")
     parser.add_argument("--seed", type=int, default=1, help="of the stream of requests")
     parser.add_argument("--seeds", action="store_true", help="sampling with seeds too: an upstream crash on CPUs")
     parser.add_argument("--json", action="store_true", help="print the report instead of the tables")
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    model = generated_model(say)
+    model = generated_model(say, args.family)
     folder = Path(tempfile.mkdtemp(prefix="seamark-soak-"))
     with Fleet(folder) as fleet:
         say("starting two engines: one with room, one with 64 cache blocks and 320 tokens per step")
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
         say("the reference engine answers the sample")
         reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
         reference.wait_until_ready()
-        soaks = asyncio.run(judge_all(driven, reference.url))
+        soaks = asyncio.run(judge_all(driven, reference.url, exact.RULES[args.family]))
     held = not any(soak.complaints for soak in soaks)
     print(json.dumps(report(soaks, args.seed), indent=1) if args.json else "\n\n".join(map(render, soaks)))
     if held:
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
     return 0 if held else 1
 
 
-async def judge_all(driven: Sequence[Driven], reference: str) -> list[Soak]:
+async def judge_all(driven: Sequence[Driven], reference: str, rule: exact.Rule = exact.FLOAT32) -> list[Soak]:
     """Compare the judged answers with the reference engine's, asked once for each distinct question."""
     questions = {
         outcome.request.question: outcome.request
@@ -117,13 +118,14 @@ async def judge_all(driven: Sequence[Driven], reference: str) -> list[Soak]:
 
         answers = await asyncio.gather(*map(right, questions.values()))
     rights = dict(zip(questions, answers, strict=True))
-    return [judge(each, rights) for each in driven]
+    return [judge(each, rights, rule) for each in driven]
 
 
-def judge(driven: Driven, rights: Mapping[str, Answer]) -> Soak:
+def judge(driven: Driven, rights: Mapping[str, Answer], rule: exact.Rule = exact.FLOAT32) -> Soak:
     """Add up what happened to the requests of each kind; `rights` are the reference's answers by question."""
     differing: list[str] = []
     lines = []
+    everything: list[exact.Difference] = []
     by_kind: dict[str, list[Outcome]] = {}
     for outcome in driven.outcomes:
         by_kind.setdefault(outcome.request.kind, []).append(outcome)
@@ -137,8 +139,9 @@ def judge(driven: Driven, rights: Mapping[str, Answer]) -> Soak:
                 if len(outcome.result.steps) < len(wanted.steps):
                     difference = exact.Difference(len(outcome.result.steps), difference.largest_error)
                 differences.append(difference)
-                if not difference.exact:
+                if not rule.accepts(difference):
                     differing.append(f"{_told(outcome)}: {difference}")
+        everything += differences
         answers = [outcome.result for outcome in outcomes if isinstance(outcome.result, Answer)]
         left = [outcome.result for outcome in outcomes if isinstance(outcome.result, Left)]
         lines.append(
@@ -149,12 +152,14 @@ def judge(driven: Driven, rights: Mapping[str, Answer]) -> Soak:
                 left_later=sum(it.events > 0 for it in left),
                 failed=sum(bool(outcome.failure) for outcome in outcomes),
                 judged=len(differences),
-                differing=sum(not difference.exact for difference in differences),
+                differing=sum(not rule.accepts(difference) for difference in differences),
                 largest_error=max((difference.largest_error for difference in differences), default=0.0),
                 prompt_tokens=sum(answer.prompt_tokens for answer in answers),
                 cached_tokens=sum(answer.cached_tokens or 0 for answer in answers),
             )
         )
+    if not differing and not rule.accepts_all(everything):
+        differing.append(f"more than {rule.share:.0%} of {len(everything)} answers took the other side of a tie")
     return Soak(driven, lines, complaints(driven, differing))
 
 

@@ -108,9 +108,9 @@ class Told:
         return await ask_all(self.client, self.reference, prompts, exact.MIN_TOKENS, parallel=8)
 
 
-def floored(tokens: int) -> int:
+def floored(tokens: int, unit: int = UNIT) -> int:
     """The oracle's hit for `tokens` shared tokens."""
-    return tokens // UNIT * UNIT
+    return tokens // unit * unit
 
 
 def judge(line: Line, answers: Sequence[Answer], right: Sequence[Answer]) -> None:
@@ -323,16 +323,18 @@ class Planted:
     first_difference: int | None
 
 
-async def planted_defects(told: Told, url: str, folder: Path) -> list[Planted]:
+async def planted_defects(
+    told: Told, url: str, folder: Path, unit: int = UNIT, rule: exact.Rule = exact.FLOAT32
+) -> list[Planted]:
     """Plant each defect in the engine at `url` and let the exactness check look; the first line has none."""
     found = []
     for defect in (None, *planted.DEFECTS):
         prompts = (await told.shared_prompts(163)).prompts
         prompt = await tokens_of(told.client, told.reference, prompts[0])
-        hit = floored(len(prompt) - 1)
+        hit = floored(len(prompt) - 1, unit)
         right = await complete(told.client, told.reference, prompt)
         # Leaves a state one unit before the hit, and one there. vLLM alone does so without the hints.
-        await complete(told.client, url, prompt[: hit - UNIT + 1], vllm_xargs={"seamark_boundaries": [hit - UNIT]})
+        await complete(told.client, url, prompt[: hit - unit + 1], vllm_xargs={"seamark_boundaries": [hit - unit]})
         await complete(told.client, url, prompt, vllm_xargs={"seamark_boundaries": [hit]})
         if defect is None:
             answer = await complete(told.client, url, prompt)
@@ -342,7 +344,8 @@ async def planted_defects(told: Told, url: str, folder: Path) -> list[Planted]:
         if answer.cached_tokens != hit:
             raise RuntimeError(f"planting {defect}: the engine hit {answer.cached_tokens} tokens, not {hit}")
         difference = exact.compare(answer, right)
-        found.append(Planted(defect or "none", not difference.exact, difference.largest_error, difference.position))
+        caught = not rule.accepts(difference)
+        found.append(Planted(defect or "none", caught, difference.largest_error, difference.position))
     return found
 
 
