@@ -12,10 +12,10 @@ import subprocess
 import sys
 import time
 
-import httpx
 import pytest
 
 from proxy.bench import cost, pass_rows, resume
+from proxy.bench.client import open_client
 from proxy.bench.cost import KINDS, NO_HINTS, THREE_HINTS, Cost
 from proxy.bench.cpu_time import CpuTime, family
 from proxy.bench.pass_rows import AT_ONCE, BASELINE, OURS, UNTOUCHED, Plan, Row, Table, count
@@ -33,7 +33,7 @@ BUSY = "import time\nwhile True:\n  time.process_time() > 0.3 and time.sleep(60)
 
 async def test_seamark_takes_no_more_passes_than_vllm_alone(servers: Servers):
     plan = Plan((130, 163), (120,), waves=3, running=0)
-    async with httpx.AsyncClient(timeout=300) as client:
+    async with open_client(300) as client:
         counts = {
             OURS: await count(client, servers.seamark, plan),
             UNTOUCHED: await count(client, servers.untouched, plan),

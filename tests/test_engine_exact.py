@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from proxy.bench import exact, stories
-from proxy.bench.client import Answer, Messages, ask, ask_all, tokens_of
+from proxy.bench.client import Answer, Messages, ask, ask_all, open_client, tokens_of
 from proxy.bench.engines import MODEL_NAME, Server
 from proxy.bench.models import MATCH_UNITS
 from proxy.bench.passes import PassCounter
@@ -87,7 +87,7 @@ async def block(client, servers: Servers) -> int:
 
 @pytest.fixture
 async def client():
-    async with httpx.AsyncClient(timeout=300) as opened:
+    async with open_client(300) as opened:
         yield opened
 
 

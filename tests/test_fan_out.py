@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
 from proxy.bench import fan_out
+from proxy.bench.client import open_client
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.fan_out import MOST_COMPUTED, WARM_UP, FanOut, leaving_time
 from proxy.bench.ratios import Comparison, Pair
 from proxy.bench.samples import samples_of
-from proxy.bench.sending import LIMITS, Leave, Left
+from proxy.bench.sending import Leave, Left
 from proxy.bench.waves import SHORT_TOKENS, Line, Plan, judged, right_answers, run_wave
 from tests.conftest import Servers
 
@@ -33,7 +33,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture
 async def client():
-    async with httpx.AsyncClient(timeout=300, limits=LIMITS) as opened:
+    async with open_client(300) as opened:
         yield opened
 
 

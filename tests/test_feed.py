@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from engine_patches.feed import MAX_KEPT, Feed, client_id
+from proxy.bench.client import open_client
 from proxy.bench.engines import MODEL_NAME
 from tests.conftest import Servers
 
@@ -61,7 +62,7 @@ async def reasons(client: httpx.AsyncClient, server, names: set[str]) -> dict[st
 
 
 async def test_each_request_of_a_real_engine_has_its_reason(servers: Servers):
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with open_client(120) as client:
 
         async def chat(name: str, text: str, **more) -> None:
             body = {"model": MODEL_NAME, "messages": [SYSTEM, {"role": "user", "content": text}], "max_tokens": 2}

@@ -6,11 +6,11 @@ import json
 from dataclasses import replace
 from xml.etree import ElementTree
 
-import httpx
 import pytest
 
 from proxy.bench import grid, picture
 from proxy.bench.cells import QUICK, Cell, Family, Lengths, Mode, Plan, measure_baseline, measure_seamark
+from proxy.bench.client import open_client
 from tests.conftest import Servers
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,7 +38,7 @@ def family(delivered: float = 1.0) -> Family:
 
 
 async def test_seamark_gives_the_oracle_hit_in_every_cell_and_without_hints_the_grid_shows_it(servers: Servers):
-    async with httpx.AsyncClient(timeout=300) as client:
+    async with open_client(300) as client:
         block_size, ours = await measure_seamark(client, servers.gateway.url, servers.seamark.url, QUICK)
         bare = await measure_baseline(client, "no hints", servers.seamark.url, QUICK, ())
     assert block_size == 384

@@ -40,6 +40,14 @@ class Answer(NamedTuple):
         return self.first_token - self.sent
 
 
+def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
+    """A client with a connection for each request, which may take `seconds`.
+
+    A server closes an idle connection whenever it likes, even as the next request is on its way.
+    """
+    return httpx.AsyncClient(timeout=seconds, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+
+
 async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> Answer:
     """Stream a greedy answer of exactly `tokens` tokens. Raises `RuntimeError` for an error answer."""
     body = {

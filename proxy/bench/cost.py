@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from proxy.bench.client import open_client
 from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.models import generated_model
@@ -106,7 +107,7 @@ async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> C
     """Both engines on the generated model of family `name`, at the same time."""
     model = generated_model(say, name)
     with tempfile.TemporaryDirectory(prefix="seamark-cost-") as folder, Fleet(Path(folder)) as fleet:
-        async with httpx.AsyncClient(timeout=300) as client:
+        async with open_client(300) as client:
             say(f"{name}: starting Seamark and vLLM alone")
             servers = [fleet.engine("seamark", model, "1", FLAGS), fleet.engine("baseline", model, "reference", FLAGS)]
             for server in servers:

@@ -18,9 +18,8 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-import httpx
-
 from proxy.bench import planted, stories, table
+from proxy.bench.client import open_client
 from proxy.bench.engines import MODEL_NAME, Fleet
 from proxy.bench.models import generated_model
 from proxy.bench.passes import PassCounter
@@ -93,7 +92,7 @@ async def tell(
     tellers: list[Teller], reference: str, defective: str, folder: Path, sizes: tuple[int, ...], say
 ) -> tuple[list[Story], list[Planted]]:
     """All stories in order, then the planted defects in the engine at `defective`."""
-    async with httpx.AsyncClient(timeout=300) as client:
+    async with open_client(300) as client:
         told = Told(client, reference, tellers)
         for url in {reference, *(teller.url for teller in tellers)}:  # the first request of a process pays for set-up
             warm_up = await told.shared_prompts(469)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import httpx
 
-from proxy.bench.client import Answer
+from proxy.bench.client import Answer, open_client
 from proxy.bench.engines import Server
 from proxy.bench.samples import samples_of
-from proxy.bench.sending import LIMITS, Left, send
+from proxy.bench.sending import Left, send
 from proxy.bench.traffic import Request, Traffic
 
 # More than an engine runs at once, so that requests wait, and are left while they wait.
@@ -90,7 +90,7 @@ async def drive(subject: Subject, traffic: Traffic, seconds: float) -> Driven:
     began = time.monotonic()
     numbers = itertools.count()
     outcomes: list[Outcome] = []
-    async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=LIMITS) as client:
+    async with open_client(REQUEST_SECONDS) as client:
         before = await counters(client, subject)
 
         async def sender() -> None:

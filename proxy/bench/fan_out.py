@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-
+from proxy.bench.client import open_client
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.models import generated_model
 from proxy.bench.ratios import Comparison, Pair
 from proxy.bench.samples import samples_of
-from proxy.bench.sending import LIMITS, Leave
+from proxy.bench.sending import Leave
 from proxy.bench.waves import Line, Plan, Wave, judged, right_answers, run_wave
 
 PLAN = Plan(shared=3600, own=50)
@@ -118,7 +117,7 @@ async def measure(fleet: Fleet, model: Path, plan: Plan, pairs: int, say: Callab
     def engine(name: str, mode: str, *flags: str, environment: Mapping[str, str] = {}) -> Server:
         return fleet.engine(name, model, mode, (*FLAGS, *flags), {**ENVIRONMENT, **environment})
 
-    async with httpx.AsyncClient(timeout=600, limits=LIMITS) as client:
+    async with open_client(600) as client:
         say("starting two engines: gate on, gate off")
         on, off = engine("gate-on", "1"), engine("gate-off", "1", environment=GATE_OFF)
         cold = {}

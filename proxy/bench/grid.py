@@ -17,10 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from proxy.bench import picture
 from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Mode, Plan, measure_baseline, measure_seamark
+from proxy.bench.client import open_client
 from proxy.bench.engines import Fleet
 from proxy.bench.models import generated_model
 
@@ -66,7 +65,7 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> F
     began = time.monotonic()
     model = generated_model(say, name)
     with tempfile.TemporaryDirectory(prefix="seamark-grid-") as folder, Fleet(Path(folder)) as fleet:
-        async with httpx.AsyncClient(timeout=300) as client:
+        async with open_client(300) as client:
             say(f"{name}: Seamark, through the gateway and by hand")
             engine = fleet.engine("seamark", model, flags=CONTEXT_FLAGS)
             engine.wait_until_ready()

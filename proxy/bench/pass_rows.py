@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from proxy.bench.client import open_client
 from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.models import generated_model
@@ -179,7 +180,7 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> T
     counts: dict[str, Counts] = {}
     block_size = 0
     with tempfile.TemporaryDirectory(prefix="seamark-passes-") as folder, Fleet(Path(folder)) as fleet:
-        async with httpx.AsyncClient(timeout=300) as client:
+        async with open_client(300) as client:
             for engine_name, mode in ((OURS, "1"), (BASELINE, "reference"), (UNTOUCHED, "0")):
                 say(f"{name}: {engine_name}")
                 engine = fleet.engine(engine_name.split(",")[0], model, mode, FLAGS)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from proxy.bench.client import open_client
 from proxy.bench.cost import Metered
 from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import Fleet
@@ -142,7 +143,7 @@ async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> l
     """Both engines on the generated model of family `name`, round about."""
     model = generated_model(say, name)
     with tempfile.TemporaryDirectory(prefix="seamark-resume-") as folder, Fleet(Path(folder)) as fleet:
-        async with httpx.AsyncClient(timeout=300) as client:
+        async with open_client(300) as client:
             say(f"{name}: starting Seamark and vLLM alone")
             servers = [fleet.engine("seamark", model, "1", FLAGS), fleet.engine("baseline", model, "reference", FLAGS)]
             for server in servers:

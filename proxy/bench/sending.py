@@ -14,8 +14,6 @@ from proxy.bench.client import Answer, Step
 from proxy.bench.engines import MODEL_NAME
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-# A connection for each request: a server closes an idle one whenever it likes, even as the next request is on its way.
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 class Leave(NamedTuple):

@@ -18,14 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import httpx
-
 from proxy.bench import exact
-from proxy.bench.client import Answer
+from proxy.bench.client import Answer, open_client
 from proxy.bench.endurance import PARALLEL, REQUEST_SECONDS, Driven, Outcome, Subject, drive_all
 from proxy.bench.engines import Fleet
 from proxy.bench.models import MATCH_UNITS, NEMOTRON_H, generated_model
-from proxy.bench.sending import LIMITS, Left, send
+from proxy.bench.sending import Left, send
 from proxy.bench.traffic import Request, Traffic
 
 TOLD = 5  # failures, differences and log lines that are repeated in full
@@ -108,7 +106,7 @@ async def judge_all(driven: Sequence[Driven], reference: str, rule: exact.Rule =
         if outcome.request.judged and isinstance(outcome.result, Answer)
     }
     gate = asyncio.Semaphore(PARALLEL)
-    async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=LIMITS) as client:
+    async with open_client(REQUEST_SECONDS) as client:
 
         async def right(request: Request) -> Answer:
             async with gate:
