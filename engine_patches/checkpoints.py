@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,24 +138,26 @@ class Checkpoints:
         return [position for position in hint.positions if position <= num_tokens] if hint else []
 
     def release(self, pool: Any) -> None:
-        """The states of the last step are written: their blocks are cache like any other."""
+        """The blocks of the last step's states are cache like any other.
+
+        That step may still run; workers run steps in order, so whoever is given such a block writes after it.
+        """
         if self._held:
             pool.free_blocks(self._held)
             self._held = []
 
-    def begin_step(self, pool: Any) -> None:
-        """A step is going to be planned; workers run steps in order, so the last one comes first."""
+    def begin_step(self, pool: Any, requests: Container[str]) -> None:
+        """A step is going to be planned, `requests` are alive."""
         self.release(pool)
         self.unwritten.clear()
         if self.retention is not None:
             self.retention.offer_superseded()
         if self.gate is not None:
-            self.gate.forget_written()
+            self.gate.forget_gone(requests)
 
     def about_to_run(self, request: Any, start: int) -> None:
         """A request is going to be computed from token `start`: who shares its prefix may wait for its states."""
-        if self.gate is not None and getattr(request, "seamark_announced", None) != start:
-            request.seamark_announced = start
+        if self.gate is not None:
             positions = (wanted.position for wanted in self.wanted(request))
             self.gate.will_write(request, start, positions)
 
@@ -196,6 +198,14 @@ class Checkpoints:
             if turn and resumed is not None:
                 self.retention.supersede(resumed)
         return blocks
+
+    def forget_cache(self, pool: Any) -> None:
+        """The cache is going to be emptied."""
+        self.release(pool)
+        if self.retention is not None:
+            self.retention.clear()
+        if self.gate is not None:
+            self.gate.clear()
 
     def state_written(self, key: bytes, kind: str) -> None:
         """A recurrent state was registered under `key`."""

@@ -1,9 +1,9 @@
 """Where a prefill chunk ends.
 
-Where states are written inside the pass, a chunk ends where the budget ends, and nowhere else: each stop would cost a
-pass. Where a backend cannot be run in pieces, the old way is left: vLLM keeps the recurrent state at the end of a
-chunk, and already ends one at `request.shared_prefix_boundary`; setting that field to the next hinted position before
-each split gives any number of checkpoints, at one forward pass each.
+Where states are written inside the pass, a chunk ends where the budget ends, rounded down to where a state can be:
+each further stop would cost a pass. Where a backend cannot be run in pieces, the old way is left: vLLM keeps the
+recurrent state at the end of a chunk, and already ends one at `request.shared_prefix_boundary`; setting that field to
+the next hinted position before each split gives any number of checkpoints, at one forward pass each.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ def end_chunk(original: Callable) -> Callable:
     ):
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         request.seamark_start = start
-        if num_external_computed_tokens:
-            request.seamark_external = True
         if self.seamark.exporting:
             if start < request.num_prompt_tokens:
                 self.seamark.about_to_run(request, start)

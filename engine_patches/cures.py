@@ -120,6 +120,23 @@ def stop_at_the_block_edge_after_a_hit(original: Callable) -> Callable:
     return _mamba_block_aligned_split
 
 
+def take_back_uncomputed_keys(original: Callable) -> Callable:
+    """A request that is preempted in the step that was to compute it must not leave keys of what nobody computes."""
+
+    def _preempt_request(self, request, *args, **kwargs):
+        cache = self.kv_cache_manager
+        for manager in cache.coordinator.single_type_managers:
+            blocks = manager.req_to_blocks.get(request.request_id, ())
+            first = request.num_computed_tokens // manager.block_size
+            for index, block in enumerate(blocks[first:], first):
+                end = block.block_hash_num_tokens or (index + 1) * manager.block_size
+                if block.block_hash is not None and end > request.num_computed_tokens:
+                    cache.block_pool._maybe_evict_cached_block(block)
+        return original(self, request, *args, **kwargs)
+
+    return _preempt_request
+
+
 def runs_on_cpu() -> bool:
     """Whether vLLM's platform in this process is the CPU."""
     from vllm.platforms import current_platform

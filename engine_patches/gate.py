@@ -7,7 +7,7 @@ the queue, and goes on as soon as the state is there, the leader is gone, or it 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ FELT_SECONDS = 0.2
 # half of what was missing: it is slow, not stuck, and who left now would do all of it again.
 PATIENCE = 3.0
 MIN_PATIENCE_SECONDS = 1.0
+# Leaders that leave one after the other are not waited for for ever.
+MAX_LEADERS = 4
+# Nobody waits for so long after a state has found no room in the cache.
+SHUT_SECONDS = 5.0
 
 
 @dataclass
@@ -41,8 +45,9 @@ class Wait:
 
     since: float
     until: float
-    leader: Any
+    leader: str  # id
     missing: int  # tokens that the leader had to compute when `until` was set
+    leaders: int = 1  # waited for so far
 
 
 class Gate:
@@ -51,6 +56,8 @@ class Gate:
     def __init__(self, pace: Pace, match_unit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._pace, self._unit, self._clock = pace, match_unit, clock
         self._expected: dict[bytes, Expected] = {}  # by the hash of the prefix
+        self._positions: list[int] | None = []  # of all expected, deepest first; None: to be sorted
+        self._shut_until = 0.0
         self.waiting: dict[str, Wait] = {}
 
     def will_write(self, request: Any, start: int, positions: Iterable[int]) -> None:
@@ -60,15 +67,30 @@ class Gate:
             known = self._expected.get(key)
             if position > start and (known is None or not _is_coming(known)):
                 self._expected[key] = Expected(request, position, start)
+                self._positions = None
 
-    def forget_written(self) -> None:
-        """Drop what has been written or will never be."""
+    def forget_gone(self, requests: Container[str]) -> None:
+        """Drop what has been written or will never be, and who waits no more; `requests` are alive."""
         if self._expected:
             self._expected = {key: known for key, known in self._expected.items() if _is_coming(known)}
+            self._positions = None
+        for name in [name for name in self.waiting if name not in requests]:
+            del self.waiting[name]
+
+    def clear(self) -> None:
+        """Nothing is coming."""
+        self._expected.clear()
+        self._positions = []
+
+    def room_is_short(self) -> None:
+        """A state found no room: whoever waits for one would wait in vain."""
+        self._shut_until = self._clock() + SHUT_SECONDS
 
     def deepest_coming(self, request: Any) -> Expected | None:
         """The deepest state on a waiting request's way that a running one is going to write."""
-        for position in sorted({known.position for known in self._expected.values()}, reverse=True):
+        if self._positions is None:
+            self._positions = sorted({known.position for known in self._expected.values()}, reverse=True)
+        for position in self._positions:
             if position < request.num_tokens:
                 known = self._expected.get(request.block_hashes[position // self._unit - 1])
                 if known is not None and known.leader is not request and _is_coming(known):
@@ -86,14 +108,20 @@ class Gate:
         now = self._clock()
         missing = coming.position - coming.leader.num_computed_tokens
         wait = self.waiting.get(request.request_id)
-        if wait is not None and wait.leader is coming.leader:
+        if now < self._shut_until:
+            return False
+        leader = coming.leader.request_id
+        if wait is not None and wait.leader == leader:
             if now < wait.until:
                 return True
             if missing > wait.missing / 2:
                 return False
+        leaders = 1 if wait is None else wait.leaders + (wait.leader != leader)
+        if leaders > MAX_LEADERS:
+            return False
         until = now + max(PATIENCE * self._pace.seconds(missing, num_passes=1), MIN_PATIENCE_SECONDS)
         since = now if wait is None else wait.since
-        self.waiting[request.request_id] = Wait(since, until, coming.leader, missing)
+        self.waiting[request.request_id] = Wait(since, until, leader, missing, leaders)
         return True
 
     def release(self, request: Any) -> float | None:
@@ -118,11 +146,14 @@ def hold_followers(original: Callable) -> Callable:
         if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
             return True
         coming = None if request.skip_reading_prefix_cache else gate.deepest_coming(request)
-        if coming is not None:
+        # Who has given up on a leader goes as soon as it can be placed, even if that is not in this step.
+        if coming is not None and getattr(request, "seamark_gave_up", None) != coming.leader.request_id:
             if request.request_id not in gate.waiting and not gate.pays(coming):
                 checkpoints.follower_not_held(request)
             elif gate.holds(request, coming):
                 return False
+            else:
+                request.seamark_gave_up = coming.leader.request_id
         held = gate.release(request)
         if held is not None:
             checkpoints.follower_released(held)

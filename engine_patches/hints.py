@@ -11,6 +11,7 @@ from typing import Any
 FIELD = "seamark_boundaries"
 # Every position costs a state and a piece of a pass, so a request does not get arbitrarily many.
 MAX_POSITIONS = 16
+MAX_ENTRIES = 4 * MAX_POSITIONS  # read at all
 IGNORED_REASONS = (
     "malformed",
     "out_of_range",
@@ -20,6 +21,7 @@ IGNORED_REASONS = (
     "speculative",
     "not_worth_it",  # a hit there would not be felt
     "no_room",  # the cache has no block to spare
+    "single_token",  # a step over one token writes no state
 )
 
 
@@ -36,7 +38,9 @@ def usable_positions(
         return ()
     positions: list[int] = []
     previous = 0
-    for entry in hint:
+    if len(hint) > MAX_ENTRIES:
+        ignore("too_many")
+    for entry in hint[:MAX_ENTRIES]:
         if not isinstance(entry, int) or isinstance(entry, bool):
             ignore("malformed")
         elif not 0 < entry <= num_prompt_tokens:

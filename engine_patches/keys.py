@@ -41,19 +41,20 @@ def keep_hinted_keys(original: Callable) -> Callable:
 
     def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries):
         checkpoints = getattr(self, "seamark", None)
+        if checkpoints is None or not checkpoints.enabled:
+            original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+            return
         full_before = self.num_cached_block.get(request.request_id, 0)
         original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
-        if checkpoints is None:
-            return
-        # Rows from where this step begins to compute are not there yet, and of a private copy none is.
         start = getattr(request, "seamark_start", 0)
         copies = {copy.block_id for _, copy in self._pending_cow_copies}
-        for block in self.req_to_blocks[request.request_id][start // self.block_size :]:
-            checkpoints.unwritten[block.block_id] = 0 if block.block_id in copies else start
-        positions = checkpoints.positions_with_keys(request, num_tokens)
-        if not positions:
-            return
+        full = self.num_cached_block.get(request.request_id, 0)
+        if start >= request.num_prompt_tokens and full == full_before and not copies:
+            return  # a step of decoding inside a block: no key came and none went
         blocks = self.req_to_blocks[request.request_id]
+        # Rows from where this step begins to compute are not there yet, and of a private copy none is.
+        for block in blocks[start // self.block_size :]:
+            checkpoints.unwritten[block.block_id] = 0 if block.block_id in copies else start
 
         def needs_key(position: int) -> bool:
             index = position // self.block_size
@@ -61,9 +62,9 @@ def keep_hinted_keys(original: Callable) -> Callable:
             if index < full_before or index >= len(blocks):
                 return False
             # A private copy is filled by this step's copies; who finds it in this very step would copy it empty.
-            return position == num_tokens or not any(copy is blocks[index] for _, copy in self._pending_cow_copies)
+            return position == num_tokens or blocks[index].block_id not in copies
 
-        keep_attention_keys(self, request, filter(needs_key, positions))
+        keep_attention_keys(self, request, filter(needs_key, checkpoints.positions_with_keys(request, num_tokens)))
 
     return cache_blocks
 
@@ -78,23 +79,41 @@ def avoid_unwritten_rows(original: Callable) -> Callable:
 
     def get_computed_blocks(self, request, *args, **kwargs):
         found = original(self, request, *args, **kwargs)
-        blocks, hit = found[0], found[1]
-        managers = self.coordinator.single_type_managers
-        checkpoints = getattr(managers[0], "seamark", None) if managers else None
-        if not hit or checkpoints is None:
-            return found
-        for manager in checkpoints.attention_managers:
-            copied = blocks.blocks[manager.kv_cache_group_id]
-            if hit % manager.block_size == 0 or hit <= checkpoints.unwritten.get(copied[-1].block_id, hit):
-                continue
-            key = key_at(request, hit, checkpoints.match_unit, manager.kv_cache_group_id)
-            written = _block_other_than(self.block_pool, key, checkpoints.unwritten)
-            if written is None:
-                return self.empty_kv_cache_blocks, 0, 0
-            copied[-1] = written
-        return found
+        return found if _avoids_unwritten_rows(self, request, *found[:2]) else (self.empty_kv_cache_blocks, 0, 0)
 
     return get_computed_blocks
+
+
+def avoid_unwritten_rows_with_a_connector(original: Callable) -> Callable:
+    """Replacement of `KVCacheManager.get_computed_blocks_for_connector`, which looks up without the other."""
+
+    def get_computed_blocks_for_connector(self, request):
+        found = original(self, request)
+        if _avoids_unwritten_rows(self, request, *found[:2]):
+            return found
+        return *self.get_computed_blocks(request), False
+
+    return get_computed_blocks_for_connector
+
+
+def _avoids_unwritten_rows(manager: Any, request: Any, blocks: Any, hit: int) -> bool:
+    """Whether all attention rows of a hit (tokens) are there, after other blocks were put in where they are not."""
+    managers = manager.coordinator.single_type_managers
+    checkpoints = getattr(managers[0], "seamark", None) if managers else None
+    if not hit or checkpoints is None:
+        return True
+    for attention in checkpoints.attention_managers:
+        copied = blocks.blocks[attention.kv_cache_group_id]
+        if not copied or hit % attention.block_size == 0:
+            continue
+        if hit <= checkpoints.unwritten.get(copied[-1].block_id, hit):
+            continue
+        key = key_at(request, hit, checkpoints.match_unit, attention.kv_cache_group_id)
+        written = _block_other_than(manager.block_pool, key, checkpoints.unwritten)
+        if written is None:
+            return False
+        copied[-1] = written
+    return True
 
 
 def _block_other_than(pool: Any, key: bytes, avoided: Container[int]) -> Any:

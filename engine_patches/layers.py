@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.kv_cache_interface import MambaSpec
+
 from engine_patches.pieces import PIECES, Piece
+
+logger = logging.getLogger("vllm.seamark")
 
 EXPORTS = "seamark_exports"  # on a layer's cache spec: its states can be written inside a pass
 
@@ -13,8 +18,7 @@ EXPORTS = "seamark_exports"  # on a layer's cache spec: its states can be writte
 def promise_exports(original: Callable) -> Callable:
     """Replacement of `get_kv_cache_spec`, of a layer that has its own and of the base class of all recurrent layers.
 
-    The spec travels from the worker to the scheduler, so the promise is made where it is kept: a worker that was not
-    patched makes none, and the scheduler then asks for nothing.
+    The spec travels from the worker to the scheduler, so the promise is made where it is kept.
     """
 
     def get_kv_cache_spec(self, vllm_config):
@@ -26,13 +30,36 @@ def promise_exports(original: Callable) -> Callable:
     return get_kv_cache_spec
 
 
+def hold_all_to_the_promise(original: Callable) -> Callable:
+    """Replacement of `Executor.get_kv_cache_specs`, one mapping of layers to specs for each worker.
+
+    vLLM goes on with the first worker's spec of a layer. A state is only right if every worker writes its part, so one
+    that promises nothing (not patched, or failed closed) takes the promise from all.
+    """
+
+    def get_kv_cache_specs(self):
+        of_workers = original(self)
+        recurrent = [spec for specs in of_workers for spec in specs.values() if isinstance(spec, MambaSpec)]
+        promised = [spec for spec in recurrent if getattr(spec, EXPORTS, False)]
+        if promised and len(promised) < len(recurrent):
+            logger.error("seamark: some layers or workers cannot write states inside a pass: none is asked to")
+            for spec in promised:
+                object.__setattr__(spec, EXPORTS, False)
+        return of_workers
+
+    return get_kv_cache_specs
+
+
 def _runs_in_pieces(layer: Any, vllm_config: Any) -> bool:
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.platforms import current_platform
 
-    # Speculative decoding keeps several states per request, ReplaySSM keeps part of a state as inputs to replay.
+    # Speculative decoding keeps several states per request, ReplaySSM keeps part of a state as inputs to replay,
+    # micro-batches are built from a part of the step's rows.
     if vllm_config.num_speculative_tokens or getattr(vllm_config.cache_config, "use_replayssm", False):
+        return False
+    if vllm_config.parallel_config.use_ubatching:
         return False
     if current_platform.is_cpu():  # where model runner V2, with a Triton for CPUs, is not patched
         known = not getattr(vllm_config, "use_v2_model_runner", False)

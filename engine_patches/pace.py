@@ -31,10 +31,11 @@ class Pace:
         self._rate = (0.0, 0.0)
         self._news = 0  # steps since the rate was learnt
 
-    def step_took(self, num_tokens: int, seconds: float) -> None:
-        """A pass over `num_tokens` tokens, prefill or mixed, took `seconds`."""
-        if num_tokens > 0 and seconds > 0:
-            (self._long if num_tokens >= LONG_STEP else self._short).append((num_tokens, seconds))
+    def step_took(self, num_tokens: int, seconds: float, prefill: bool = True) -> None:
+        """A pass over `num_tokens` tokens took `seconds`; `prefill`: some of them were a prompt's."""
+        is_long = num_tokens >= LONG_STEP
+        if num_tokens > 0 and seconds > 0 and (prefill or not is_long):  # many decoding at once tell of neither
+            (self._long if is_long else self._short).append((num_tokens, seconds))
             self._news += 1
 
     def _learnt(self) -> tuple[float, float]:

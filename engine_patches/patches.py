@@ -15,23 +15,32 @@ from engine_patches.cures import (
     states_at_chunk_ends,
     stop_at_the_block_edge_after_a_hit,
     store_checkpoints_without_triton,
+    take_back_uncomputed_keys,
 )
 from engine_patches.gate import hold_followers
-from engine_patches.keys import avoid_unwritten_rows, keep_hinted_keys
+from engine_patches.keys import avoid_unwritten_rows, avoid_unwritten_rows_with_a_connector, keep_hinted_keys
 from engine_patches.layers import (
     cpu_gdn_in_pieces,
     gdn_in_pieces,
+    hold_all_to_the_promise,
     mamba2_in_pieces,
     promise_exports,
 )
 from engine_patches.ledger import Patch, Role, Shape, exists
 from engine_patches.match_unit import default_to_fine_unit
 from engine_patches.pieces import follow_steps, leave_exports, note_batch, plan_pieces, plan_pieces_of_group
-from engine_patches.scheduling import leave_to_writes, note_hits, report_with_stats, set_up_checkpoints
+from engine_patches.scheduling import (
+    forget_with_the_cache,
+    leave_to_writes,
+    note_hits,
+    report_with_stats,
+    set_up_checkpoints,
+)
 from engine_patches.writing import keep_only_true_states, learn_pace, write_after_scheduling
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 POOL = "vllm.v1.core.block_pool:BlockPool"
 NO_UPSTREAM = "none: depends on hints"
 SPLIT_PARAMETERS = (
@@ -248,11 +257,7 @@ PATCHES: tuple[Patch, ...] = (
             ),
         ),
         build=set_up_checkpoints,
-        relies_on=(
-            Shape(
-                "vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", mentions=("manager.shared_prefix_checkpoint",)
-            ),
-        ),
+        relies_on=(Shape(f"{KV_CACHE_MANAGER}.__init__", mentions=("manager.shared_prefix_checkpoint",)),),
     ),
     Patch(
         name="chunk-end",
@@ -386,12 +391,12 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="written-rows",
         role=Role.FEATURE,
-        target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        target=f"{KV_CACHE_MANAGER}.get_computed_blocks",
         why="a partial hit must not copy a block that another request of the same step is about to fill",
         upstream="unreported; vLLM defers such a request only where state and rows are registered together",
         until="vLLM defers partial hits on any block registered in the same step",
         shape=Shape(
-            "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+            f"{KV_CACHE_MANAGER}.get_computed_blocks",
             mentions=("self.empty_kv_cache_blocks, 0, 0", "return blocks, num_new_computed_tokens,"),
         ),
         build=avoid_unwritten_rows,
@@ -403,14 +408,62 @@ PATCHES: tuple[Patch, ...] = (
         ),
     ),
     Patch(
+        name="written-rows-connector",
+        role=Role.FEATURE,
+        target=f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
+        why="the same for KV connectors that look up by a way of their own",
+        upstream="see written-rows",
+        until="as written-rows",
+        shape=Shape(
+            f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
+            parameters=("self", "request"),
+            mentions=("return *self.get_computed_blocks(request), False",),
+        ),
+        build=avoid_unwritten_rows_with_a_connector,
+        applies=lambda: exists(f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector"),
+    ),
+    Patch(
+        name="preempted-keys",
+        role=Role.CURE,
+        target=f"{SCHEDULER}._preempt_request",
+        why="a request preempted in the step that was to compute it leaves keys of contents that nobody computes",
+        upstream="vllm-project/vllm#57580",
+        until="vLLM registers keys once a step is planned to its end, or takes them back",
+        shape=Shape(
+            f"{SCHEDULER}._preempt_request",
+            mentions=("self._free_request_blocks(request)", "request.num_computed_tokens = 0"),
+        ),
+        build=take_back_uncomputed_keys,
+    ),
+    Patch(
+        name="cache-reset",
+        role=Role.FEATURE,
+        target=f"{SCHEDULER}.reset_prefix_cache",
+        why="emptying the cache fails while blocks of a running step's states are held",
+        upstream=NO_UPSTREAM,
+        until="never: ours",
+        shape=Shape(f"{SCHEDULER}.reset_prefix_cache", mentions=("self.kv_cache_manager.reset_prefix_cache()",)),
+        build=forget_with_the_cache,
+    ),
+    Patch(
+        name="common-promise",
+        role=Role.FEATURE,
+        target="vllm.v1.executor.abstract:Executor.get_kv_cache_specs",
+        why="a worker that cannot write states inside a pass must keep all others from being asked to",
+        upstream=NO_UPSTREAM,
+        until="never: ours",
+        shape=Shape("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", parameters=("self",)),
+        build=hold_all_to_the_promise,
+    ),
+    Patch(
         name="hit-count",
         role=Role.FEATURE,
-        target="vllm.v1.core.kv_cache_manager:KVCacheManager.record_prefix_cache_stats",
+        target=f"{KV_CACHE_MANAGER}.record_prefix_cache_stats",
         why="counts requests that resume from a checkpoint",
         upstream=NO_UPSTREAM,
         until="vLLM counts them",
         shape=Shape(
-            "vllm.v1.core.kv_cache_manager:KVCacheManager.record_prefix_cache_stats",
+            f"{KV_CACHE_MANAGER}.record_prefix_cache_stats",
             parameters=("self", "request", "num_hits"),
         ),
         build=note_hits,

@@ -231,7 +231,6 @@ def _is_single(run: tuple[int, int], starts: list[int], seq_lens: list[int], row
 
 def _attach(metadata: Any, plan: _Plan, parts: list[tuple[_Level, Any]], group: int) -> None:
     """Put the pieces of one cache group on its metadata."""
-    import torch
 
     running = running_blocks(metadata)  # by row of the whole step
     pieces = Pieces()
@@ -239,14 +238,21 @@ def _attach(metadata: Any, plan: _Plan, parts: list[tuple[_Level, Any]], group: 
     for level, part in parts:
         targets = sources = None
         if level.writes:
-            written = torch.tensor([[row, blocks[group]] for row, blocks in level.writes], device=running.device)
+            written = _upload([[row, blocks[group]] for row, blocks in level.writes], running.device)
             sources, targets = running[written[:, 0]].long(), written[:, 1]
         if level.whole:
             pieces.append(Piece(slice(None), metadata, sources, targets))
             continue
-        rows = torch.tensor(level.rows, device=running.device)
+        rows = _upload(level.rows, running.device)
         pieces.append(Piece(_tokens(level, running.device), with_running_blocks(part, running[rows]), sources, targets))
     setattr(metadata, PIECES, pieces)
+
+
+def _upload(numbers: list, device: Any) -> Any:
+    """A tensor on `device`, without waiting for what runs there."""
+    import torch
+
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _tokens(level: _Level, device: Any) -> Any:

@@ -39,6 +39,7 @@ class Retention:
         self._states: OrderedDict[bytes, State] = OrderedDict()  # by the key of the first recurrent group
         self._num_blocks = 0
         self._superseded: dict[bytes, None] = {}
+        self._pruned = False  # in this step
 
     def __len__(self) -> int:
         return len(self._states)
@@ -83,7 +84,8 @@ class Retention:
         """Let go of states until `num_blocks` more fit into the share. False where even that does not help."""
         if num_blocks > self._limit:
             return False
-        if self._num_blocks + num_blocks > self._limit:
+        if self._num_blocks + num_blocks > self._limit and not self._pruned:
+            self._pruned = True
             self.prune()
         while self._num_blocks + num_blocks > self._limit:
             victim = self._next_victim()
@@ -98,7 +100,8 @@ class Retention:
             self._forget(key)
 
     def offer_superseded(self) -> None:
-        """Put superseded states where the cache takes its next free blocks; they stay findable until it does."""
+        """A step begins: superseded states are the next free blocks that the cache takes, and are found until then."""
+        self._pruned = False
         for key in list(self._superseded):
             state = self._states.get(key)
             if state is None or state.blocks[0].block_hash != key:
@@ -107,6 +110,12 @@ class Retention:
                 del self._superseded[key]
                 self._states.move_to_end(key, last=False)
                 self._to_front(state)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._states.clear()
+        self._superseded.clear()
+        self._num_blocks = 0
 
     def _next_victim(self) -> bytes | None:
         shared = None

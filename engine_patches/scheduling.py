@@ -40,7 +40,8 @@ def set_up_checkpoints(original: Callable) -> Callable:
                 groups[group].kv_cache_spec.page_size_bytes * len(groups[group].layer_names)
                 for group in checkpoints.recurrent_groups
             )
-            checkpoints.exporting = all(
+            # Connectors load into and store from blocks they were told of; ours are taken after that.
+            checkpoints.exporting = self.connector is None and all(
                 getattr(groups[group].kv_cache_spec, EXPORTS, False) for group in checkpoints.recurrent_groups
             )
             if checkpoints.exporting:
@@ -110,6 +111,16 @@ def note_hits(original: Callable) -> Callable:
             checkpoints.admitted(request, num_hits)
 
     return record_prefix_cache_stats
+
+
+def forget_with_the_cache(original: Callable) -> Callable:
+    """Replacement of `Scheduler.reset_prefix_cache`, which fails while any block is held."""
+
+    def reset_prefix_cache(self, *args, **kwargs):
+        self.seamark.forget_cache(self.kv_cache_manager.block_pool)
+        return original(self, *args, **kwargs)
+
+    return reset_prefix_cache
 
 
 def report_with_stats(original: Callable) -> Callable:

@@ -21,7 +21,7 @@ def write_after_scheduling(original: Callable) -> Callable:
 
     def schedule(self, *args, **kwargs):
         checkpoints = self.seamark
-        checkpoints.begin_step(self.kv_cache_manager.block_pool)
+        checkpoints.begin_step(self.kv_cache_manager.block_pool, self.requests)
         output = original(self, *args, **kwargs)
         if checkpoints.exporting:
             setattr(output, WRITES, _plan_writes(self, output))
@@ -40,7 +40,9 @@ def learn_pace(original: Callable) -> Callable:
         # Steps may be planned before the last one is done: then this one ran from that one's end.
         began = max(getattr(scheduler_output, "seamark_planned_at", now), getattr(self, "_seamark_step_end", 0.0))
         self._seamark_step_end = now
-        self.seamark.pace.step_took(scheduler_output.total_num_scheduled_tokens, now - began)
+        counts = scheduler_output.num_scheduled_tokens.values()
+        if counts:
+            self.seamark.pace.step_took(sum(counts), now - began, prefill=max(counts) > 1)
         if scheduler_output is getattr(self, "_seamark_last_planned", None):  # there may be no further step to do it
             self.seamark.release(self.kv_cache_manager.block_pool)
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
@@ -65,8 +67,6 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write
     """The states of one chunk, positions in (start, end]."""
     checkpoints = scheduler.seamark
     pool = scheduler.kv_cache_manager.block_pool
-    if hasattr(request, "seamark_external"):
-        return []  # part of its prefix came over a connector, and may turn out to be invalid
     planned, positions = [], []
     for wanted in checkpoints.wanted(request):
         position = wanted.position
@@ -77,8 +77,13 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write
             if not checkpoints.worth_writing(position):
                 checkpoints.tally.ignored["not_worth_it"] += 1
                 miss = NOT_WORTH_IT
+            elif end - start == 1:
+                # A step of single tokens may be replayed as one graph of kernels, in which no layer is run in pieces.
+                checkpoints.tally.ignored["single_token"] += 1
             elif (blocks := checkpoints.reserve(pool, request, wanted)) is None:
                 checkpoints.tally.ignored["no_room"] += 1
+                if checkpoints.gate is not None:
+                    checkpoints.gate.room_is_short()
             else:
                 groups = zip(checkpoints.recurrent_groups, blocks, strict=True)
                 planned.append(Write(position - start, {group: block.block_id for group, block in groups}))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
-from engine_patches.gate import MIN_PATIENCE_SECONDS, Gate
+from engine_patches.gate import MIN_PATIENCE_SECONDS, SHUT_SECONDS, Gate
 from engine_patches.pace import Pace
 
 UNIT = 16
@@ -82,7 +82,7 @@ def test_nobody_waits_for_a_leader_that_is_gone_or_done(gate, gone):
     leader = leading(gate)
     vars(leader).update(gone)
     assert gate.deepest_coming(request("follower")) is None
-    gate.forget_written()
+    gate.forget_gone({})
     assert not gate._expected
 
 
@@ -130,6 +130,35 @@ def test_the_wait_for_another_leader_begins_anew(gate, clock):
     clock.now = 12.5
     assert gate.holds(follower, gate.deepest_coming(follower))
     assert gate.release(follower) == pytest.approx(12.5)
+
+
+def test_leaders_that_leave_one_after_the_other_are_not_waited_for_for_ever(gate, clock):
+    follower = request("follower")
+    held = []
+    for number in range(5):
+        gate.clear()
+        leader = request(f"leader {number}", status=RequestStatus.RUNNING)
+        gate.will_write(leader, 0, [3600])
+        held.append(gate.holds(follower, gate.deepest_coming(follower)))
+    assert held == [True] * 4 + [False]
+
+
+def test_a_follower_that_is_gone_is_forgotten(gate):
+    leading(gate)
+    gate.holds(request("follower"), gate.deepest_coming(request("follower")))
+    gate.forget_gone({"leader", "follower"})
+    assert list(gate.waiting) == ["follower"]
+    gate.forget_gone({"leader"})
+    assert not gate.waiting
+
+
+def test_nobody_waits_while_states_find_no_room(gate, clock):
+    leading(gate)
+    coming = gate.deepest_coming(request("follower"))
+    gate.room_is_short()
+    assert not gate.holds(request("follower"), coming)
+    clock.now += SHUT_SECONDS
+    assert gate.holds(request("follower"), coming)
 
 
 def test_patience_has_a_least(clock):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from engine_patches.hints import IGNORED_REASONS, MAX_POSITIONS, usable_positions
+from engine_patches.hints import IGNORED_REASONS, MAX_ENTRIES, MAX_POSITIONS, usable_positions
 
 
 def read(hint, prompt=1000, unit=16):
@@ -45,6 +45,11 @@ def test_the_prompts_end_is_a_position():
 def test_a_bad_entry_costs_only_itself_and_is_counted(hint, kept, reason):
     assert reason in IGNORED_REASONS
     assert read(hint) == (kept, Counter({reason: 1}))
+
+
+def test_a_hint_is_not_read_to_its_end():
+    positions, ignored = read([3] * 10_000)
+    assert positions == () and ignored == Counter(too_many=1, below_unit=MAX_ENTRIES)
 
 
 def test_a_request_gets_a_bounded_number_of_checkpoints():

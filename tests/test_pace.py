@@ -44,6 +44,13 @@ def test_a_change_of_load_is_followed():
     assert pace.tokens_per_pass == pytest.approx(9, rel=0.2)
 
 
+def test_many_requests_that_decode_together_are_no_prompt():
+    pace = learnt()
+    for _ in range(64):
+        pace.step_took(200, 0.41, prefill=False)
+    assert pace.token_seconds == pytest.approx(0.0005, rel=0.01)
+
+
 def test_steps_without_tokens_or_time_are_no_news():
     pace = Pace()
     pace.step_took(0, 1.0)
