@@ -174,6 +174,10 @@ class Core:
         """The client went away."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
+    def forget_sampled(self, name: str) -> None:
+        """What the running step samples for a request will be dropped."""
+        self._tokens[name] = list(self.scheduler.requests[name].all_token_ids)
+
     def keys(self, request: Request, group: int) -> list[int]:
         """Positions (tokens) at which a cache group can be entered with the prefix of `request`."""
         cached = self.pool.cached_block_hash_to_block

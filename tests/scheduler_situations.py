@@ -233,6 +233,50 @@ def waiting_does_not_pay(core):
     return shown(core, *requests)
 
 
+@situation(budget=1, running=1)
+def steps_over_single_tokens(core):
+    """Such a step may be replayed as one graph of kernels, which writes no state."""
+    a = core.request("a", HEAD[:20], [16])
+    core.run()
+    ignored = core.scheduler.seamark.tally.ignored["single_token"]
+    return {**shown(core, a), "ignored": ignored}
+
+
+@situation(budget=70)
+def a_follower_is_aborted_while_it_waits(core):
+    _waiting_always_pays(core)
+    a = core.request("a", HEAD[:200] + own(1, 20), [200])
+    core.request("b", HEAD[:200] + own(2, 20), [200])
+    core.step()
+    core.step()
+    held = list(core.scheduler.seamark.gate.waiting)
+    core.abort("b")
+    core.run()
+    return {**shown(core, a), "held": held, "held afterwards": list(core.scheduler.seamark.gate.waiting)}
+
+
+@situation(overlap=True)
+def the_cache_is_emptied_while_a_step_writes_states(core):
+    a = core.request("a", HEAD[:130], [40, 96])
+    core.step()
+    emptied = core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    core.forget_sampled("a")
+    core.run()
+    return {"emptied": emptied, **shown(core, a)}
+
+
+@situation()
+def a_connector_looks_up_in_its_own_way(core):
+    """As NIXL does; `rows evicted and their state kept`, once more."""
+    a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
+    cache = core.scheduler.kv_cache_manager
+    cache.evict_blocks({core.pool.cached_block_hash_to_block.get_one_block(make_key(a, 32)).block_id})
+    core.scheduler._get_local_prefix_cache_hit = lambda request: cache.get_computed_blocks_for_connector(request)
+    pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
+    core.run()
+    return shown(core, *pair)
+
+
 @situation(blocks=7)
 def a_cache_with_no_block_to_spare(core):
     a = core.request("a", HEAD[:190], [64, 100, 180])

@@ -114,6 +114,23 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "a": {"hit": 0, "ends": [96, 190], "written": [128], "keys": [128, 192, 256]},
         "b": {"hit": 0, "ends": [4, 10, 96, 190], "written": [], "keys": [128, 192, 256]},
     },
+    "steps over single tokens": {
+        "a": {"hit": 0, "ends": list(range(1, 21)), "written": [], "keys": []},
+        "ignored": 1,
+    },
+    "a follower is aborted while it waits": {
+        "a": {"hit": 0, "ends": [64, 128, 192, 220], "written": [], "keys": [64, 128, 192]},
+        "held": ["b"],
+        "held afterwards": [],
+    },
+    "the cache is emptied while a step writes states": {
+        "emptied": True,
+        "a": {"hit": 0, "ends": [130, 130], "written": [32, 96, 32, 96], "keys": [32, 96]},
+    },
+    "a connector looks up in its own way": {
+        "b": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
+        "c": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
+    },
     "a backend that cannot be run in pieces": {
         "a": {"hit": 0, "ends": [128, 192, 240, 250], "written": [], "keys": [128, 192, 240]}
     },
@@ -151,4 +168,5 @@ def test_the_audit_notices_rows_that_are_copied_before_they_are_written(model):
     assert {name for name, scene in found.items() if scene["errors"]} == {
         "the same prompt twice in one step",
         "rows evicted and their state kept",
+        "a connector looks up in its own way",
     }
