@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import json
 import platform
-import signal
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -23,6 +21,7 @@ from proxy.bench.client import open_client
 from proxy.bench.engines import MODEL_NAME, Fleet
 from proxy.bench.models import generated_model
 from proxy.bench.passes import PassCounter
+from proxy.bench.progress import narrator
 from proxy.bench.stories import Planted, Story, Teller, Told
 
 REPORTS = Path("reports")
@@ -36,13 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")
     args = parser.parse_args(argv)
-    began = time.monotonic()
-    # `kill` ends what was started just as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
-
+    began, say = time.monotonic(), narrator()
     model = generated_model(say)
     with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Fleet(Path(name)) as fleet:
         folder = Path(name)

@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import NamedTuple
 from proxy.bench.client import open_client
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.models import generated_model
+from proxy.bench.progress import narrator
 from proxy.bench.ratios import Comparison, Pair
 from proxy.bench.samples import samples_of
 from proxy.bench.sending import Leave
@@ -97,13 +95,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.pairs < 1:
         parser.error("--pairs: at least one")
-    began = time.monotonic()
-    # `kill` ends what was started just as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
-
+    say = narrator()
     model = generated_model(say)
     with tempfile.TemporaryDirectory(prefix="seamark-fan-out-") as folder, Fleet(Path(folder)) as fleet:
         result = asyncio.run(measure(fleet, model, PLAN, args.pairs, say))

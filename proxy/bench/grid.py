@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Mode, Plan, mea
 from proxy.bench.client import open_client
 from proxy.bench.engines import Fleet
 from proxy.bench.models import generated_model
+from proxy.bench.progress import narrator
 
 CONTEXT_FLAGS = ("--max-model-len", "12288")
 BASELINES = {"vLLM alone": (), "vLLM, unit 16": ("--prefix-match-unit", "16")}
@@ -39,13 +38,7 @@ def main(argv: list[str]) -> int:
     for path in filter(None, (args.json, args.picture)):
         if not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}")
-    began = time.monotonic()
-    # `kill` ends what was started just as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
-
+    say = narrator()
     families = []
     for name in dict.fromkeys(args.family or ["nemotron_h"]):
         family = asyncio.run(measure_family(name, QUICK if args.quick else FULL, say))

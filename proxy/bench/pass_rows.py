@@ -8,11 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +22,7 @@ from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.models import generated_model
 from proxy.bench.passes import PassCounter
+from proxy.bench.progress import narrator
 from proxy.bench.stories import complete
 from proxy.bench.token_requests import fresh_tokens, three_boundaries
 from proxy.workers import read_metrics
@@ -238,13 +236,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--family", action="append", metavar="NAME", help="of the generated model; repeat for several")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
-    began = time.monotonic()
-    # `kill` ends what was started just as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
-
+    say = narrator()
     tables = []
     for name in dict.fromkeys(args.family or ["nemotron_h", "qwen3_next"]):
         tables.append(asyncio.run(measure_family(name, FULL, say)))

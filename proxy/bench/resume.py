@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +24,7 @@ from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import Fleet
 from proxy.bench.models import generated_model
 from proxy.bench.pass_rows import BASELINE, FLAGS, OURS
+from proxy.bench.progress import narrator
 from proxy.bench.ratios import Comparison, Pair, Spread, spread, told
 from proxy.bench.token_requests import fresh_tokens, request, three_boundaries
 
@@ -219,13 +217,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.pairs < 1:
         parser.error("--pairs: at least 1")
-    began = time.monotonic()
-    # `kill` ends what was started just as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
-
+    say = narrator()
     families = {}
     for name in dict.fromkeys(args.family or ["nemotron_h"]):
         families[name] = asyncio.run(measure_family(name, args.pairs, say))

@@ -10,10 +10,7 @@ import argparse
 import asyncio
 import json
 import shutil
-import signal
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +20,7 @@ from proxy.bench.client import Answer, open_client
 from proxy.bench.endurance import PARALLEL, REQUEST_SECONDS, Driven, Outcome, Subject, drive_all
 from proxy.bench.engines import Fleet
 from proxy.bench.models import MATCH_UNITS, NEMOTRON_H, generated_model
+from proxy.bench.progress import narrator
 from proxy.bench.sending import Left, send
 from proxy.bench.traffic import Request, Traffic
 
@@ -63,13 +61,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", action="store_true", help="sampling with seeds too: an upstream crash on CPUs")
     parser.add_argument("--json", action="store_true", help="print the report instead of the tables")
     args = parser.parse_args(argv)
-    began = time.monotonic()
-    # `kill` ends what was started just as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
-
+    say = narrator()
     model = generated_model(say, args.family)
     folder = Path(tempfile.mkdtemp(prefix="seamark-soak-"))
     with Fleet(folder) as fleet:
