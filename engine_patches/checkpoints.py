@@ -106,15 +106,15 @@ class Checkpoints:
             return hint
 
     def _read_hint(self, request: Any) -> RequestHint | None:
-        extra_args = getattr(request.sampling_params, "extra_args", None)
-        if not extra_args or hints.FIELD not in extra_args:
+        carried = hints.carried_by(request)
+        if carried is hints.NONE:
             return None
         if self.refuse_all is not None:
             self.tally.ignored[self.refuse_all] += 1
         if not self.enabled:
             return None
         positions = hints.usable_positions(
-            extra_args[hints.FIELD],
+            carried,
             request.num_prompt_tokens,
             self.alignment,
             lambda reason: self.tally.ignored.update((reason,)),
@@ -218,8 +218,7 @@ class Checkpoints:
         """A request starts with `hit_tokens` from the cache, 0 for none."""
         hint = self.hint_of(request)
         positions = hint.positions if hint is not None else ()
-        extra_args = getattr(request.sampling_params, "extra_args", None) or {}
-        reason = self.outcomes.judge(request, hints.FIELD in extra_args, positions, hit_tokens)
+        reason = self.outcomes.judge(request, hints.carried_by(request) is not hints.NONE, positions, hit_tokens)
         self.tally.outcomes[reason] += 1
         self.tally.requests.append((request.request_id, reason, hit_tokens))
         if not hit_tokens:

@@ -25,6 +25,18 @@ IGNORED_REASONS = (
 )
 
 
+NONE = object()
+
+
+def carried_by(request: Any) -> Any:
+    """The hint as it came with a vLLM `Request`, `NONE` without one.
+
+    The one place that knows how hints travel: `vllm_xargs` today. The `<|mamba_checkpoint|>` token that vLLM's RFC
+    #55697 proposes would be another carrier, its position in the prompt the hint.
+    """
+    return (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD, NONE)
+
+
 def usable_positions(
     hint: Any, num_prompt_tokens: int, match_unit: int, ignore: Callable[[str], None]
 ) -> tuple[int, ...]:
