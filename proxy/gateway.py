@@ -19,9 +19,11 @@ import httpx
 
 from proxy import wire
 from proxy.body import parse_object, with_hint
-from proxy.boundaries import BoundaryFinder, Found, PositionMemory
+from proxy.boundaries import BoundaryFinder, Found
+from proxy.chat import CHAT, chat_request
 from proxy.directory import Directory
 from proxy.errors import BadRequest, GatewayError, NotFound, NoWorker, WorkerFailed
+from proxy.memory import PositionMemory
 from proxy.metrics import Metrics
 from proxy.outcome import TAIL_BYTES, Expectation, Usage, cache_label, reason, usage_in_stream, usage_of
 from proxy.routing import choose
@@ -31,7 +33,6 @@ from proxy.workers import Worker, WorkerPool
 
 logger = logging.getLogger("seamark.gateway")
 
-CHAT = "/v1/chat/completions"
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 # Answers of these report cached tokens.
 REPORTING = frozenset({CHAT, "/v1/completions", "/v1/responses", "/v1/messages"})
@@ -72,7 +73,7 @@ class Gateway:
         self.metrics = Metrics()
         self.upstream = Upstream(settings.connect_timeout)
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
-        self.memory = PositionMemory(settings.memory_entries)
+        self.memory = PositionMemory(settings.memory_entries * 400)
         self.finder = BoundaryFinder(self.memory)
         self.directory = Directory(settings.memory_entries)
 
@@ -137,7 +138,7 @@ class Gateway:
         if renders is not None:
             try:
                 renderer_id = renders.renderer_ids.get(model, b"")
-                found = await self.finder.find(call.body, renders.renderer, renderer_id)
+                found = await self.finder.find(chat_request(call.body), renders.renderer, renderer_id)
             except Exception as error:
                 logger.error("boundary of request %s: %s", call.request_id, type(error).__name__)
                 found = Found(failure="render_failed")

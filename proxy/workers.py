@@ -12,7 +12,6 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from proxy.canonical import canonical
 from proxy.metrics import Metrics
 from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
@@ -171,7 +170,7 @@ async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
             tokens = await renderer({"model": model, "messages": messages})
         except RenderFailed:
             continue
-        return xxh3_128_digest(canonical(list(tokens)))
+        return xxh3_128_digest(tokens.raw)
     return None
 
 
