@@ -59,6 +59,7 @@ class Found:
     layout: Layout | None = None
     tokens: Tokens | None = None  # the prompt, where it was rendered
     renders: int = 0  # asked for this request
+    turn_key: bytes | None = None  # names the tokens up to the end of the last turn
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -69,11 +70,11 @@ class Found:
 class BoundaryFinder:
     """Finds boundaries through a renderer, and remembers them. One per gateway."""
 
-    def __init__(self, memory: PositionMemory, learner: Learner | None = None) -> None:
+    def __init__(self, memory: PositionMemory, learner: Learner | None = None, traits: Traits | None = None) -> None:
         """Without a `learner` only places between messages, and those a client marks, are found."""
         self._memory = memory
         self._learner = learner
-        self._traits = Traits()
+        self._traits = traits if traits is not None else Traits()
         self._pending: dict[bytes, asyncio.Future[None]] = {}
 
     async def find(self, chat: Chat | None, renderer: Renderer, renderer_id: bytes) -> Found:
@@ -124,7 +125,7 @@ class BoundaryFinder:
 
     def _unknown(self, layout: Layout, cuts: Sequence[tuple[int, Cut]], renderer: Renderer) -> list[Place]:
         """Places whose position has to be measured before this request goes on; none on a known path."""
-        known = self._memory.get(layout.key) is not None
+        known = layout.chat.is_bare or self._memory.get(layout.key) is not None
         wanted: list[Place] = []
         if not known:
             wanted += [
@@ -140,6 +141,10 @@ class BoundaryFinder:
                 wanted.append(place)
         for index, cut in cuts:
             if self._memory.get(cut_key(layout, index, cut.key)) is None:
+                if layout.chat.ids is not None:  # a character for each token: there is nothing to render
+                    key = cut_key(layout, index, cut.key)
+                    self._memory.put(key, Position(len(cut.text), key))
+                    continue
                 place = cut_place(layout, index, len(cut.text), "learned")
                 if place is not None and self._is_new(place, wanted):
                     wanted.append(place)
@@ -177,7 +182,7 @@ class BoundaryFinder:
         add("history", layout.key)
         if (user := user_place(layout)) is not None:
             add("turn", user.key)
-        add("turn", layout.turn_key)
+        turn = add("turn", layout.turn_key)
         for mark in layout.chat.marks[:MAX_MARKS]:
             if (place := marked_place(layout, mark)) is not None:
                 add("explicit", place.key)
@@ -196,4 +201,5 @@ class BoundaryFinder:
             layout,
             tokens,
             renders,
+            turn.key if turn is not None else None,
         )

@@ -32,11 +32,23 @@ class Chat(NamedTuple):
     marks: tuple[Mark, ...] = ()
     path: str = CHAT  # where the worker serves the request itself
     native: Mapping[str, Any] | None = None  # the request as `path` takes it, None where that is `body`
+    ids: Sequence[int] | None = None  # of a prompt given as token ids
+
+    def spelled(self, variant: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+        """A variant of this chat as it is to be rendered, and where."""
+        if self.is_bare:
+            return {**self.asked, "prompt": variant["messages"][0]["content"]}, self.path
+        return variant, CHAT
 
     @property
     def asked(self) -> Mapping[str, Any]:
         """The body to render at `path`."""
         return self.body if self.native is None else self.native
+
+    @property
+    def is_bare(self) -> bool:
+        """A prompt without messages."""
+        return "messages" not in self.asked and "input" not in self.asked
 
 
 def chat_request(body: Mapping[str, Any]) -> Chat | None:

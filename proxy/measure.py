@@ -29,6 +29,9 @@ class Traits:
     def __init__(self) -> None:
         self._known: OrderedDict[tuple, bool] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def get(self, name: tuple) -> bool | None:
         return self._known.get(name)
 
@@ -67,7 +70,7 @@ class Measure:
         chat = self._layout.chat
         rendered = await asyncio.gather(
             self._render(chat.asked, chat.path),
-            *(self._render(place.variant) for place in places),
+            *(self._render(*chat.spelled(place.variant)) for place in places),
             *(self._render(variant) for variant in self._second_opinions(places)),
         )
         prompt, variants, second = rendered[0], rendered[1 : 1 + len(places)], rendered[1 + len(places) :]

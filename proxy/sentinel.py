@@ -15,7 +15,8 @@ from typing import Any
 SENTINELS = ("Quartz", "83 jigsaw")
 
 # Texts that could grow together with the token before them, where a template leaves nothing but text in between.
-MERGING = ("\nQuartz", " Quartz", ")Quartz")
+# Nothing at all is one of them: what follows the text then follows that token.
+MERGING = ("", "the tide", "\nQuartz", " Quartz", ")Quartz")
 
 # What a template could take for a command or for markup of its own: such a text may change how earlier turns render.
 _TELLING = re.compile(r"[<\[{|/]\w|[<\[{|]/")

@@ -173,7 +173,7 @@ async def test_a_cold_fan_out_renders_once(renderer):
     await positions(renderer, {"messages": [{**SYSTEM, "content": "Another."}, user("zero")]}, use)
     renderer.renders = 0  # what was learnt of the template is learnt
     bodies = [{"messages": [SYSTEM, user(text)]} for text in ("one", "two", "three", "four")]
-    found = await asyncio.gather(*(use.find(chat_request(body), renderer, b"r") for body in bodies))
+    found = await asyncio.gather(*(use.find(chat_request(body), renderer, b"renderer") for body in bodies))
     assert renderer.renders == 3  # prompt, sentinel, turn
     assert len({one.positions[0] for one in found}) == 1
 

@@ -14,6 +14,7 @@ TEXTS = (
     "éclair",
     "💡 idea",
     ")x",
+    "",
 )
 ANSWER = {"role": "assistant", "content": "At nine."}
 SYSTEM = "You pilot ships into the harbour. Answer briefly, and name the tide."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import sys
 import tempfile
@@ -19,12 +20,14 @@ from proxy.bench.render_models import markers_in, render_server, write_render_mo
 from proxy.bench.template_pairs import TEXTS, Family, families
 from proxy.boundaries import BoundaryFinder, Found
 from proxy.chat import chat_request
+from proxy.measure import Traits
 from proxy.memory import PositionMemory
 from proxy.render import RenderFailed, WorkerRenderer
 from proxy.sentinel import common_prefix
 from proxy.upstream import Upstream
 
 MEMORY_BYTES = 10_000_000
+NEW_CHATS = ("and low tide", "\nOn a line", ")x")
 
 
 class Cell(NamedTuple):
@@ -48,18 +51,20 @@ class Excuse(NamedTuple):
     reason: str
 
 
-EXCUSES = (
-    Excuse("mistral-nemo", "", "turn", "system prompt and tools stand in the last user message: nothing stays"),
-    Excuse("mistral-nemo", "turns", "system", "system prompt and tools stand in the last user message"),
-    Excuse("mistral-nemo", "tool", "system", "system prompt and tools stand in the last user message"),
-    Excuse("mistral-nemo", "", "system", "system prompt and tools stand in the last user message"),
-)
+EXCUSES = (Excuse("mistral-nemo", "", "turn", "system prompt and tools stand in the last user message: nothing stays"),)
 
 
 async def check_cell(
-    renderer: WorkerRenderer, template: str, name: str, tokenizer: str, family: Family, excuses: Sequence[Excuse]
+    renderer: WorkerRenderer,
+    template: str,
+    name: str,
+    tokenizer: str,
+    family: Family,
+    excuses: Sequence[Excuse],
+    traits: Traits,
+    measured: Sequence[str],
 ) -> Cell:
-    """Everything that must hold for one shape."""
+    """Everything that must hold for one shape; positions are found for the last texts in `measured`."""
     fixed = {"model": "m", "chat_template": template}
 
     async def render(body: Mapping[str, Any]) -> list[int] | None:
@@ -68,55 +73,44 @@ async def check_cell(
         except RenderFailed:
             return None
 
-    found: dict[str, Found] = {}
-    prompts: dict[str, list[int]] = {}
-    wrong: list[tuple[str, str]] = []
-    renders = 0
-    for text in TEXTS:
-        # A finder of its own for each, so that every text is measured and not remembered.
-        finder = BoundaryFinder(PositionMemory(MEMORY_BYTES))
-        found[text] = await finder.find(chat_request({**fixed, **family.chat(text)}), renderer, b"check")
-        renders = max(renders, found[text].renders)
-        prompt = await render(family.chat(text))
-        if prompt is None:
-            if found[text].positions:
-                wrong.append(("history", f"positions {found[text].positions} for a chat that is refused"))
-            continue
-        prompts[text] = prompt
+    prompts = {text: tokens for text in TEXTS if (tokens := await render(family.chat(text))) is not None}
     if not prompts:
-        return Cell(name, tokenizer, family.shape, tuple(what for _, what in wrong), (), refused=True)
-    keys = {one.key for one in found.values()}
-    if len(keys) > 1:
-        wrong.append(("history", f"{len(keys)} keys for one beginning"))
-    shared = min(common_prefix(prompts[TEXTS[0]], prompt) for prompt in prompts.values())
-    for text, prompt in prompts.items():
-        kinds = {boundary.kind: boundary.tokens for boundary in found[text].boundaries}
+        found = await _find(renderer, {**fixed, **family.chat(TEXTS[0])}, traits)
+        wrong = (f"positions {found.positions} for a chat that is refused",) if found.positions else ()
+        return Cell(name, tokenizer, family.shape, wrong, (), refused=True)
+    fresh = [
+        common_prefix(prompts[text], other)
+        for text in list(prompts)[:1]
+        for start in NEW_CHATS
+        if (other := await render({**family.body, "messages": [*_head(family), {**_first(family), "content": start}]}))
+    ]
+    wrong: list[tuple[str, str]] = []
+    keys: set[bytes] = set()
+    renders = 0
+    for text in [text for text in measured if text in prompts]:
+        prompt = prompts[text]
+        found = await _find(renderer, {**fixed, **family.chat(text)}, traits)
+        renders += found.renders
+        keys.add(found.key)
         here = min(common_prefix(prompt, other) for other in prompts.values())
-        history = kinds.get("history", 0)
+        history = next((boundary.tokens for boundary in found.boundaries if boundary.kind == "history"), 0)
         if not here - 1 <= history <= here:
             wrong.append(("history", f"{text!r}: history at {history}, chats part at {here}"))
-        turns = [boundary.tokens for boundary in found[text].boundaries if boundary.kind == "turn"]
+        starts = [boundary.tokens for boundary in found.boundaries if boundary.kind == "system"]
+        if fresh and starts and text == next(iter(prompts)) and not min(fresh) - 1 <= starts[0] <= min(fresh):
+            wrong.append(("system", f"{text!r}: system at {starts[0]}, new chats part at {min(fresh)}"))
+        if fresh and not starts and min(fresh) > 1:
+            wrong.append(("system", f"{text!r}: no system, new chats share {min(fresh)}"))
+        turns = [boundary.tokens for boundary in found.boundaries if boundary.kind == "turn"]
         if not turns:
             wrong.append(("turn", f"{text!r}: no turn"))
         following = await render(family.next_turn(text))
         in_loop = family.last["role"] == "tool"
         for turn in turns[:1] if in_loop else turns:  # a loop is rendered anew once it is over: its start stays
-            if following is not None and common_prefix(prompt, following) < turn:
-                kept = common_prefix(prompt, following)
+            if following is not None and (kept := common_prefix(prompt, following)) < turn:
                 wrong.append(("turn", f"{text!r}: turn at {turn}, the next turn keeps {kept} of {len(prompt)}"))
-    system = found[TEXTS[0]].boundaries
-    starts = [boundary.tokens for boundary in system if boundary.kind == "system"]
-    if len(family.before) > 1 or not family.before or family.before[-1]["role"] != "user":
-        others = [
-            await render({**family.body, "messages": [*_head(family), {"role": "user", "content": text}]})
-            for text in TEXTS
-        ]
-        fresh = [common_prefix(prompts[TEXTS[0]], other) for other in others if other is not None]
-        if fresh and starts and not min(fresh) - 1 <= starts[0] <= min(fresh):
-            wrong.append(("system", f"system at {starts[0]}, new chats part at {min(fresh)}"))
-        if fresh and not starts and min(fresh) > 1:
-            wrong.append(("system", f"no system, new chats share {min(fresh)}"))
-    assert shared >= 0
+    if len(keys) > 1:
+        wrong.append(("history", f"{len(keys)} keys for one beginning"))
     open_, excused = [], []
     for what, text in wrong:
         excuse = next((e for e in excuses if e.template in name and e.shape in family.shape and e.what == what), None)
@@ -125,6 +119,16 @@ async def check_cell(
         else:
             excused.append(f"{what}: {excuse.reason}")
     return Cell(name, tokenizer, family.shape, tuple(open_), tuple(dict.fromkeys(excused)), renders=renders)
+
+
+async def _find(renderer: WorkerRenderer, body: Mapping[str, Any], traits: Traits) -> Found:
+    """Measured, not remembered; only what is known of the template is kept."""
+    finder = BoundaryFinder(PositionMemory(MEMORY_BYTES), traits=traits)
+    return await finder.find(chat_request(body), renderer, hashlib.md5(body["chat_template"].encode()).digest())
+
+
+def _first(family: Family) -> dict[str, Any]:
+    return next(message for message in (*family.before, family.last) if message["role"] == "user")
 
 
 def _head(family: Family) -> list[dict[str, Any]]:
@@ -138,11 +142,14 @@ async def check_templates(
     upstream = Upstream(connect_timeout=5.0)
     try:
         renderer = WorkerRenderer(upstream, url, timeout=60.0)
-        return [
-            await check_cell(renderer, template, name, tokenizer, family, excuses)
-            for name, template in templates.items()
-            for family in families()
-        ]
+        traits = Traits()
+        cells = []
+        for name, template in templates.items():
+            for number, family in enumerate(families()):
+                measured = (TEXTS[0], TEXTS[2], TEXTS[number % len(TEXTS)])  # every text has its turn
+                texts = tuple(dict.fromkeys(measured))
+                cells.append(await check_cell(renderer, template, name, tokenizer, family, excuses, traits, texts))
+        return cells
     finally:
         await upstream.aclose()
 
