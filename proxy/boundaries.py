@@ -25,6 +25,7 @@ from proxy.places import (
     marked_place,
     system_place,
     turn_place,
+    user_key,
     user_place,
 )
 from proxy.render import Renderer, RenderFailed
@@ -121,20 +122,20 @@ class BoundaryFinder:
 
     def _cuts(self, layout: Layout) -> list[tuple[int, Cut]]:
         """Places inside texts where recent traffic diverged: message index, and the text before the place."""
-        return self._learner.cuts(layout) if self._learner is not None else []
+        if self._learner is None:
+            return []
+        # What lies before the last text of a known chat is behind a deeper boundary.
+        return self._learner.cuts(layout, layout.last if self._memory.get(layout.key) is not None else 0)
 
     def _unknown(self, layout: Layout, cuts: Sequence[tuple[int, Cut]], renderer: Renderer) -> list[Place]:
         """Places whose position has to be measured before this request goes on; none on a known path."""
         known = layout.chat.is_bare or self._memory.get(layout.key) is not None
         wanted: list[Place] = []
         if not known:
-            wanted += [
-                place
-                for place in (history_place(layout), system_place(layout), user_place(layout))
-                if place is not None and self._memory.get(place.key) is None
-            ]
-        if self._deserves_turn(layout, known, renderer) and (turn := turn_place(layout)) is not None:
-            wanted.append(turn)
+            places = (history_place(layout), system_place(layout), user_place(layout))
+            wanted += [place for place in places if place is not None and self._memory.get(place.key) is None]
+        if self._deserves_turn(layout, known, renderer):
+            wanted.append(turn_place(layout))
         for mark in layout.chat.marks[:MAX_MARKS]:
             place = marked_place(layout, mark)
             if place is not None and self._is_new(place, wanted):
@@ -180,8 +181,7 @@ class BoundaryFinder:
 
         add("system", layout.system_key)
         add("history", layout.key)
-        if (user := user_place(layout)) is not None:
-            add("turn", user.key)
+        add("turn", user_key(layout))
         turn = add("turn", layout.turn_key)
         for mark in layout.chat.marks[:MAX_MARKS]:
             if (place := marked_place(layout, mark)) is not None:
@@ -189,8 +189,7 @@ class BoundaryFinder:
         for index, cut in cuts:
             add("learned", cut_key(layout, index, cut.key))
         boundaries.sort(key=lambda boundary: boundary.tokens)
-        positions = [here.get(key) or self._memory.get(key) for key in layout.prefixes]
-        known = {position.tokens: position.key for position in positions if position is not None and position.tokens}
+        known = self._memory.known(layout.prefixes)
         known |= {boundary.tokens: boundary.key for boundary in boundaries}
         return Found(
             tuple(boundaries),

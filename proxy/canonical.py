@@ -41,7 +41,6 @@ class Keys(NamedTuple):
     head: bytes
     before: tuple[bytes, ...]  # everything before the message's last text, its own shape included
     after: tuple[bytes, ...]  # everything up to the end of the message
-    own: tuple[int, ...]  # the message alone, whatever stands before it
 
 
 def digest(kind: str, *parts: bytes) -> bytes:
@@ -56,28 +55,33 @@ def canonical(value: Any) -> bytes:
 
 def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes) -> Keys:
     """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it."""
-    head = digest("head", renderer, canonical([body.get(field) for field in HEAD_FIELDS]))
-    before, after, own = [], [], []
+    head = xxh3_128_digest(renderer + canonical({field: body[field] for field in HEAD_FIELDS if field in body}))
+    before, after = [], []
     key = head
     for message in messages:
         shape, text = _parts(message)
-        chained = xxh3_128(key)
-        chained.update(shape)
+        chained = xxh3_128(key + shape)
         before.append(chained.digest())
         chained.update(text)
+        chained.update(b"\0")  # after an empty text is not before it
         key = chained.digest()
         after.append(key)
-        own.append(xxh3_64_intdigest(text) ^ xxh3_64_intdigest(shape, 1))
-    return Keys(head, tuple(before), tuple(after), tuple(own))
+    return Keys(head, tuple(before), tuple(after))
+
+
+def own_hash(message: Any) -> int:
+    """64-bit hash of a message alone, whatever stands before it."""
+    shape, text = _parts(message)
+    return xxh3_64_intdigest(text, xxh3_64_intdigest(shape))
 
 
 def _parts(message: Any) -> tuple[bytes, bytes]:
-    """Everything of a message except its last text, and that text (with a mark that tells "" from no text)."""
+    """Everything of a message except its last text, with a mark that tells "" from no text; and that text."""
     if not isinstance(message, Mapping):
         return b"?", canonical(message)
     content = message.get("content")
-    if isinstance(content, str) and len(message) == 2 and isinstance(role := message.get("role"), str):
-        return b"\x01" + role.encode(errors="surrogatepass"), b"\x02" + content.encode(errors="surrogatepass")
+    if type(content) is str and len(message) == 2 and type(role := message.get("role")) is str:
+        return b"\x02" + role.encode(errors="surrogatepass"), content.encode(errors="surrogatepass")
     if isinstance(content, list):
         content, text = _listed(content)
     else:
@@ -91,8 +95,8 @@ def _parts(message: Any) -> tuple[bytes, bytes]:
     role = rest.pop("role", None)
     # One text alone, however it is written, is one and the same message.
     head = role.encode(errors="surrogatepass") if isinstance(role, str) else canonical(role)
-    shape = b"\x01" + head + (canonical([content, rest]) if content is not None or rest else b"")
-    return shape, b"\x00" if text is None else b"\x02" + text.encode(errors="surrogatepass")
+    shape = head + (canonical([content, rest]) if content is not None or rest else b"")
+    return (b"\x01" + shape, b"") if text is None else (b"\x02" + shape, text.encode(errors="surrogatepass"))
 
 
 def _listed(content: list[Any]) -> tuple[Any, str | None]:

@@ -58,10 +58,11 @@ def chat_request(body: Mapping[str, Any]) -> Chat | None:
         return None
     marks = [Mark(TOOLS)] if any(marked(tool) for tool in listed(body.get("tools"))) else []
     for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
+        if not isinstance(message, dict):
+            continue
+        if type(content := message.get("content")) is list:
             marks += [Mark(index, part) for part, block in enumerate(content) if marked(block)]
-        if marked(message):
+        if len(message) > 2 and marked(message):
             marks.append(Mark(index))
     return Chat(body, messages, tuple(marks))
 

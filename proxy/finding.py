@@ -18,7 +18,7 @@ from proxy.explanations import Explanation, Explanations
 from proxy.learned import Learner
 from proxy.memory import PositionMemory
 from proxy.metrics import Metrics
-from proxy.recent import Change, RecentRequests, remembered
+from proxy.recent import Change, Recent, RecentRequests
 from proxy.responses_chat import RESPONSES, StoredResponses, responses_request
 from proxy.rewrites import rewrite
 from proxy.settings import Settings
@@ -108,5 +108,5 @@ class Finding:
 
     def _remember(self, call: Call) -> None:
         if call.found.layout is not None and not call.chat.is_bare:
-            call.recent = remembered(call.found.layout, call.found.tokens)
+            call.recent = Recent(call.found.layout, call.found.tokens, len(call.raw))
             self.recent.add(call.recent)

@@ -52,8 +52,8 @@ class Learner:
         self.held = 0
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
 
-    def cuts(self, layout: Layout) -> list[tuple[int, Cut]]:
-        """Beginnings of this chat's texts that were shared before, learning from it where it diverges.
+    def cuts(self, layout: Layout, first: int = 0) -> list[tuple[int, Cut]]:
+        """Beginnings of texts from message `first` on that were shared before, learning from where this chat diverges.
 
         Each comes with the index of its message.
         """
@@ -61,8 +61,8 @@ class Learner:
             return []
         found: list[tuple[int, Cut]] = []
         keys = layout.keys
-        for index, message in enumerate(layout.chat.messages[: layout.last + 1]):
-            text = text_of(message)
+        for index in range(first, layout.last + 1):
+            text = text_of(layout.chat.messages[index])
             if text is None or len(text) < MIN_CHARACTERS:
                 continue
             node = self._nodes.get(keys.before[index])

@@ -86,6 +86,7 @@ class Measure:
             # A template that refuses the variant (role order, say) costs that boundary only.
             if isinstance(variant, RenderFailed):
                 continue
+            await asyncio.sleep(0)  # each takes some milliseconds for the longest prompts: not all in one go
             here = prompt.common_prefix(variant)
             always, judge = here, prompt
             if isinstance(opinion, Tokens) and (neutral := variant.common_prefix(opinion)) > here + 1:
@@ -98,8 +99,9 @@ class Measure:
                 here = always = here - 1  # nothing asks for an answer here: the next words could merge with the last
             if here > 0 or always > 0:
                 context = self._context(len(place.variant["messages"]))
-                positions = (Position(n, tokens.key(n, *context)) for n, tokens in ((here, prompt), (always, judge)))
-                found.append(Measured(place, *positions))
+                own = Position(here, prompt.key(here, *context))
+                usual = own if judge is prompt else Position(always, judge.key(always, *context))
+                found.append(Measured(place, own, usual))
         return found
 
     def _context(self, messages: int) -> tuple[bytes, bytes]:

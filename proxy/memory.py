@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 # Of one entry: two keys of 16 bytes as Python objects, the tuple, its place in the table. Measured, rounded up.
@@ -30,6 +31,11 @@ class PositionMemory:
         if position is not None:
             self._positions.move_to_end(key)
         return position
+
+    def known(self, keys: Iterable[bytes]) -> dict[int, bytes]:
+        """Names of the prefixes that are remembered under these keys, by their length in tokens."""
+        positions = self._positions
+        return {position.tokens: position.key for key in keys if (position := positions.get(key)) is not None}
 
     def put(self, key: bytes, position: Position) -> None:
         """Remember a position."""

@@ -35,6 +35,7 @@ class Layout(NamedTuple):
     last: int  # last user or tool text
     key: bytes  # of the chat before its last text
     generates: bool  # the worker adds the words that ask for an answer
+    system_key: bytes  # of tools and system prompt; another one where turns follow, see `alone`
 
     @property
     def alone(self) -> bool:
@@ -52,13 +53,6 @@ class Layout(NamedTuple):
         )
 
     @property
-    def system_key(self) -> bytes:
-        """Of tools and system prompt; another one where turns follow, see `alone`."""
-        if self.first is None:
-            return digest("system", self.keys.head)
-        return self.key if self.alone else digest("system", self.keys.before[self.first])
-
-    @property
     def turn_key(self) -> bytes | None:
         """Of the whole chat; None where no turn ends."""
         return self.keys.after[-1] if self.generates and is_open(self.chat.messages[-1]) else None
@@ -73,8 +67,10 @@ def lay_out(chat: Chat, renderer_id: bytes) -> Layout | None:
     key = keys.before[last]
     if last + 1 < len(chat.messages):
         key = digest("history", key, canonical(chat.messages[last + 1 :]))
+    first = first_user_text(chat.messages)
+    system_key = key if first == last else digest("system", keys.head if first is None else keys.before[first])
     generates = bool(chat.body.get("add_generation_prompt", True)) and not chat.body.get("continue_final_message")
-    return Layout(chat, keys, first_user_text(chat.messages), last, key, generates)
+    return Layout(chat, keys, first, last, key, generates, system_key)
 
 
 def history_place(layout: Layout) -> Place:
@@ -98,11 +94,21 @@ def turn_place(layout: Layout) -> Place | None:
 
 def user_place(layout: Layout) -> Place | None:
     """After a tool loop the end of the last user message: thinking models render the loop anew in the next turn."""
+    index = _user_before_loop(layout)
+    return _end_of(layout, index, "turn") if index is not None else None
+
+
+def user_key(layout: Layout) -> bytes | None:
+    """Content key of that place."""
+    index = _user_before_loop(layout)
+    return layout.keys.after[index] if index is not None else None
+
+
+def _user_before_loop(layout: Layout) -> int | None:
     messages = layout.chat.messages
     if messages[layout.last].get("role") == "user":
         return None
-    index = next((i for i in range(layout.last - 1, -1, -1) if _role(messages[i]) == "user"), None)
-    return _end_of(layout, index, "turn") if index is not None else None
+    return next((i for i in range(layout.last - 1, -1, -1) if _role(messages[i]) == "user"), None)
 
 
 def marked_place(layout: Layout, mark: Mark) -> Place | None:

@@ -6,18 +6,21 @@ Hashes of each part, and the tokens of the prompt where it was rendered, bounded
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from proxy.canonical import HEAD_FIELDS, canonical
+from proxy.canonical import HEAD_FIELDS, canonical, own_hash
+from proxy.chat import listed
 from proxy.places import Layout
 from proxy.sentinel import common_prefix, text_of
 from proxy.tokens import Tokens
 
 MAX_REQUESTS = 64
+ENTRY_BYTES = 2000  # of a request beside its texts and tokens
 # Shared content behind a change has to be this long (bytes) and longer than what changed, to call it a change of the
 # prefix; else the request is simply another one.
 MIN_BEHIND = 128
@@ -55,44 +58,42 @@ class Change(NamedTuple):
         return told
 
 
-@dataclass(eq=False)
 class Recent:
-    """One request as remembered."""
+    """One request as remembered; what is compared is worked out once a comparison is wanted."""
 
-    settings: dict[str, int]  # hash by head field
-    tools: tuple[Part, ...]
-    messages: tuple[Part, ...]
-    raw_tools: Sequence[Any]
-    raw_messages: Sequence[Any]
-    tokens: Tokens | None
-    number: int = 0
-    parts: frozenset[int] = field(default_factory=frozenset)
+    def __init__(self, layout: Layout, tokens: Tokens | None, size: int) -> None:
+        """`size` in bytes, of the text it keeps alive."""
+        self.layout = layout
+        self.tokens = tokens
+        self.size = ENTRY_BYTES + size + (len(tokens.raw) if tokens is not None else 0)
+
+    @cached_property
+    def settings(self) -> dict[str, int]:
+        """Hash by head field."""
+        body = self.layout.chat.body
+        names = [name for name in HEAD_FIELDS if name != "tools" and body.get(name) is not None]
+        return {name: xxh3_64_intdigest(canonical(body[name])) for name in names}
 
     @property
-    def size(self) -> int:
-        """Bytes it keeps alive."""
-        texts = sum(part.size for part in (*self.tools, *self.messages))
-        return (
-            1000 + 100 * (len(self.messages) + len(self.tools)) + texts + (len(self.tokens.raw) if self.tokens else 0)
-        )
+    def raw_tools(self) -> Sequence[Any]:
+        return listed(self.layout.chat.body.get("tools"))
 
+    @property
+    def raw_messages(self) -> Sequence[Any]:
+        return self.layout.chat.messages
 
-def remembered(layout: Layout, tokens: Tokens | None) -> Recent:
-    """The request of `layout` as it is to be remembered."""
-    body = layout.chat.body
-    raw_tools = body.get("tools") if isinstance(body.get("tools"), list) else []
-    settings = {
-        name: xxh3_64_intdigest(canonical(body.get(name)))
-        for name in HEAD_FIELDS
-        if name != "tools" and body.get(name) is not None
-    }
-    tools = tuple(Part(xxh3_64_intdigest(raw := canonical(tool)), len(raw)) for tool in raw_tools)
-    messages = tuple(
-        Part(own, len(text_of(message) or "") + 20)
-        for own, message in zip(layout.keys.own, layout.chat.messages, strict=True)
-    )
-    parts = frozenset(part.own for part in (*tools, *messages))
-    return Recent(settings, tools, messages, raw_tools, layout.chat.messages, tokens, 0, parts)
+    @cached_property
+    def tools(self) -> tuple[Part, ...]:
+        return tuple(Part(xxh3_64_intdigest(raw := canonical(tool)), len(raw)) for tool in self.raw_tools)
+
+    @cached_property
+    def messages(self) -> tuple[Part, ...]:
+        return tuple(Part(own_hash(message), len(text_of(message) or "") + 20) for message in self.raw_messages)
+
+    @cached_property
+    def parts(self) -> frozenset[int]:
+        """Hashes of all tools and messages."""
+        return frozenset(part.own for part in (*self.tools, *self.messages))
 
 
 class RecentRequests:
@@ -101,42 +102,33 @@ class RecentRequests:
     def __init__(self, size: int) -> None:
         """`size` in bytes; 0 keeps nothing, and no change is ever named."""
         self._size = size
-        self._number = 0
-        self._requests: list[Recent] = []
+        self.held = 0
+        self._requests: OrderedDict[bytes, Recent] = OrderedDict()  # by the key after their last message
 
     def add(self, request: Recent) -> None:
         """Remember it as the newest."""
-        if not self._size:
+        if request.size > self._size:
             return
-        self._number += 1
-        request.number = self._number
-        self._requests = [other for other in self._requests if not _continues(request, other)]
-        self._requests.append(request)
-        while len(self._requests) > MAX_REQUESTS or (self._requests and self.held > self._size):
-            del self._requests[0]
-
-    @property
-    def held(self) -> int:
-        """Bytes kept."""
-        return sum(request.size for request in self._requests)
+        for key in request.layout.keys.after:
+            if key in self._requests:
+                self.held -= self._requests.pop(key).size
+        self._requests[request.layout.keys.after[-1]] = request
+        self.held += request.size
+        while len(self._requests) > MAX_REQUESTS or self.held > self._size:
+            _, oldest = self._requests.popitem(last=False)
+            self.held -= oldest.size
 
     def change(self, request: Recent) -> Change | None:
-        """Where `request` leaves the nearest of those before it; None where it leaves none in the middle.
+        """Where `request` leaves the nearest of the others; None where it leaves none in the middle.
 
         A request that shares nothing behind its first difference is another request, not a changed one.
         """
         changes = [
             found
-            for other in reversed(self._requests)
+            for other in reversed(self._requests.values())
             if other is not request and (other.parts & request.parts) and (found := _difference(request, other))
         ]
         return max(changes, key=lambda change: change.behind, default=None)
-
-
-def _continues(request: Recent, other: Recent) -> bool:
-    length = len(other.messages)
-    same = request.settings == other.settings and request.tools == other.tools
-    return same and request.messages[: max(0, length)] == other.messages
 
 
 def _difference(new: Recent, old: Recent) -> Change | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ class WorkerRenderer:
         self._timeout = timeout
         self._has_render_route = True
         self.asked = 0  # renders
+        self._writing = asyncio.Lock()
 
     async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
         self.asked += 1
@@ -73,8 +75,10 @@ class WorkerRenderer:
         self._has_render_route = True
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        try:
+        async with self._writing:  # the variants of a long chat one by one, so that others get their turn in between
             raw = json.dumps(body).encode()
+            await asyncio.sleep(0)
+        try:
             return await self._upstream.fetch("POST", self._url + path, raw, timeout=self._timeout)
         except (Unreachable, Broken) as error:
             raise RenderFailed(f"{path}: {type(error).__name__}") from error

@@ -16,12 +16,13 @@ from proxy.sentinel import common_prefix
 class Tokens:
     """The ids of one prompt; immutable."""
 
-    __slots__ = ("_count", "raw")
+    __slots__ = ("_count", "_ends", "raw")
 
     def __init__(self, raw: bytes) -> None:
         """`raw` holds decimal ids with a comma between them and nothing else."""
         self.raw = raw
         self._count: int | None = None
+        self._ends: dict[int, int] = {}  # where so many tokens end in `raw`; counting is what costs
 
     @classmethod
     def of(cls, ids: Iterable[int]) -> Tokens:
@@ -59,7 +60,9 @@ class Tokens:
             end = left.rfind(b",", 0, end)
             if end < 0:
                 return 0
-        return left.count(b",", 0, end) + 1
+        tokens = left.count(b",", 0, end) + 1
+        self._ends[tokens] = other._ends[tokens] = end
+        return tokens
 
     def key(self, tokens: int, *parts: bytes) -> bytes:
         """128-bit name of the first `tokens` ids; `parts` is what else tells two such prefixes apart."""
@@ -76,6 +79,10 @@ class Tokens:
         """Where the first `tokens` ids end in `raw`, by halving."""
         if tokens <= 0:
             return 0
+        if (end := self._ends.get(tokens)) is not None:
+            return end
+        if (end := self._ends.get(tokens + 1)) is not None:
+            return self.raw.rindex(b",", 0, end)
         if tokens >= len(self):
             return len(self.raw)
         low, high, before = 0, len(self.raw), 0  # the wanted comma lies in [low, high); `before` commas before low

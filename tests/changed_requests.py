@@ -6,24 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-WORDS = [
-    "tide",
-    "wind",
-    "ice",
-    "pilot",
-    "harbour",
-    "bar",
-    "channel",
-    "buoy",
-    "light",
-    "draught",
-    "keel",
-    "berth",
-    "mooring",
-    "swell",
-    "fog",
-    "knot",
-]
+WORDS = ["tide", "wind", "ice", "pilot", "harbour", "bar", "channel", "buoy", "light", "draught", "keel", "berth"]
 
 
 class Changed(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.chat import chat_request
 from proxy.places import lay_out
-from proxy.recent import Recent, RecentRequests, remembered
+from proxy.recent import Recent, RecentRequests
 from proxy.tokens import Tokens
 from proxy.volatile import explains
 from tests.changed_requests import changed_requests
@@ -16,7 +16,7 @@ from tests.changed_requests import changed_requests
 
 def as_recent(body) -> Recent:
     text = repr(body.get("tools")) + "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
-    return remembered(lay_out(chat_request(body), b"r"), Tokens.of(map(ord, text)))
+    return Recent(lay_out(chat_request(body), b"r"), Tokens.of(map(ord, text)), len(text))
 
 
 def changed(*bodies):

@@ -19,24 +19,7 @@ from proxy.sentinel import common_prefix
 
 TURNS = 20
 EPHEMERAL = {"type": "ephemeral"}
-WORDS = [
-    "file",
-    "test",
-    "line",
-    "change",
-    "read",
-    "write",
-    "branch",
-    "commit",
-    "import",
-    "function",
-    "error",
-    "value",
-    "module",
-    "list",
-    "build",
-    "fix",
-]
+WORDS = ["file", "test", "line", "change", "read", "write", "branch", "commit", "import", "value", "module", "fix"]
 
 
 class Efficiency(NamedTuple):
