@@ -72,7 +72,7 @@ class Finding:
             renders = next((worker for worker in workers if worker.engine is not None and worker.serves(model)), None)
             if renders is not None:
                 renderer_id = renders.renderer_ids.get(model, b"")
-                call.found = await self._finder.find(call.chat, renders.renderer, renderer_id)
+                call.found = await self._finder.find(call.chat, renders.fast or renders.renderer, renderer_id)
                 self._remember(call)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.

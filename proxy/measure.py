@@ -50,7 +50,7 @@ class Measured(NamedTuple):
 
 
 class Measure:
-    """The renders for one request, each asked for once."""
+    """The renders for one request; `renders` counts those that a worker was asked for."""
 
     def __init__(self, layout: Layout, renderer: Renderer, renderer_id: bytes, traits: Traits) -> None:
         self._layout = layout
@@ -62,8 +62,8 @@ class Measure:
 
     @property
     def local(self) -> bool:
-        """Whether the gateway rendered by itself."""
-        return bool(getattr(self._renderer, "is_cheap", False))
+        """Whether the gateway rendered the prompt by itself."""
+        return self.prompt is not None and self.prompt.local
 
     async def positions(self, places: Sequence[Place]) -> list[Measured]:
         """Those places that lie behind the prompt's first token. Raises `RenderFailed` for the prompt itself."""
@@ -165,9 +165,11 @@ class Measure:
         return holds
 
     async def _render(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens | RenderFailed:
-        self.renders += 1
         try:
             rendered = await self._renderer(body, path)
         except RenderFailed as error:
+            self.renders += 1
             return error
-        return rendered if isinstance(rendered, Tokens) else Tokens.of(rendered)
+        tokens = rendered if isinstance(rendered, Tokens) else Tokens.of(rendered)
+        self.renders += not tokens.local
+        return tokens

@@ -45,6 +45,11 @@ class Settings(BaseModel):
     rewrite: tuple[str, ...] = Field(
         ("billing_header",), description=f"rewrite rules to apply, out of {', '.join(RULES)}; none: an empty text"
     )
+    tokenizer: Path | None = Field(
+        None,
+        description="folder with the model's tokenizer.json and chat template, to render here once proved equal to "
+        "the worker",
+    )
     excerpts: bool = Field(False, description="show some characters of prompts in /seamark/requests/{id}")
     load_slack: int = Field(
         8, ge=0, description="requests in flight by which a worker that holds the prefix may exceed the least loaded"
@@ -60,6 +65,13 @@ class Settings(BaseModel):
             _HTTP_URL.validate_python(url)
             cleaned.append(base_url(url))
         return tuple(dict.fromkeys(cleaned))
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _tokenizer(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not (folder / "tokenizer.json").is_file():
+            raise ValueError("the folder of a model is needed, and this has no tokenizer.json")
+        return folder
 
     @field_validator("rewrite", mode="before")
     @classmethod

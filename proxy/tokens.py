@@ -16,11 +16,12 @@ from proxy.sentinel import common_prefix
 class Tokens:
     """The ids of one prompt; immutable."""
 
-    __slots__ = ("_count", "_ends", "raw")
+    __slots__ = ("_count", "_ends", "local", "raw")
 
-    def __init__(self, raw: bytes) -> None:
-        """`raw` holds decimal ids with a comma between them and nothing else."""
+    def __init__(self, raw: bytes, local: bool = False) -> None:
+        """`raw` holds decimal ids with a comma between them and nothing else; `local`: no worker was asked."""
         self.raw = raw
+        self.local = local
         self._count: int | None = None
         self._ends: dict[int, int] = {}  # where so many tokens end in `raw`; counting is what costs
 

@@ -58,7 +58,7 @@ def test_messages_by_the_anthropic_sdk(servers: Servers, new):
     ]
 
     def ask(server, body):
-        options = {"model": MODEL_NAME, "temperature": 0, "extra_body": {"top_k": 1}}
+        options = {"model": MODEL_NAME, "extra_body": {"temperature": 0, "top_k": 1}}
         return anthropic_sdk(server).messages.with_raw_response.create(**body, **options)
 
     ask(servers.gateway, bodies[0])

@@ -120,9 +120,7 @@ def test_worker_restarted(fleet: Fleet):
 
 
 def test_prefix_changed_names_the_right_part(servers: Servers):
-    cases = list(changed_requests(50, random.Random(17)))
-    right = 0
-    for case in cases:
+    for case in changed_requests(15, random.Random(17)):  # fifty without an engine: tests/test_recent.py
         salt = {"cache_salt": uuid.uuid4().hex}
         ask(servers.gateway, None, "", **case.first, **salt)
         told = explained(servers.gateway, ask(servers.gateway, None, "", **case.second, **salt))
@@ -130,8 +128,6 @@ def test_prefix_changed_names_the_right_part(servers: Servers):
         changed = told["changed"]
         assert (changed["what"], changed["index"]) == (case.what, case.index), case.told
         assert 0 < changed["token"] < told["prompt"]
-        right += 1
-    assert right == 50
 
 
 def test_the_page_knows_no_request_it_was_not_sent(servers: Servers):
