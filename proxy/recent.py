@@ -150,7 +150,9 @@ def _difference(new: Recent, old: Recent) -> Change | None:
             return None
         return Change("setting", None, setting, token, None, whole)
     if tool is not None:
-        behind = _shared_behind(new.tools, old.tools, tool) + _bytes(new.messages[: message or len(new.messages)])
+        behind = _shared_behind(new.tools, old.tools, tool) + _bytes(
+            new.messages if message is None else new.messages[:message]
+        )
         if behind < MIN_BEHIND:
             return None
         name = _tool_name(new.raw_tools[tool]) if tool < len(new.tools) else _tool_name(old.raw_tools[tool])

@@ -47,9 +47,9 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = 
         chat["cache_salt"] = body["cache_salt"]
     if _continues(items[-1]):
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
-    # The worker renders no stored history; the chat that stands for it is all there is then.
-    native = None if previous is not None else body
-    return Chat(chat, messages, tuple(marks), RESPONSES, native)
+    if previous is not None:  # the worker renders no stored history; the chat that stands for it is all there is then
+        return Chat(chat, messages, tuple(marks))
+    return Chat(chat, messages, tuple(marks), RESPONSES, body)
 
 
 def _add(messages: list[dict[str, Any]], marks: list[Mark], item: Any) -> None:

@@ -64,7 +64,7 @@ def test_messages(name):
     )
     made = messages_request(body)
     theirs = json.loads(wanted.model_dump_json(exclude_none=True))
-    assert chat_keys({}, made.messages, b"").after == chat_keys({}, theirs["messages"], b"").after
+    assert keys(made.messages) == keys(theirs["messages"])
     ours = [_without_nulls(tool) for tool in made.body.get("tools", [])]
     assert ours == theirs.get("tools", [])
     assert made.body.get("reasoning_effort") == theirs.get("reasoning_effort")
@@ -105,7 +105,12 @@ def test_responses(name):
         if isinstance(message.get("content"), list):
             message["content"] = [{"type": "text", "text": part["text"]} for part in message["content"]]
     made = responses_request(body)
-    assert chat_keys({}, made.messages, b"").after == chat_keys({}, theirs, b"").after
+    assert keys(made.messages) == keys(theirs)
+
+
+def keys(messages):
+    """Of the messages with the names in them sorted: vLLM's request classes write them in an order of their own."""
+    return chat_keys({}, json.loads(json.dumps(messages, sort_keys=True)), b"").after
 
 
 def _without_nulls(value):
@@ -146,7 +151,7 @@ def test_a_stored_response_continues_without_its_instructions():
     stored.put(first, answer, "boot")
     second = responses_request({"model": "m", "input": "And then?"}, stored.chat("r1"))
     assert [message["content"] for message in second.messages] == ["Tide?", "Nine.", "And then?"]
-    assert second.native is None and stored.boot("r1") == "boot"
+    assert (second.path, second.asked) == ("/v1/chat/completions", second.body) and stored.boot("r1") == "boot"
 
 
 def test_stored_responses_are_bounded():
