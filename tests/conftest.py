@@ -60,10 +60,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """All of them, started at once: each takes half a minute alone."""
     folder = tmp_path_factory.mktemp("servers")
     with Fleet(folder) as fleet:
-        # A parser, without which vLLM refuses requests that offer tools.
-        environment = {**planted.environment(folder / "planted"), "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-        tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-        seamark = fleet.engine("seamark", model, flags=tools, environment=environment)
+        seamark = fleet.engine("seamark", model, environment=planted.environment(folder / "planted"))
         tight_flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
         tight = fleet.engine("tight", model, flags=tight_flags)
         reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
