@@ -99,7 +99,7 @@ def test_the_exit_status_of_cost_tells_whether_it_may_be_had(hinted, status, mon
         return cost_of(hinted)
 
     monkeypatch.setattr(cost, "measure_family", made_up)
-    monkeypatch.setattr(cost.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cost, "narrator", lambda: print)
     assert cost.main(["--pairs", "3", "--json"]) == status
     (report,) = json.loads(capsys.readouterr().out)
     assert report["held"] is not bool(status)
@@ -122,7 +122,7 @@ def test_every_row_of_passes_is_judged_by_the_best_engine_that_can_take_it(ours,
         return counted(ours, 2)
 
     monkeypatch.setattr(pass_rows, "measure_family", made_up)
-    monkeypatch.setattr(pass_rows.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pass_rows, "narrator", lambda: print)
     assert pass_rows.main(["--family", "nemotron_h"]) == status
     text = capsys.readouterr().out
     assert ("MORE than vLLM alone" in text) is bool(status)
@@ -153,7 +153,7 @@ def test_resume_compares_warm_with_alone_and_cold_with_warm(warm, status, monkey
         return [resumed(OURS, warm), resumed(BASELINE, 0.3)]
 
     monkeypatch.setattr(resume, "measure_family", made_up)
-    monkeypatch.setattr(resume.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(resume, "narrator", lambda: print)
     assert resume.main([]) == status
     text = capsys.readouterr().out
     assert f"{'NOT HELD' if status else 'held'}: warm over alone {warm / 0.202:.3f}" in text

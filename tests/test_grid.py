@@ -78,7 +78,7 @@ def test_the_exit_status_tells_whether_seamark_gave_enough(delivered, status, mo
         return replace(family(delivered), name=name)
 
     monkeypatch.setattr(grid, "measure_family", made_up)
-    monkeypatch.setattr(grid.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(grid, "narrator", lambda: print)
     files = ["--json", str(tmp_path / "grid.json"), "--picture", str(tmp_path / "grid.svg")]
     assert grid.main(["--family", "nemotron_h", "--family", "qwen3_next", *files]) == status
     printed = capsys.readouterr().out
