@@ -81,8 +81,8 @@ def unit(family: str) -> int:
 async def block(client, servers: Servers) -> int:
     """Cache block, tokens."""
     found = await samples_of(client, servers.seamark)
-    (info,) = (name for name in found if name.startswith("seamark_engine_info"))
-    return int(re.search(r'block_size="(\d+)"', info)[1])
+    (size,) = filter(None, (re.fullmatch(r'seamark_engine_info\{block_size="(\d+)"\}', name) for name in found))
+    return int(size[1])
 
 
 @pytest.fixture
