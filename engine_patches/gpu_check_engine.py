@@ -102,7 +102,7 @@ class Engine:
         self.checkpoints = getattr(self.scheduler, "seamark", None)
         if hasattr(self.checkpoints, "pace"):
             # On a model this small no prefix would be worth a state once the engine has learnt its own speed.
-            self.checkpoints.pace.step_took = lambda *_: None
+            self.checkpoints.pace.step_took = lambda *_, **__: None
 
     def _counting(self, execute_model: Callable) -> Callable:
         def counted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
