@@ -36,9 +36,8 @@ class Tally:
     written: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)  # requests by what became of their prefix
-    requests: deque[tuple[str, str, int]] = field(
-        default_factory=lambda: deque(maxlen=MAX_OUTCOMES)
-    )  # and each of them
+    # Each of them: id, reason, tokens from the cache.
+    requests: deque[tuple[str, str, int]] = field(default_factory=lambda: deque(maxlen=MAX_OUTCOMES))
     followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
     hits: int = 0
     hit_tokens: int = 0

@@ -71,8 +71,8 @@ class Gate:
 
     def forget_gone(self, requests: Container[str]) -> None:
         """Drop what has been written or will never be, and who waits no more; `requests` are alive."""
-        if self._expected:
-            self._expected = {key: known for key, known in self._expected.items() if _is_coming(known)}
+        for key in [key for key, known in self._expected.items() if not _is_coming(known)]:
+            del self._expected[key]
             self._positions = None
         for name in [name for name in self.waiting if name not in requests]:
             del self.waiting[name]

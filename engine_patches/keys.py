@@ -98,8 +98,7 @@ def avoid_unwritten_rows_with_a_connector(original: Callable) -> Callable:
 
 def _avoids_unwritten_rows(manager: Any, request: Any, blocks: Any, hit: int) -> bool:
     """Whether all attention rows of a hit (tokens) are there, after other blocks were put in where they are not."""
-    managers = manager.coordinator.single_type_managers
-    checkpoints = getattr(managers[0], "seamark", None) if managers else None
+    checkpoints = getattr(manager, "seamark", None)
     if not hit or checkpoints is None:
         return True
     for attention in checkpoints.attention_managers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -72,14 +73,8 @@ def mamba2_in_pieces(original: Callable) -> Callable:
     """Replacement of `MambaMixer2.conv_ssm_forward(projected_states, output)`, which fills `output` by token."""
 
     def conv_ssm_forward(self, projected_states, output):
-        metadata, of_layers = _metadata_of(self.prefix)
-        if metadata is None or not hasattr(metadata, PIECES):
-            return original(self, projected_states, output)
-        with _Swap(of_layers, self.prefix, metadata) as swap:
-            for piece in swap.pieces():
-                _run(piece, lambda inputs, out: original(self, *inputs, out), (projected_states,), output)
-                piece.keep_states(self.kv_cache)
-        return None
+        if not _ran_in_pieces(self, original, (projected_states,), output):
+            original(self, projected_states, output)
 
     return conv_ssm_forward
 
@@ -88,14 +83,8 @@ def gdn_in_pieces(original: Callable) -> Callable:
     """Replacement of `QwenGatedDeltaNetAttention._forward_core(mixed_qkv, b, a, core_attn_out)`."""
 
     def _forward_core(self, mixed_qkv, b, a, core_attn_out):
-        metadata, of_layers = _metadata_of(self.prefix)
-        if metadata is None or not hasattr(metadata, PIECES):
-            return original(self, mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
-        with _Swap(of_layers, self.prefix, metadata) as swap:
-            for piece in swap.pieces():
-                _run(piece, lambda inputs, out: original(self, *inputs, out), (mixed_qkv, b, a), core_attn_out)
-                piece.keep_states(self.kv_cache)
-        return None
+        if not _ran_in_pieces(self, original, (mixed_qkv, b, a), core_attn_out):
+            original(self, mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
 
     return _forward_core
 
@@ -106,49 +95,42 @@ def cpu_gdn_in_pieces(original: Callable) -> Callable:
     def _cpu_gdn_attention_nonspec(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out):
         pieces = getattr(attn_metadata_i, PIECES, None)
         if pieces is None:
-            return original(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)
+            original(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)
+            return
         for piece in pieces:
-
-            def core(inputs: Any, out: Any, piece: Piece = piece) -> None:
-                original(layer, piece.metadata, *inputs, out)
-
-            _run(piece, core, (mixed_qkv, b, a), core_attn_out)
+            _run(piece, partial(original, layer, piece.metadata), (mixed_qkv, b, a), core_attn_out)
             piece.keep_states(layer.kv_cache)
-        return None
 
     return _cpu_gdn_attention_nonspec
 
 
-def _metadata_of(prefix: str) -> tuple[Any, Any]:
+def _ran_in_pieces(layer: Any, core: Callable, inputs: tuple[Any, ...], output: Any) -> bool:
+    """Run the core of a layer, `core(layer, *inputs, output)`, piece by piece where the step asks for it.
+
+    The metadata of one piece after the other is put where the layer looks for its own.
+    """
     from vllm.forward_context import get_forward_context
 
     of_layers = get_forward_context().attn_metadata
-    return (of_layers.get(prefix), of_layers) if isinstance(of_layers, dict) else (None, None)
-
-
-class _Swap:
-    """Puts the metadata of one piece after the other where the layer looks for its own."""
-
-    def __init__(self, of_layers: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self._of_layers, self._prefix, self._metadata = of_layers, prefix, metadata
-
-    def __enter__(self) -> _Swap:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._of_layers[self._prefix] = self._metadata
-
-    def pieces(self):
-        for piece in getattr(self._metadata, PIECES):
-            self._of_layers[self._prefix] = piece.metadata
-            yield piece
+    metadata = of_layers.get(layer.prefix) if isinstance(of_layers, dict) else None
+    pieces = getattr(metadata, PIECES, None)
+    if pieces is None:
+        return False
+    try:
+        for piece in pieces:
+            of_layers[layer.prefix] = piece.metadata
+            _run(piece, partial(core, layer), inputs, output)
+            piece.keep_states(layer.kv_cache)
+    finally:
+        of_layers[layer.prefix] = metadata
+    return True
 
 
 def _run(piece: Piece, core: Callable, inputs: tuple[Any, ...], output: Any) -> None:
-    """Run `core` on the rows of `inputs` that belong to the piece, and fill the same rows of `output`."""
+    """Run `core(*inputs, output)` on the rows that belong to the piece, and fill the same rows of `output`."""
     if isinstance(piece.tokens, slice):
-        core(tuple(tensor[piece.tokens] for tensor in inputs), output[piece.tokens])
+        core(*(tensor[piece.tokens] for tensor in inputs), output[piece.tokens])
         return
     part = output.index_select(0, piece.tokens)
-    core(tuple(tensor.index_select(0, piece.tokens) for tensor in inputs), part)
+    core(*(tensor.index_select(0, piece.tokens) for tensor in inputs), part)
     output.index_copy_(0, piece.tokens, part)

@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.seamark")
 
 
 def set_up_checkpoints(original: Callable) -> Callable:
-    """Replacement of `Scheduler.__init__`: every scheduler and each of its cache managers share one `Checkpoints`."""
+    """Replacement of `Scheduler.__init__`: every scheduler and its cache managers share one `Checkpoints`."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
     def __init__(self, *args, **kwargs):
@@ -56,7 +56,7 @@ def set_up_checkpoints(original: Callable) -> Callable:
                 checkpoints.match_unit,
                 checkpoints.block_size,
             )
-        for manager in managers:
+        for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
         for manager in recurrent if checkpoints.enabled else ():
             if checkpoints.exporting:  # all states are ours: vLLM's own export would write into blocks that we hide
@@ -105,8 +105,7 @@ def note_hits(original: Callable) -> Callable:
 
     def record_prefix_cache_stats(self, request, num_hits):
         original(self, request, num_hits)
-        managers = self.coordinator.single_type_managers  # none for a model without a KV cache
-        checkpoints = getattr(managers[0], "seamark", None) if managers else None
+        checkpoints = getattr(self, "seamark", None)
         if checkpoints is not None and checkpoints.enabled:
             checkpoints.admitted(request, num_hits)
 
