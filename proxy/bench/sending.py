@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.client import Answer, Step
+from proxy.bench.client import TOP_LOGPROBS, Answer, Step
 from proxy.bench.engines import MODEL_NAME
+from proxy.bench.exact import MIN_TOKENS
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -59,6 +60,19 @@ async def send(
     except TimeoutError:
         return Left(len(received))
     return _answer(received, times, sent, body.get("prompt"))
+
+
+def judgeable(prompt: Sequence[int], **fields: Any) -> Mapping[str, Any]:
+    """A greedy completion of token ids with everything that an exactness check needs."""
+    return {
+        "prompt": list(prompt),
+        "temperature": 0,
+        "max_tokens": MIN_TOKENS,
+        "ignore_eos": True,
+        "logprobs": TOP_LOGPROBS,
+        "return_tokens_as_token_ids": True,
+        **fields,
+    }
 
 
 async def _events(response: httpx.Response, streamed: bool):

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from proxy.bench import exact, planted
-from proxy.bench.client import TOP_LOGPROBS, Answer, Messages, Step, ask, ask_all, tokens_of
-from proxy.bench.engines import MODEL_NAME
+from proxy.bench.client import Answer, Messages, ask, ask_all, tokens_of
 from proxy.bench.passes import PassCounter
 from proxy.bench.prompts import Shared, prose, with_shared_tokens
+from proxy.bench.sending import COMPLETION, judgeable, send
 from proxy.sentinel import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
@@ -350,21 +350,7 @@ async def planted_defects(
 
 
 async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int], **fields: Any) -> Answer:
-    """A greedy completion of a prompt given as token ids. Its times are not taken."""
-    body = {
-        "model": MODEL_NAME,
-        "prompt": list(prompt),
-        "temperature": 0,
-        "max_tokens": exact.MIN_TOKENS,
-        "ignore_eos": True,
-        "logprobs": TOP_LOGPROBS,
-        "return_tokens_as_token_ids": True,
-        **fields,
-    }
-    response = await client.post(url + "/v1/completions", json=body)
-    response.raise_for_status()
-    answer = response.json()
-    logprobs, usage = answer["choices"][0]["logprobs"], answer["usage"]
-    steps = tuple(map(Step, logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]))
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return Answer(steps, usage["prompt_tokens"], cached, 0.0, 0.0, 0.0)
+    """A greedy completion of a prompt given as token ids. Raises `RuntimeError` for an error answer."""
+    answer = await send(client, url, COMPLETION, judgeable(prompt, **fields))
+    assert isinstance(answer, Answer)  # nobody leaves
+    return answer

@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 
 from proxy.bench import exact
-from proxy.bench.client import TOP_LOGPROBS, Answer
+from proxy.bench.client import Answer
 from proxy.bench.cpu_time import CpuTime
 from proxy.bench.engines import MODEL_NAME, Server
 from proxy.bench.samples import samples_of
-from proxy.bench.sending import COMPLETION, Leave, Left, send
+from proxy.bench.sending import COMPLETION, Leave, Left, judgeable, send
 from proxy.bench.token_requests import fresh_tokens
 
 SETTLE_SECONDS = 30.0
@@ -144,18 +144,9 @@ async def run_wave(
     return Wave(prompts, results, tokens.computed(), seconds, cpu_seconds, short_ttfts)
 
 
-def body(prompt: Sequence[int], shared: int) -> dict[str, object]:
+def body(prompt: Sequence[int], shared: int) -> Mapping[str, object]:
     """A streamed greedy completion with everything a comparison needs, hinted at the end of its shared part."""
-    return {
-        "prompt": list(prompt),
-        "vllm_xargs": {"seamark_boundaries": [shared]},
-        "temperature": 0,
-        "max_tokens": exact.MIN_TOKENS,
-        "ignore_eos": True,
-        "logprobs": TOP_LOGPROBS,
-        "return_tokens_as_token_ids": True,
-        "stream": True,
-    }
+    return judgeable(prompt, vllm_xargs={"seamark_boundaries": [shared]}, stream=True)
 
 
 @contextlib.asynccontextmanager
