@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import pytest
 
-from proxy.bench import planted
+from proxy.bench import planted, plugins
 from proxy.bench.engines import Fleet, Server
-from proxy.bench.models import MATCH_UNITS, NEMOTRON_H, generated_model
+from proxy.bench.models import MATCH_UNITS, NEMOTRON_H, QWEN3_NEXT, generated_model
+
+FLOAT32_DELTA = {"seamark_float32_delta": "tests.float32_delta:register"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--family",
         choices=MATCH_UNITS,
         default=NEMOTRON_H,
-        help="of the model that real engines run (test_engine_exact)",
+        help="of the model that real engines run, in float32 (test_engine_exact)",
     )
 
 
@@ -56,15 +58,20 @@ class Servers(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """All of them, started at once: each takes half a minute alone."""
+def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """All of them, started at once: each takes half a minute alone. They compute in float32."""
     folder = tmp_path_factory.mktemp("servers")
+    needed, flags = (FLOAT32_DELTA, ("--dtype", "float32")) if family == QWEN3_NEXT else ({}, ())
+    environment = plugins.environment(folder / "plugins", needed)
     with Fleet(folder) as fleet:
-        seamark = fleet.engine("seamark", model, environment=planted.environment(folder / "planted"))
+        seamark = fleet.engine(
+            "seamark", model, flags=flags, environment=planted.environment(folder / "planted", needed)
+        )
         tight_flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
-        tight = fleet.engine("tight", model, flags=tight_flags)
-        reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
-        untouched = fleet.engine("untouched", model, "0")
+        tight = fleet.engine("tight", model, flags=(*flags, *tight_flags), environment=environment)
+        off = ("--no-enable-prefix-caching",)
+        reference = fleet.engine("reference", model, "reference", (*flags, *off), environment)
+        untouched = fleet.engine("untouched", model, "0", flags, environment)
         started = Servers(
             seamark,
             folder / "planted",

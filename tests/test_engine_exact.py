@@ -1,6 +1,7 @@
 """On real engines: hits, and answers equal to those of an engine that caches nothing.
 
-`pytest tests/test_engine_exact.py --family qwen3_next` runs it on gated delta nets instead of Mamba2.
+`pytest tests/test_engine_exact.py --family qwen3_next` runs it on gated delta nets instead of Mamba2,
+their kernels replaced by formulas in float32.
 """
 
 from __future__ import annotations
@@ -49,26 +50,13 @@ async def metric(client: httpx.AsyncClient, server: Server, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and not line.startswith("#"))
 
 
-class Judge:
-    """Compares by the rule of the model's precision, and remembers everything compared."""
-
-    def __init__(self, rule: exact.Rule) -> None:
-        self.rule = rule
-        self.differences: list[exact.Difference] = []
-
-    def exact(self, answers: Answer | Sequence[Answer], right: Answer | Sequence[Answer]) -> None:
-        """Raise `AssertionError` where answers are not the right ones."""
-        if isinstance(answers, Answer):
-            answers, right = [answers], [right]
-        found = [exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True)]
-        assert all(len(answer.steps) == len(wanted.steps) for answer, wanted in zip(answers, right, strict=True))
-        self.differences += found
-        assert not [(number, each) for number, each in enumerate(found) if not self.rule.accepts(each)]
-
-
-@pytest.fixture(scope="module")
-def judge(family: str) -> Judge:
-    return Judge(exact.RULES[family])
+def check_exact(answers: Answer | Sequence[Answer], right: Answer | Sequence[Answer]) -> None:
+    """Raise `AssertionError` where answers are not the right ones."""
+    if isinstance(answers, Answer):
+        answers, right = [answers], [right]
+    found = [exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True)]
+    assert all(len(answer.steps) == len(wanted.steps) for answer, wanted in zip(answers, right, strict=True))
+    assert not [(number, each) for number, each in enumerate(found) if not each.exact]
 
 
 @pytest.fixture(scope="module")
@@ -98,42 +86,42 @@ async def client():
         ("64 blocks and 320 tokens per step", (0.1, 0.1)),  # constant eviction
     ],
 )
-async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: Servers, judge, room, shares):
+async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: Servers, room, shares):
     engine, gateway = (servers.seamark, servers.gateway) if room == "room" else (servers.tight, servers.tight_gateway)
     chats = random_chats(seed=7)
     right = await ask_all(client, servers.reference.url, chats, exact.MIN_TOKENS, PARALLEL)
     hits_before = await metric(client, engine, "seamark_checkpoint_hits_total")
     for round_number in (1, 2):
         answers = await ask_all(client, gateway.url, chats, exact.MIN_TOKENS, PARALLEL)
-        judge.exact(answers, right)
+        check_exact(answers, right)
         prompt, cached = (
             sum(values) for values in zip(*((a.prompt_tokens, a.cached_tokens) for a in answers), strict=True)
         )
         print(f"{room}, round {round_number}: {cached} of {prompt} prompt tokens cached")
         assert cached > shares[round_number - 1] * prompt
-    assert await metric(client, engine, "seamark_checkpoint_hits_total") > hits_before + CHATS // 2
+    assert await metric(client, engine, "seamark_checkpoint_hits_total") > hits_before + CHATS // 4
     assert await metric(client, engine, 'seamark_checkpoints_written_total{kind="hinted"}') > 0
     assert await metric(client, gateway, 'seamark_miss_total{model="tiny-hybrid",reason="render_failed"}') == 0
 
 
-async def test_the_second_request_hits_at_the_seam_and_in_another_process_too(client, servers, judge, unit):
+async def test_the_second_request_hits_at_the_seam_and_in_another_process_too(client, servers, unit):
     shared = await with_shared_tokens(client, servers.reference.url, 163, seed=101)
     right = await ask_all(client, servers.reference.url, shared.prompts[:3], exact.MIN_TOKENS, 3)
     answers = [await ask(client, servers.gateway.url, prompt, exact.MIN_TOKENS) for prompt in shared.prompts[:3]]
     assert [answer.cached_tokens for answer in answers] == [0, floored(163, unit), floored(163, unit)]
-    judge.exact(answers, right)
+    check_exact(answers, right)
 
 
-async def test_a_cold_fan_out_on_a_long_prefix_shares_one_prefill(client, servers, judge, unit):
+async def test_a_cold_fan_out_on_a_long_prefix_shares_one_prefill(client, servers, unit):
     shared = await with_shared_tokens(client, servers.reference.url, 3600, seed=102, questions=stories.SECTIONS)
     right = await ask_all(client, servers.reference.url, shared.prompts, exact.MIN_TOKENS, 4)
     answers = await ask_all(client, servers.gateway.url, shared.prompts, exact.MIN_TOKENS, 4)
     assert max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
     assert sorted(answer.cached_tokens for answer in answers) == [0, *[floored(3600, unit)] * 3]
-    judge.exact(answers, right)
+    check_exact(answers, right)
 
 
-async def test_hints_of_several_positions_are_all_kept(client, servers, judge, unit):
+async def test_hints_of_several_positions_are_all_kept(client, servers, unit):
     """One request writes three states; three later ones, sharing less and less, find them."""
     prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(500, 103)}])
     await complete(client, servers.seamark, prompt, [100, 400, 700])
@@ -141,12 +129,13 @@ async def test_hints_of_several_positions_are_all_kept(client, servers, judge, u
         other = [*prompt[:shared], *reversed(prompt[:60])]
         answer = await complete(client, servers.seamark, other, None)
         assert answer.cached_tokens == floored(hinted, unit)
-        judge.exact(answer, await complete(client, servers.reference, other, None))
+        check_exact(answer, await complete(client, servers.reference, other, None))
 
 
 @pytest.mark.parametrize("edge", [-1, 0, 1])
-@pytest.mark.parametrize("length", [160, 384, 768])
-async def test_prompts_that_end_around_a_boundary_and_a_block_edge(client, servers, judge, unit, block, length, edge):
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+async def test_prompts_that_end_around_a_boundary_and_a_block_edge(client, servers, unit, block, blocks, edge):
+    length = blocks * block or 2 * unit
     prompt = await tokens_of(
         client, servers.reference.url, [{"role": "user", "content": prose(600, 104 + length + edge)}]
     )
@@ -156,15 +145,15 @@ async def test_prompts_that_end_around_a_boundary_and_a_block_edge(client, serve
         answer = await complete(client, servers.seamark, again, [length])
         if edge >= 0 or length > block:  # a hint beyond a prompt that is shorter than a block leaves nothing to keep
             assert answer.cached_tokens >= floored(length - 2, unit) - unit
-        judge.exact(answer, await complete(client, servers.reference, again, None))
+        check_exact(answer, await complete(client, servers.reference, again, None))
 
 
-async def test_bad_hints_change_no_answer_and_are_counted(client, servers, judge):
+async def test_bad_hints_change_no_answer_and_are_counted(client, servers):
     prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(60, 105)}])
     right = await complete(client, servers.reference, prompt, None)
     before = await metric(client, servers.seamark, "seamark_hints_ignored_total")
     for hint in ([-16], [0], [10**9], [64, 32], ["64"], [3]):
-        judge.exact(await complete(client, servers.seamark, prompt, hint), right)
+        check_exact(await complete(client, servers.seamark, prompt, hint), right)
     assert await metric(client, servers.seamark, "seamark_hints_ignored_total") == before + 6
 
 
@@ -190,7 +179,7 @@ async def test_a_state_costs_no_pass(client, servers, block):
             assert (answer.cached_tokens > 0) == (hint is not None or len(begins) > block)
 
 
-async def test_variable_lengths_in_one_batch_do_not_mix_their_states(client, servers, judge, unit):
+async def test_variable_lengths_in_one_batch_do_not_mix_their_states(client, servers, unit):
     """The failure of mlx-lm #1006: one offset for a whole batch stored keys that did not match the states."""
     head = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(300, 109)}])
     for trial in range(20):
@@ -203,7 +192,7 @@ async def test_variable_lengths_in_one_batch_do_not_mix_their_states(client, ser
                 *(complete(client, servers.seamark, p, h, tokens=8) for p, h in zip(prompts, hints, strict=True))
             )
         right = await asyncio.gather(*(complete(client, servers.reference, p, None, tokens=8) for p in prompts))
-        judge.exact(answers, right)
+        check_exact(answers, right)
         assert all(answer.cached_tokens >= floored(len(shared), unit) for answer in answers)
 
 
@@ -221,14 +210,14 @@ async def test_identical_prompts_that_resume_in_one_step(client, servers):
         assert [choice["logprobs"]["tokens"] for choice in choices] == [[step.token for step in right.steps]] * 4
 
 
-async def test_cold_hot_evicted_and_hot_again(client, servers, judge):
+async def test_cold_hot_evicted_and_hot_again(client, servers):
     """In 64 blocks: an answer is the same whatever the cache holds."""
     prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(400, 110)}])
     right = await complete(client, servers.reference, prompt, None)
     for round_number in range(3):
         for again in range(2):
             answer = await complete(client, servers.tight, prompt, [100, 300, len(prompt) - 4])
-            judge.exact(answer, right)
+            check_exact(answer, right)
             assert (answer.cached_tokens > 0) == bool(again)
         for number in range(12):  # fills the cache with others
             other = await tokens_of(
@@ -257,9 +246,9 @@ async def test_two_seeded_answers_to_one_prompt_and_prompt_logprobs(client, serv
     assert listed[0] == pytest.approx(listed[1], abs=1e-4)
 
 
-async def test_the_exactness_check_notices_planted_defects(client, servers, judge, unit):
+async def test_the_exactness_check_notices_planted_defects(client, servers, unit):
     told = Told(client, servers.reference.url, (), seed=5000)
-    defects = await stories.planted_defects(told, servers.seamark.url, servers.planted, unit, judge.rule)
+    defects = await stories.planted_defects(told, servers.seamark.url, servers.planted, unit)
     assert {defect.defect: defect.caught for defect in defects} == {
         "none": False,
         "another prefix's state": True,
@@ -270,11 +259,6 @@ async def test_the_exactness_check_notices_planted_defects(client, servers, judg
 
 async def test_states_are_counted_in_bytes(client, servers):
     assert await metric(client, servers.seamark, "seamark_checkpoint_bytes") > 0
-
-
-def test_no_more_answers_than_admitted_took_the_other_side_of_a_tie(judge):
-    """The last of this module: over everything that it compared."""
-    assert judge.differences and judge.rule.accepts_all(judge.differences)
 
 
 async def complete(client, server: Server, prompt: Sequence[int], hint: object, tokens: int | None = None) -> Answer:

@@ -1,4 +1,5 @@
-"""Exactness: an answer equals the reference engine's. float32: every token, and the top logprobs within a bound.
+"""Exactness: an answer equals the reference engine's. float32: every token, and the top logprobs within a bound; where
+the reference's two best are nearer to each other than sums in float32 can tell, either of them.
 
 bfloat16 rounds by what else is in a batch, cache or not: a token may be another where the reference's two best are
 nearly tied, in a small share of the answers.
@@ -51,7 +52,7 @@ class Rule:
         return all(map(self.accepts, differences)) and parted <= self.share * len(differences)
 
 
-FLOAT32 = Rule(bound=LOGPROB_BOUND)
+FLOAT32 = Rule(bound=LOGPROB_BOUND, tie=1e-5, share=0.01)
 BFLOAT16 = Rule(bound=0.25, tie=0.1, share=0.01)
 RULES: Mapping[str, Rule] = {NEMOTRON_H: FLOAT32, QWEN3_NEXT: BFLOAT16}  # by family of the generated model, on a CPU
 

@@ -1,7 +1,6 @@
 """Planted defects: proof that the exactness check would notice. A vLLM plugin for test engines only.
 
-It is no entry point of this distribution; `environment` makes one in a folder of its own. While the file that
-`FILE_VARIABLE` names holds the name of a defect, the engine has that defect.
+While the file that `FILE_VARIABLE` names holds the name of a defect, the engine has that defect.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from proxy.bench import plugins
+
 FILE_VARIABLE = "SEAMARK_PLANTED_DEFECT_FILE"
 OTHER_STATE = "another prefix's state"
 EARLY_STATE = "a state one unit early"
@@ -20,16 +21,10 @@ COPY_CURE_OFF = "the copy cure off"
 DEFECTS = (OTHER_STATE, EARLY_STATE, COPY_CURE_OFF)
 
 
-def environment(folder: Path) -> Mapping[str, str]:
-    """Environment of an engine in which defects can be planted; `folder` holds the plugin's metadata and the file."""
-    metadata = folder / "seamark_planted-0.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: seamark-planted\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nseamark_planted = proxy.bench.planted:register\n"
-    )
-    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, FILE_VARIABLE: str(_file(folder))}
+def environment(folder: Path, others: Mapping[str, str] = {}) -> Mapping[str, str]:
+    """Environment of an engine in which defects can be planted, in `folder`, and that has `others`' plugins as well."""
+    own = {"seamark_planted": "proxy.bench.planted:register"}
+    return {**plugins.environment(folder, {**own, **others}), FILE_VARIABLE: str(_file(folder))}
 
 
 @contextlib.contextmanager

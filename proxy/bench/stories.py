@@ -323,9 +323,7 @@ class Planted:
     first_difference: int | None
 
 
-async def planted_defects(
-    told: Told, url: str, folder: Path, unit: int = UNIT, rule: exact.Rule = exact.FLOAT32
-) -> list[Planted]:
+async def planted_defects(told: Told, url: str, folder: Path, unit: int = UNIT) -> list[Planted]:
     """Plant each defect in the engine at `url` and let the exactness check look; the first line has none."""
     found = []
     for defect in (None, *planted.DEFECTS):
@@ -344,7 +342,7 @@ async def planted_defects(
         if answer.cached_tokens != hit:
             raise RuntimeError(f"planting {defect}: the engine hit {answer.cached_tokens} tokens, not {hit}")
         difference = exact.compare(answer, right)
-        caught = not rule.accepts(difference)
+        caught = not difference.exact
         found.append(Planted(defect or "none", caught, difference.largest_error, difference.position))
     return found
 

@@ -1,0 +1,109 @@
+"""Gated delta nets in float32 on a CPU, for test engines: a vLLM plugin.
+
+vLLM's CPU kernels compute them in bfloat16 alone, where an answer depends on what else is in its batch, and exactness
+cannot be told from rounding. In their place the plugin puts the formulas that transformers checks its own kernels
+against. Scheduler, cache, metadata, pieces and copies stay what they are.
+"""
+
+from unittest import mock
+
+import torch
+import vllm._custom_ops as ops
+from torch import Tensor
+from torch.nn.functional import softplus
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.utils.torch_utils import LayerNameType
+
+
+def register() -> None:
+    """The plugin."""
+    ops.fused_gdn_gating_cpu = _gates
+    ops.chunk_gated_delta_rule_cpu = _prefill
+    ops.fused_sigmoid_gating_delta_rule_update_cpu = _decode
+    gdn_attention.cpu_gdn_attention_core = _core
+
+
+def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
+    """vLLM's function of this place, without its demand for bfloat16."""
+    context = get_forward_context()
+    if context.attn_metadata is None:
+        return
+    layer = context.no_compile_layers[gdn_attention._resolve_layer_name(layer_name)]
+    metadata = context.attn_metadata[layer.prefix]
+    if metadata.num_actual_tokens:
+        # vLLM's own way to the convolution that knows float32
+        with mock.patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=False):
+            gdn_attention._cpu_gdn_attention_nonspec(layer, metadata, mixed_qkv, b, a, core_attn_out)
+
+
+def _gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay and write strength, (1, tokens, heads)."""
+    return (-A_log.float().exp() * softplus(a.float() + dt_bias.float()))[None], b.float().sigmoid()[None]
+
+
+def _prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor,
+    head_first: bool,
+    use_qk_l2norm_in_kernel: bool,
+    initial_state_indices: Tensor,
+) -> tuple[Tensor, None]:
+    """Sequence by sequence; states (slots, heads, key, value) are updated where they are."""
+    query, key = (_for_each_value_head(tensor, value) for tensor in (query, key))
+    outputs = []
+    for slot, start, end in zip(initial_state_indices, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        rows = slice(int(start), int(end))
+        output, state = torch_chunk_gated_delta_rule(
+            *(tensor[:, rows] for tensor in (query, key, value)),
+            g=g[:, rows],
+            beta=beta[:, rows],
+            initial_state=initial_state[slot][None],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        initial_state[slot] = state[0]
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), None
+
+
+def _decode(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    cu_seqlens: Tensor,
+    use_qk_l2norm_in_kernel: bool,
+) -> Tensor:
+    """One token for each sequence; returns (sequences, 1, heads, value)."""
+    g, beta = _gates(A_log, a, b, dt_bias)
+    q, k = (_for_each_value_head(tensor, v) for tensor in (q, k))
+    output, states = torch_recurrent_gated_delta_rule(
+        *(tensor.transpose(0, 1) for tensor in (q, k, v)),
+        g=g.transpose(0, 1),
+        beta=beta.transpose(0, 1),
+        initial_state=initial_state_source[initial_state_indices.long()],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    initial_state_source[initial_state_indices.long()] = states
+    return output
+
+
+def _for_each_value_head(tensor: Tensor, value: Tensor) -> Tensor:
+    return tensor.repeat_interleave(value.shape[2] // tensor.shape[2], dim=2)
