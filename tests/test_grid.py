@@ -39,9 +39,9 @@ def family(delivered: float = 1.0) -> Family:
 
 async def test_seamark_gives_the_oracle_hit_in_every_cell_and_without_hints_the_grid_shows_it(servers: Servers):
     async with open_client(300) as client:
-        block_size, ours = await measure_seamark(client, servers.gateway.url, servers.seamark.url, QUICK)
+        engine, ours = await measure_seamark(client, servers.gateway.url, servers.seamark.url, QUICK)
         bare = await measure_baseline(client, "no hints", servers.seamark.url, QUICK, ())
-    assert block_size == 384
+    assert (engine.block_size, engine.match_unit) == (384, 16)
     for mode in ours:
         assert len(mode.cells) == len(QUICK.grid)
         assert [cell.delivered for cell in mode.cells] == [cell.oracle for cell in mode.cells]
@@ -50,7 +50,7 @@ async def test_seamark_gives_the_oracle_hit_in_every_cell_and_without_hints_the_
     assert all((cell.shared, cell.own) == cell.wanted for cell in by_hand.cells)
     # The same engine and lengths: the instrument tells a hinted request from one that is not.
     assert bare.efficiency < 0.8 and bare.worst.delivered == 0
-    unhinted = Family("nemotron_h", block_size, QUICK, (*ours, replace(bare, ours=True)), 0.0)
+    unhinted = Family("nemotron_h", engine.block_size, QUICK, (*ours, replace(bare, ours=True)), 0.0)
     assert [complaint.split(":")[0] for complaint in grid.complaints(unhinted)] == ["nemotron_h, no hints"]
 
 
@@ -70,6 +70,14 @@ def test_the_table_rounds_down():
     tables = grid.render(family(delivered=463 / 464))
     assert "Seamark, hints: 99.85% of 1344 tokens, worst 463 of 464 at 469 shared, 5 own" in tables
     assert tables.splitlines().count("           469    99    99") == 1
+
+
+def test_a_coarser_unit_is_judged_by_what_it_allows_and_shown_beside_the_finest():
+    cell = Cell(Lengths(120, 5), 120, 5, 64)  # 112 with units of 16
+    modes = (Mode("Seamark, hints", True, (cell,), (), 1.0),)
+    coarse = Family("qwen3_next", 384, Plan((120,), (5,), 5, 0), modes, 1.0, unit=64)
+    assert "57.14% of 112 tokens, 100.00% of what its unit of 64 allows, worst 64 of 112" in grid.render(coarse)
+    assert not grid.complaints(coarse) and grid.complaints(replace(coarse, unit=16))
 
 
 @pytest.mark.parametrize(("delivered", "status"), [(1.0, 0), (0.97, 1)])

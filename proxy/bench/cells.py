@@ -17,9 +17,9 @@ import httpx
 from proxy.bench.client import ask, tokens_of
 from proxy.bench.engines import MODEL_NAME
 from proxy.bench.prompts import prose
-from proxy.bench.stories import complete, floored
+from proxy.bench.stories import UNIT, complete, floored
 from proxy.sentinel import common_prefix
-from proxy.workers import read_metrics
+from proxy.workers import EngineInfo, read_metrics
 
 WANTED = 0.99  # of all shareable tokens, by each of Seamark's two ways
 FIT_ATTEMPTS = 3
@@ -79,7 +79,7 @@ class Cell:
 
     @property
     def oracle(self) -> int:
-        """Tokens a perfect cache with this match unit gives."""
+        """Tokens a perfect cache with the finest match unit of any engine here gives."""
         return floored(self.shared)
 
     @property
@@ -108,10 +108,9 @@ class Mode:
         """The cell, curve included, that is given the smallest part; the most tokens among equals."""
         return min(self.cells + self.sweep, key=lambda cell: (cell.efficiency, -cell.oracle))
 
-    @property
-    def held(self) -> bool:
-        """Whether it is as good as it has to be."""
-        return not self.ours or self.efficiency >= WANTED
+    def efficiency_at(self, unit: int) -> float:
+        """As `efficiency`, of what an engine with a match unit of `unit` tokens could give."""
+        return sum(cell.delivered for cell in self.cells) / sum(floored(cell.shared, unit) for cell in self.cells)
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,12 @@ class Family:
     plan: Plan
     modes: tuple[Mode, ...]
     seconds: float
+    unit: int = UNIT  # match unit of Seamark's engine, tokens
+
+    @property
+    def short(self) -> list[Mode]:
+        """Seamark's modes that give less than what is wanted of what their engine's unit allows."""
+        return [mode for mode in self.modes if mode.ours and mode.efficiency_at(self.unit) < WANTED]
 
 
 Measure = Callable[[Lengths], Awaitable[Cell]]
@@ -196,15 +201,17 @@ async def measured(name: str, ours: bool, measure: Measure, grid: Sequence[Lengt
     return Mode(name, ours, cells, curve, time.monotonic() - began)
 
 
-async def measure_seamark(client: httpx.AsyncClient, gateway: str, worker: str, plan: Plan) -> tuple[int, list[Mode]]:
-    """The worker's cache block (tokens), and Seamark's two modes: chats through the gateway, hints by hand."""
+async def measure_seamark(
+    client: httpx.AsyncClient, gateway: str, worker: str, plan: Plan
+) -> tuple[EngineInfo, list[Mode]]:
+    """The worker's engine, and Seamark's two modes: chats through the gateway, hints by hand."""
     tokens = await source_tokens(client, worker, max(*plan.shared, *plan.own))
     await ask(client, gateway, [{"role": "user", "content": "Seamark"}], 1)  # a process's first request pays for set-up
     engine = read_metrics((await client.get(worker + "/metrics")).text)[1]
     if engine is None:
         raise RuntimeError(f"{worker}: the patches are not live")
     sweep = plan.sweep(engine.block_size)
-    return engine.block_size, [
+    return engine, [
         await measured("Seamark, gateway", True, chats(client, gateway, worker, tokens), plan.grid, sweep),
         await measured("Seamark, hints", True, token_prompts(client, worker, tokens, True), plan.grid, ()),
     ]

@@ -21,6 +21,7 @@ from proxy.bench.client import open_client
 from proxy.bench.engines import Fleet
 from proxy.bench.models import generated_model
 from proxy.bench.progress import narrator
+from proxy.bench.stories import UNIT
 
 CONTEXT_FLAGS = ("--max-model-len", "12288")
 BASELINES = {"vLLM alone": (), "vLLM, unit 16": ("--prefix-match-unit", "16")}
@@ -64,16 +65,16 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> F
             engine.wait_until_ready()
             gateway = fleet.gateway(engine)
             gateway.wait_until_ready("/ready", seconds=30)
-            block_size, modes = await measure_seamark(client, gateway.url, engine.url, plan)
+            info, modes = await measure_seamark(client, gateway.url, engine.url, plan)
             gateway.stop()
             engine.stop()
             for baseline, flags in BASELINES.items():
                 say(f"{name}: {baseline}")
                 engine = fleet.engine("baseline", model, "reference", (*CONTEXT_FLAGS, *flags))
                 engine.wait_until_ready()
-                modes.append(await measure_baseline(client, baseline, engine.url, plan, plan.sweep(block_size)))
+                modes.append(await measure_baseline(client, baseline, engine.url, plan, plan.sweep(info.block_size)))
                 engine.stop()
-    return Family(name, block_size, plan, tuple(modes), time.monotonic() - began)
+    return Family(name, info.block_size, plan, tuple(modes), time.monotonic() - began, info.match_unit)
 
 
 def render(family: Family) -> str:
@@ -81,6 +82,8 @@ def render(family: Family) -> str:
     lines = [f"{family.name}, cache block {family.block_size} tokens, {family.seconds:.0f} s"]
     for mode in family.modes:
         lines += ["", f"{mode.name}: {mode.efficiency:.2%} of {sum(cell.oracle for cell in mode.cells)} tokens"]
+        if mode.ours and family.unit != UNIT:
+            lines[-1] += f", {mode.efficiency_at(family.unit):.2%} of what its unit of {family.unit} allows"
         lines[-1] += f", worst {told(mode.worst)}, {mode.seconds:.0f} s"
         lines.append("  shared \\ own" + "".join(f"{own:>6}" for own in family.plan.own))
         by_place = {cell.wanted: cell for cell in mode.cells}
@@ -98,9 +101,9 @@ def told(cell: Cell) -> str:
 def complaints(family: Family) -> list[str]:
     """What is not as good as it has to be, with the worst cell."""
     return [
-        f"{family.name}, {mode.name}: {mode.efficiency:.2%} is less than {WANTED:.0%}; worst {told(mode.worst)}"
-        for mode in family.modes
-        if not mode.held
+        f"{family.name}, {mode.name}: {mode.efficiency_at(family.unit):.2%} is less than {WANTED:.0%};"
+        f" worst {told(mode.worst)}"
+        for mode in family.short
     ]
 
 
