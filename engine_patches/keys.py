@@ -87,11 +87,11 @@ def avoid_unwritten_rows(original: Callable) -> Callable:
 def avoid_unwritten_rows_with_a_connector(original: Callable) -> Callable:
     """Replacement of `KVCacheManager.get_computed_blocks_for_connector`, which looks up without the other."""
 
-    def get_computed_blocks_for_connector(self, request):
-        found = original(self, request)
+    def get_computed_blocks_for_connector(self, request, *args, **kwargs):  # from 0.33 on with a longest hit
+        found = original(self, request, *args, **kwargs)
         if _avoids_unwritten_rows(self, request, *found[:2]):
             return found
-        return *self.get_computed_blocks(request), False
+        return *self.get_computed_blocks(request, *args, **kwargs), False
 
     return get_computed_blocks_for_connector
 

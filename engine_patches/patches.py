@@ -416,8 +416,7 @@ PATCHES: tuple[Patch, ...] = (
         until="as written-rows",
         shape=Shape(
             f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
-            parameters=("self", "request"),
-            mentions=("return *self.get_computed_blocks(request), False",),
+            mentions=("return *self.get_computed_blocks(request", "return blocks, num_local, 0,"),
         ),
         build=avoid_unwritten_rows_with_a_connector,
         applies=lambda: exists(f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector"),

@@ -271,7 +271,7 @@ def a_connector_looks_up_in_its_own_way(core):
     a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
     cache = core.scheduler.kv_cache_manager
     cache.evict_blocks({core.pool.cached_block_hash_to_block.get_one_block(make_key(a, 32)).block_id})
-    core.scheduler._get_local_prefix_cache_hit = lambda request: cache.get_computed_blocks_for_connector(request)
+    core.scheduler._get_local_prefix_cache_hit = cache.get_computed_blocks_for_connector
     pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
     core.run()
     return shown(core, *pair)
