@@ -1,4 +1,4 @@
-.PHONY: demo test soak lint lock
+.PHONY: demo test soak check-templates lint lock
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -15,6 +15,11 @@ test:
 soak:
 	@./set-up.sh
 	@.venv/bin/seamark bench soak $(ARGS)
+
+# Positions by a folder of chat templates, on vLLM's own renderer with two tokenizers: `make check-templates DIR=...`.
+check-templates:
+	@./set-up.sh
+	@.venv/bin/seamark bench templates $(DIR) $(ARGS)
 
 # Resolve requirements.lock anew. Needs uv; UV_FIND_LINKS or UV_INDEX must lead to torch's CPU build.
 lock:

@@ -65,6 +65,7 @@ def build(settings: Settings) -> FastAPI:
                 {
                     "url": worker.url,
                     "up": worker.up,
+                    "boot": worker.boot,
                     "inflight": worker.inflight,
                     "models": [entry.get("id") for entry in worker.models],
                     "engine": asdict(worker.engine) if worker.engine is not None else None,
@@ -72,8 +73,17 @@ def build(settings: Settings) -> FastAPI:
                 for worker in gateway.pool.workers
             ],
             "directory_entries": len(gateway.directory),
-            "known_positions": len(gateway.memory),
+            "known_positions": len(gateway.finding.memory),
+            "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held,
         }
+
+    @app.get("/seamark/requests/{request_id}")
+    async def request_explained(request_id: str) -> dict[str, Any]:
+        gateway = app.state.gateway
+        told = gateway.finding.explanations.get(request_id)
+        if told is None:
+            raise NotFound(f"No request with the id {request_id} is remembered.")
+        return told.as_json(gateway.settings.excerpts)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:

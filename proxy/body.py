@@ -1,4 +1,4 @@
-"""The bytes of a request body: read once, changed only where the hint goes."""
+"""The bytes of a request body: read once, changed only where the hint goes and where a rewrite rule says so."""
 
 from __future__ import annotations
 
@@ -55,6 +55,36 @@ def with_hint(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> b
     return (text[:start] + new + text[end:]).encode(errors="surrogatepass")
 
 
+Path = tuple[str | int, ...]
+
+
+class Edit(NamedTuple):
+    """A value to put in the place of another."""
+
+    path: Path  # names and indices from the outermost object inwards
+    new: str  # JSON
+
+
+def with_edits(raw: bytes, edits: Sequence[Edit]) -> bytes:
+    """`raw` with these values replaced and every other byte as it was. Raises `KeyError` where a path leads nowhere."""
+    text = raw.decode(errors="surrogatepass")
+    spans = [(*_find(text, edit.path), edit.new) for edit in edits]
+    for start, end, new in sorted(spans, reverse=True):
+        text = text[:start] + new + text[end:]
+    return text.encode(errors="surrogatepass")
+
+
+def _find(text: str, path: Path) -> tuple[int, int]:
+    start, end = 0, len(text)
+    for step in path:
+        spans = _members(text, start) if isinstance(step, str) else _elements(text, start)
+        matching = [span for span in spans if span.name == step]
+        if not matching:
+            raise KeyError(step)
+        _, start, end = matching[-1]
+    return start, end
+
+
 def _append(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> bytes:
     end = raw.rindex(b"}")
     hint = json.dumps({HINT: list(positions)}, separators=(",", ":"))
@@ -62,7 +92,7 @@ def _append(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> byt
 
 
 class _Span(NamedTuple):
-    name: str
+    name: str | int
     start: int  # characters; [start, end) is the value
     end: int
 
@@ -73,7 +103,7 @@ def _members(text: str, start: int) -> list[_Span]:
     def skip(index: int) -> int:
         return WHITESPACE.match(text, index).end()
 
-    spans = []
+    spans: list[_Span] = []
     index = skip(text.index("{", start) + 1)
     while text[index] == '"':
         name, index = scanstring(text, index + 1)
@@ -84,4 +114,17 @@ def _members(text: str, start: int) -> list[_Span]:
         if text[index] != ",":
             break
         index = skip(index + 1)
+    return spans
+
+
+def _elements(text: str, start: int) -> list[_Span]:
+    """The values of the valid JSON array at or after `start`, in order."""
+    spans: list[_Span] = []
+    index = WHITESPACE.match(text, text.index("[", start) + 1).end()
+    while text[index] != "]":
+        _, end = _DECODER.raw_decode(text, index)
+        spans.append(_Span(len(spans), index, end))
+        index = WHITESPACE.match(text, end).end()
+        if text[index] == ",":
+            index = WHITESPACE.match(text, index + 1).end()
     return spans

@@ -6,36 +6,46 @@ A boundary is found by rendering once, and from then on known for every request 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from proxy.canonical import Keys, canonical, chat_keys, digest
-from proxy.render import Renderer, RenderFailed
-from proxy.sentinel import (
-    OPEN_ROLES,
-    common_prefix,
-    first_user_text,
-    last_open_text,
-    sentinel_for,
-    text_of,
-    with_text,
+from proxy.chat import Chat
+from proxy.learned import Cut, Learner
+from proxy.measure import Measure, Traits
+from proxy.memory import Position, PositionMemory
+from proxy.places import (
+    Kind,
+    Layout,
+    Place,
+    cut_key,
+    cut_place,
+    history_place,
+    lay_out,
+    marked_place,
+    system_place,
+    turn_place,
+    user_key,
+    user_place,
 )
+from proxy.render import Renderer, RenderFailed
+from proxy.sentinel import text_of
+from proxy.tokens import Tokens
 
-Kind = Literal["system", "history", "turn", "explicit", "learned"]
 Result = Literal["memo", "local", "render", "none"]
 
 # A new last text of this size is worth a render of its own on an otherwise known prompt, so that the next turn finds
 # its end: some thousand tokens, more than the pass that a checkpoint can cost. vLLM's own stop near the prompt's end
 # serves shorter ones.
 LONG_TEXT_CHARACTERS = 4096
+# Marks of one request that are looked at; the APIs that have them allow four.
+MAX_MARKS = 8
 
 
 class Boundary(NamedTuple):
     tokens: int  # the prefix is prompt[:tokens]
     kind: Kind
-    key: bytes  # names the content before the boundary
+    key: bytes  # names the tokens before the boundary
 
 
 @dataclass(frozen=True)
@@ -43,10 +53,14 @@ class Found:
     """What is known of one request's prompt."""
 
     boundaries: tuple[Boundary, ...] = ()  # ascending
-    prefixes: tuple[bytes, ...] = ()  # keys of everything this prompt starts with, shortest first
+    prefixes: tuple[bytes, ...] = ()  # keys of all that is known of this prompt's beginnings, shortest first
     result: Result = "none"
     failure: str | None = None  # why there are no boundaries: a reason of the closed set
     key: bytes = b""  # of the chat before its last text
+    layout: Layout | None = None
+    tokens: Tokens | None = None  # the prompt, where it was rendered
+    renders: int = 0  # asked for this request
+    turn_key: bytes | None = None  # names the tokens up to the end of the last turn
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -54,176 +68,137 @@ class Found:
         return tuple(sorted({boundary.tokens for boundary in self.boundaries}))
 
 
-class PositionMemory:
-    """Token position by key, the least recently used forgotten first."""
-
-    def __init__(self, entries: int) -> None:
-        self._entries = entries
-        self._positions: OrderedDict[bytes, int] = OrderedDict()
-
-    def get(self, key: bytes) -> int | None:
-        """The position (tokens), None if unknown."""
-        if key in self._positions:
-            self._positions.move_to_end(key)
-        return self._positions.get(key)
-
-    def put(self, key: bytes, tokens: int) -> None:
-        """Remember a position (tokens)."""
-        self._positions[key] = tokens
-        self._positions.move_to_end(key)
-        if len(self._positions) > self._entries:
-            self._positions.popitem(last=False)
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-
-class _Chat(NamedTuple):
-    """A chat request taken apart."""
-
-    body: Mapping[str, Any]
-    messages: Sequence[Any]
-    keys: Keys
-    first: int | None  # first user text; the system boundary is its start
-    last: int  # last user or tool text; the history boundary is its start
-    system_key: bytes
-    history_key: bytes
-    turn_key: bytes | None  # None where no turn ends: the answer continues a message
-
-
 class BoundaryFinder:
     """Finds boundaries through a renderer, and remembers them. One per gateway."""
 
-    def __init__(self, memory: PositionMemory) -> None:
+    def __init__(self, memory: PositionMemory, learner: Learner | None = None, traits: Traits | None = None) -> None:
+        """Without a `learner` only places between messages, and those a client marks, are found."""
         self._memory = memory
+        self._learner = learner
+        self._traits = traits if traits is not None else Traits()
         self._pending: dict[bytes, asyncio.Future[None]] = {}
 
-    async def find(self, body: Mapping[str, Any], renderer: Renderer, renderer_id: bytes) -> Found:
-        """Boundaries of a chat request. Never raises for what a client or a template does: `failure` says why not.
+    async def find(self, chat: Chat | None, renderer: Renderer, renderer_id: bytes) -> Found:
+        """Boundaries of a chat. Never raises for what a client or a template does: `failure` says why not.
 
         `renderer_id` stands for tokenizer and template; positions of one do not serve another.
         """
-        chat = _take_apart(body, renderer_id)
-        if chat is None:
+        layout = lay_out(chat, renderer_id) if chat is not None else None
+        if layout is None:
             return Found(failure="no_boundary")
-        known = self._known(chat)
-        if known is not None and not self._deserves_render(chat):
-            return known
-        if known is None and (pending := self._pending.get(chat.history_key)) is not None:
+        cuts = self._cuts(layout)
+        if not (wanted := self._unknown(layout, cuts, renderer)):
+            return self._found(layout, cuts, "memo")
+        pending = self._pending.get(layout.key)
+        if pending is not None and self._memory.get(layout.key) is None:
             # Someone is rendering this very prefix: a cold fan-out costs one set of renders.
             await asyncio.wait((pending,))
-            if (known := self._known(chat)) is not None:
-                return known
+            if not (wanted := self._unknown(layout, cuts, renderer)):
+                return self._found(layout, cuts, "memo")
         done = asyncio.get_running_loop().create_future()
-        self._pending[chat.history_key] = done
+        self._pending[layout.key] = done
+        measure = Measure(layout, renderer, renderer_id, self._traits)
+        odd: list[tuple[Place, Position]] = []
         try:
-            return await self._render(chat, renderer)
+            for place, here, always in await measure.positions(wanted):
+                self._memory.put(place.key, always)
+                if here != always:
+                    odd.append((place, here))
         except RenderFailed:
-            return Found(prefixes=_prefixes(chat), failure="render_failed", key=chat.history_key)
+            found = self._found(layout, cuts, "none")
+            return Found(
+                prefixes=found.prefixes,
+                failure="render_failed",
+                key=layout.key,
+                layout=layout,
+                renders=measure.renders,
+            )
         finally:
-            if self._pending.get(chat.history_key) is done:
-                del self._pending[chat.history_key]
+            if self._pending.get(layout.key) is done:
+                del self._pending[layout.key]
             done.set_result(None)
+        result: Result = "local" if measure.local else "render"
+        return self._found(layout, cuts, result, measure.prompt, measure.renders, odd)
 
-    def _known(self, chat: _Chat) -> Found | None:
-        history = self._memory.get(chat.history_key)
-        if history is None:
-            return None
-        system = self._memory.get(chat.system_key)
-        turn = self._memory.get(chat.turn_key) if chat.turn_key is not None else None
-        return _found(chat, system, history, turn, "memo")
+    def _cuts(self, layout: Layout) -> list[tuple[int, Cut]]:
+        """Places inside texts where recent traffic diverged: message index, and the text before the place."""
+        if self._learner is None:
+            return []
+        # What lies before the last text of a known chat is behind a deeper boundary.
+        return self._learner.cuts(layout, layout.last if self._memory.get(layout.key) is not None else 0)
 
-    def _deserves_render(self, chat: _Chat) -> bool:
-        if chat.turn_key is None or self._memory.get(chat.turn_key) is not None:
+    def _unknown(self, layout: Layout, cuts: Sequence[tuple[int, Cut]], renderer: Renderer) -> list[Place]:
+        """Places whose position has to be measured before this request goes on; none on a known path."""
+        known = layout.chat.is_bare or self._memory.get(layout.key) is not None
+        wanted: list[Place] = []
+        if not known:
+            places = (history_place(layout), system_place(layout), user_place(layout))
+            wanted += [place for place in places if place is not None and self._memory.get(place.key) is None]
+        if self._deserves_turn(layout, known, renderer):
+            wanted.append(turn_place(layout))
+        for mark in layout.chat.marks[:MAX_MARKS]:
+            place = marked_place(layout, mark)
+            if place is not None and self._is_new(place, wanted):
+                wanted.append(place)
+        for index, cut in cuts:
+            if self._memory.get(cut_key(layout, index, cut.key)) is None:
+                if layout.chat.ids is not None:  # a character for each token: there is nothing to render
+                    key = cut_key(layout, index, cut.key)
+                    self._memory.put(key, Position(len(cut.text), key))
+                    continue
+                place = cut_place(layout, index, len(cut.text), "learned")
+                if place is not None and self._is_new(place, wanted):
+                    wanted.append(place)
+        return wanted
+
+    def _is_new(self, place: Place, wanted: Sequence[Place]) -> bool:
+        return self._memory.get(place.key) is None and all(place.key != other.key for other in wanted)
+
+    def _deserves_turn(self, layout: Layout, known: bool, renderer: Renderer) -> bool:
+        if layout.turn_key is None or self._memory.get(layout.turn_key) is not None:
             return False
-        return len(text_of(chat.messages[chat.last]) or "") >= LONG_TEXT_CHARACTERS
+        long = len(text_of(layout.chat.messages[layout.last]) or "") >= LONG_TEXT_CHARACTERS
+        return not known or long or getattr(renderer, "is_cheap", False)
 
-    async def _render(self, chat: _Chat, renderer: Renderer) -> Found:
-        messages, body = list(chat.messages), chat.body
+    def _found(
+        self,
+        layout: Layout,
+        cuts: Sequence[tuple[int, Cut]],
+        result: Result,
+        tokens: Tokens | None = None,
+        renders: int = 0,
+        odd: Sequence[tuple[Place, Position]] = (),
+    ) -> Found:
+        """Everything remembered of this chat, except that `odd` places lie elsewhere in this one request."""
+        here = {place.key: position for place, position in odd}
+        boundaries: list[Boundary] = []
 
-        def replaced(index: int, upto: int | None = None) -> dict[str, Any]:
-            text = text_of(messages[index]) or ""
-            changed = [*messages[:index], with_text(messages[index], sentinel_for(text)), *messages[index + 1 :]]
-            return {**body, "messages": changed[:upto]}
+        def add(kind: Kind, key: bytes | None) -> Position | None:
+            position = (here.get(key) or self._memory.get(key)) if key is not None else None
+            if position is not None and position.tokens:
+                boundaries.append(Boundary(position.tokens, kind, position.key))
+            return position
 
-        wanted = {"prompt": dict(body), "history": replaced(chat.last)}
-        if chat.first is not None and chat.first != chat.last and self._memory.get(chat.system_key) is None:
-            wanted["system"] = replaced(chat.first, upto=chat.first + 1)
-        if chat.turn_key is not None:
-            wanted["turn"] = {**body, "add_generation_prompt": False}
-        rendered = dict(zip(wanted, await _gather(renderer, wanted.values()), strict=True))
-        prompt = rendered["prompt"]
-        if isinstance(prompt, RenderFailed):
-            raise prompt
-
-        def shared(name: str) -> int | None:
-            # A template that refuses the variant (role order, say) costs that boundary only.
-            tokens = rendered.get(name)
-            return None if tokens is None or isinstance(tokens, RenderFailed) else common_prefix(prompt, tokens)
-
-        history, turn = shared("history"), shared("turn")
-        system = history if chat.first == chat.last else (shared("system") or self._memory.get(chat.system_key))
-        if turn is not None and history is not None and turn < history:
-            turn = None
-        for key, tokens in ((chat.system_key, system), (chat.history_key, history), (chat.turn_key, turn)):
-            if key is not None and tokens is not None:
-                self._memory.put(key, tokens)
-        return _found(chat, system, history, turn, "render")
-
-
-async def _gather(renderer: Renderer, bodies: Any) -> list[Sequence[int] | RenderFailed]:
-    async def one(body: Mapping[str, Any]) -> Sequence[int] | RenderFailed:
-        try:
-            return await renderer(body)
-        except RenderFailed as error:
-            return error
-
-    return await asyncio.gather(*(one(body) for body in bodies))
-
-
-def _take_apart(body: Mapping[str, Any], renderer_id: bytes) -> _Chat | None:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return None
-    last = last_open_text(messages)
-    if last is None:
-        return None
-    first = first_user_text(messages)
-    keys = chat_keys(body, messages, renderer_id)
-    generates = body.get("add_generation_prompt", True) and not body.get("continue_final_message")
-    ends_open = isinstance(messages[-1], Mapping) and messages[-1].get("role") in OPEN_ROLES
-    return _Chat(
-        body,
-        messages,
-        keys,
-        first,
-        last,
-        system_key=_key_before(keys, messages, first) if first is not None else digest("system", keys.head),
-        history_key=digest("history", _key_before(keys, messages, last), canonical(messages[last + 1 :])),
-        turn_key=keys.after[-1] if generates and ends_open else None,
-    )
-
-
-def _key_before(keys: Keys, messages: Sequence[Any], index: int) -> bytes:
-    """Key of everything before the text of message `index`: the messages before it, and its own shape."""
-    before = keys.after[index - 1] if index else keys.head
-    return digest("before", before, canonical(with_text(messages[index], "")))
-
-
-def _prefixes(chat: _Chat) -> tuple[bytes, ...]:
-    return (chat.system_key, *chat.keys.after[: chat.last], chat.history_key, *chat.keys.after[chat.last :])
-
-
-def _found(chat: _Chat, system: int | None, history: int | None, turn: int | None, result: Result) -> Found:
-    candidates: tuple[tuple[int | None, Kind, bytes | None], ...] = (
-        (system, "system", chat.system_key),
-        (history, "history", chat.history_key),
-        (turn, "turn", chat.turn_key),
-    )
-    boundaries = []
-    for tokens, kind, key in candidates:
-        if tokens and key is not None:
-            boundaries.append(Boundary(tokens, kind, key))
-    boundaries.sort(key=lambda boundary: boundary.tokens)
-    failure = None if boundaries else "no_boundary"
-    return Found(tuple(boundaries), _prefixes(chat), result if boundaries else "none", failure, chat.history_key)
+        add("system", layout.system_key)
+        add("history", layout.key)
+        add("turn", user_key(layout))
+        turn = add("turn", layout.turn_key)
+        for mark in layout.chat.marks[:MAX_MARKS]:
+            if (place := marked_place(layout, mark)) is not None:
+                add("explicit", place.key)
+        for index, cut in cuts:
+            add("learned", cut_key(layout, index, cut.key))
+        boundaries.sort(key=lambda boundary: boundary.tokens)
+        known = self._memory.known(layout.prefixes)
+        known |= {boundary.tokens: boundary.key for boundary in boundaries}
+        return Found(
+            tuple(boundaries),
+            tuple(known[tokens] for tokens in sorted(known)),
+            result if boundaries else "none",
+            None if boundaries else "no_boundary",
+            layout.key,
+            layout,
+            tokens,
+            renders,
+            turn.key if turn is not None else None,
+        )

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from proxy.body import parse_object
-from proxy.boundaries import BoundaryFinder, Found, PositionMemory
+from proxy.boundaries import BoundaryFinder, Found
+from proxy.chat import chat_request
 from proxy.errors import BadRequest
+from proxy.memory import PositionMemory
 from proxy.ports import free_port
 from proxy.render import RenderFailed, WorkerRenderer
 from proxy.upstream import Broken, Unreachable, Upstream, base_url
@@ -25,6 +27,7 @@ from proxy.workers import identify_renderer
 
 RENDER_TIMEOUT = 60.0
 START_SECONDS = 120.0
+MEMORY_BYTES = 100_000
 
 
 class CannotSay(Exception):
@@ -94,7 +97,7 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     except RenderFailed as error:
         raise CannotSay(f"messages: the server does not render this chat: {_words(error)}", 2) from None
     renderer_id = await identify_renderer(renderer, body["model"])
-    found = await BoundaryFinder(PositionMemory(100)).find(body, renderer, renderer_id or b"")
+    found = await BoundaryFinder(PositionMemory(MEMORY_BYTES)).find(chat_request(body), renderer, renderer_id or b"")
     return _as_json(found, len(prompt))
 
 

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from proxy.boundaries import Boundary
 
+# Of one prefix: its key, its place in the table, the set of workers. Measured, rounded up.
+ENTRY_BYTES = 600
+
 
 class Holding(NamedTuple):
     """The longest prefix of a request that a worker was sent before."""
@@ -19,8 +22,9 @@ class Holding(NamedTuple):
 class Directory:
     """Prefix key to its length and the workers (by boot identity) that were sent it; bounded, oldest use goes first."""
 
-    def __init__(self, entries: int) -> None:
-        self._entries = entries
+    def __init__(self, size: int) -> None:
+        """`size` in bytes."""
+        self._entries = max(1, size // ENTRY_BYTES)
         self._holders: OrderedDict[bytes, tuple[int, set[str]]] = OrderedDict()
 
     def note(self, boundaries: Iterable[Boundary], boot: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 from typing import NamedTuple
 
-from proxy.render import RENDER
+from proxy.chat import CHAT
 from proxy.upstream import Broken, Unreachable, Upstream, base_url
 from proxy.workers import EngineInfo, read_metrics
 
@@ -101,7 +101,7 @@ async def _details(upstream: Upstream, url: str, model: str) -> Finding:
 async def _render(upstream: Upstream, url: str, model: str) -> Finding:
     request = {"model": model, "messages": [{"role": "user", "content": "Seamark"}]}
     try:
-        status, _ = await upstream.fetch("POST", url + RENDER, json.dumps(request).encode(), timeout=TIMEOUT)
+        status, _ = await upstream.fetch("POST", url + CHAT + "/render", json.dumps(request).encode(), timeout=TIMEOUT)
     except (Unreachable, Broken):
         status = 0
     # /tokenize renders nearly everything alike, so its use is worth a word and not an error.

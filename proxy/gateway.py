@@ -12,56 +12,26 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from proxy import wire
+from proxy.accounting import Accounting
 from proxy.body import parse_object, with_hint
-from proxy.boundaries import BoundaryFinder, Found, PositionMemory
+from proxy.budget import worth_sending
+from proxy.call import REPORTING, Call, call_of
 from proxy.directory import Directory
-from proxy.errors import BadRequest, GatewayError, NotFound, NoWorker, WorkerFailed
+from proxy.errors import BadRequest, GatewayError, NoWorker, WorkerFailed
+from proxy.finding import HINTED, Finding
 from proxy.metrics import Metrics
-from proxy.outcome import TAIL_BYTES, Expectation, Usage, cache_label, reason, usage_in_stream, usage_of
+from proxy.outcome import TAIL_BYTES, Expectation, usage_in_stream, usage_of
 from proxy.routing import choose
 from proxy.settings import Settings
 from proxy.upstream import Broken, Unreachable, Upstream, chunks
 from proxy.workers import Worker, WorkerPool
 
 logger = logging.getLogger("seamark.gateway")
-
-CHAT = "/v1/chat/completions"
-UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
-# Answers of these report cached tokens.
-REPORTING = frozenset({CHAT, "/v1/completions", "/v1/responses", "/v1/messages"})
-ENDPOINTS = REPORTING | {"/v1/embeddings", "/tokenize", "/detokenize"}
-
-
-@dataclass
-class Call:
-    """One request on its way through the gateway."""
-
-    method: str
-    target: str  # path and query, as the client wrote them
-    endpoint: str  # label: the path where it is a known one
-    headers: wire.HeaderList
-    request_id: str
-    raw: bytes
-    arrived: float  # time.perf_counter() when the body was complete
-    body: dict[str, Any] = field(default_factory=dict)
-    found: Found | None = None  # None: not a chat
-    worker: Worker | None = None
-    sent: tuple[int, ...] = ()  # positions in the hint
-    expected: Expectation | None = None
-    started: bool = False  # the response has begun
-    status: int = 0
-    first_byte: float | None = None
-
-    @property
-    def id_header(self) -> tuple[bytes, bytes]:
-        """The request's identity, as clients and workers see it."""
-        return (b"x-request-id", self.request_id.encode("latin-1"))
 
 
 class Gateway:
@@ -72,16 +42,16 @@ class Gateway:
         self.metrics = Metrics()
         self.upstream = Upstream(settings.connect_timeout)
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
-        self.memory = PositionMemory(settings.memory_entries)
-        self.finder = BoundaryFinder(self.memory)
-        self.directory = Directory(settings.memory_entries)
+        self.finding = Finding(settings, self.metrics)
+        self.directory = Directory(settings.memory_bytes // 2)
+        self.accounting = Accounting(self.metrics, self.pool, self.finding)
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         request_id = wire.header(scope, b"x-request-id") or uuid.uuid4().hex
         call: Call | None = None
         try:
             raw = await wire.read_body(receive, self.settings.max_body_bytes)
-            call = _call(scope, raw, request_id)
+            call = call_of(scope, raw, request_id)
             await wire.unless_client_leaves(receive, self._serve(call, send))
         except wire.ClientGone:
             if call is not None:
@@ -95,7 +65,7 @@ class Gateway:
             await self._refuse(call, GatewayError("The gateway failed to handle this request."), request_id, send)
         finally:
             if call is not None:
-                self._count(call)
+                self.accounting.count(call)
 
     async def _refuse(self, call: Call | None, error: GatewayError, request_id: str, send: wire.Send) -> None:
         if call is not None:
@@ -118,31 +88,17 @@ class Gateway:
                 await self._stream(call, response, send)
 
     async def _read(self, call: Call) -> None:
-        """Parse the body where it is JSON, and find a chat's boundaries."""
-        if call.endpoint != CHAT:
+        """Parse the body where it is JSON, and find its boundaries."""
+        if call.endpoint not in HINTED:
             try:
                 call.body = parse_object(call.raw)  # only to know the model
             except BadRequest:
                 call.body = {}
             return
         call.body = parse_object(call.raw)
-        call.found = await self._find(call)
+        workers = await self._candidates(call.body.get("model"))
+        await self.finding.read(call, workers)
         self.metrics.overhead.labels("boundary").observe(time.perf_counter() - call.arrived)
-
-    async def _find(self, call: Call) -> Found:
-        model = call.body.get("model")
-        found = Found(failure="unpatched")
-        workers = await self._candidates(model)
-        renders = next((worker for worker in workers if worker.engine is not None and worker.serves(model)), None)
-        if renders is not None:
-            try:
-                renderer_id = renders.renderer_ids.get(model, b"")
-                found = await self.finder.find(call.body, renders.renderer, renderer_id)
-            except Exception as error:
-                logger.error("boundary of request %s: %s", call.request_id, type(error).__name__)
-                found = Found(failure="render_failed")
-        self.metrics.lookups.labels(found.result).inc()
-        return found
 
     async def _candidates(self, model: Any) -> list[Worker]:
         """Workers that are up and serve `model`; all that are up where none does, the answer is theirs to give."""
@@ -154,7 +110,7 @@ class Gateway:
         """Send to the chosen worker; one that refuses the connection is passed over."""
         while True:
             worker = self._choose(call, await self._candidates(call.body.get("model")))
-            positions = call.found.positions if call.found is not None and worker.engine is not None else ()
+            positions = self._worth_sending(call, worker)
             raw = with_hint(call.raw, call.body, positions) if call.found is not None else call.raw
             call.sent = positions if raw is not call.raw else ()
             headers = [*call.headers, call.id_header]
@@ -178,6 +134,11 @@ class Gateway:
                 worker.inflight -= 1
                 self.metrics.inflight.labels(worker.name).dec()
 
+    def _worth_sending(self, call: Call, worker: Worker) -> tuple[int, ...]:
+        if call.found is None or worker.engine is None:
+            return ()
+        return worth_sending(call.found.boundaries, worker.engine.match_unit, self.settings.boundary_budget)
+
     def _choose(self, call: Call, workers: list[Worker]) -> Worker:
         """Choose and note it in one go, so that a request arriving right behind already follows."""
         if not workers:
@@ -186,8 +147,11 @@ class Gateway:
         if found is None:
             call.worker = choose(workers, {}, self.settings.load_slack)
             return call.worker
+        if (keeper := self._keeper(call, workers)) is not None:
+            workers = [keeper]
         held = self.directory.longest(found.prefixes, [worker.boot for worker in workers])
-        worker = call.worker = choose(workers, held, self.settings.load_slack)
+        together = call.body.get("prompt_cache_key")
+        worker = call.worker = choose(workers, held, self.settings.load_slack, together)
         call.expected = Expectation(
             failure=found.failure if worker.engine is not None else "unpatched",
             shareable=max((holding.tokens for holding in held.values()), default=0),
@@ -195,10 +159,16 @@ class Gateway:
             predicted=held[worker.boot].tokens if worker.boot in held else 0,
             deepest=max(found.positions, default=0),
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
+            would_share=max((b.tokens for b in found.boundaries if b.key != found.turn_key), default=0),
         )
         if worker.engine is not None:
             self.directory.note(found.boundaries, worker.boot)
         return worker
+
+    def _keeper(self, call: Call, workers: list[Worker]) -> Worker | None:
+        """The worker that stores the response which this request continues; others would not know it."""
+        boot = self.finding.stored.boot(call.body.get("previous_response_id"))
+        return next((worker for worker in workers if worker.boot == boot), None)
 
     def _response_headers(self, call: Call, response: httpx.Response) -> wire.HeaderList:
         headers = wire.end_to_end(response.headers.raw, wire.OWN_RESPONSE | {b"content-length"})
@@ -237,7 +207,7 @@ class Gateway:
             call.status = error.status
             await send({"type": "http.response.body", "body": wire.error_event(error), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-        self._account(call, usage_in_stream(tail))
+        self.accounting.answered(call, usage_in_stream(tail))
 
     async def _answer_whole(self, call: Call, response: httpx.Response, send: wire.Send) -> None:
         """Collect a JSON answer, so that what the engine reports can stand in the headers."""
@@ -246,64 +216,19 @@ class Gateway:
         headers = self._response_headers(call, response)
         if call.status == 200 and "content-encoding" not in response.headers:
             try:
-                usage = usage_of(json.loads(body))
+                answer = json.loads(body)
             except ValueError:
-                usage = None
+                answer = None
+            usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            self._account(call, usage)
+            why = self.accounting.answered(call, usage)
+            if why is not None:
+                headers.append((b"x-seamark-reason", why.encode()))
+            self.finding.answered(call, answer)
         call.started = True
         await wire.send_whole(send, call.status, headers, body)
 
     async def _begin(self, call: Call, headers: wire.HeaderList, send: wire.Send) -> None:
         call.started = True
         await send({"type": "http.response.start", "status": call.status, "headers": headers})
-
-    def _account(self, call: Call, usage: Usage | None) -> None:
-        """Compare what the engine reports with what was expected."""
-        if usage is None or call.worker is None:
-            return
-        expected, metrics = call.expected, self.metrics
-        labels = (self._model_label(call), call.worker.name)
-        metrics.prompt_tokens.labels(*labels).inc(usage.prompt)
-        if usage.cached is not None:
-            metrics.cached_tokens.labels(*labels).inc(usage.cached)
-        if expected is None:
-            return
-        metrics.shareable_tokens.labels(*labels).inc(expected.shareable)
-        metrics.predicted_tokens.labels(*labels).inc(expected.floored(expected.predicted))
-        if usage.cached is None:
-            return
-        why = reason(expected, usage.cached)
-        if why != "hit":
-            metrics.misses.labels(labels[0], why).inc()
-        if call.first_byte is not None:
-            seconds = call.first_byte - call.arrived
-            metrics.first_token.labels(labels[0], cache_label(expected, usage.cached)).observe(seconds)
-
-    def _count(self, call: Call) -> None:
-        worker = call.worker.name if call.worker is not None else ""
-        self.metrics.requests.labels(self._model_label(call), worker, call.endpoint, str(call.status)).inc()
-
-    def _model_label(self, call: Call) -> str:
-        model = call.body.get("model")
-        served = isinstance(model, str) and any(worker.serves(model) for worker in self.pool.workers)
-        return model if served else UNKNOWN_MODEL
-
-
-def _call(scope: wire.Scope, raw: bytes, request_id: str) -> Call:
-    path = scope["path"]
-    if not {".", ".."}.isdisjoint(path.split("/")):
-        raise NotFound("No such path.")  # the way up leads to routes of the worker that are not for clients
-    target = scope.get("raw_path", path.encode()).decode("latin-1")
-    if scope["query_string"]:
-        target += "?" + scope["query_string"].decode("latin-1")
-    return Call(
-        method=scope["method"],
-        target=target,
-        endpoint=path if path in ENDPOINTS else "other",
-        headers=wire.end_to_end(scope["headers"], wire.RECOMPUTED),
-        request_id=request_id,
-        raw=raw,
-        arrived=time.perf_counter(),
-    )

@@ -58,6 +58,19 @@ class Metrics:
         self.engine_patched = Gauge(
             "seamark_engine_patched", "1 while a worker's engine keeps checkpoints", ["worker"], registry=registry
         )
+        self.renders = Counter("seamark_renders_total", "Renders asked of workers", registry=registry)
+        self.rewrites = Counter(
+            "seamark_rewrites_total",
+            "Requests that a rewrite rule changed, or would have changed where it is off",
+            ["rule", "applied"],
+            registry=registry,
+        )
+        self.would_save = Counter(
+            "seamark_would_save_tokens_total",
+            "Prompt tokens missed because of volatile text that nothing strips",
+            ["text"],
+            registry=registry,
+        )
         self.lookups = Counter(
             "seamark_boundary_lookups_total", "How boundaries were found", ["result"], registry=registry
         )

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from proxy.recent import Change
+
 # Enough of a stream's end for its usage event and `[DONE]`.
 TAIL_BYTES = 16_384
 
@@ -27,16 +29,23 @@ class Expectation:
     predicted: int  # deepest boundary the chosen worker could hold
     deepest: int  # deepest boundary sent
     match_unit: int
+    would_share: int = 0  # deepest boundary of this prompt that a request before it could have shared, unchanged
 
     def floored(self, tokens: int) -> int:
         """What the engine can deliver of `tokens`."""
         return tokens // self.match_unit * self.match_unit
 
 
-def reason(expected: Expectation, cached: int) -> str:
-    """The deepest cause of what a request got, of the closed set; "hit" where it got all it could."""
+def reason(expected: Expectation, cached: int, change: Change | None = None) -> str:
+    """The deepest cause of what a request got, of the closed set; "hit" where it got all it could.
+
+    `change` is where the request leaves the nearest recent one in the middle: what it could share is less then than
+    what it would have shared, so that is the cause even where the little it could share was delivered.
+    """
     if expected.failure is not None:
         return expected.failure
+    if change is not None and expected.floored(expected.shareable) < expected.floored(expected.would_share):
+        return "salt" if change.salt else "prefix_changed"
     if cached and cached >= expected.floored(expected.shareable):
         return "hit"
     if expected.deepest < expected.match_unit:
@@ -50,6 +59,23 @@ def reason(expected: Expectation, cached: int) -> str:
     return "evicted"
 
 
+# What the gateway cannot know better: it was sent before and is not there. The engine knows why.
+OPEN_TO_THE_ENGINE = frozenset({"evicted"})
+# Of the engine's words, those that name a cause the gateway's own words hide.
+ENGINE_CAUSES = frozenset({"evicted", "not_worth_it", "below_unit", "hint_ignored"})
+
+
+def deepest(gateway: str, engine: str | None) -> str:
+    """The deeper of two reasons for one request, the gateway's and its engine's (None where it said nothing).
+
+    What the gateway saw comes first where it explains the miss: another worker, a restart, a changed prefix. A request
+    that was cold is cold whatever the engine thought of its hint, unless the engine takes no hint at all.
+    """
+    if engine == "hint_ignored" and gateway == "cold":
+        return engine
+    return engine if gateway in OPEN_TO_THE_ENGINE and engine in ENGINE_CAUSES else gateway
+
+
 def cache_label(expected: Expectation, cached: int) -> str:
     """`hit`, `partial` or `miss`, as in the first-token histogram."""
     if not cached:
@@ -59,6 +85,9 @@ def cache_label(expected: Expectation, cached: int) -> str:
 
 def usage_of(answer: Any) -> Usage | None:
     """Usage of a parsed answer or stream event, in the spelling of chat and completions, responses, or messages."""
+    for wrapper in ("response", "message"):  # events of a streamed response, or message, carry it inside
+        if isinstance(answer, dict) and "usage" not in answer and isinstance(answer.get(wrapper), dict):
+            answer = answer[wrapper]
     usage = answer.get("usage") if isinstance(answer, dict) else None
     if not isinstance(usage, dict):
         return None

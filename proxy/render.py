@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+from proxy.chat import CHAT
+from proxy.tokens import Tokens
 from proxy.upstream import Broken, Unreachable, Upstream
 
-RENDER = "/v1/chat/completions/render"
 TOKENIZE = "/tokenize"
 
 # `/tokenize` refuses nothing it does not know, but these are the fields of a chat it reads.
@@ -36,14 +38,14 @@ class RenderFailed(Exception):
 
 
 class Renderer(Protocol):
-    """Token ids of a chat request."""
+    """Token ids of a request."""
 
-    async def __call__(self, body: Mapping[str, Any]) -> Sequence[int]:
-        """Raise `RenderFailed` where there are none."""
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+        """`body` as it would be sent to `path`. Raise `RenderFailed` where there are none."""
 
 
 class WorkerRenderer:
-    """Renders through one worker: by its render route, or by `/tokenize` where that route is switched off."""
+    """Renders through one worker: by its render routes, or by `/tokenize` where those are switched off."""
 
     def __init__(self, upstream: Upstream, url: str, timeout: float) -> None:
         """`timeout` in seconds for one render."""
@@ -51,14 +53,18 @@ class WorkerRenderer:
         self._url = url
         self._timeout = timeout
         self._has_render_route = True
+        self.asked = 0  # renders
+        self._writing = asyncio.Lock()
 
-    async def __call__(self, body: Mapping[str, Any]) -> Sequence[int]:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+        self.asked += 1
         if self._has_render_route:
-            status, answer = await self._post(
-                RENDER, {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
-            )
+            wanted = {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
+            status, answer = await self._post(path + "/render", wanted)
             if status not in (403, 404, 405):
                 return self._tokens(status, answer, "token_ids")
+        if path != CHAT:
+            raise RenderFailed(f"no route renders {path}")
         status, answer = await self._post(TOKENIZE, {name: body[name] for name in TOKENIZE_FIELDS if name in body})
         tokens = self._tokens(status, answer, "tokens")
         self._has_render_route = False  # the refusal was of the route: this request itself is fine
@@ -69,20 +75,19 @@ class WorkerRenderer:
         self._has_render_route = True
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        try:
+        async with self._writing:  # the variants of a long chat one by one, so that others get their turn in between
             raw = json.dumps(body).encode()
+            await asyncio.sleep(0)
+        try:
             return await self._upstream.fetch("POST", self._url + path, raw, timeout=self._timeout)
         except (Unreachable, Broken) as error:
             raise RenderFailed(f"{path}: {type(error).__name__}") from error
 
     @staticmethod
-    def _tokens(status: int, answer: bytes, field: str) -> Sequence[int]:
+    def _tokens(status: int, answer: bytes, field: str) -> Tokens:
         if status != 200:
             raise RenderFailed(f"status {status}", answer)
-        try:
-            tokens = json.loads(answer)[field]
-        except (ValueError, KeyError, TypeError):
-            tokens = None
-        if not isinstance(tokens, list):
+        tokens = Tokens.in_answer(answer, field)
+        if tokens is None:
             raise RenderFailed(f"an answer without {field}")
         return tokens

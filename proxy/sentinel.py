@@ -7,18 +7,26 @@ render. Rendering fewer messages instead would not do: many templates render a s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Plain words; which one is used depends on the text it replaces, so that the first characters never agree.
 SENTINELS = ("Quartz", "83 jigsaw")
 
+# Texts that could grow together with the token before them, where a template leaves nothing but text in between.
+# Nothing at all is one of them: what follows the text then follows that token.
+MERGING = ("", "the tide", "\nQuartz", " Quartz", ")Quartz")
+
+# What a template could take for a command or for markup of its own: such a text may change how earlier turns render.
+_TELLING = re.compile(r"[<\[{|/]\w|[<\[{|]/")
+
 # Roles whose text a client chooses anew for each request.
 OPEN_ROLES = ("user", "tool", "function")
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length (tokens) of the longest common prefix."""
+def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two lists or texts, by halving."""
     limit = min(len(left), len(right))
     if left[:limit] == right[:limit]:
         return limit
@@ -56,20 +64,31 @@ def sentinel_for(text: str) -> str:
     return next(sentinel for sentinel in SENTINELS if sentinel[0].lower() not in starts)
 
 
+def other_sentinel(sentinel: str) -> str:
+    """Another one, with another first character."""
+    return next(other for other in SENTINELS if other != sentinel)
+
+
+def is_telling(text: str) -> bool:
+    """Whether a template might read this text and not only print it."""
+    return _TELLING.search(text) is not None
+
+
 def last_open_text(messages: Sequence[Any]) -> int | None:
     """Index of the last user or tool message with a text."""
     return next(
-        (i for i in reversed(range(len(messages))) if _is_open(messages[i]) and text_of(messages[i]) is not None), None
+        (i for i in reversed(range(len(messages))) if is_open(messages[i]) and text_of(messages[i]) is not None), None
     )
 
 
 def first_user_text(messages: Sequence[Any]) -> int | None:
     """Index of the first message that is not part of the system prompt, if it is an open one with a text."""
-    index = next((i for i, message in enumerate(messages) if _is_open(message)), None)
+    index = next((i for i, message in enumerate(messages) if is_open(message)), None)
     return index if index is not None and text_of(messages[index]) is not None else None
 
 
-def _is_open(message: Any) -> bool:
+def is_open(message: Any) -> bool:
+    """Whether the message's text is one that a client chooses anew."""
     return isinstance(message, Mapping) and message.get("role") in OPEN_ROLES
 
 

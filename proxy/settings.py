@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError, field_validator
 
 from proxy.errors import SettingsError
+from proxy.rewrites import RULES
 from proxy.upstream import base_url
 
 PREFIX = "SEAMARK_"
@@ -31,7 +32,25 @@ class Settings(BaseModel):
         5.0, gt=0, description="seconds a worker gets to render a chat before it is forwarded without a hint"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body")
-    memory_entries: int = Field(200_000, gt=0, description="prefixes whose boundary and holders are remembered")
+    memory_bytes: int = Field(
+        128 * 2**20, gt=0, description="memory for positions of prefixes, and for which worker was sent which"
+    )
+    text_bytes: int = Field(
+        128 * 2**20,
+        ge=0,
+        description="memory for recent prompts, to learn what they share inside, to say what changed, and to continue "
+        "stored responses; 0 keeps no text and does none of it",
+    )
+    boundary_budget: int = Field(6, gt=0, le=16, description="most positions in the hint of one request")
+    rewrite: tuple[str, ...] = Field(
+        ("billing_header",), description=f"rewrite rules to apply, out of {', '.join(RULES)}; none: an empty text"
+    )
+    tokenizer: Path | None = Field(
+        None,
+        description="folder with the model's tokenizer.json and chat template, to render here once proved equal to "
+        "the worker",
+    )
+    excerpts: bool = Field(False, description="show some characters of prompts in /seamark/requests/{id}")
     load_slack: int = Field(
         8, ge=0, description="requests in flight by which a worker that holds the prefix may exceed the least loaded"
     )
@@ -46,6 +65,22 @@ class Settings(BaseModel):
             _HTTP_URL.validate_python(url)
             cleaned.append(base_url(url))
         return tuple(dict.fromkeys(cleaned))
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _tokenizer(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not (folder / "tokenizer.json").is_file():
+            raise ValueError("the folder of a model is needed, and this has no tokenizer.json")
+        return folder
+
+    @field_validator("rewrite", mode="before")
+    @classmethod
+    def _rules(cls, value: Any) -> tuple[str, ...]:
+        names = value.split(",") if isinstance(value, str) else value
+        names = tuple(name.strip() for name in names if name.strip())
+        if unknown := [name for name in names if name not in RULES]:
+            raise ValueError(f"no rule is called {unknown[0]}, only {', '.join(RULES)}")
+        return names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from proxy.canonical import canonical
+from proxy.local_render import LocalRender
 from proxy.metrics import Metrics
+from proxy.proved import ProvedRenderer
 from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
 from proxy.upstream import Broken, Unreachable, Upstream
@@ -55,6 +56,7 @@ class Worker:
 
     url: str
     renderer: WorkerRenderer
+    fast: ProvedRenderer | None = None  # the same, without asking the worker where that is proved
     up: bool = False
     boot: str = ""
     engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
@@ -82,6 +84,10 @@ class WorkerPool:
         self._interval = settings.health_interval
         self._looks: dict[str, asyncio.Task[None]] = {}
         self.workers = [Worker(url, WorkerRenderer(upstream, url, settings.render_timeout)) for url in settings.worker]
+        if settings.tokenizer is not None:
+            local = LocalRender(settings.tokenizer)
+            for worker in self.workers:
+                worker.fast = ProvedRenderer(worker.renderer, local)
         for worker in self.workers:
             metrics.worker_up.labels(worker.name).set(0)
             metrics.engine_patched.labels(worker.name).set(0)
@@ -142,6 +148,8 @@ class WorkerPool:
             worker.boot = boot
             worker.renderer_ids.clear()
             worker.renderer.forget_routes()
+            if worker.fast is not None:
+                worker.fast.forget()
         self._metrics.engine_patched.labels(worker.name).set(worker.engine is not None)
         if worker.engine is not None:
             for entry in worker.models:
@@ -171,7 +179,7 @@ async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
             tokens = await renderer({"model": model, "messages": messages})
         except RenderFailed:
             continue
-        return xxh3_128_digest(canonical(list(tokens)))
+        return xxh3_128_digest(tokens.raw)
     return None
 
 

@@ -64,8 +64,11 @@ def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) 
     needed, flags = (FLOAT32_DELTA, ("--dtype", "float32")) if family == QWEN3_NEXT else ({}, ())
     environment = plugins.environment(folder / "plugins", needed)
     with Fleet(folder) as fleet:
+        # A parser, without which vLLM refuses requests that offer tools.
+        tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+        store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
         seamark = fleet.engine(
-            "seamark", model, flags=flags, environment=planted.environment(folder / "planted", needed)
+            "seamark", model, "1", (*flags, *tools), {**planted.environment(folder / "planted", needed), **store}
         )
         tight_flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
         tight = fleet.engine("tight", model, flags=(*flags, *tight_flags), environment=environment)

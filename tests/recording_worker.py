@@ -54,6 +54,7 @@ class RecordingWorker:
     boot: str = "1.7e+09"
     models: tuple[str, ...] = ("m",)
     render_status: int = 200
+    cached: int = 160  # tokens it reports
     hang: bool = False  # answer nothing until the client goes
     hang_in_stream: bool = False
     cut_stream: bool = False
@@ -89,7 +90,9 @@ class RecordingWorker:
         elif path == "/v1/chat/completions" and json.loads(body).get("stream"):
             await self._stream(receive, send)
         else:
-            await _answer(send, json.dumps(COMPLETION).encode())
+            details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
+            usage = {**USAGE, "prompt_tokens_details": details}
+            await _answer(send, json.dumps({**COMPLETION, "usage": usage}).encode())
 
     async def _render(self, body: bytes, send: Any) -> None:
         self.renders += 1

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from proxy.boundaries import BoundaryFinder, PositionMemory
+from proxy.boundaries import BoundaryFinder
+from proxy.chat import CHAT, chat_request
+from proxy.memory import ENTRY_BYTES, Position, PositionMemory
 from proxy.render import RenderFailed
 from proxy.sentinel import SENTINELS, common_prefix, sentinel_for
 
@@ -24,7 +26,7 @@ class LocalRenderer:
         self.renders = 0
         self.fail = False
 
-    async def __call__(self, body: Mapping[str, Any]) -> list[int]:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         self.renders += 1
         await asyncio.sleep(0)
         if self.fail:
@@ -43,7 +45,7 @@ def renderer(tokenizer) -> LocalRenderer:
 
 
 def finder() -> BoundaryFinder:
-    return BoundaryFinder(PositionMemory(1000))
+    return BoundaryFinder(PositionMemory(1_000_000))
 
 
 def user(text: Any) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 async def positions(renderer, body, use=None):
-    found = await (use or finder()).find(body, renderer, b"renderer")
+    found = await (use or finder()).find(chat_request(body), renderer, b"renderer")
     return {boundary.kind: boundary.tokens for boundary in found.boundaries}
 
 
@@ -119,7 +121,7 @@ async def test_a_known_prefix_needs_no_render(renderer):
     use = finder()
     first = await positions(renderer, {"messages": [SYSTEM, user("First?")]}, use)
     renders = renderer.renders
-    second = await use.find({"messages": [SYSTEM, user("Second?")]}, renderer, b"renderer")
+    second = await use.find(chat_request({"messages": [SYSTEM, user("Second?")]}), renderer, b"renderer")
     assert renderer.renders == renders
     assert second.result == "memo"
     assert {boundary.kind: boundary.tokens for boundary in second.boundaries}["history"] == first["history"]
@@ -145,29 +147,33 @@ async def test_a_long_new_text_is_worth_a_render_for_its_turn(renderer):
 async def test_whatever_can_move_a_position_makes_another_key(renderer, change):
     use = finder()
     body = {"messages": [SYSTEM, user("First?")]}
-    one = await use.find(body, renderer, b"renderer")
-    other = await use.find({**body, **change}, renderer, b"renderer")
+    one = await use.find(chat_request(body), renderer, b"renderer")
+    other = await use.find(chat_request({**body, **change}), renderer, b"renderer")
     assert one.key != other.key
     assert other.result == "render"
 
 
 async def test_keys_do_not_depend_on_the_last_text_sampling_or_spelling(renderer):
     use = finder()
-    one = await use.find({"messages": [SYSTEM, user("First?")], "temperature": 1}, renderer, b"r")
-    other = await use.find({"seed": 5, "messages": [SYSTEM, user("Other?")]}, renderer, b"r")
+    one = await use.find(chat_request({"messages": [SYSTEM, user("First?")], "temperature": 1}), renderer, b"r")
+    other = await use.find(chat_request({"seed": 5, "messages": [SYSTEM, user("Other?")]}), renderer, b"r")
     assert one.key == other.key
 
 
 async def test_another_template_is_another_key(renderer):
     use = finder()
     body = {"messages": [SYSTEM, user("First?")]}
-    assert (await use.find(body, renderer, b"one")).key != (await use.find(body, renderer, b"two")).key
+    assert (await use.find(chat_request(body), renderer, b"one")).key != (
+        await use.find(chat_request(body), renderer, b"two")
+    ).key
 
 
 async def test_a_cold_fan_out_renders_once(renderer):
     use = finder()
+    await positions(renderer, {"messages": [{**SYSTEM, "content": "Another."}, user("zero")]}, use)
+    renderer.renders = 0  # what was learnt of the template is learnt
     bodies = [{"messages": [SYSTEM, user(text)]} for text in ("one", "two", "three", "four")]
-    found = await asyncio.gather(*(use.find(body, renderer, b"r") for body in bodies))
+    found = await asyncio.gather(*(use.find(chat_request(body), renderer, b"renderer") for body in bodies))
     assert renderer.renders == 3  # prompt, sentinel, turn
     assert len({one.positions[0] for one in found}) == 1
 
@@ -175,14 +181,14 @@ async def test_a_cold_fan_out_renders_once(renderer):
 async def test_only_the_text_of_the_last_text_part_is_replaced():
     seen = []
 
-    async def renderer(body):
+    async def renderer(body, path=CHAT):
         seen.append(body["messages"][-1]["content"])
         return [1, 2, 3]
 
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     parts = [{"type": "text", "text": "Look:"}, image, {"type": "text", "text": "what is it?"}]
-    await finder().find({"messages": [user(parts)]}, renderer, b"r")
-    replaced = next(content for content in seen if content[2]["text"] != "what is it?")
+    await finder().find(chat_request({"messages": [user(parts)]}), renderer, b"r")
+    replaced = next(content for content in seen if content[2]["text"] in SENTINELS)
     assert replaced[:2] == parts[:2] and replaced[2]["text"] in SENTINELS
 
 
@@ -203,17 +209,17 @@ async def test_only_the_text_of_the_last_text_part_is_replaced():
     ],
 )
 async def test_a_chat_without_an_open_text_has_no_boundary(renderer, messages):
-    found = await finder().find({"messages": messages}, renderer, b"r")
+    found = await finder().find(chat_request({"messages": messages}), renderer, b"r")
     assert (found.positions, found.failure) == ((), "no_boundary")
 
 
 async def test_a_template_that_refuses_the_prompt_is_a_reason_and_is_asked_again(renderer):
     use = finder()
     renderer.fail = True
-    found = await use.find({"messages": [SYSTEM, user("x")]}, renderer, b"r")
+    found = await use.find(chat_request({"messages": [SYSTEM, user("x")]}), renderer, b"r")
     assert (found.positions, found.failure) == ((), "render_failed")
     renderer.fail = False
-    assert (await use.find({"messages": [SYSTEM, user("x")]}, renderer, b"r")).positions
+    assert (await use.find(chat_request({"messages": [SYSTEM, user("x")]}), renderer, b"r")).positions
 
 
 async def test_an_answer_that_continues_a_message_ends_no_turn(renderer):
@@ -222,12 +228,12 @@ async def test_an_answer_that_continues_a_message_ends_no_turn(renderer):
 
 
 def test_memory_is_bounded_and_forgets_the_least_recently_used():
-    memory = PositionMemory(2)
-    memory.put(b"a", 1)
-    memory.put(b"b", 2)
-    assert memory.get(b"a") == 1
-    memory.put(b"c", 3)
-    assert (memory.get(b"a"), memory.get(b"b"), memory.get(b"c"), len(memory)) == (1, None, 3, 2)
+    memory = PositionMemory(2 * ENTRY_BYTES)
+    memory.put(b"a", Position(1, b""))
+    memory.put(b"b", Position(2, b""))
+    assert memory.get(b"a").tokens == 1
+    memory.put(b"c", Position(3, b""))
+    assert (memory.get(b"a"), memory.get(b"b"), memory.get(b"c"), len(memory)) == ((1, b""), None, (3, b""), 2)
 
 
 @pytest.mark.parametrize("text", [*PARTING_TEXTS, *SENTINELS, " Quartz", "\t83"])

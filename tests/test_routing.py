@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.boundaries import Boundary
-from proxy.directory import Directory, Holding
+from proxy.directory import ENTRY_BYTES, Directory, Holding
 from proxy.outcome import Expectation, Usage, cache_label, reason, usage_in_stream, usage_of
 from proxy.routing import choose
 from proxy.workers import EngineInfo, Worker, read_metrics, union_of_models
@@ -43,21 +43,21 @@ def test_a_holder_that_is_too_busy_is_passed_over():
 
 
 def test_the_directory_knows_the_deepest_prefix_of_each_worker():
-    directory = Directory(100)
+    directory = Directory(100 * ENTRY_BYTES)
     directory.note([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
     directory.note([Boundary(100, "system", b"s")], "b")
     assert directory.longest((b"s", b"t", b"new"), ["a", "b", "c"]) == {"a": (400, b"t"), "b": (100, b"s")}
 
 
 def test_a_restarted_worker_holds_nothing_but_is_remembered_to_have():
-    directory = Directory(100)
+    directory = Directory(100 * ENTRY_BYTES)
     directory.note([Boundary(100, "system", b"s")], "a#boot1")
     assert directory.longest((b"s",), ["a#boot2"]) == {}
     assert directory.ever_sent((b"s",)) == 100
 
 
 def test_the_directory_is_bounded():
-    directory = Directory(10)
+    directory = Directory(10 * ENTRY_BYTES)
     for number in range(100):
         directory.note([Boundary(16, "system", bytes([number]))], "a")
     assert len(directory) == 10

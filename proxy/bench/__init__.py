@@ -6,7 +6,7 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    from proxy.bench import cost, demo, fan_out, grid, pass_rows, resume, soak
+    from proxy.bench import agents, boundary_cost, cost, demo, fan_out, grid, pass_rows, resume, soak, templates
 
     benchmarks = {
         "demo": demo.main,
@@ -16,6 +16,9 @@ def main(argv: list[str]) -> int:
         "resume": resume.main,
         "soak": soak.main,
         "fan-out": fan_out.main,
+        "boundaries": boundary_cost.main,
+        "templates": templates.main,
+        "agents": agents.main,
     }
     if not argv or argv[0] not in benchmarks:
         print(f"usage: seamark bench {{{','.join(benchmarks)}}} ...", file=sys.stderr)

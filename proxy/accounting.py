@@ -1,0 +1,67 @@
+"""After an answer: what came is compared with what was expected, counted, and explained."""
+
+from __future__ import annotations
+
+from proxy.call import Call
+from proxy.finding import Finding
+from proxy.metrics import Metrics
+from proxy.outcome import Usage, cache_label, reason
+from proxy.volatile import explains
+from proxy.workers import WorkerPool
+
+UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
+
+
+class Accounting:
+    """Counts each request once."""
+
+    def __init__(self, metrics: Metrics, pool: WorkerPool, finding: Finding) -> None:
+        self._metrics = metrics
+        self._pool = pool
+        self._finding = finding
+
+    def answered(self, call: Call, usage: Usage | None) -> str | None:
+        """Compare what the engine reports with what was expected; the reason, None where it reports nothing."""
+        if usage is None or call.worker is None:
+            return None
+        expected, metrics = call.expected, self._metrics
+        labels = (self.model_label(call), call.worker.name)
+        metrics.prompt_tokens.labels(*labels).inc(usage.prompt)
+        if usage.cached is not None:
+            metrics.cached_tokens.labels(*labels).inc(usage.cached)
+        if expected is None:
+            return None
+        metrics.shareable_tokens.labels(*labels).inc(expected.shareable)
+        metrics.predicted_tokens.labels(*labels).inc(expected.floored(expected.predicted))
+        if usage.cached is None:
+            return None
+        change = self._finding.change(call) if expected.shareable < expected.would_share else None
+        why = reason(expected, usage.cached, change)
+        if why != "hit":
+            metrics.misses.labels(labels[0], why).inc()
+        if call.first_byte is not None:
+            seconds = call.first_byte - call.arrived
+            metrics.first_token.labels(labels[0], cache_label(expected, usage.cached)).observe(seconds)
+        if (told := call.explanation) is not None:
+            told.model, told.worker, told.sent = labels[0], labels[1], call.sent
+            told.shareable = expected.floored(expected.shareable)
+            told.predicted = expected.floored(expected.predicted)
+            told.prompt, told.delivered, told.reason = usage.prompt, usage.cached, why
+            if why == "prefix_changed" and change is not None:
+                told.change = change
+                if (volatile := explains(change)) is not None:
+                    lost = expected.floored(expected.would_share) - expected.floored(expected.shareable)
+                    told.would_save[volatile] = lost
+                    metrics.would_save.labels(volatile).inc(lost)
+        return why
+
+    def count(self, call: Call) -> None:
+        """Count the request itself, however it ended."""
+        worker = call.worker.name if call.worker is not None else ""
+        self._metrics.requests.labels(self.model_label(call), worker, call.endpoint, str(call.status)).inc()
+
+    def model_label(self, call: Call) -> str:
+        """The model's name, where it is one."""
+        model = call.body.get("model")
+        served = isinstance(model, str) and any(worker.serves(model) for worker in self._pool.workers)
+        return model if served else UNKNOWN_MODEL

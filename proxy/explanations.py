@@ -1,0 +1,66 @@
+"""What became of the last requests, by their id: shareable, predicted, delivered, and why anything was missed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.outcome import deepest
+from proxy.recent import Change
+
+MAX_REQUESTS = 10_000
+
+
+@dataclass
+class Explanation:
+    """One request; lengths in tokens. Filled in as it goes along."""
+
+    request_id: str
+    endpoint: str
+    model: str | None = None
+    worker: str | None = None
+    lookup: str | None = None  # how its boundaries were found
+    renders: int = 0  # asked of a worker for it
+    boundaries: tuple[tuple[int, str], ...] = ()  # position and kind: all that are known of this prompt
+    sent: tuple[int, ...] = ()
+    shareable: int | None = None
+    predicted: int | None = None
+    prompt: int | None = None
+    delivered: int | None = None
+    reason: str | None = None  # None until the answer is complete, and where the worker does not say what it had cached
+    change: Change | None = None
+    would_save: dict[str, int] = field(default_factory=dict)  # tokens by rule or volatile text
+    rewrites: tuple[str, ...] = ()
+
+    def as_json(self, excerpts: bool) -> dict[str, Any]:
+        """For `/seamark/requests/{id}`; prompt text only with `excerpts`."""
+        told = {name: value for name, value in self.__dict__.items() if name not in ("change", "boundaries")}
+        told["boundaries"] = [{"tokens": tokens, "kind": kind} for tokens, kind in self.boundaries]
+        told["changed"] = self.change.as_json(excerpts) if self.change is not None else None
+        return told
+
+
+class Explanations:
+    """The last requests; the oldest is forgotten first."""
+
+    def __init__(self, most: int = MAX_REQUESTS) -> None:
+        self._most = most
+        self._requests: OrderedDict[str, Explanation] = OrderedDict()
+
+    def add(self, explanation: Explanation) -> None:
+        self._requests[explanation.request_id] = explanation
+        self._requests.move_to_end(explanation.request_id)
+        if len(self._requests) > self._most:
+            self._requests.popitem(last=False)
+
+    def get(self, request_id: str) -> Explanation | None:
+        return self._requests.get(request_id)
+
+    def engine_says(self, request_id: str, word: str) -> str | None:
+        """Merge what an engine reported of a request; the reason it has from now on, None where that is unknown."""
+        explanation = self._requests.get(request_id)
+        if explanation is None or explanation.reason is None:
+            return None
+        explanation.reason = deepest(explanation.reason, word)
+        return explanation.reason

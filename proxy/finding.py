@@ -1,0 +1,112 @@
+"""From the body of any API to the chat in it, and to its boundaries.
+
+Whatever fails here costs the hint, never the request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from proxy.anthropic_chat import MESSAGES, messages_request
+from proxy.body import parse_object, with_edits
+from proxy.boundaries import BoundaryFinder, Found
+from proxy.chat import CHAT, Chat, chat_request
+from proxy.completions_chat import COMPLETIONS, completions_request
+from proxy.explanations import Explanation, Explanations
+from proxy.learned import Learner
+from proxy.memory import PositionMemory
+from proxy.metrics import Metrics
+from proxy.recent import Change, Recent, RecentRequests
+from proxy.responses_chat import RESPONSES, StoredResponses, responses_request
+from proxy.rewrites import rewrite
+from proxy.settings import Settings
+from proxy.workers import Worker
+
+if TYPE_CHECKING:
+    from proxy.call import Call
+
+logger = logging.getLogger("seamark.finding")
+
+READERS: dict[str, Callable[[Mapping[str, Any]], Chat | None]] = {
+    CHAT: chat_request,
+    MESSAGES: messages_request,
+    COMPLETIONS: completions_request,
+}
+HINTED = frozenset({*READERS, RESPONSES})
+
+
+def chat_in(endpoint: str, body: Mapping[str, Any], stored: StoredResponses) -> Chat | None:
+    """The chat in a request to `endpoint`, one of `HINTED`; None where there is none."""
+    if endpoint == RESPONSES:
+        previous = body.get("previous_response_id")
+        if previous is None:
+            return responses_request(body)
+        messages = stored.chat(previous)
+        return responses_request(body, messages) if messages is not None else None
+    return READERS[endpoint](body)
+
+
+class Finding:
+    """All that is remembered of prompts. One per gateway."""
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._rules = frozenset(settings.rewrite)
+        self.memory = PositionMemory(settings.memory_bytes // 2)
+        self.learner = Learner(settings.text_bytes // 2)
+        self.recent = RecentRequests(settings.text_bytes // 4)
+        self.stored = StoredResponses(settings.text_bytes // 4)
+        self.explanations = Explanations()
+        self._finder = BoundaryFinder(self.memory, self.learner)
+
+    async def read(self, call: Call, workers: Sequence[Worker]) -> None:
+        """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises for what it holds."""
+        call.explanation = Explanation(call.request_id, call.endpoint)
+        call.found = Found(failure="unpatched")
+        try:
+            self._rewrite(call)
+            call.chat = chat_in(call.endpoint, call.body, self.stored)
+            model = call.body.get("model")
+            renders = next((worker for worker in workers if worker.engine is not None and worker.serves(model)), None)
+            if renders is not None:
+                renderer_id = renders.renderer_ids.get(model, b"")
+                call.found = await self._finder.find(call.chat, renders.fast or renders.renderer, renderer_id)
+                self._remember(call)
+        except Exception as error:
+            # The kind alone: the message of an unexpected error might hold prompt text.
+            logger.error("boundary of request %s: %s", call.request_id, type(error).__name__)
+            call.found = Found(failure="render_failed")
+        found = call.found
+        call.explanation.lookup, call.explanation.renders = found.result, found.renders
+        call.explanation.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
+        self._metrics.lookups.labels(found.result).inc()
+        self._metrics.renders.inc(found.renders)
+        self.explanations.add(call.explanation)
+
+    def answered(self, call: Call, answer: Any) -> None:
+        """A whole answer has come; of a response, what a later request may continue is remembered."""
+        wanted = call.endpoint == RESPONSES and call.chat is not None and call.worker is not None
+        if wanted and call.body.get("store", True):
+            self.stored.put(call.chat, answer, call.worker.boot)
+
+    def change(self, call: Call) -> Change | None:
+        """Where the request leaves the nearest recent one in the middle."""
+        return self.recent.change(call.recent) if call.recent is not None else None
+
+    def _rewrite(self, call: Call) -> None:
+        rewritten = rewrite(call.body, self._rules)
+        for name in rewritten.applied:
+            self._metrics.rewrites.labels(name, "true").inc()
+        for name in rewritten.could:
+            self._metrics.rewrites.labels(name, "false").inc()
+        if rewritten.edits:
+            call.raw = with_edits(call.raw, rewritten.edits)
+            call.body = parse_object(call.raw)
+            call.explanation.rewrites = rewritten.applied
+
+    def _remember(self, call: Call) -> None:
+        if call.found.layout is not None and not call.chat.is_bare:
+            call.recent = Recent(call.found.layout, call.found.tokens, len(call.raw))
+            self.recent.add(call.recent)

@@ -1,0 +1,148 @@
+"""A request to /v1/responses as a chat, the way vLLM turns it into one, and what a stored response adds to the next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from proxy.chat import Chat, Mark, listed, marked
+
+RESPONSES = "/v1/responses"
+CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = None) -> Chat | None:
+    """The chat in a request to /v1/responses; None where there is none.
+
+    `previous` are the chat messages of the response that `previous_response_id` names.
+    """
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given)
+    messages: list[dict[str, Any]] = []
+    if isinstance(instructions := body.get("instructions"), str) and instructions:
+        messages.append({"role": "system", "content": instructions})
+    # Instructions do not carry over from one response to the next.
+    messages += [message for message in previous or () if message.get("role") != "system"]
+    marks: list[Mark] = []
+    for item in items:
+        _add(messages, marks, item)
+    if not items or not messages:
+        return None
+    chat: dict[str, Any] = {"model": body.get("model"), "messages": messages}
+    tools = [_tool(tool) for tool in listed(body.get("tools")) if isinstance(tool, dict)]
+    tools = [tool for tool in tools if tool is not None]
+    if tools:
+        chat["tools"] = tools
+        chat["tool_choice"] = body.get("tool_choice") if isinstance(body.get("tool_choice"), str) else "auto"
+    kwargs = body.get("chat_template_kwargs") if isinstance(body.get("chat_template_kwargs"), dict) else {}
+    effort = body["reasoning"].get("effort") if isinstance(body.get("reasoning"), dict) else None
+    if effort is not None:
+        chat["reasoning_effort"] = effort
+        kwargs = {"enable_thinking": effort != "none", **kwargs}
+    if kwargs:
+        chat["chat_template_kwargs"] = kwargs
+    if body.get("cache_salt") is not None:
+        chat["cache_salt"] = body["cache_salt"]
+    if _continues(items[-1]):
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
+    if previous is not None:  # the worker renders no stored history; the chat that stands for it is all there is then
+        return Chat(chat, messages, tuple(marks))
+    return Chat(chat, messages, tuple(marks), RESPONSES, body)
+
+
+def _add(messages: list[dict[str, Any]], marks: list[Mark], item: Any) -> None:
+    """Append one input item; calls, reasoning and text of one assistant turn come together in one message."""
+    if not isinstance(item, dict):
+        return
+    kind = item.get("type", "message")
+    before = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
+    if kind in ("function_call", "custom_tool_call"):
+        function = {"name": item.get("name"), "arguments": item.get("arguments", item.get("input", "")) or ""}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if before is None:
+            messages.append({"role": "assistant", "tool_calls": [call]})
+        else:
+            before.setdefault("tool_calls", []).append(call)
+    elif kind in CALL_OUTPUTS:
+        messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+    elif kind == "reasoning":
+        texts = [part.get("text") for part in (*listed(item.get("content")), *listed(item.get("summary")))]
+        if before is not None and "reasoning" not in before:
+            before["reasoning"] = texts[0] if texts else ""
+        else:
+            messages.append({"role": "assistant", "reasoning": texts[0] if texts else ""})
+    elif item.get("role") == "assistant":
+        content = item.get("content")
+        text = content if isinstance(content, str) else next((part.get("text") for part in listed(content)), None)
+        if before is not None and "content" not in before:
+            before["content"] = text
+        elif text is not None:
+            messages.append({"role": "assistant", "content": text})
+    elif "role" in item:
+        content = item.get("content")
+        if isinstance(content, list):
+            marks += [Mark(len(messages), part) for part, block in enumerate(content) if marked(block)]
+            content = [_part(part) for part in content]
+        messages.append({"role": item["role"], "content": content})
+
+
+def _part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") in TEXT_PARTS:
+        return {"type": "text", "text": part.get("text")}
+    if part.get("type") == "input_image":
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    return part
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    if tool.get("type") != "function":
+        return None
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _continues(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("status") in ("in_progress", "incomplete")
+
+
+class StoredResponses:
+    """The chat behind each response a client may continue, bounded in bytes; prompt text, in memory only."""
+
+    def __init__(self, size: int) -> None:
+        """`size` in bytes, 0 to keep nothing."""
+        self._size = size
+        self._held = 0
+        self._chats: OrderedDict[str, tuple[list[dict[str, Any]], str, int]] = OrderedDict()
+
+    def put(self, chat: Chat, answer: Any, boot: str) -> None:
+        """Remember the chat of a finished response (`answer`, parsed) that the worker booted as `boot` gave."""
+        if not self._size or not isinstance(answer, dict) or not isinstance(answer.get("id"), str):
+            return
+        messages = list(chat.messages)
+        for item in listed(answer.get("output")):
+            if isinstance(item, dict) and item.get("type") == "message":  # vLLM carries over the texts only
+                texts = [part.get("text") for part in listed(item.get("content")) if isinstance(part, dict)]
+                messages += [{"role": "assistant", "content": text} for text in texts]
+        size = sum(len(str(message.get("content"))) + 200 for message in messages)
+        self._forget(answer["id"])
+        self._chats[answer["id"]] = (messages, boot, size)
+        self._held += size
+        while self._held > self._size and self._chats:
+            self._forget(next(iter(self._chats)))
+
+    def chat(self, response_id: Any) -> list[dict[str, Any]] | None:
+        """The messages up to the end of that response, None if unknown."""
+        found = self._chats.get(response_id) if isinstance(response_id, str) else None
+        return found[0] if found is not None else None
+
+    def boot(self, response_id: Any) -> str | None:
+        """The worker that stores that response: another one would not know it."""
+        found = self._chats.get(response_id) if isinstance(response_id, str) else None
+        return found[1] if found is not None else None
+
+    def _forget(self, response_id: str) -> None:
+        if (found := self._chats.pop(response_id, None)) is not None:
+            self._held -= found[2]
