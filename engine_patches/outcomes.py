@@ -39,6 +39,8 @@ class Outcomes:
 
         `hinted` says whether it brought a hint at all, `positions` what of it was usable.
         """
+        if positions and getattr(request, "skip_reading_prefix_cache", False):
+            return HINT_IGNORED  # prompt logprobs need every token computed: nothing was looked up
         for position in reversed(positions):
             if position <= hit_tokens:
                 return HIT

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from proxy.call import Call
+from proxy.engine_words import EngineWords
 from proxy.finding import Finding
 from proxy.metrics import Metrics
-from proxy.outcome import Usage, cache_label, reason
+from proxy.outcome import ENGINE_CAUSES, Usage, cache_label, deepest, reason
 from proxy.volatile import explains
 from proxy.workers import WorkerPool
 
@@ -15,13 +18,24 @@ UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a wo
 class Accounting:
     """Counts each request once."""
 
-    def __init__(self, metrics: Metrics, pool: WorkerPool, finding: Finding) -> None:
+    def __init__(self, metrics: Metrics, pool: WorkerPool, finding: Finding, words: EngineWords) -> None:
         self._metrics = metrics
         self._pool = pool
         self._finding = finding
+        self._words = words
+        self._running: set[asyncio.Task[str | None]] = set()
 
-    def answered(self, call: Call, usage: Usage | None) -> str | None:
-        """Compare what the engine reports with what was expected; the reason, None where it reports nothing."""
+    async def answered(self, call: Call, usage: Usage | None) -> str | None:
+        """Compare what the engine reports with what was expected; the reason, None where it reports nothing.
+
+        Goes on where the client leaves meanwhile.
+        """
+        task = asyncio.create_task(self._answered(call, usage))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def _answered(self, call: Call, usage: Usage | None) -> str | None:
         if usage is None or call.worker is None:
             return None
         expected, metrics = call.expected, self._metrics
@@ -37,6 +51,8 @@ class Accounting:
             return None
         change = self._finding.change(call) if expected.shareable < expected.would_share else None
         why = reason(expected, usage.cached, change)
+        if why in ENGINE_CAUSES and call.sent:
+            why = deepest(why, await self._words.word(call.worker, call.request_id))
         if why != "hit":
             metrics.misses.labels(labels[0], why).inc()
         if call.first_byte is not None:

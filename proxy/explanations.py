@@ -6,7 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.outcome import deepest
 from proxy.recent import Change
 
 MAX_REQUESTS = 10_000
@@ -56,11 +55,3 @@ class Explanations:
 
     def get(self, request_id: str) -> Explanation | None:
         return self._requests.get(request_id)
-
-    def engine_says(self, request_id: str, word: str) -> str | None:
-        """Merge what an engine reported of a request; the reason it has from now on, None where that is unknown."""
-        explanation = self._requests.get(request_id)
-        if explanation is None or explanation.reason is None:
-            return None
-        explanation.reason = deepest(explanation.reason, word)
-        return explanation.reason

@@ -22,6 +22,7 @@ from proxy.body import parse_object, with_hint
 from proxy.budget import worth_sending
 from proxy.call import REPORTING, Call, call_of
 from proxy.directory import Directory
+from proxy.engine_words import EngineWords
 from proxy.errors import BadRequest, GatewayError, NoWorker, WorkerFailed
 from proxy.finding import HINTED, Finding
 from proxy.metrics import Metrics
@@ -44,7 +45,7 @@ class Gateway:
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
         self.finding = Finding(settings, self.metrics)
         self.directory = Directory(settings.memory_bytes // 2)
-        self.accounting = Accounting(self.metrics, self.pool, self.finding)
+        self.accounting = Accounting(self.metrics, self.pool, self.finding, EngineWords(self.upstream))
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         request_id = wire.header(scope, b"x-request-id") or uuid.uuid4().hex
@@ -207,7 +208,7 @@ class Gateway:
             call.status = error.status
             await send({"type": "http.response.body", "body": wire.error_event(error), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-        self.accounting.answered(call, usage_in_stream(tail))
+        await self.accounting.answered(call, usage_in_stream(tail))
 
     async def _answer_whole(self, call: Call, response: httpx.Response, send: wire.Send) -> None:
         """Collect a JSON answer, so that what the engine reports can stand in the headers."""
@@ -222,7 +223,7 @@ class Gateway:
             usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            why = self.accounting.answered(call, usage)
+            why = await self.accounting.answered(call, usage)
             if why is not None:
                 headers.append((b"x-seamark-reason", why.encode()))
             self.finding.answered(call, answer)

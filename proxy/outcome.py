@@ -59,21 +59,20 @@ def reason(expected: Expectation, cached: int, change: Change | None = None) -> 
     return "evicted"
 
 
-# What the gateway cannot know better: it was sent before and is not there. The engine knows why.
-OPEN_TO_THE_ENGINE = frozenset({"evicted"})
-# Of the engine's words, those that name a cause the gateway's own words hide.
-ENGINE_CAUSES = frozenset({"evicted", "not_worth_it", "below_unit", "hint_ignored"})
+# By what the gateway cannot know better (a prefix sent before is not there, a hint was of no use): the engine's
+# words that name a cause which the gateway's own word hides.
+ENGINE_CAUSES = {
+    "evicted": frozenset({"evicted", "not_worth_it", "below_unit", "hint_ignored"}),
+    "cold": frozenset({"hint_ignored"}),  # cold whatever it thought of the hint, unless it takes none at all
+}
 
 
 def deepest(gateway: str, engine: str | None) -> str:
     """The deeper of two reasons for one request, the gateway's and its engine's (None where it said nothing).
 
-    What the gateway saw comes first where it explains the miss: another worker, a restart, a changed prefix. A request
-    that was cold is cold whatever the engine thought of its hint, unless the engine takes no hint at all.
+    What the gateway saw comes first where it explains the miss: another worker, a restart, a changed prefix.
     """
-    if engine == "hint_ignored" and gateway == "cold":
-        return engine
-    return engine if gateway in OPEN_TO_THE_ENGINE and engine in ENGINE_CAUSES else gateway
+    return engine if engine is not None and engine in ENGINE_CAUSES.get(gateway, ()) else gateway
 
 
 def cache_label(expected: Expectation, cached: int) -> str:

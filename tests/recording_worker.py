@@ -55,6 +55,7 @@ class RecordingWorker:
     models: tuple[str, ...] = ("m",)
     render_status: int = 200
     cached: int = 160  # tokens it reports
+    outcomes: dict[str, Any] = field(default_factory=dict)  # what its feed answers
     hang: bool = False  # answer nothing until the client goes
     hang_in_stream: bool = False
     cut_stream: bool = False
@@ -80,6 +81,8 @@ class RecordingWorker:
         if path == "/v1/models" and scope["method"] == "GET":
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
             return await _answer(send, json.dumps({"object": "list", "data": data}).encode())
+        if path == "/seamark/outcomes":
+            return await _answer(send, json.dumps(self.outcomes).encode())
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")

@@ -73,10 +73,32 @@ def test_evicted(servers: Servers, new):
     assert explained(servers.tight_gateway, ask(servers.tight_gateway, new, "And low?"))["reason"] == "evicted"
 
 
+def test_hint_ignored(servers: Servers, new):
+    """Prompt logprobs want every token computed, whatever the cache holds: only the engine knows."""
+    ask(servers.gateway, new, "High tide?")
+    told = explained(servers.gateway, ask(servers.gateway, new, "And low?", prompt_logprobs=1))
+    assert told["reason"] == "hint_ignored" and told["predicted"] > 64 and told["delivered"] == 0
+
+
 @pytest.fixture
 def fleet(tmp_path) -> Iterator[Fleet]:
     with Fleet(tmp_path) as started:
         yield started
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_not_worth_it(fleet: Fleet, stream):
+    """An engine whose passes are dear: its answers are recorded ones, its word of this request is what counts."""
+    with recording_worker(cached=0) as worker:
+        gateway = fleet.gateway(worker)
+        gateway.wait_until_ready("/ready", seconds=30)
+        body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
+        httpx.post(gateway.url + CHAT, json=body)
+        worker.outcomes = {"boot": "b", "cursor": 1, "outcomes": [["dear", "not_worth_it", 0]]}
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        httpx.post(gateway.url + CHAT, json={**body, **options}, headers={"x-request-id": "dear"})
+        assert httpx.get(f"{gateway.url}/seamark/requests/dear").json()["reason"] == "not_worth_it"
+        assert 'seamark_miss_total{model="m",reason="not_worth_it"} 1.0' in httpx.get(gateway.url + "/metrics").text
 
 
 def test_render_failed(servers: Servers, fleet: Fleet, new):
