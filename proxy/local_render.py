@@ -12,6 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from proxy.tokens import Tokens
 # Fields beside the messages that are understood here; a chat with any other that a renderer reads goes to the worker.
 UNDERSTOOD = frozenset({"model", "tools", "tool_choice", "chat_template_kwargs", "cache_salt"})
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-MIN_REMEMBERED = 64  # characters; shorter text is tokenised faster than looked up
 ENTRY_BYTES = 300
 
 
@@ -66,6 +66,8 @@ class LocalRender:
         self._size = size
         self._held = 0
         self._remembered: OrderedDict[str, bytes] = OrderedDict()
+        self._running: dict[str, Future[bytes]] = {}  # texts that a thread is tokenising
+        self._spelled = [str(number).encode() for number in range(max(self._tokenizer.get_vocab().values()) + 1)]
         self._lock = threading.Lock()
 
     def tokens(self, body: Mapping[str, Any]) -> Tokens:
@@ -93,23 +95,32 @@ class LocalRender:
         return Tokens(b",".join(part for part in spelled if part), local=True)
 
     def _part(self, text: str) -> bytes:
-        if len(text) < MIN_REMEMBERED:
-            return self._encoded(text)
+        """Its ids, spelled; tokenised once, however many threads want it at the same time."""
         with self._lock:
             if (known := self._remembered.get(text)) is not None:
                 self._remembered.move_to_end(text)
                 return known
-        spelled = self._encoded(text)
+            if (running := self._running.get(text)) is None:
+                mine = self._running[text] = Future()
+        if running is not None:
+            return running.result()
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            spelled = b",".join(map(self._spelled.__getitem__, ids))
+        except BaseException as error:
+            with self._lock:
+                del self._running[text]
+            mine.set_exception(error)
+            raise
         with self._lock:
-            if self._remembered.setdefault(text, spelled) is spelled:
-                self._held += len(text) + len(spelled) + ENTRY_BYTES
+            del self._running[text]
+            self._remembered[text] = spelled
+            self._held += len(text) + len(spelled) + ENTRY_BYTES
             while self._held > self._size and self._remembered:
                 oldest, ids = self._remembered.popitem(last=False)
                 self._held -= len(oldest) + len(ids) + ENTRY_BYTES
+        mine.set_result(spelled)
         return spelled
-
-    def _encoded(self, text: str) -> bytes:
-        return ",".join(map(str, self._tokenizer.encode(text, add_special_tokens=False).ids)).encode()
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:

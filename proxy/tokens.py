@@ -61,7 +61,8 @@ class Tokens:
             end = left.rfind(b",", 0, end)
             if end < 0:
                 return 0
-        tokens = left.count(b",", 0, end) + 1
+        # The shorter side is counted: what follows is mostly the last text.
+        tokens = len(self) - left.count(b",", end) if 2 * end > len(left) else left.count(b",", 0, end) + 1
         self._ends[tokens] = other._ends[tokens] = end
         return tokens
 

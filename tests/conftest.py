@@ -71,9 +71,9 @@ def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) 
             "seamark", model, "1", (*flags, *tools), {**planted.environment(folder / "planted", needed), **store}
         )
         tight_flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
-        tight = fleet.engine("tight", model, flags=(*flags, *tight_flags), environment=environment)
+        tight = fleet.engine("tight", model, flags=(*flags, *tools, *tight_flags), environment=environment)
         off = ("--no-enable-prefix-caching",)
-        reference = fleet.engine("reference", model, "reference", (*flags, *off), environment)
+        reference = fleet.engine("reference", model, "reference", (*flags, *tools, *off), environment)
         untouched = fleet.engine("untouched", model, "0", flags, environment)
         started = Servers(
             seamark,
