@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from proxy.call import Call
 from proxy.engine_words import EngineWords
 from proxy.finding import Finding
 from proxy.metrics import Metrics
-from proxy.outcome import ENGINE_CAUSES, Usage, cache_label, deepest, reason
+from proxy.outcome import ENGINE_CAUSES, Expectation, Usage, cache_label, deepest, reason
 from proxy.volatile import explains
 from proxy.workers import WorkerPool
+
+logger = logging.getLogger("seamark.gateway")
 
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
@@ -18,11 +21,15 @@ UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a wo
 class Accounting:
     """Counts each request once."""
 
-    def __init__(self, metrics: Metrics, pool: WorkerPool, finding: Finding, words: EngineWords) -> None:
+    def __init__(
+        self, metrics: Metrics, pool: WorkerPool, finding: Finding, words: EngineWords, excerpts: bool
+    ) -> None:
+        """`excerpts`: some characters of what changed may be kept for explanations."""
         self._metrics = metrics
         self._pool = pool
         self._finding = finding
         self._words = words
+        self._excerpts = excerpts
         self._running: set[asyncio.Task[str | None]] = set()
 
     async def answered(self, call: Call, usage: Usage | None) -> str | None:
@@ -49,6 +56,14 @@ class Accounting:
         metrics.predicted_tokens.labels(*labels).inc(expected.floored(expected.predicted))
         if usage.cached is None:
             return None
+        try:
+            return await self._explain(call, expected, usage, labels)
+        except Exception as error:  # an answer is not lost for its explanation; the message might hold prompt text
+            logger.error("explaining request %s: %s", call.request_id, type(error).__name__)
+            return None
+
+    async def _explain(self, call: Call, expected: Expectation, usage: Usage, labels: tuple[str, str]) -> str:
+        metrics = self._metrics
         change = self._finding.change(call) if expected.shareable < expected.would_share else None
         why = reason(expected, usage.cached, change)
         if why in ENGINE_CAUSES and call.sent:
@@ -64,7 +79,7 @@ class Accounting:
             told.predicted = expected.floored(expected.predicted)
             told.prompt, told.delivered, told.reason = usage.prompt, usage.cached, why
             if why == "prefix_changed" and change is not None:
-                told.change = change
+                told.changed = change.as_json(self._excerpts)
                 if (volatile := explains(change)) is not None:
                     lost = expected.floored(expected.would_share) - expected.floored(expected.shareable)
                     told.would_save[volatile] = lost

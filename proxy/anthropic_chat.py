@@ -10,7 +10,6 @@ from proxy.chat import TOOLS, Chat, Mark, listed, marked
 
 MESSAGES = "/v1/messages"
 BILLING_HEADER = "x-anthropic-billing-header"
-EFFORTS = {"disabled": "none"}
 
 
 def messages_request(body: Mapping[str, Any]) -> Chat | None:
@@ -29,10 +28,10 @@ def messages_request(body: Mapping[str, Any]) -> Chat | None:
     if tools:
         chat["tools"] = tools
         chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
-    if isinstance(thinking := body.get("thinking"), dict) and thinking.get("type") in EFFORTS:
-        chat["reasoning_effort"] = EFFORTS[thinking["type"]]
     if isinstance(output := body.get("output_config"), dict) and output.get("effort"):
         chat["reasoning_effort"] = output["effort"]
+    if isinstance(thinking := body.get("thinking"), dict) and thinking.get("type") == "disabled":
+        chat["reasoning_effort"] = "none"
     for name in ("chat_template_kwargs", "cache_salt"):
         if body.get(name) is not None:
             chat[name] = body[name]
@@ -66,15 +65,14 @@ class _Reader:
         if not isinstance(message, dict):
             return
         role, content = message.get("role"), message.get("content")
-        if isinstance(content, str):
-            self.messages.append({"role": role, "content": content})
-            return
         if role == "system":
-            text = "".join(
-                block["text"] for block in listed(content) if isinstance(block, dict) and _system_text(block)
-            )
+            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else listed(content)
+            text = "".join(block["text"] for block in blocks if isinstance(block, dict) and _system_text(block))
             if text:
                 self.messages.append({"role": "system", "content": text})
+            return
+        if isinstance(content, str):
+            self.messages.append({"role": role, "content": content})
             return
         parts: list[dict[str, Any]] = []
         calls: list[dict[str, Any]] = []
@@ -119,7 +117,7 @@ class _Reader:
         else:
             items = [item for item in listed(content) if isinstance(item, dict)]
             text = "\n".join(str(item.get("text", "")) for item in items if item.get("type") == "text")
-            images = [item["source"] for item in items if isinstance(item.get("source"), dict)]
+            images = [i["source"] for i in items if i.get("type") == "image" and isinstance(i.get("source"), dict)]
         if marked(block):
             self.marks.append(Mark(len(self.messages)))
         self.messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": text})
@@ -156,4 +154,4 @@ def _tool_choice(choice: Any) -> Any:
     kind = choice.get("type") if isinstance(choice, dict) else "auto"
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    return {"any": "required", "none": "none"}.get(kind, "auto")
+    return {"any": "required", "none": "none"}.get(kind, "auto") if isinstance(kind, str) else "auto"

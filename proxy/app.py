@@ -83,7 +83,7 @@ def build(settings: Settings) -> FastAPI:
         told = gateway.finding.explanations.get(request_id)
         if told is None:
             raise NotFound(f"No request with the id {request_id} is remembered.")
-        return told.as_json(gateway.settings.excerpts)
+        return told.as_json()
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:

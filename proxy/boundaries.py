@@ -28,6 +28,7 @@ from proxy.places import (
     user_key,
     user_place,
 )
+from proxy.proved import ProvedRenderer
 from proxy.render import Renderer, RenderFailed
 from proxy.sentinel import text_of
 from proxy.tokens import Tokens
@@ -105,7 +106,9 @@ class BoundaryFinder:
                 if here != always:
                     odd.append((place, here))
         except RenderFailed:
-            found = self._found(layout, cuts, "none")
+            found = self._found(layout, cuts, "memo", measure)
+            if found.boundaries:  # only what would have been new is missing
+                return found
             return Found(
                 prefixes=found.prefixes,
                 failure="render_failed",
@@ -118,7 +121,7 @@ class BoundaryFinder:
                 del self._pending[layout.key]
             done.set_result(None)
         result: Result = "local" if measure.local else "render"
-        return self._found(layout, cuts, result, measure.prompt, measure.renders, odd)
+        return self._found(layout, cuts, result, measure, odd)
 
     def _cuts(self, layout: Layout) -> list[tuple[int, Cut]]:
         """Places inside texts where recent traffic diverged: message index, and the text before the place."""
@@ -158,15 +161,14 @@ class BoundaryFinder:
         if layout.turn_key is None or self._memory.get(layout.turn_key) is not None:
             return False
         long = len(text_of(layout.chat.messages[layout.last]) or "") >= LONG_TEXT_CHARACTERS
-        return not known or long or getattr(renderer, "is_cheap", False)
+        return not known or long or (isinstance(renderer, ProvedRenderer) and renderer.is_cheap(layout.chat.body))
 
     def _found(
         self,
         layout: Layout,
         cuts: Sequence[tuple[int, Cut]],
         result: Result,
-        tokens: Tokens | None = None,
-        renders: int = 0,
+        measure: Measure | None = None,
         odd: Sequence[tuple[Place, Position]] = (),
     ) -> Found:
         """Everything remembered of this chat, except that `odd` places lie elsewhere in this one request."""
@@ -190,6 +192,14 @@ class BoundaryFinder:
             add("learned", cut_key(layout, index, cut.key))
         boundaries.sort(key=lambda boundary: boundary.tokens)
         known = self._memory.known(layout.prefixes)
+        # Nothing before the last text lies behind it, but a turn that was rendered otherwise then may seem to:
+        # templates drop the thinking of a loop once it is over.
+        history = self._memory.get(layout.key)
+        deepest = max((boundary.tokens for boundary in boundaries), default=0)
+        if history is not None:
+            known = {at: key for at, key in known.items() if at <= max(history.tokens, deepest)}
+        if measure is not None:
+            measure.drop_others(known)
         known |= {boundary.tokens: boundary.key for boundary in boundaries}
         return Found(
             tuple(boundaries),
@@ -198,7 +208,7 @@ class BoundaryFinder:
             None if boundaries else "no_boundary",
             layout.key,
             layout,
-            tokens,
-            renders,
+            measure.prompt if measure is not None else None,
+            measure.renders if measure is not None else 0,
             turn.key if turn is not None else None,
         )

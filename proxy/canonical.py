@@ -27,6 +27,9 @@ HEAD_FIELDS = (
     "chat_template_kwargs",
     "add_special_tokens",
     "mm_processor_kwargs",
+    "media_io_kwargs",
+    "truncate_prompt_tokens",
+    "truncation_side",
     "cache_salt",
 )
 # What clients write on content for a cache, and no template reads.
@@ -60,7 +63,7 @@ def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes)
     key = head
     for message in messages:
         shape, text = _parts(message)
-        chained = xxh3_128(key + shape)
+        chained = xxh3_128(key + shape + b"\0")  # the shape ends here, whatever the text begins with
         before.append(chained.digest())
         chained.update(text)
         chained.update(b"\0")  # after an empty text is not before it
@@ -101,7 +104,7 @@ def _parts(message: Any) -> tuple[bytes, bytes]:
 
 def _listed(content: list[Any]) -> tuple[Any, str | None]:
     """The parts of a list content without its last text, None where that text is all there is; and the text."""
-    parts = [_without_marks(part) for part in content]
+    parts = [without_marks(part) for part in content]
     texts = [i for i, part in enumerate(parts) if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if not texts:
         return parts, None
@@ -113,7 +116,7 @@ def _listed(content: list[Any]) -> tuple[Any, str | None]:
     return parts, text
 
 
-def _without_marks(part: Any) -> Any:
+def without_marks(part: Any) -> Any:
     if not isinstance(part, dict) or not any(name in part for name in MARKS):
         return part
     return {name: value for name, value in part.items() if name not in MARKS}

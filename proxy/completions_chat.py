@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from proxy.canonical import HEAD_FIELDS
 from proxy.chat import Chat
 
 COMPLETIONS = "/v1/completions"
@@ -20,7 +21,7 @@ def completions_request(body: Mapping[str, Any]) -> Chat | None:
         ids, prompt = prompt, as_text(prompt)
     if not isinstance(prompt, str) or not prompt:
         return None
-    head = {name: body[name] for name in ("model", "cache_salt", "add_special_tokens") if name in body}
+    head = {name: body[name] for name in HEAD_FIELDS if name in body}
     messages = [{"role": "user", "content": prompt}]
     return Chat({**head, "add_generation_prompt": False}, messages, (), COMPLETIONS, body, ids)
 

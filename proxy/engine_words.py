@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
@@ -16,7 +17,8 @@ from proxy.upstream import Broken, Unreachable, Upstream
 from proxy.workers import Worker
 
 PATH = "/seamark/outcomes"
-TIMEOUT = 0.2  # seconds; an explanation is not worth more
+TIMEOUT = 0.2  # seconds for all of it; an explanation is not worth more
+SILENT_SECONDS = 10.0  # a feed that failed is left alone for so long
 MAX_WORDS = 8192  # of requests that nobody has asked about, per worker
 
 
@@ -26,6 +28,7 @@ class _Read:
 
     boot: str = ""
     cursor: int = 0
+    silent_until: float = 0.0  # time.monotonic(): it failed, and is not asked before
     words: OrderedDict[str, str] = field(default_factory=OrderedDict)  # reason by request id
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -40,23 +43,25 @@ class EngineWords:
     async def word(self, worker: Worker, request_id: str) -> str | None:
         """The engine's reason for a request that `worker` has answered; None where it does not say."""
         feed = self._feeds.setdefault(worker.url, _Read())
-        async with feed.reading:
-            if request_id not in feed.words:
-                try:
-                    await self._read(worker, feed)
-                except (Unreachable, Broken, ValueError, KeyError, TypeError):  # gone, or a worker without a feed
-                    return None
-            return feed.words.pop(request_id, None)
+        if request_id not in feed.words and time.monotonic() >= feed.silent_until:
+            try:
+                await asyncio.wait_for(self._read(worker, feed, request_id), TIMEOUT)
+            except (TimeoutError, Unreachable, Broken, ValueError, KeyError, TypeError):  # gone, or without a feed
+                feed.silent_until = time.monotonic() + SILENT_SECONDS
+        return feed.words.pop(request_id, None)
 
-    async def _read(self, worker: Worker, feed: _Read) -> None:
-        query = urlencode({"boot": feed.boot, "after": feed.cursor})
-        status, answer = await self._upstream.fetch("GET", f"{worker.url}{PATH}?{query}", timeout=TIMEOUT)
-        if status != 200:
-            return
-        told = json.loads(answer)
-        feed.boot, feed.cursor = str(told["boot"]), int(told["cursor"])
-        for request_id, reason, _ in told["outcomes"]:
-            feed.words[request_id] = reason
-            feed.words.move_to_end(request_id)
+    async def _read(self, worker: Worker, feed: _Read, wanted: str) -> None:
+        async with feed.reading:
+            if wanted in feed.words:  # whoever read before has brought it
+                return
+            query = urlencode({"boot": feed.boot, "after": feed.cursor})
+            status, answer = await self._upstream.fetch("GET", f"{worker.url}{PATH}?{query}", timeout=TIMEOUT)
+            if status != 200:
+                raise ValueError(f"status {status}")
+            told = json.loads(answer)
+            for request_id, reason, _ in told["outcomes"]:
+                feed.words[request_id] = str(reason)
+                feed.words.move_to_end(request_id)
+            feed.boot, feed.cursor = str(told["boot"]), int(told["cursor"])
         while len(feed.words) > MAX_WORDS:
             feed.words.popitem(last=False)

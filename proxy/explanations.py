@@ -6,8 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.recent import Change
-
 MAX_REQUESTS = 10_000
 
 
@@ -28,16 +26,14 @@ class Explanation:
     prompt: int | None = None
     delivered: int | None = None
     reason: str | None = None  # None until the answer is complete, and where the worker does not say what it had cached
-    change: Change | None = None
+    changed: dict[str, Any] | None = None  # where it leaves the nearest recent request
     would_save: dict[str, int] = field(default_factory=dict)  # tokens by rule or volatile text
     rewrites: tuple[str, ...] = ()
 
-    def as_json(self, excerpts: bool) -> dict[str, Any]:
-        """For `/seamark/requests/{id}`; prompt text only with `excerpts`."""
-        told = {name: value for name, value in self.__dict__.items() if name not in ("change", "boundaries")}
-        told["boundaries"] = [{"tokens": tokens, "kind": kind} for tokens, kind in self.boundaries]
-        told["changed"] = self.change.as_json(excerpts) if self.change is not None else None
-        return told
+    def as_json(self) -> dict[str, Any]:
+        """For `/seamark/requests/{id}`."""
+        boundaries = [{"tokens": tokens, "kind": kind} for tokens, kind in self.boundaries]
+        return {**self.__dict__, "boundaries": boundaries}
 
 
 class Explanations:

@@ -96,7 +96,7 @@ class Finding:
         return self.recent.change(call.recent) if call.recent is not None else None
 
     def _rewrite(self, call: Call) -> None:
-        rewritten = rewrite(call.body, self._rules)
+        rewritten = rewrite(call.body, self._rules, call.endpoint)
         for name in rewritten.applied:
             self._metrics.rewrites.labels(name, "true").inc()
         for name in rewritten.could:

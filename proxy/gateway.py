@@ -35,6 +35,10 @@ from proxy.workers import Worker, WorkerPool
 logger = logging.getLogger("seamark.gateway")
 
 
+# A client's own X-Request-Id is kept in memory for a while; longer ones are replaced.
+MAX_ID_CHARACTERS = 256
+
+
 class Gateway:
     """ASGI application for everything that goes to a worker."""
 
@@ -45,10 +49,14 @@ class Gateway:
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
         self.finding = Finding(settings, self.metrics)
         self.directory = Directory(settings.memory_bytes // 2)
-        self.accounting = Accounting(self.metrics, self.pool, self.finding, EngineWords(self.upstream))
+        self.accounting = Accounting(
+            self.metrics, self.pool, self.finding, EngineWords(self.upstream), settings.excerpts
+        )
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
-        request_id = wire.header(scope, b"x-request-id") or uuid.uuid4().hex
+        request_id = wire.header(scope, b"x-request-id")
+        if not request_id or len(request_id) > MAX_ID_CHARACTERS:
+            request_id = uuid.uuid4().hex
         call: Call | None = None
         try:
             raw = await wire.read_body(receive, self.settings.max_body_bytes)

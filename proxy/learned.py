@@ -9,6 +9,7 @@ Texts are kept in memory for this, bounded in bytes, and nowhere else.
 from __future__ import annotations
 
 from collections import OrderedDict
+from sys import getsizeof
 from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
@@ -92,20 +93,20 @@ class Learner:
             if cut in node.cuts:
                 node.cuts.remove(cut)
             else:
-                self._grow(node, length)
+                self._grow(node, getsizeof(head))
             node.cuts.append(cut)
             if len(node.cuts) > MAX_CUTS:
-                self._grow(node, -len(node.cuts.pop(0).text))
+                self._grow(node, -getsizeof(node.cuts.pop(0).text))
 
     def _keep(self, node: _Node, key: bytes, text: str) -> None:
         if key in node.texts:
             node.texts.move_to_end(key)
             return
         node.texts[key] = text
-        self._grow(node, len(text))
+        self._grow(node, getsizeof(text))
         if len(node.texts) > MAX_TEXTS:
             _, oldest = node.texts.popitem(last=False)
-            self._grow(node, -len(oldest))
+            self._grow(node, -getsizeof(oldest))
 
     def _grow(self, node: _Node, size: int) -> None:
         node.size += size

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from sys import getsizeof
 from typing import Any
 
 from proxy.canonical import HEAD_FIELDS
@@ -33,7 +34,7 @@ class NotLocal(Exception):
 class LocalRender:
     """One model's tokenizer and template. Safe to call from several threads."""
 
-    def __init__(self, folder: Path, size: int = 2**26) -> None:
+    def __init__(self, folder: Path, size: int) -> None:
         """`size` in bytes, of remembered text and tokens. Raises `SettingsError` for a folder that is no model's."""
         try:
             from jinja2.ext import loopcontrols
@@ -115,10 +116,10 @@ class LocalRender:
         with self._lock:
             del self._running[text]
             self._remembered[text] = spelled
-            self._held += len(text) + len(spelled) + ENTRY_BYTES
+            self._held += getsizeof(text) + len(spelled) + ENTRY_BYTES
             while self._held > self._size and self._remembered:
                 oldest, ids = self._remembered.popitem(last=False)
-                self._held -= len(oldest) + len(ids) + ENTRY_BYTES
+                self._held -= getsizeof(oldest) + len(ids) + ENTRY_BYTES
         mine.set_result(spelled)
         return spelled
 

@@ -104,6 +104,21 @@ class Measure:
                 found.append(Measured(place, own, usual))
         return found
 
+    def drop_others(self, known: dict[int, bytes]) -> None:
+        """Take the names of prefixes (by length in tokens) out of `known` that this prompt does not start with.
+
+        From the deepest on, until one is right: what lies before it is right as well.
+        """
+        if self.prompt is None or self._layout.chat.ids is not None:
+            return
+        names = self._context(len(self._layout.chat.messages))
+        if names != self._context(0):
+            return  # a name depends on which media stand before it, too
+        for tokens in sorted(known, reverse=True):
+            if tokens <= len(self.prompt) and self.prompt.key(tokens, *names) == known[tokens]:
+                return
+            del known[tokens]
+
     def _context(self, messages: int) -> tuple[bytes, bytes]:
         """What parts the caches beside the tokens: model, salt, and whatever is not text in the first `messages`."""
         body = self._layout.chat.body
@@ -140,8 +155,10 @@ class Measure:
         if (merges := self._traits.get(name)) is None:
             probes = [with_text_at(self._layout, place.text, text) for text in MERGING]
             rendered = await asyncio.gather(*(self._render(probe) for probe in probes))
-            merges = any(isinstance(other, Tokens) and prompt.common_prefix(other) < tokens for other in rendered)
-            self._traits.put(name, merges)
+            others = [other for other in rendered if isinstance(other, Tokens)]
+            merges = any(prompt.common_prefix(other) < tokens for other in others)
+            if others:  # what cannot be told this time is asked again
+                self._traits.put(name, merges)
         return tokens - 1 if merges else tokens
 
     async def _turn_holds(self, place: Place, tokens: int, prompt: Tokens) -> bool:
@@ -150,10 +167,10 @@ class Measure:
         Some put the system prompt or the tools into the last user message: then nothing before an answer stays.
         """
         messages = self._layout.chat.messages
-        if place.kind != "turn" or messages[-1].get("role") != "user" or place.key != self._layout.turn_key:
+        if place.kind != "turn" or _role(messages[-1]) != "user" or place.key != self._layout.turn_key:
             return True
         body = self._layout.chat.body
-        name = ("turn", self._renderer_id, len(messages) > 2, messages[0].get("role"), bool(body.get("tools")))
+        name = ("turn", self._renderer_id, len(messages) > 2, _role(messages[0]) == "system", bool(body.get("tools")))
         if (holds := self._traits.get(name)) is None:
             more = [*messages, {"role": "assistant", "content": "Quartz"}, {"role": "user", "content": "Quartz"}]
             following = await self._render({**body, "messages": more})
@@ -173,3 +190,7 @@ class Measure:
         tokens = rendered if isinstance(rendered, Tokens) else Tokens.of(rendered)
         self.renders += not tokens.local
         return tokens
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from proxy.canonical import Keys, canonical, chat_keys, digest
+from proxy.canonical import MARKS, Keys, canonical, chat_keys, digest, without_marks
 from proxy.chat import TOOLS, Chat, Mark
 from proxy.sentinel import first_user_text, is_open, last_open_text, sentinel_for, text_of, with_text
 
@@ -132,7 +132,10 @@ def marked_place(layout: Layout, mark: Mark) -> Place | None:
         part = {**content[number], "text": sentinel_for(content[number]["text"])}
         changed = {**message, "content": [*content[:number], part]}
         before = layout.keys.after[mark.message - 1] if mark.message else layout.keys.head
-        key = digest("part", before, canonical(content[:number]), str(mark.message == layout.last).encode())
+        # Its role and other fields too; where the marks stand moves nothing.
+        beside = {name: value for name, value in message.items() if name not in ("content", *MARKS)}
+        shape = canonical([beside, [without_marks(each) for each in content[:number]]])
+        key = digest("part", before, shape, str(mark.message == layout.last).encode())
         return Place("explicit", key, _truncated(layout, [*messages[: mark.message], changed]), mark.message)
     if layout.first is not None and mark.message < layout.first:
         if mark.message + 1 == layout.first:

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.chat import CHAT
+from xxhash import xxh3_64_digest
+
+from proxy.chat import CHAT, listed
 from proxy.local_render import LocalRender, NotLocal
 from proxy.render import Renderer, RenderFailed
 from proxy.tokens import Tokens
@@ -22,7 +24,7 @@ PROOFS = 8  # equal renders of one kind before it is trusted
 SAMPLE = 64  # of the trusted ones, every so many is rendered by the worker too, after the fact
 MAX_KINDS = 1000
 
-Kind = tuple[str, ...]
+Kind = bytes
 
 
 class ProvedRenderer:
@@ -37,10 +39,9 @@ class ProvedRenderer:
         self._samples: set[asyncio.Task[None]] = set()
         self.off = False
 
-    @property
-    def is_cheap(self) -> bool:
-        """Whether some kind of chat is rendered without the worker."""
-        return not self.off and any(count >= PROOFS for count in self._proofs.values())
+    def is_cheap(self, body: Mapping[str, Any]) -> bool:
+        """Whether such a chat is rendered without the worker."""
+        return not self.off and self._proofs.get(kind_of(body), 0) >= PROOFS
 
     def forget(self) -> None:
         """The worker has restarted, perhaps with another template: everything is to be proved again."""
@@ -50,7 +51,7 @@ class ProvedRenderer:
 
     async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
         kind = kind_of(body)
-        if self.off or path != CHAT or kind in self._differs or len(self._proofs) > MAX_KINDS:
+        if self.off or path != CHAT or kind in self._differs or len(self._proofs) + len(self._differs) > MAX_KINDS:
             return await self._worker(body, path)
         try:
             mine = await asyncio.to_thread(self._local.tokens, body)
@@ -65,7 +66,9 @@ class ProvedRenderer:
             if mine.raw == theirs.raw:
                 self._proofs[kind] = self._proofs.get(kind, 0) + 1
             else:
-                logger.warning("chats with %s do not render here as they do at the worker: it renders them", kind)
+                logger.warning(
+                    "a kind of chat (%s) does not render here as at the worker: it renders those", kind.hex()
+                )
                 self._differs.add(kind)
             return theirs
         self._rendered += 1
@@ -86,11 +89,17 @@ class ProvedRenderer:
 
 
 def kind_of(body: Mapping[str, Any]) -> Kind:
-    """What could make a chat render in a way of its own: names of roles, fields and settings, never a value of text."""
+    """A hash of what could make a chat render in a way of its own: roles, names of fields and settings."""
     names = {"model " + str(body.get("model"))}
-    names |= {f"setting {name}" for name in body.get("chat_template_kwargs") or {}}
-    if body.get("tools"):
-        names.add("tools")
+    if isinstance(kwargs := body.get("chat_template_kwargs"), Mapping):
+        names |= {f"setting {name}" for name in kwargs}
+    # vLLM gives a template the fields of a tool that it knows, in an order of its own.
+    for tool in listed(body.get("tools")):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        names.add(f"tool {list(tool) if isinstance(tool, Mapping) else ''}")
+        names.add(f"function {list(function) if isinstance(function, Mapping) else ''}")
+    if body.get("tool_choice") is not None:
+        names.add(f"tool_choice {body['tool_choice']}")
     if not body.get("add_generation_prompt", True):
         names.add("no generation prompt")
     for message in body.get("messages") or ():
@@ -101,4 +110,4 @@ def kind_of(body: Mapping[str, Any]) -> Kind:
         names |= {f"{role} {name}" for name, value in message.items() if name not in ("role", "content") and value}
         if not isinstance(message.get("content"), str):
             names.add(f"{role} {type(message.get('content')).__name__}")
-    return tuple(sorted(names))
+    return xxh3_64_digest("\n".join(sorted(names)).encode(errors="surrogatepass"))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from proxy.canonical import canonical
 from proxy.chat import Chat, Mark, listed, marked
 
 RESPONSES = "/v1/responses"
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+MESSAGE_BYTES = 500  # of a stored message beside its text
+# What vLLM shows a template of a tool that takes free text.
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -20,22 +30,25 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = 
     """
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given)
-    messages: list[dict[str, Any]] = []
+    messages: list[Any] = []
     if isinstance(instructions := body.get("instructions"), str) and instructions:
         messages.append({"role": "system", "content": instructions})
     # Instructions do not carry over from one response to the next.
     messages += [message for message in previous or () if message.get("role") != "system"]
+    # As at vLLM's: an item never joins a message that stood before the input, and stored messages stay as they are.
+    made: list[dict[str, Any]] = []
     marks: list[Mark] = []
     for item in items:
-        _add(messages, marks, item)
+        _add(made, marks, item)
+    marks = [mark._replace(message=mark.message + len(messages)) for mark in marks]
+    messages += made
     if not items or not messages:
         return None
     chat: dict[str, Any] = {"model": body.get("model"), "messages": messages}
-    tools = [_tool(tool) for tool in listed(body.get("tools")) if isinstance(tool, dict)]
-    tools = [tool for tool in tools if tool is not None]
+    tools = [made for tool in listed(body.get("tools")) if isinstance(tool, dict) for made in _tools(tool)]
     if tools:
         chat["tools"] = tools
-        chat["tool_choice"] = body.get("tool_choice") if isinstance(body.get("tool_choice"), str) else "auto"
+        chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
     kwargs = body.get("chat_template_kwargs") if isinstance(body.get("chat_template_kwargs"), dict) else {}
     effort = body["reasoning"].get("effort") if isinstance(body.get("reasoning"), dict) else None
     if effort is not None:
@@ -59,7 +72,10 @@ def _add(messages: list[dict[str, Any]], marks: list[Mark], item: Any) -> None:
     kind = item.get("type", "message")
     before = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
     if kind in ("function_call", "custom_tool_call"):
-        function = {"name": item.get("name"), "arguments": item.get("arguments", item.get("input", "")) or ""}
+        arguments = item.get("arguments") or ""
+        if kind == "custom_tool_call":
+            arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
+        function = {"name": _name(item), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if before is None:
             messages.append({"role": "assistant", "tool_calls": [call]})
@@ -68,14 +84,14 @@ def _add(messages: list[dict[str, Any]], marks: list[Mark], item: Any) -> None:
     elif kind in CALL_OUTPUTS:
         messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
     elif kind == "reasoning":
-        texts = [part.get("text") for part in (*listed(item.get("content")), *listed(item.get("summary")))]
+        texts = _texts((*listed(item.get("content")), *listed(item.get("summary"))))
         if before is not None and "reasoning" not in before:
             before["reasoning"] = texts[0] if texts else ""
         else:
             messages.append({"role": "assistant", "reasoning": texts[0] if texts else ""})
     elif item.get("role") == "assistant":
         content = item.get("content")
-        text = content if isinstance(content, str) else next((part.get("text") for part in listed(content)), None)
+        text = content if isinstance(content, str) else next(iter(_texts(listed(content))), None)
         if before is not None and "content" not in before:
             before["content"] = text
         elif text is not None:
@@ -98,14 +114,39 @@ def _part(part: Any) -> Any:
     return part
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+def _texts(parts: Sequence[Any]) -> list[Any]:
+    return [part.get("text") for part in parts if isinstance(part, dict)]
+
+
+def _name(item: Mapping[str, Any]) -> Any:
+    space = item.get("namespace")
+    return f"{space}__{item.get('name')}" if isinstance(space, str) and space else item.get("name")
+
+
+def _tools(tool: Mapping[str, Any], space: Any = None) -> list[dict[str, Any]]:
+    """The functions that vLLM shows a template for one tool: several for a namespace, none for what it runs itself."""
+    if tool.get("type") == "namespace":
+        inner = [each for each in listed(tool.get("tools")) if isinstance(each, dict)]
+        return [function for each in inner for function in _tools(each, tool.get("name"))]
+    name = _name({"name": tool.get("name"), "namespace": space})
+    if tool.get("type") == "custom":
+        made = {"name": name, "description": tool.get("description"), "parameters": CUSTOM_PARAMETERS}
+        return [{"type": "function", "function": made}]
     if tool.get("type") != "function":
-        return None
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        return []
+    return [{"type": "function", "function": {**{k: v for k, v in tool.items() if k != "type"}, "name": name}}]
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice if isinstance(choice, str) else "auto"
 
 
 def _continues(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("status") in ("in_progress", "incomplete")
+    if not isinstance(item, dict) or item.get("type", "message") not in ("message", "reasoning"):
+        return False
+    return item.get("status") in ("in_progress", "incomplete")
 
 
 class StoredResponses:
@@ -124,9 +165,8 @@ class StoredResponses:
         messages = list(chat.messages)
         for item in listed(answer.get("output")):
             if isinstance(item, dict) and item.get("type") == "message":  # vLLM carries over the texts only
-                texts = [part.get("text") for part in listed(item.get("content")) if isinstance(part, dict)]
-                messages += [{"role": "assistant", "content": text} for text in texts]
-        size = sum(len(str(message.get("content"))) + 200 for message in messages)
+                messages += [{"role": "assistant", "content": text} for text in _texts(listed(item.get("content")))]
+        size = len(canonical(messages)) + MESSAGE_BYTES * len(messages)
         self._forget(answer["id"])
         self._chats[answer["id"]] = (messages, boot, size)
         self._held += size

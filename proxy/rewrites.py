@@ -5,13 +5,17 @@ reads. Keys are made from what is forwarded, after the rules; nothing here belon
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from proxy.anthropic_chat import BILLING_HEADER
+from proxy.anthropic_chat import BILLING_HEADER, MESSAGES
 from proxy.body import Edit, Path
 from proxy.chat import listed
 from proxy.volatile import sorted_by_name, tool_name
+
+# Names and values on a line of their own, and nothing else: a prompt that only speaks of the header is left alone.
+_HEADER = re.compile(rf"{BILLING_HEADER}:(?:[ \t]*[\w-]+=[^;\s]*(?:;|(?=\s|\Z)))*[ \t]*(?:\r?\n|\Z)")
 
 
 class Rule(NamedTuple):
@@ -19,6 +23,7 @@ class Rule(NamedTuple):
 
     name: str
     edits: Callable[[Mapping[str, Any]], list[Edit]]  # what it would change in a body; nothing where it does not apply
+    not_at: frozenset[str] = frozenset()  # endpoints where vLLM does it itself
 
 
 def _billing_header(body: Mapping[str, Any]) -> list[Edit]:
@@ -43,9 +48,9 @@ def _billing_header(body: Mapping[str, Any]) -> list[Edit]:
 
 
 def _headless(path: Path, text: str) -> list[Edit]:
-    if not text.startswith(BILLING_HEADER):
+    if (header := _HEADER.match(text)) is None:
         return []
-    return [Edit(path, json.dumps(text.partition("\n")[2]))]
+    return [Edit(path, json.dumps(text[header.end() :]))]
 
 
 def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
@@ -57,7 +62,10 @@ def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
     return [Edit(("tools",), json.dumps(ordered))]
 
 
-RULES = {rule.name: rule for rule in (Rule("billing_header", _billing_header), Rule("tools_sorted", _tools_sorted))}
+RULES = {
+    rule.name: rule
+    for rule in (Rule("billing_header", _billing_header, frozenset({MESSAGES})), Rule("tools_sorted", _tools_sorted))
+}
 
 
 class Rewritten(NamedTuple):
@@ -68,12 +76,12 @@ class Rewritten(NamedTuple):
     could: tuple[str, ...]  # rules that are off and would have
 
 
-def rewrite(body: Mapping[str, Any], switched_on: frozenset[str]) -> Rewritten:
-    """What the rules make of a request body; `switched_on` holds names out of `RULES`."""
+def rewrite(body: Mapping[str, Any], switched_on: frozenset[str], endpoint: str) -> Rewritten:
+    """What the rules make of a request to `endpoint`; `switched_on` holds names out of `RULES`."""
     edits: list[Edit] = []
     applied, could = [], []
     for name, rule in RULES.items():
-        if not (changes := rule.edits(body)):
+        if endpoint in rule.not_at or not (changes := rule.edits(body)):
             continue
         if name in switched_on:
             edits += changes

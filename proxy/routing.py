@@ -24,7 +24,8 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
         # In match units: a shared head too short to be found again is no reason to crowd one worker.
         usable = holding.tokens // worker.engine.match_unit if holding and worker.engine else 0
         # The third spreads new prefixes over workers that are equally idle.
-        drawn = xxh3_64_intdigest(f"{together} {worker.url}") if isinstance(together, str) else 0
+        named = f"{together} {worker.url}".encode(errors="surrogatepass") if isinstance(together, str) else None
+        drawn = xxh3_64_intdigest(named) if named is not None else 0
         return (-usable, 0 if drawn else worker.inflight, drawn, worker.dispatched)
 
     return min(near, key=longest_then_idlest)

@@ -28,14 +28,19 @@ DATES = re.compile(
     r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{1,2},? \d{4}"
     r"|\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{4}"
 )
-COUNTERS = re.compile(r"<total_tokens>[^<]*</total_tokens>|\b\d[\d,]* tokens (?:left|remaining|used)\b")
-FOLDERS = re.compile(r"(?im)^.*\b(?:working directory|cwd|current directory)\b.*$")
+COUNTERS = re.compile(
+    r"<total_tokens>[^<]{0,40}</total_tokens>|(?<![\d,])\d[\d,]{0,15} tokens (?:left|remaining|used)\b"
+)
+FOLDERS = re.compile(r"(?im)^[^\n]{0,200}\b(?:working directory|cwd|current directory)\b.*$")
+# A changed part is looked at with several patterns, on the event loop: longer ones are not.
+MAX_CHARACTERS = 200_000
+MAX_NESTING = 50
 
 
 def _without(pattern: re.Pattern[str]) -> Callable[[Any], Any]:
     def neutral(part: Any) -> Any:
         text = text_of(part)
-        return pattern.sub("", text) if text is not None else None
+        return pattern.sub("", text) if text is not None and len(text) <= MAX_CHARACTERS else None
 
     return neutral
 
@@ -57,10 +62,12 @@ def _keys_sorted(tools: Any) -> Any:
     return _sorted(tools) if isinstance(tools, list | tuple) else None
 
 
-def _sorted(value: Any) -> Any:
+def _sorted(value: Any, depth: int = 0) -> Any:
+    if depth == MAX_NESTING:
+        return value
     if isinstance(value, dict):
-        return {name: _sorted(value[name]) for name in sorted(value)}
-    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _sorted(value[name], depth + 1) for name in sorted(value)}
+    return [_sorted(item, depth + 1) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _without_thinking(part: Any) -> Any:

@@ -24,6 +24,9 @@ logger = logging.getLogger("seamark.workers")
 # Seconds one look may take; a worker busy with a long prefill still answers, its API server is another process.
 LOOK_TIMEOUT = 5.0
 
+# Most of what a local renderer keeps of texts and their tokens, bytes.
+LOCAL_BYTES = 2**26
+
 _SAMPLE = re.compile(r"^(seamark_engine_info)\{(.*?)\} ([0-9.eE+]+)$|^(process_start_time_seconds) (\S+)$", re.M)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -85,7 +88,7 @@ class WorkerPool:
         self._looks: dict[str, asyncio.Task[None]] = {}
         self.workers = [Worker(url, WorkerRenderer(upstream, url, settings.render_timeout)) for url in settings.worker]
         if settings.tokenizer is not None:
-            local = LocalRender(settings.tokenizer)
+            local = LocalRender(settings.tokenizer, min(LOCAL_BYTES, settings.text_bytes))
             for worker in self.workers:
                 worker.fast = ProvedRenderer(worker.renderer, local)
         for worker in self.workers:

@@ -14,6 +14,7 @@ from proxy.responses_chat import StoredResponses, responses_request
 EPHEMERAL = {"type": "ephemeral"}
 USE = {"type": "tool_use", "id": "t1", "name": "tide", "input": {"port": "Ayr"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "nine"}]}
+DOCUMENT = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 TOOL = {"name": "tide", "description": "Tide table", "input_schema": {"properties": {"port": {"type": "string"}}}}
 
@@ -50,6 +51,22 @@ MESSAGES = {
         ]
     },
     "thinking off": {"thinking": {"type": "disabled"}, "messages": [{"role": "user", "content": "Tide?"}]},
+    "thinking off, effort high": {
+        "thinking": {"type": "disabled"},
+        "output_config": {"effort": "high"},
+        "messages": [{"role": "user", "content": "Tide?"}],
+    },
+    "an empty system message": {
+        "messages": [{"role": "user", "content": "Tide?"}, {"role": "system", "content": ""}],
+    },
+    "a document in a result": {
+        "tools": [TOOL],
+        "messages": [
+            {"role": "user", "content": "Tide?"},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [{**RESULT, "content": [*RESULT["content"], DOCUMENT]}]},
+        ],
+    },
 }
 
 
@@ -89,13 +106,28 @@ RESPONSES = {
             {"type": "function_call_output", "call_id": "c2", "output": "ten"},
         ],
     },
+    "a custom tool": {
+        "tools": [{"type": "custom", "name": "patch", "description": "d"}],
+        "input": [
+            {"role": "user", "content": "Patch it."},
+            {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "*** Begin"},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        ],
+    },
+    "a result that is incomplete": {
+        "input": [
+            {"role": "user", "content": "Tide?"},
+            {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "n", "status": "incomplete"},
+        ],
+    },
 }
 
 
 @pytest.mark.parametrize("name", RESPONSES)
 def test_responses(name):
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.openai.responses.utils import construct_input_messages
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages, should_continue_final_message
 
     body = {"model": "m", **RESPONSES[name]}
     request = ResponsesRequest(**json.loads(json.dumps(body)))
@@ -106,6 +138,7 @@ def test_responses(name):
             message["content"] = [{"type": "text", "text": part["text"]} for part in message["content"]]
     made = responses_request(body)
     assert keys(made.messages) == keys(theirs)
+    assert bool(made.body.get("continue_final_message")) == should_continue_final_message(request.input)
 
 
 def keys(messages):
@@ -154,6 +187,26 @@ def test_a_stored_response_continues_without_its_instructions():
     assert (second.path, second.asked) == ("/v1/chat/completions", second.body) and stored.boot("r1") == "boot"
 
 
+def test_a_stored_response_stays_as_it_is_however_it_is_continued():
+    stored = StoredResponses(100_000)
+    first = responses_request({"model": "m", "input": "Tide?"})
+    answer = {"id": "r1", "output": [{"type": "message", "content": [{"type": "output_text", "text": "Nine."}]}]}
+    stored.put(first, answer, "boot")
+    call = {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": "{}"}
+    items = [call, {"type": "function_call_output", "call_id": "c1", "output": "nine"}]
+    for _ in range(3):
+        chat = responses_request({"model": "m", "input": items}, stored.chat("r1"))
+        assert [message["role"] for message in chat.messages] == ["user", "assistant", "assistant", "tool"]
+    assert stored.chat("r1") == [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "Nine."}]
+
+
+def test_stored_calls_count():
+    stored = StoredResponses(10_000)
+    call = {"type": "function_call", "call_id": "c", "name": "tide", "arguments": "x" * 20_000}
+    stored.put(responses_request({"model": "m", "input": ["?", call]}), {"id": "r", "output": []}, "boot")
+    assert stored.chat("r") is None
+
+
 def test_stored_responses_are_bounded():
     stored = StoredResponses(10_000)
     chat = responses_request({"model": "m", "input": "x" * 3000})
@@ -167,3 +220,5 @@ def test_nonsense_raises_nothing(body):
     messages_request(body)
     chat_request(body)
     responses_request({"input": body.get("messages"), "tools": 7, "reasoning": 7})
+    responses_request({"input": [{"type": "reasoning", "summary": ["abc"]}, {"role": "assistant", "content": ["x"]}]})
+    messages_request({**body, "messages": [{}], "thinking": {"type": []}, "tools": [{}], "tool_choice": {"type": []}})

@@ -38,7 +38,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def local(model) -> LocalRender:
-    return LocalRender(model)
+    return LocalRender(model, 10**7)
 
 
 @pytest.fixture
@@ -66,7 +66,8 @@ async def test_it_is_trusted_after_enough_proofs_and_then_asks_nobody(local, ref
     renderer = ProvedRenderer(reference, local)
     bodies = [{"messages": [SYSTEM, user(f"{number} ships")]} for number in range(PROOFS + 5)]
     rendered = [await renderer(body) for body in bodies]
-    assert reference.asked == PROOFS and renderer.is_cheap
+    assert reference.asked == PROOFS and renderer.is_cheap(bodies[0])
+    assert not renderer.is_cheap({**bodies[0], "reasoning_effort": "low", "tools": TOOLS})
     assert rendered[-1].local and rendered[-1].raw == (await reference(bodies[-1])).raw
 
 
@@ -75,7 +76,8 @@ async def test_a_kind_that_renders_otherwise_is_left_to_the_worker(local, refere
     reference.broken = True
     for number in range(3):
         assert not (await renderer({"messages": [user(f"{number} ships")]})).local
-    assert not renderer.is_cheap and reference.asked == 3
+    assert not renderer.is_cheap({"messages": [user("x")]}) and reference.asked == 3
+    assert "ships" not in caplog.text
 
 
 async def test_it_goes_off_loudly_at_the_first_difference(local, reference, caplog):
@@ -102,10 +104,12 @@ async def test_known_and_new_prefixes_ask_no_worker_once_it_is_trusted(local, re
         chat = [{**SYSTEM, "content": f"{number} {SYSTEM['content']}"}, user("Tide?")]
         found = await finder.find(chat_request({"messages": chat}), renderer, b"r")
     assert found.result == "local" and found.renders == 0
-    grown = [*chat, {"role": "assistant", "content": "Nine."}, user("And then?")]
     asked = reference.asked
     for number in range(2 * PROOFS):
-        found = await finder.find(chat_request({"messages": [*grown[:3], user(f"{number}?")]}), renderer, b"r")
+        grown = [*chat, {"role": "assistant", "content": f"Nine, {number}."}, user("And then?")]
+        found = await finder.find(chat_request({"messages": grown}), renderer, b"r")
+    known = await finder.find(chat_request({"messages": [*grown[:3], user("What else?")]}), renderer, b"r")
+    assert (known.result, known.renders) == ("local", 0)
     assert {boundary.kind for boundary in found.boundaries} == {"system", "history", "turn"}
     assert reference.asked - asked < 4 * PROOFS
 
@@ -129,4 +133,4 @@ def test_what_is_known_to_render_otherwise_is_not_tried(local, body):
 
 def test_a_folder_without_a_tokenizer_is_refused_by_the_settings_name(tmp_path):
     with pytest.raises(SettingsError, match="tokenizer"):
-        LocalRender(tmp_path)
+        LocalRender(tmp_path, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -134,9 +135,10 @@ def test_worker_restarted(fleet: Fleet):
         body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
         httpx.post(gateway.url + CHAT, json=body)
         worker.boot, worker.cached = "1.8e+09", 0
-        boots = httpx.get(gateway.url + "/seamark/status").json()["workers"][0]["boot"]
-        while httpx.get(gateway.url + "/seamark/status").json()["workers"][0]["boot"] == boots:
-            pass
+        deadline = time.monotonic() + 20
+        while not httpx.get(gateway.url + "/seamark/status").json()["workers"][0]["boot"].endswith("#1.8e+09"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         answer = httpx.post(gateway.url + CHAT, json=body)
         assert answer.headers["x-seamark-reason"] == "worker_restarted"
 

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from proxy.anthropic_chat import MESSAGES
 from proxy.body import Edit, with_edits
+from proxy.chat import CHAT
 from proxy.rewrites import rewrite
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=1f3a;"
@@ -15,7 +17,7 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("wind", "
 
 
 def rewritten(body, on=ON):
-    return with_edits(json.dumps(body).encode(), rewrite(body, on).edits)
+    return with_edits(json.dumps(body).encode(), rewrite(body, on, CHAT).edits)
 
 
 @pytest.mark.parametrize(
@@ -33,23 +35,41 @@ def test_the_billing_header_goes(content, left):
     assert messages[1]["content"] == HEADER  # what a user wrote stays
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"{HEADER} You are a pilot.\nBe brief.",
+        "x-anthropic-billing-header: cch=1; You pilot ships.",
+        "x-anthropic-billing-header is a header our API gets. Explain it to users.",
+        f"You.\n{HEADER}\n",
+    ],
+)
+def test_a_prompt_that_goes_on_behind_the_header_or_speaks_of_it_stays(content):
+    assert rewrite({"messages": [{"role": "system", "content": content}]}, ON, CHAT).edits == ()
+
+
+def test_where_vllm_does_it_itself_it_is_left_to_vllm():
+    body = {"messages": [{"role": "system", "content": f"{HEADER}\nYou."}]}
+    assert rewrite(body, ON, MESSAGES) == ((), (), ())
+
+
 def test_two_requests_with_different_headers_become_one():
-    bodies = [{"messages": [{"role": "system", "content": f"{HEADER}{n}\nYou."}]} for n in range(2)]
+    bodies = [{"messages": [{"role": "system", "content": f"{HEADER} cch={n};\nYou."}]} for n in range(2)]
     assert rewritten(bodies[0]) == rewritten(bodies[1])
 
 
 def test_tools_are_sorted_only_where_that_is_switched_on_and_counted_where_not():
-    assert rewrite({"tools": TOOLS}, ON) == ((), (), ("tools_sorted",))
+    assert rewrite({"tools": TOOLS}, ON, CHAT) == ((), (), ("tools_sorted",))
     body = json.loads(rewritten({"tools": TOOLS}, frozenset({"tools_sorted"})))
     assert [tool["function"]["name"] for tool in body["tools"]] == ["tide", "wind"]
-    assert rewrite({"tools": TOOLS[::-1]}, ON).could == ()
+    assert rewrite({"tools": TOOLS[::-1]}, ON, CHAT).could == ()
 
 
 @pytest.mark.parametrize(
     "body", [{}, {"messages": 7}, {"messages": [7]}, {"tools": [7]}, {"tools": {}}, {"messages": []}]
 )
 def test_odd_bodies_are_left_alone(body):
-    assert rewrite(body, frozenset({"billing_header", "tools_sorted"})).edits == ()
+    assert rewrite(body, frozenset({"billing_header", "tools_sorted"}), CHAT).edits == ()
 
 
 def test_every_other_byte_stays():

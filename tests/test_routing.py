@@ -26,6 +26,14 @@ def test_without_a_holder_the_least_loaded_is_chosen():
     assert choose([worker("a", 2), worker("b", 1)], {}, load_slack=8).boot == "b"
 
 
+def test_requests_with_one_cache_key_go_to_one_worker_where_nothing_else_speaks():
+    workers = [worker(name) for name in "abcd"]
+    chosen = {choose(workers, {}, 8, together).boot for together in ("session \ud800", "session \ud800")}
+    assert len(chosen) == 1
+    assert len({choose(workers, {}, 8, f"{number}").boot for number in range(40)}) == 4
+    assert choose(workers, {"b": Holding(400, b"deep")}, 8, "session").boot == "b"
+
+
 def test_a_holding_shorter_than_the_match_unit_does_not_count():
     workers = [worker("a", inflight=1), worker("b")]
     assert choose(workers, {"a": Holding(15, b"head")}, load_slack=8).boot == "b"

@@ -121,12 +121,12 @@ async def measure(size: int, messages: int, rounds: int) -> Cost:
 
 async def measure_fast(model: Path, size: int, messages: int, growing: bool, rounds: int) -> Fast:
     """Chats of `size` bytes, each new from its first message on, or `growing`: an answer and a question are new."""
-    tokenizer, worker = Tokenizer.from_file(str(model / "tokenizer.json")), LocalRender(model)
+    tokenizer, worker = Tokenizer.from_file(str(model / "tokenizer.json")), LocalRender(model, MEMORY_BYTES)
 
     async def at_the_worker(body: Mapping[str, Any], path: str = CHAT) -> Tokens:
         return worker.tokens(body)
 
-    fast = ProvedRenderer(at_the_worker, LocalRender(model))
+    fast = ProvedRenderer(at_the_worker, LocalRender(model, MEMORY_BYTES))
     finder, recent = BoundaryFinder(PositionMemory(MEMORY_BYTES), Learner(MEMORY_BYTES)), RecentRequests(MEMORY_BYTES)
     seeds = itertools.count()
 
