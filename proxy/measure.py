@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from xxhash import xxh3_128_digest
+
 from proxy.chat import CHAT
 from proxy.memory import Position
 from proxy.places import Layout, Place, with_text_at
@@ -58,6 +60,7 @@ class Measure:
         self._renderer_id = renderer_id
         self._traits = traits
         self.prompt: Tokens | None = None
+        self._contexts: dict[int, bytes] = {}
         self.renders = 0
 
     @property
@@ -121,16 +124,18 @@ class Measure:
 
     def _context(self, messages: int) -> tuple[bytes, bytes]:
         """What parts the caches beside the tokens: model, salt, and whatever is not text in the first `messages`."""
-        body = self._layout.chat.body
-        media = [
-            part
-            for message in self._layout.chat.messages[:messages]
-            if isinstance(message, dict) and isinstance(message.get("content"), list)
-            for part in message["content"]
-            if isinstance(part, dict) and not isinstance(part.get("text"), str)
-        ]
-        apart = repr((body.get("model"), body.get("cache_salt"), media))
-        return self._renderer_id, apart.encode(errors="surrogatepass")
+        if messages not in self._contexts:  # images are megabytes, and places of one prompt are several
+            body = self._layout.chat.body
+            media = [
+                part
+                for message in self._layout.chat.messages[:messages]
+                if isinstance(message, dict) and isinstance(message.get("content"), list)
+                for part in message["content"]
+                if isinstance(part, dict) and not isinstance(part.get("text"), str)
+            ]
+            apart = repr((body.get("model"), body.get("cache_salt"), media))
+            self._contexts[messages] = xxh3_128_digest(apart.encode(errors="surrogatepass"))
+        return self._renderer_id, self._contexts[messages]
 
     def _is_doubtful(self, place: Place) -> bool:
         return place.kind == "history" and is_telling(self._text(place) or "")

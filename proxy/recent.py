@@ -21,6 +21,7 @@ from proxy.tokens import Tokens
 
 MAX_REQUESTS = 64
 ENTRY_BYTES = 2000  # of a request beside its texts and tokens
+MESSAGE_BYTES = 500  # of a message beside its text
 # Shared content behind a change has to be this long (bytes) and longer than what changed, to call it a change of the
 # prefix; else the request is simply another one.
 MIN_BEHIND = 128
@@ -65,7 +66,9 @@ class Recent:
         """`size` in bytes, of the text it keeps alive."""
         self.layout = layout
         self.tokens = tokens
-        self.size = ENTRY_BYTES + size + (len(tokens.raw) if tokens is not None else 0)
+        held = size * (2 if layout.chat.native is not None else 1)  # converted, and as it came
+        self.size = ENTRY_BYTES + held + MESSAGE_BYTES * len(layout.chat.messages)
+        self.size += len(tokens.raw) if tokens is not None else 0
 
     @cached_property
     def settings(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ import pytest
 
 from proxy.boundaries import BoundaryFinder
 from proxy.chat import CHAT, chat_request
+from proxy.directory import Directory
 from proxy.memory import ENTRY_BYTES, Position, PositionMemory
 from proxy.render import RenderFailed
 from proxy.sentinel import SENTINELS, common_prefix, sentinel_for
@@ -220,6 +221,39 @@ async def test_a_template_that_refuses_the_prompt_is_a_reason_and_is_asked_again
     assert (found.positions, found.failure) == ((), "render_failed")
     renderer.fail = False
     assert (await use.find(chat_request({"messages": [SYSTEM, user("x")]}), renderer, b"r")).positions
+
+
+async def test_what_is_known_is_sent_even_if_something_new_cannot_be_rendered(renderer):
+    use = finder()
+    known = await use.find(chat_request({"messages": [SYSTEM, user("Tide?")]}), renderer, b"r")
+    renderer.fail = True
+    found = await use.find(chat_request({"messages": [SYSTEM, user("x" * 5000)]}), renderer, b"r")
+    assert found.failure is None and set(found.positions) < set(known.positions) and found.positions
+
+
+async def test_a_loop_that_is_rendered_anew_without_its_thinking_is_not_believed_to_be_there():
+    async def thinks_last(body, path=CHAT):
+        """Shows the thinking behind the last user message only, a token for each character."""
+        messages = body["messages"]
+        last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
+        text = ""
+        for index, message in enumerate(messages):
+            text += f"<{message['role']}>{message.get('reasoning', '') if index > last else ''}{message['content']}"
+        return list(map(ord, text + ("<assistant>" if body.get("add_generation_prompt", True) else "")))
+
+    use, directory = finder(), Directory(100_000)
+    thought = {"role": "assistant", "content": "Let me look.", "reasoning": "A table will do. " * 40}
+    loop = [SYSTEM, user("Tide?"), thought, {"role": "tool", "content": "nine"}]
+    over = [*loop, assistant("At nine.")]
+    prompts: list[list[int]] = []
+    for chat in (loop[:2], loop, [*over, user("And then?")], [*over, user("?")]):
+        found = await use.find(chat_request({"messages": chat}), thinks_last, b"r")
+        prompt = await thinks_last({"messages": chat})
+        shared = max((common_prefix(prompt, other) for other in prompts), default=0)
+        held = directory.longest(found.prefixes, ["worker"])
+        assert held == {} or shared - 40 <= held["worker"].tokens <= shared
+        directory.note(found.boundaries, "worker")
+        prompts.append(prompt)
 
 
 async def test_an_answer_that_continues_a_message_ends_no_turn(renderer):

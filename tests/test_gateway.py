@@ -313,6 +313,41 @@ def test_logs_and_metrics_hold_no_prompt_text(gateway, worker):
     assert "secret" not in seen and "harbour" not in seen
 
 
+ODD = [
+    {"prompt_cache_key": "session \ud800"},
+    {"prompt_cache_key": 7, "cache_salt": "x"},
+    {"chat_template_kwargs": 3},
+    {"tools": [7], "tool_choice": {"type": []}},
+    {"messages": [{"role": ["user"], "content": "x" * 600}, 7, {"role": "user", "content": "?"}]},
+    {"messages": [7, {"role": "user", "content": "?"}, {"role": {}, "content": [{"text": 7, "cache_control": 7}]}]},
+    {"stream_options": 7, "vllm_xargs": 7, "truncate_prompt_tokens": -1},
+]
+
+
+@pytest.mark.parametrize("fields", ODD)
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
+def test_odd_bodies_reach_the_worker_and_log_no_error(gateway, worker, path, fields):
+    for _ in range(2):
+        body = {**chat("Tide?"), "input": [SYSTEM, *fields.get("messages", [])], "prompt": "Tide?", **fields}
+        assert post(gateway, body, path).status_code == 200
+    assert sum(not request.target.endswith("/render") for request in worker.requests) == 2
+    assert " failed: " not in gateway.log_end() and "boundary of request" not in gateway.log_end()
+
+
+def test_an_answer_is_not_lost_for_its_explanation(gateway, worker):
+    """Tools that differ deep inside: looking for what changed must not cost what was answered."""
+    nested = "[" * 600 + "]" * 600
+    for name in ("tide", "wind"):
+        function = f'{{"name": "{name}", "parameters": {{"x": {nested}}}}}'
+        raw = json.dumps(chat("Tide?"))[:-1] + f', "tools": [{{"type": "function", "function": {function}}}]}}'
+        assert post(gateway, raw.encode()).status_code == 200
+
+
+def test_a_very_long_request_id_is_replaced(gateway, worker):
+    answer = post(gateway, chat("Tide?"), headers={"x-request-id": "x" * 5000})
+    assert len(answer.headers["x-request-id"]) == 32
+
+
 def test_the_status_page_tells_of_workers(gateway, worker):
     status = httpx.get(gateway.url + "/seamark/status").json()
     assert status["workers"][0]["engine"]["match_unit"] == 16
