@@ -55,7 +55,7 @@ class RecordingWorker:
     models: tuple[str, ...] = ("m",)
     render_status: int = 200
     cached: int = 160  # tokens it reports
-    outcomes: dict[str, Any] = field(default_factory=dict)  # what its feed answers
+    outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
     hang: bool = False  # answer nothing until the client goes
     hang_in_stream: bool = False
     cut_stream: bool = False

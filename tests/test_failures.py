@@ -59,6 +59,7 @@ def test_a_request_after_bad_ones_is_answered(servers):
 def test_a_worker_without_the_plugin_is_served_and_shown(servers):
     answer = httpx.post(servers.untouched_gateway.url + CHAT, json=chat(), timeout=60)
     assert answer.status_code == 200 and "x-seamark-boundary" not in answer.headers
+    assert answer.headers["x-seamark-reason"] == "unpatched"
     metrics = httpx.get(servers.untouched_gateway.url + "/metrics").text
     assert f'seamark_engine_patched{{worker="{servers.untouched.url[7:]}"}} 0.0' in metrics
     assert "seamark_" not in httpx.get(servers.untouched.url + "/metrics").text
