@@ -88,14 +88,15 @@ class BoundaryFinder:
         if layout is None:
             return Found(failure="no_boundary")
         cuts = self._cuts(layout)
-        if not (wanted := self._unknown(layout, cuts, renderer)):
-            return self._found(layout, cuts, "memo")
+        marked = [place for mark in chat.marks[:MAX_MARKS] if (place := marked_place(layout, mark)) is not None]
+        if not (wanted := self._unknown(layout, marked, cuts, renderer)):
+            return self._found(layout, marked, cuts, "memo")
         pending = self._pending.get(layout.key)
         if pending is not None and self._memory.get(layout.key) is None:
             # Someone is rendering this very prefix: a cold fan-out costs one set of renders.
             await asyncio.wait((pending,))
-            if not (wanted := self._unknown(layout, cuts, renderer)):
-                return self._found(layout, cuts, "memo")
+            if not (wanted := self._unknown(layout, marked, cuts, renderer)):
+                return self._found(layout, marked, cuts, "memo")
         done = asyncio.get_running_loop().create_future()
         self._pending[layout.key] = done
         measure = Measure(layout, renderer, renderer_id, self._traits)
@@ -106,7 +107,7 @@ class BoundaryFinder:
                 if here != always:
                     odd.append((place, here))
         except RenderFailed:
-            found = self._found(layout, cuts, "memo", measure)
+            found = self._found(layout, marked, cuts, "memo", measure)
             if found.boundaries:  # only what would have been new is missing
                 return found
             return Found(
@@ -121,7 +122,7 @@ class BoundaryFinder:
                 del self._pending[layout.key]
             done.set_result(None)
         result: Result = "local" if measure.local else "render"
-        return self._found(layout, cuts, result, measure, odd)
+        return self._found(layout, marked, cuts, result, measure, odd)
 
     def _cuts(self, layout: Layout) -> list[tuple[int, Cut]]:
         """Places inside texts where recent traffic diverged: message index, and the text before the place."""
@@ -130,7 +131,9 @@ class BoundaryFinder:
         # What lies before the last text of a known chat is behind a deeper boundary.
         return self._learner.cuts(layout, layout.last if self._memory.get(layout.key) is not None else 0)
 
-    def _unknown(self, layout: Layout, cuts: Sequence[tuple[int, Cut]], renderer: Renderer) -> list[Place]:
+    def _unknown(
+        self, layout: Layout, marked: Sequence[Place], cuts: Sequence[tuple[int, Cut]], renderer: Renderer
+    ) -> list[Place]:
         """Places whose position has to be measured before this request goes on; none on a known path."""
         known = layout.chat.is_bare or self._memory.get(layout.key) is not None
         wanted: list[Place] = []
@@ -139,14 +142,12 @@ class BoundaryFinder:
             wanted += [place for place in places if place is not None and self._memory.get(place.key) is None]
         if self._deserves_turn(layout, known, renderer):
             wanted.append(turn_place(layout))
-        for mark in layout.chat.marks[:MAX_MARKS]:
-            place = marked_place(layout, mark)
-            if place is not None and self._is_new(place, wanted):
+        for place in marked:
+            if self._is_new(place, wanted):
                 wanted.append(place)
         for index, cut in cuts:
-            if self._memory.get(cut_key(layout, index, cut.key)) is None:
+            if self._memory.get(key := cut_key(layout, index, cut.key)) is None:
                 if layout.chat.ids is not None:  # a character for each token: there is nothing to render
-                    key = cut_key(layout, index, cut.key)
                     self._memory.put(key, Position(len(cut.text), key))
                     continue
                 place = cut_place(layout, index, len(cut.text), "learned")
@@ -166,6 +167,7 @@ class BoundaryFinder:
     def _found(
         self,
         layout: Layout,
+        marked: Sequence[Place],
         cuts: Sequence[tuple[int, Cut]],
         result: Result,
         measure: Measure | None = None,
@@ -185,9 +187,8 @@ class BoundaryFinder:
         add("history", layout.key)
         add("turn", user_key(layout))
         turn = add("turn", layout.turn_key)
-        for mark in layout.chat.marks[:MAX_MARKS]:
-            if (place := marked_place(layout, mark)) is not None:
-                add("explicit", place.key)
+        for place in marked:
+            add("explicit", place.key)
         for index, cut in cuts:
             add("learned", cut_key(layout, index, cut.key))
         boundaries.sort(key=lambda boundary: boundary.tokens)

@@ -55,7 +55,7 @@ class EngineWords:
             if wanted in feed.words:  # whoever read before has brought it
                 return
             query = urlencode({"boot": feed.boot, "after": feed.cursor})
-            status, answer = await self._upstream.fetch("GET", f"{worker.url}{PATH}?{query}", timeout=TIMEOUT)
+            status, answer = await self._upstream.fetch("GET", f"{worker.url}{PATH}?{query}")
             if status != 200:
                 raise ValueError(f"status {status}")
             told = json.loads(answer)

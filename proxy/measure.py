@@ -17,7 +17,7 @@ from proxy.chat import CHAT
 from proxy.memory import Position
 from proxy.places import Layout, Place, with_text_at
 from proxy.render import Renderer, RenderFailed
-from proxy.sentinel import MERGING, is_telling, other_sentinel, sentinel_for, text_of
+from proxy.sentinel import MERGING, is_telling, other_sentinel, role_of, sentinel_for, text_of
 from proxy.tokens import Tokens
 
 MAX_TRAITS = 4096
@@ -172,10 +172,10 @@ class Measure:
         Some put the system prompt or the tools into the last user message: then nothing before an answer stays.
         """
         messages = self._layout.chat.messages
-        if place.kind != "turn" or _role(messages[-1]) != "user" or place.key != self._layout.turn_key:
+        if place.kind != "turn" or role_of(messages[-1]) != "user" or place.key != self._layout.turn_key:
             return True
         body = self._layout.chat.body
-        name = ("turn", self._renderer_id, len(messages) > 2, _role(messages[0]) == "system", bool(body.get("tools")))
+        name = ("turn", self._renderer_id, len(messages) > 2, role_of(messages[0]) == "system", bool(body.get("tools")))
         if (holds := self._traits.get(name)) is None:
             more = [*messages, {"role": "assistant", "content": "Quartz"}, {"role": "user", "content": "Quartz"}]
             following = await self._render({**body, "messages": more})
@@ -195,7 +195,3 @@ class Measure:
         tokens = rendered if isinstance(rendered, Tokens) else Tokens.of(rendered)
         self.renders += not tokens.local
         return tokens
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None

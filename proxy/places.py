@@ -12,7 +12,7 @@ from xxhash import xxh3_128_digest
 
 from proxy.canonical import MARKS, Keys, canonical, chat_keys, digest, without_marks
 from proxy.chat import TOOLS, Chat, Mark
-from proxy.sentinel import first_user_text, is_open, last_open_text, sentinel_for, text_of, with_text
+from proxy.sentinel import first_user_text, is_open, last_open_text, role_of, sentinel_for, text_of, with_text
 
 Kind = Literal["system", "history", "turn", "explicit", "learned"]
 
@@ -108,14 +108,14 @@ def _user_before_loop(layout: Layout) -> int | None:
     messages = layout.chat.messages
     if messages[layout.last].get("role") == "user":
         return None
-    return next((i for i in range(layout.last - 1, -1, -1) if _role(messages[i]) == "user"), None)
+    return next((i for i in range(layout.last - 1, -1, -1) if role_of(messages[i]) == "user"), None)
 
 
 def marked_place(layout: Layout, mark: Mark) -> Place | None:
     """Where a client marked the end of something to cache; None where nothing can be told apart there."""
     messages = layout.chat.messages
     if mark.message == TOOLS:
-        if _role(messages[0]) == "system" and text_of(messages[0]) is not None:
+        if role_of(messages[0]) == "system" and text_of(messages[0]) is not None:
             return Place("explicit", digest("tools", layout.keys.before[0]), _cut(layout, 0, 0), 0)
         return system_place(layout)
     message = messages[mark.message]
@@ -189,13 +189,9 @@ def _end_of(layout: Layout, index: int, kind: Kind) -> Place:
 
 def _truncated(layout: Layout, messages: Sequence[Any]) -> dict[str, Any]:
     messages = list(messages)
-    if _role(messages[-1]) == "system":
+    if role_of(messages[-1]) == "system":
         messages.append({"role": "user", "content": "Quartz"})  # templates want one to answer
     body = {**layout.chat.body, "messages": messages}
     if not layout.generates:
         body.pop("continue_final_message", None)
     return body
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None

@@ -49,6 +49,11 @@ def text_of(message: Any) -> str | None:
     return part["text"] if part is not None else None
 
 
+def role_of(message: Any) -> Any:
+    """Its role as the client wrote it; None where there is none."""
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
 def with_text(message: Mapping[str, Any], text: str) -> dict[str, Any]:
     """A copy of `message` with that text replaced; its shape, other parts and fields stay."""
     content = message["content"]
@@ -89,7 +94,7 @@ def first_user_text(messages: Sequence[Any]) -> int | None:
 
 def is_open(message: Any) -> bool:
     """Whether the message's text is one that a client chooses anew."""
-    return isinstance(message, Mapping) and message.get("role") in OPEN_ROLES
+    return role_of(message) in OPEN_ROLES
 
 
 def _last_text_part(content: Any) -> Mapping[str, Any] | None:
