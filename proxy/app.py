@@ -1,10 +1,9 @@
-"""The FastAPI application: the gateway's own pages, and raw ASGI routes for everything that goes to a worker."""
+"""The FastAPI application: the gateway's own pages, and a way past it all for what goes to a worker."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -12,34 +11,78 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 
+from proxy import access
 from proxy.errors import GatewayError, NotFound, NoWorker
 from proxy.gateway import Gateway
 from proxy.settings import Settings
 from proxy.workers import Worker, union_of_models
 
+MODELS = "/v1/models"
 
-def build(settings: Settings) -> FastAPI:
-    """The application for these settings. Workers are looked at from its start-up to its end."""
+
+class App(FastAPI):
+    """Requests for a worker never enter FastAPI's stack: they are not its to parse, and each layer costs time."""
+
+    def __init__(self, gateway: Gateway, pages_only: bool, **options: Any) -> None:
+        """`pages_only`: nothing is forwarded to workers."""
+        super().__init__(docs_url=None, redoc_url=None, openapi_url=None, title="Seamark", **options)
+        self.gateway = gateway
+        self._pages_only = pages_only
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and not self._pages_only and _is_forwarded(scope["path"], scope["method"]):
+            await self.gateway(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def _is_forwarded(path: str, method: str) -> bool:
+    if path.startswith("/v1/"):
+        return path != MODELS or method != "GET"
+    return path in ("/tokenize", "/detokenize")
+
+
+def build(settings: Settings) -> App:
+    """The application for these settings. Workers are looked at from its start-up to its end.
+
+    Raises `SettingsError` for a file that cannot be used.
+    """
+    gateway = Gateway(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        gateway = app.state.gateway = Gateway(settings)
-        watching = asyncio.create_task(gateway.pool.watch())
+        gateway.start()
         try:
             yield
         finally:
-            watching.cancel()
-            await gateway.upstream.aclose()
+            await gateway.stop()
 
-    app = FastAPI(title="Seamark", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    return _with_pages(gateway, pages_only=False, lifespan=lifespan)
+
+
+def build_pages(gateway: Gateway) -> App:
+    """The gateway's own pages alone, for an address of their own; `gateway` is started and stopped elsewhere."""
+    return _with_pages(gateway, pages_only=True)
+
+
+def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsyncContextManager] | Any = None) -> App:
+    app = App(gateway, pages_only, lifespan=lifespan)
+    own_address = gateway.settings.admin_port is not None
 
     async def serving() -> list[Worker]:
-        workers = await app.state.gateway.pool.ready()
+        workers = await gateway.pool.ready()
         if not workers:
             raise NoWorker("No worker is ready.")
         return workers
+
+    @app.middleware("http")
+    async def admitted(request: Request, call_next: Any) -> Response:
+        try:
+            request.state.key = access.admit(request.scope, gateway.keys, own_address, pages_only)
+        except GatewayError as error:
+            return error_response(error)
+        return await call_next(request)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -51,37 +94,41 @@ def build(settings: Settings) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(app.state.gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models")
+    @app.get(MODELS)
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": union_of_models(await serving())})
 
     @app.get("/seamark/status")
     async def status() -> dict[str, Any]:
-        gateway = app.state.gateway
         return {
             "workers": [
                 {
                     "url": worker.url,
                     "up": worker.up,
+                    "warming": worker.warming,
                     "boot": worker.boot,
                     "inflight": worker.inflight,
+                    "prefill_tokens": worker.prefill_tokens,
                     "models": [entry.get("id") for entry in worker.models],
                     "engine": asdict(worker.engine) if worker.engine is not None else None,
                 }
                 for worker in gateway.pool.workers
             ],
-            "directory_entries": len(gateway.directory),
+            "directory_entries": len(gateway.dispatch.directory),
             "known_positions": len(gateway.finding.memory),
-            "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held,
+            "hot_prefixes": len(gateway.dispatch.hot),
+            "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held + gateway.dispatch.hot.held,
         }
 
-    @app.get("/seamark/requests/{request_id}")
-    async def request_explained(request_id: str) -> dict[str, Any]:
-        gateway = app.state.gateway
+    @app.get(access.EXPLANATIONS + "{request_id}")
+    async def request_explained(request: Request, request_id: str) -> dict[str, Any]:
         told = gateway.finding.explanations.get(request_id)
-        if told is None:
+        key = request.state.key
+        # Of another client's request not even its existence is told.
+        hidden = told is not None and key is not None and not key.entry.admin and told.owner != key.name
+        if told is None or hidden:
             raise NotFound(f"No request with the id {request_id} is remembered.")
         return told.as_json()
 
@@ -91,6 +138,8 @@ def build(settings: Settings) -> FastAPI:
             NotFound(f"No such path: {request.url.path}") if error.status_code == 404 else GatewayError(error.detail)
         )
         known.status = error.status_code
+        if error.status_code < 500:
+            known.type = "invalid_request_error"
         return error_response(known)
 
     @app.exception_handler(GatewayError)
@@ -101,19 +150,12 @@ def build(settings: Settings) -> FastAPI:
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(GatewayError("The gateway failed to handle this request."))
 
-    for path in ("/v1/{path:path}", "/tokenize", "/detokenize"):
-        app.router.routes.append(Route(path, endpoint=_Raw()))
     return app
-
-
-class _Raw:
-    """An instance, so that Starlette takes it for an ASGI application and leaves request and response alone."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await scope["app"].state.gateway(scope, receive, send)
 
 
 def error_response(error: GatewayError) -> Response:
     """The error in OpenAI's envelope."""
-    headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return Response(error.body(), error.status, headers, "application/json")

@@ -1,9 +1,10 @@
-"""The bytes of a request body: read once, changed only where the hint goes and where a rewrite rule says so."""
+"""The bytes of a request body: read once, changed only in the fields that the gateway answers for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from json.decoder import WHITESPACE, JSONDecoder, scanstring
 from typing import Any, NamedTuple
 
@@ -11,11 +12,28 @@ from proxy.errors import BadRequest
 
 XARGS = "vllm_xargs"
 HINT = "seamark_boundaries"
+KV_TRANSFER = "kv_transfer_params"
 _DECODER = JSONDecoder()
+# Python's reader gives up at about a thousand; no chat, tool or schema comes near this.
+MAX_DEPTH = 128
+_NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.S)
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises `BadRequest` for anything else."""
+def as_utf8(raw: bytes) -> bytes:
+    """A JSON body in UTF-8 without a mark, whatever JSON readers take besides; `raw` itself where it is that."""
+    encoding = json.detect_encoding(raw)
+    if encoding == "utf-8":
+        return raw
+    try:
+        return raw.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise BadRequest("The request body is not valid JSON.") from None
+
+
+def parse_object(raw: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+    """The JSON object in a body. Raises `BadRequest` for anything else, and for one nested deeper than `max_depth`."""
+    if raw.count(b"[") + raw.count(b"{") > max_depth and _depth(raw) > max_depth:
+        raise BadRequest(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
     try:
         parsed = json.loads(raw)
     except (ValueError, RecursionError):
@@ -23,6 +41,42 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise BadRequest("The request body must be a JSON object.")
     return parsed
+
+
+def _depth(raw: bytes) -> int:
+    """Levels of objects and arrays."""
+    deepest = level = 0
+    for match in _NESTING.finditer(raw):
+        sign = match[0]
+        if sign in b"[{":
+            level += 1
+            deepest = max(deepest, level)
+        elif sign in b"]}":
+            level -= 1
+    return deepest
+
+
+def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:
+    """`raw` with the outermost fields `put` set to these values and `dropped` gone; every other field byte for byte.
+
+    `names` are the outermost names in `raw`, an object in UTF-8.
+    """
+    gone = {name for name in (*put, *dropped) if name in names}
+    if gone:
+        raw = _without(raw, gone)
+    if not put:
+        return raw
+    end = raw.rindex(b"}")
+    fields = json.dumps(put, separators=(",", ":"))[1:-1].encode()
+    return b"%b%b%b%b" % (raw[:end], b"," if len(names) > len(gone) else b"", fields, raw[end:])
+
+
+def _without(raw: bytes, names: Collection[str]) -> bytes:
+    """`raw` without these outermost fields, all of a name that is there several times."""
+    text = raw.decode(errors="surrogatepass")
+    spans = _members(text, 0)
+    kept = ",".join(text[span.first : span.end] for span in spans if span.name not in names)
+    return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
 
 def with_hint(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> bytes:
@@ -34,7 +88,7 @@ def with_hint(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> b
     if not json.detect_encoding(raw).startswith("utf-8"):
         return raw
     if XARGS not in parsed:
-        return _append(raw, parsed, positions) if positions else raw
+        return with_fields(raw, parsed, {XARGS: {HINT: list(positions)}}) if positions else raw
     xargs = parsed[XARGS]
     if xargs is None:
         xargs = {}
@@ -81,19 +135,14 @@ def _find(text: str, path: Path) -> tuple[int, int]:
         matching = [span for span in spans if span.name == step]
         if not matching:
             raise KeyError(step)
-        _, start, end = matching[-1]
+        start, end = matching[-1].start, matching[-1].end
     return start, end
-
-
-def _append(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> bytes:
-    end = raw.rindex(b"}")
-    hint = json.dumps({HINT: list(positions)}, separators=(",", ":"))
-    return b'%b%b"%b":%b%b' % (raw[:end], b"," if parsed else b"", XARGS.encode(), hint.encode(), raw[end:])
 
 
 class _Span(NamedTuple):
     name: str | int
-    start: int  # characters; [start, end) is the value
+    first: int  # characters; where the member begins: its name, or its value in an array
+    start: int  # [start, end) is the value
     end: int
 
 
@@ -106,10 +155,11 @@ def _members(text: str, start: int) -> list[_Span]:
     spans: list[_Span] = []
     index = skip(text.index("{", start) + 1)
     while text[index] == '"':
+        first = index
         name, index = scanstring(text, index + 1)
         start = skip(skip(index) + 1)  # past the colon
         _, end = _DECODER.raw_decode(text, start)
-        spans.append(_Span(name, start, end))
+        spans.append(_Span(name, first, start, end))
         index = skip(end)
         if text[index] != ",":
             break
@@ -123,7 +173,7 @@ def _elements(text: str, start: int) -> list[_Span]:
     index = WHITESPACE.match(text, text.index("[", start) + 1).end()
     while text[index] != "]":
         _, end = _DECODER.raw_decode(text, index)
-        spans.append(_Span(len(spans), index, end))
+        spans.append(_Span(len(spans), index, index, end))
         index = WHITESPACE.match(text, end).end()
         if text[index] == ",":
             index = WHITESPACE.match(text, index + 1).end()

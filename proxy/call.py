@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy import wire
+from proxy.body import HINT, KV_TRANSFER, XARGS, with_fields, with_hint
 from proxy.boundaries import Found
-from proxy.chat import Chat
+from proxy.chat import CHAT, Chat
+from proxy.completions_chat import COMPLETIONS
 from proxy.errors import NotFound
 from proxy.explanations import Explanation
 from proxy.finding import HINTED
+from proxy.keys import ApiKey
 from proxy.outcome import Expectation
 from proxy.recent import Recent
 from proxy.workers import Worker
@@ -19,9 +22,13 @@ from proxy.workers import Worker
 # Answers of these report cached tokens.
 REPORTING = HINTED
 ENDPOINTS = REPORTING | {"/v1/embeddings", "/tokenize", "/detokenize"}
+# Streams of these report tokens where they are asked to; the others always do.
+ASKED_FOR_USAGE = frozenset({CHAT, COMPLETIONS})
+# What a client writes into a text, in tokens, where nothing better is known.
+BYTES_PER_TOKEN = 4
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """What is known of it so far."""
 
@@ -32,12 +39,19 @@ class Call:
     request_id: str
     raw: bytes
     arrived: float  # time.perf_counter() when the body was complete
-    body: dict[str, Any] = field(default_factory=dict)
+    key: ApiKey | None = None  # None where none are configured
+    body: dict[str, Any] = field(default_factory=dict)  # as it is meant to reach the worker, but for the hint
+    put: dict[str, Any] = field(default_factory=dict)  # outermost fields to set in `raw`
+    dropped: list[str] = field(default_factory=list)  # and those to leave out
+    names: tuple[str, ...] = ()  # outermost fields of `raw`
+    strips_usage: bool = False  # the gateway asked for usage, the client did not
     chat: Chat | None = None
     found: Found | None = None  # None: nothing that boundaries are sought for
     recent: Recent | None = None
     explanation: Explanation | None = None
     worker: Worker | None = None
+    worker_held: Worker | None = None  # the same, for as long as the call is counted there
+    prefill: int = 0  # tokens counted as still to be computed by the worker
     sent: tuple[int, ...] = ()  # positions in the hint
     expected: Expectation | None = None
     started: bool = False  # the response has begun
@@ -49,11 +63,54 @@ class Call:
         """The request's identity, as clients and workers see it."""
         return (b"x-request-id", self.request_id.encode("latin-1"))
 
+    def take_body(self, body: dict[str, Any]) -> None:
+        """The body has been parsed: settle what of it the gateway answers for."""
+        self.body, self.names = body, tuple(body)
+        if KV_TRANSFER in body:  # where to fetch whose cache from is not a client's to say
+            del body[KV_TRANSFER]
+            self.dropped.append(KV_TRANSFER)
+        xargs = body.get(XARGS)
+        if isinstance(xargs, dict) and KV_TRANSFER in xargs:
+            body[XARGS] = self.put[XARGS] = {name: value for name, value in xargs.items() if name != KV_TRANSFER}
+        if self.key is not None:
+            body["cache_salt"] = self.put["cache_salt"] = self.key.salt
+        if self.endpoint in ASKED_FOR_USAGE and body.get("stream") is True:
+            options = body.get("stream_options")
+            if options is None or (isinstance(options, dict) and not any(options.values())):
+                self.put["stream_options"] = {**(options or {}), "include_usage": True}
+                self.strips_usage = True
 
-def call_of(scope: wire.Scope, raw: bytes, request_id: str) -> Call:
+    def body_with(self, positions: tuple[int, ...]) -> bytes:
+        """The bytes to send, `positions` in their hint; all else that is the client's is as it was written."""
+        put = self.put
+        if XARGS in put:
+            put = {**put, XARGS: {**put[XARGS], HINT: positions}}
+        elif XARGS not in self.body:
+            if positions:
+                put = {**put, XARGS: {HINT: positions}}
+        else:
+            raw = with_hint(self.raw, self.body, positions)
+            self.sent = positions if raw is not self.raw else ()
+            return with_fields(raw, self.names, put, self.dropped)
+        self.sent = positions
+        return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
+
+    def tokens_beyond(self, held: int) -> int:
+        """Roughly how many tokens of the prompt come after the first `held`."""
+        found = self.found
+        known = max((boundary.tokens for boundary in found.boundaries), default=0) if found is not None else 0
+        if not known:
+            return max(0, len(self.raw) // BYTES_PER_TOKEN - held)
+        last = 0
+        if found.turn_key is None and found.layout is not None:
+            last = found.layout.last_size // BYTES_PER_TOKEN
+        return max(0, known + last - held)
+
+
+def call_of(scope: wire.Scope, raw: bytes, request_id: str, key: ApiKey | None = None) -> Call:
     """The call in an ASGI scope and its body. Raises `NotFound` for a path that leads out of where clients may go."""
     path = scope["path"]
-    if not {".", ".."}.isdisjoint(path.split("/")):
+    if "/." in path and not {".", ".."}.isdisjoint(path.split("/")):
         raise NotFound("No such path.")  # the way up leads to routes of the worker that are not for clients
     target = scope.get("raw_path", path.encode()).decode("latin-1")
     if scope["query_string"]:
@@ -62,8 +119,9 @@ def call_of(scope: wire.Scope, raw: bytes, request_id: str) -> Call:
         method=scope["method"],
         target=target,
         endpoint=path if path in ENDPOINTS else "other",
-        headers=wire.end_to_end(scope["headers"], wire.RECOMPUTED),
+        headers=wire.end_to_end(scope["headers"], wire.RECOMPUTED if key is None else wire.RECOMPUTED_WITH_KEY),
         request_id=request_id,
         raw=raw,
         arrived=time.perf_counter(),
+        key=key,
     )

@@ -14,6 +14,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("proxy.serve", "the gateway"),
+    "key": Command("proxy.key_command", "a new API key for the gateway, and its entry in the keys file"),
     "worker": Command("engine_patches.worker", "a vLLM server with the patches and the flags they need"),
     "model": Command("engine_patches.model", "write a small random hybrid model"),
     "boundary": Command("proxy.boundary_command", "where the shared part of a chat request ends, as JSON"),

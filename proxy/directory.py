@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from prometheus_client import Counter
+
 from proxy.boundaries import Boundary
 
 # Of one prefix: its key, its place in the table, the set of workers. Measured, rounded up.
@@ -22,8 +24,9 @@ class Holding(NamedTuple):
 class Directory:
     """Prefix key to its length and the workers (by boot identity) that were sent it; bounded, oldest use goes first."""
 
-    def __init__(self, size: int) -> None:
-        """`size` in bytes."""
+    def __init__(self, size: int, evictions: Counter | None = None) -> None:
+        """`size` in bytes; `evictions` counts the prefixes that had to go for others."""
+        self._evictions = evictions
         self._entries = max(1, size // ENTRY_BYTES)
         self._holders: OrderedDict[bytes, tuple[int, set[str]]] = OrderedDict()
 
@@ -34,6 +37,8 @@ class Directory:
             self._holders[boundary.key] = (boundary.tokens, boots | {boot})
         while len(self._holders) > self._entries:
             self._holders.popitem(last=False)
+            if self._evictions is not None:
+                self._evictions.inc()
 
     def longest(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> dict[str, Holding]:
         """The deepest of `prefixes` (shortest first) that each of `boots` was sent."""

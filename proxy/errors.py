@@ -34,16 +34,45 @@ class BadRequest(GatewayError):
         self.param = param
 
 
-class BodyTooLarge(GatewayError):
-    status = 413
+class Unauthorized(GatewayError):
+    status = 401
     type = "invalid_request_error"
-    code = "request_too_large"
+    code = "invalid_api_key"
+
+
+class Forbidden(GatewayError):
+    """The key is known, and not for this."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "forbidden"
 
 
 class NotFound(GatewayError):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
+
+
+class BodyTooSlow(GatewayError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class BodyTooLarge(GatewayError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class KeyBusy(GatewayError):
+    """The key has as many requests under way and waiting as it may."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after = RETRY_AFTER_SECONDS
 
 
 class WorkerFailed(GatewayError):
@@ -59,6 +88,30 @@ class NoWorker(GatewayError):
     type = "service_unavailable"
     code = "no_worker"
     retry_after = RETRY_AFTER_SECONDS
+
+
+class Overloaded(GatewayError):
+    """Every worker has as many requests as it may, and the queue is full or the wait too long."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "overloaded"
+    retry_after = RETRY_AFTER_SECONDS
+
+
+class Stopping(GatewayError):
+    """The gateway stops, and the answer was not complete when its time to finish ended."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "stopping"
+    retry_after = RETRY_AFTER_SECONDS
+
+
+class WorkerSilent(GatewayError):
+    status = 504
+    type = "upstream_error"
+    code = "worker_silent"
 
 
 class SettingsError(Exception):

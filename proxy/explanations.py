@@ -15,6 +15,7 @@ class Explanation:
 
     request_id: str
     endpoint: str
+    owner: str | None = None  # name of the API key it came with; not told
     model: str | None = None
     worker: str | None = None
     lookup: str | None = None  # how its boundaries were found
@@ -33,7 +34,8 @@ class Explanation:
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""
         boundaries = [{"tokens": tokens, "kind": kind} for tokens, kind in self.boundaries]
-        return {**self.__dict__, "boundaries": boundaries}
+        told = {name: value for name, value in self.__dict__.items() if name != "owner"}
+        return {**told, "boundaries": boundaries}
 
 
 class Explanations:

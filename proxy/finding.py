@@ -57,13 +57,14 @@ class Finding:
         self.memory = PositionMemory(settings.memory_bytes // 2)
         self.learner = Learner(settings.text_bytes // 2)
         self.recent = RecentRequests(settings.text_bytes // 4)
-        self.stored = StoredResponses(settings.text_bytes // 4)
+        self.stored = StoredResponses(settings.text_bytes // 8)
         self.explanations = Explanations()
         self._finder = BoundaryFinder(self.memory, self.learner)
 
     async def read(self, call: Call, workers: Sequence[Worker]) -> None:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises for what it holds."""
-        call.explanation = Explanation(call.request_id, call.endpoint)
+        owner = call.key.name if call.key is not None else None
+        call.explanation = Explanation(call.request_id, call.endpoint, owner)
         call.found = Found(failure="unpatched")
         try:
             self._rewrite(call)
@@ -103,7 +104,7 @@ class Finding:
             self._metrics.rewrites.labels(name, "false").inc()
         if rewritten.edits:
             call.raw = with_edits(call.raw, rewritten.edits)
-            call.body = parse_object(call.raw)
+            call.take_body(parse_object(call.raw))
             call.explanation.rewrites = rewritten.applied
 
     def _remember(self, call: Call) -> None:

@@ -5,31 +5,33 @@ Bodies travel as bytes. Whatever fails while a boundary is sought costs the hint
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 
-from proxy import wire
+from proxy import failures, wire
 from proxy.accounting import Accounting
-from proxy.body import parse_object, with_hint
-from proxy.budget import worth_sending
+from proxy.admission import Admission
+from proxy.body import as_utf8, parse_object
 from proxy.call import REPORTING, Call, call_of
-from proxy.directory import Directory
+from proxy.dispatch import Dispatch
 from proxy.engine_words import EngineWords
-from proxy.errors import BadRequest, GatewayError, NoWorker, WorkerFailed
+from proxy.errors import BadRequest, GatewayError, Stopping, WorkerFailed, WorkerSilent
+from proxy.events import EventRelay, Pulse
+from proxy.files import read_secret
 from proxy.finding import HINTED, Finding
+from proxy.hot import Replay, replay_all
+from proxy.keys import KeyRing
 from proxy.metrics import Metrics
-from proxy.outcome import TAIL_BYTES, Expectation, usage_in_stream, usage_of
-from proxy.routing import choose
+from proxy.outcome import usage_of
+from proxy.responses_chat import RESPONSES
 from proxy.settings import Settings
-from proxy.upstream import Broken, Unreachable, Upstream, chunks
+from proxy.upstream import Broken, Silent, Stale, Unreachable, Upstream, chunks
 from proxy.workers import Worker, WorkerPool
 
 logger = logging.getLogger("seamark.gateway")
@@ -37,21 +39,52 @@ logger = logging.getLogger("seamark.gateway")
 
 # A client's own X-Request-Id is kept in memory for a while; longer ones are replaced.
 MAX_ID_CHARACTERS = 256
+# Seconds between two looks at the files that are read again when they change.
+FILES_INTERVAL = 1.0
 
 
 class Gateway:
     """ASGI application for everything that goes to a worker."""
 
     def __init__(self, settings: Settings) -> None:
+        """Raises `SettingsError` for a file that cannot be used."""
         self.settings = settings
         self.metrics = Metrics()
-        self.upstream = Upstream(settings.connect_timeout)
+        worker_key = settings.worker_api_key_file and read_secret("worker_api_key_file", settings.worker_api_key_file)
+        self.upstream = Upstream(settings.connect_timeout, worker_key)
+        self.keys: KeyRing | None = None
+        if settings.api_keys is not None:
+            secret = settings.salt_secret_file and read_secret("salt_secret_file", settings.salt_secret_file)
+            self.keys = KeyRing(settings.api_keys, secret)
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
         self.finding = Finding(settings, self.metrics)
-        self.directory = Directory(settings.memory_bytes // 2)
+        admission = Admission(settings.max_queue, settings.queue_timeout, self.metrics.queue_seconds)
+        self.dispatch = Dispatch(settings, self.pool, self.finding, admission, self.metrics)
         self.accounting = Accounting(
             self.metrics, self.pool, self.finding, EngineWords(self.upstream), settings.excerpts
         )
+        self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
+        self.metrics.queued.set_function(lambda: len(admission))
+        self.pool.warm = self._warm
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin what runs beside the requests. Inside a running event loop."""
+        self._tasks = [asyncio.create_task(work) for work in (self.pool.watch(), self.pulse.run(), self._watch_files())]
+
+    async def stop(self) -> None:
+        """End it, and close all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.upstream.aclose()
+
+    async def _watch_files(self) -> None:
+        while True:
+            await asyncio.sleep(FILES_INTERVAL)
+            self.pool.refresh()
+            if self.keys is not None:
+                self.keys.refresh()
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         request_id = wire.header(scope, b"x-request-id")
@@ -59,125 +92,113 @@ class Gateway:
             request_id = uuid.uuid4().hex
         call: Call | None = None
         try:
-            raw = await wire.read_body(receive, self.settings.max_body_bytes)
-            call = call_of(scope, raw, request_id)
-            await wire.unless_client_leaves(receive, self._serve(call, send))
+            key = self.keys.who(scope) if self.keys is not None else None
+            raw = await wire.read_body(receive, self.settings.max_body_bytes, self.settings.client_timeout)
+            call = call_of(scope, raw, request_id, key)
+            async with wire.ClientWatch(receive) as watch:
+                await self._serve(call, send, watch)
         except wire.ClientGone:
             if call is not None:
                 call.status = 499
+        except asyncio.CancelledError:  # the server's time to finish is over; a stream was told so by `_stream_events`
+            await self._refuse(call, scope, Stopping("The gateway is stopping."), request_id, send)
+            raise
         except GatewayError as error:
-            await self._refuse(call, error, request_id, send)
+            await self._refuse(call, scope, error, request_id, send)
         except Exception as error:
             # Where it happened, and nothing of what: the message of an unexpected error might hold prompt text.
             where = "".join(traceback.format_tb(error.__traceback__))
             logger.error("request %s failed: %s\n%s", request_id, type(error).__name__, where)
-            await self._refuse(call, GatewayError("The gateway failed to handle this request."), request_id, send)
+            await self._refuse(
+                call, scope, GatewayError("The gateway failed to handle this request."), request_id, send
+            )
         finally:
             if call is not None:
                 self.accounting.count(call)
 
-    async def _refuse(self, call: Call | None, error: GatewayError, request_id: str, send: wire.Send) -> None:
+    async def _refuse(
+        self, call: Call | None, scope: wire.Scope, error: GatewayError, request_id: str, send: wire.Send
+    ) -> None:
         if call is not None:
             call.status = error.status
             if call.started:
                 return  # returning without the last chunk makes the server close the connection: a visible break
-        await wire.send_error(send, error, [(b"x-request-id", request_id.encode("latin-1"))])
+        await failures.send_error(send, error, scope["path"], [(b"x-request-id", request_id.encode("latin-1"))])
 
-    async def _serve(self, call: Call, send: wire.Send) -> None:
+    async def _serve(self, call: Call, send: wire.Send, watch: wire.ClientWatch) -> None:
         if call.method == "POST":
             await self._read(call)
-        async with self._forwarded(call) as response:
-            call.status = response.status_code
-            kind = response.headers.get("content-type", "")
-            if kind.startswith("text/event-stream"):
-                await self._stream_events(call, response, send)
-            elif call.endpoint in REPORTING and kind.startswith("application/json"):
-                await self._answer_whole(call, response, send)
-            else:
-                await self._stream(call, response, send)
+        await self.dispatch.place(call)
+        try:
+            response = await self._forward(call)
+            try:
+                call.status = response.status_code
+                kind = response.headers.get("content-type", "")
+                if kind.startswith("text/event-stream"):
+                    await self._stream_events(call, response, send, watch)
+                elif call.endpoint in REPORTING and kind.startswith("application/json"):
+                    await self._answer_whole(call, response, send, watch)
+                else:
+                    await self._stream(call, response, send, watch)
+            finally:
+                await response.aclose()
+        except Broken as error:
+            raise self._broken(call, error) from None
+        finally:
+            self.dispatch.leave(call)
 
     async def _read(self, call: Call) -> None:
         """Parse the body where it is JSON, and find its boundaries."""
-        if call.endpoint not in HINTED:
-            try:
-                call.body = parse_object(call.raw)  # only to know the model
-            except BadRequest:
-                call.body = {}
-            return
-        call.body = parse_object(call.raw)
-        workers = await self._candidates(call.body.get("model"))
-        await self.finding.read(call, workers)
-        self.metrics.overhead.labels("boundary").observe(time.perf_counter() - call.arrived)
+        hinted = call.endpoint in HINTED
+        try:
+            call.raw = as_utf8(call.raw) if hinted or self._is_json(call) else call.raw
+            call.take_body(parse_object(call.raw, self.settings.max_json_depth))
+        except BadRequest:
+            if hinted:
+                raise
+            return  # the worker's to judge
+        if hinted:
+            await self.finding.read(call, await self.pool.ready())
+            self.metrics.overhead.labels("boundary").observe(time.perf_counter() - call.arrived)
 
-    async def _candidates(self, model: Any) -> list[Worker]:
-        """Workers that are up and serve `model`; all that are up where none does, the answer is theirs to give."""
-        up = await self.pool.ready()
-        return [worker for worker in up if worker.serves(model)] or up
+    @staticmethod
+    def _is_json(call: Call) -> bool:
+        return any(name == b"content-type" and b"json" in value for name, value in call.headers)
 
-    @asynccontextmanager
-    async def _forwarded(self, call: Call) -> AsyncIterator[httpx.Response]:
-        """Send to the chosen worker; one that refuses the connection is passed over."""
+    async def _forward(self, call: Call) -> httpx.Response:
+        """Send to the chosen worker. What was not sent at all is sent again: elsewhere, or on a new connection."""
+        resent = False
         while True:
-            worker = self._choose(call, await self._candidates(call.body.get("model")))
-            positions = self._worth_sending(call, worker)
-            raw = with_hint(call.raw, call.body, positions) if call.found is not None else call.raw
-            call.sent = positions if raw is not call.raw else ()
-            headers = [*call.headers, call.id_header]
-            worker.inflight += 1
-            worker.dispatched += 1
-            self.metrics.inflight.labels(worker.name).inc()
+            worker = call.worker
+            headers = [*call.headers, call.id_header, *(self.upstream.own_headers if call.key is not None else ())]
+            raw = call.body_with(self.dispatch.hint(call)) if call.method == "POST" else call.raw
             try:
-                try:
-                    response = await self.upstream.send(call.method, worker.url + call.target, headers, raw)
-                except Unreachable:
-                    self.pool.mark_down(worker)
-                    continue
-                try:
-                    yield response
-                finally:
-                    await response.aclose()
-                return
+                response = await self.upstream.send(
+                    call.method, worker.url + call.target, headers, raw, self.settings.silence_timeout
+                )
+            except Unreachable:
+                self.metrics.resent.labels(worker.name, "unreachable").inc()
+                self.pool.mark_down(worker)
+                self.dispatch.leave(call)
+                await self.dispatch.place(call)
+            except Stale:
+                if resent:
+                    raise
+                resent = True
+                self.metrics.resent.labels(worker.name, "stale").inc()
             except Broken:
-                raise WorkerFailed(f"Worker {worker.name} broke off.") from None
-            finally:
-                worker.inflight -= 1
-                self.metrics.inflight.labels(worker.name).dec()
+                self.pool.failed(worker)
+                raise
+            else:
+                worker.answered()
+                return response
 
-    def _worth_sending(self, call: Call, worker: Worker) -> tuple[int, ...]:
-        if call.found is None or worker.engine is None:
-            return ()
-        return worth_sending(call.found.boundaries, worker.engine.match_unit, self.settings.boundary_budget)
-
-    def _choose(self, call: Call, workers: list[Worker]) -> Worker:
-        """Choose and note it in one go, so that a request arriving right behind already follows."""
-        if not workers:
-            raise NoWorker("No worker is ready. It may still be loading its model.")
-        found = call.found
-        if found is None:
-            call.worker = choose(workers, {}, self.settings.load_slack)
-            return call.worker
-        if (keeper := self._keeper(call, workers)) is not None:
-            workers = [keeper]
-        held = self.directory.longest(found.prefixes, [worker.boot for worker in workers])
-        together = call.body.get("prompt_cache_key")
-        worker = call.worker = choose(workers, held, self.settings.load_slack, together)
-        call.expected = Expectation(
-            failure=found.failure if worker.engine is not None else "unpatched",
-            shareable=max((holding.tokens for holding in held.values()), default=0),
-            shareable_ever=self.directory.ever_sent(found.prefixes),
-            predicted=held[worker.boot].tokens if worker.boot in held else 0,
-            deepest=max(found.positions, default=0),
-            match_unit=worker.engine.match_unit if worker.engine is not None else 1,
-            would_share=max((b.tokens for b in found.boundaries if b.key != found.turn_key), default=0),
-        )
-        if worker.engine is not None:
-            self.directory.note(found.boundaries, worker.boot)
-        return worker
-
-    def _keeper(self, call: Call, workers: list[Worker]) -> Worker | None:
-        """The worker that stores the response which this request continues; others would not know it."""
-        boot = self.finding.stored.boot(call.body.get("previous_response_id"))
-        return next((worker for worker in workers if worker.boot == boot), None)
+    @staticmethod
+    def _broken(call: Call, error: Broken) -> GatewayError:
+        name = call.worker.name
+        if isinstance(error, Silent):
+            return WorkerSilent(f"Worker {name} was silent for too long (setting silence_timeout).")
+        return WorkerFailed(f"Worker {name} broke off.")
 
     def _response_headers(self, call: Call, response: httpx.Response) -> wire.HeaderList:
         headers = wire.end_to_end(response.headers.raw, wire.OWN_RESPONSE | {b"content-length"})
@@ -191,34 +212,53 @@ class Gateway:
             headers.append((b"x-seamark-predicted", str(predicted).encode()))
         return headers
 
-    async def _stream(self, call: Call, response: httpx.Response, send: wire.Send) -> None:
+    async def _stream(self, call: Call, response: httpx.Response, send: wire.Send, watch: wire.ClientWatch) -> None:
         """Pass a body on as it comes."""
         headers = self._response_headers(call, response)
         if (length := response.headers.get("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
         await self._begin(call, headers, send)
         async for chunk in chunks(response):
+            self.dispatch.prefilled(call)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        watch.over = True
         await send({"type": "http.response.body", "body": b""})
 
-    async def _stream_events(self, call: Call, response: httpx.Response, send: wire.Send) -> None:
-        """Pass an event stream on as it comes, keeping its end for the usage. A break becomes an event."""
+    async def _stream_events(
+        self, call: Call, response: httpx.Response, send: wire.Send, watch: wire.ClientWatch
+    ) -> None:
+        """Pass an event stream on as it comes. A break becomes an event."""
         await self._begin(call, self._response_headers(call, response), send)
-        tail = b""
-        try:
-            async for chunk in chunks(response):
-                if call.first_byte is None:
-                    call.first_byte = time.perf_counter()
-                tail = (tail + chunk)[-TAIL_BYTES:] if len(chunk) < TAIL_BYTES else chunk[-TAIL_BYTES:]
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except Broken:
-            error = WorkerFailed("The worker broke off in the middle of the answer.")
-            call.status = error.status
-            await send({"type": "http.response.body", "body": wire.error_event(error), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-        await self.accounting.answered(call, usage_in_stream(tail))
+        relay = EventRelay(send, call.strips_usage, keeps_first=call.endpoint == RESPONSES)
+        end = b""
+        with self.pulse.watching(relay):
+            try:
+                await relay.run(self._noting_first(call, response))
+            except Broken as error:
+                end = self._event(call, self._broken(call, error), relay)
+            except asyncio.CancelledError:
+                if not watch.gone:  # the server ends us
+                    await relay.finish(self._event(call, Stopping("The gateway is stopping."), relay))
+                raise
+            watch.over = True
+            await relay.finish(end)
+        await self.accounting.answered(call, relay.usage)
 
-    async def _answer_whole(self, call: Call, response: httpx.Response, send: wire.Send) -> None:
+    @staticmethod
+    def _event(call: Call, error: GatewayError, relay: EventRelay) -> bytes:
+        call.status = error.status
+        return failures.error_event(error, call.endpoint, relay.first, relay.last)
+
+    async def _noting_first(self, call: Call, response: httpx.Response):
+        async for chunk in chunks(response):
+            if call.first_byte is None:
+                call.first_byte = time.perf_counter()
+                self.dispatch.prefilled(call)
+            yield chunk
+
+    async def _answer_whole(
+        self, call: Call, response: httpx.Response, send: wire.Send, watch: wire.ClientWatch
+    ) -> None:
         """Collect a JSON answer, so that what the engine reports can stand in the headers."""
         body = b"".join([chunk async for chunk in chunks(response)])
         call.first_byte = time.perf_counter()
@@ -235,9 +275,27 @@ class Gateway:
             if why is not None:
                 headers.append((b"x-seamark-reason", why.encode()))
             self.finding.answered(call, answer)
-        call.started = True
+        call.started = watch.over = True
         await wire.send_whole(send, call.status, headers, body)
 
     async def _begin(self, call: Call, headers: wire.HeaderList, send: wire.Send) -> None:
         call.started = True
         await send({"type": "http.response.start", "status": call.status, "headers": headers})
+
+    async def _warm(self, worker: Worker) -> None:
+        """Replay hot prefixes on a worker that has restarted."""
+        models = {entry.get("id") for entry in worker.models}
+
+        async def one(replay: Replay) -> None:
+            positions = self.dispatch.positions(replay.boundaries, worker)
+            raw = replay.body_with(positions)
+            try:
+                status, _ = await self.upstream.fetch("POST", worker.url + replay.endpoint, raw)
+            except (Unreachable, Broken):
+                status = 0
+            self.metrics.replays.labels(worker.name, "done" if status == 200 else "failed").inc()
+            if status == 200:
+                self.dispatch.directory.note(replay.boundaries, worker.boot)
+
+        if worker.engine is not None:
+            await replay_all(self.dispatch.hot.hottest(models), one)

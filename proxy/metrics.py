@@ -54,6 +54,29 @@ class Metrics:
             registry=registry,
         )
         self.inflight = Gauge("seamark_inflight", "Requests at a worker", ["worker"], registry=registry)
+        self.queued = Gauge("seamark_queued", "Requests waiting in the gateway for a place", registry=registry)
+        self.queue_seconds = Histogram(
+            "seamark_queue_seconds",
+            "How long requests waited for a place, those that did",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.resent = Counter(
+            "seamark_resent_total",
+            "Requests sent once more: no connection was made, or a kept one had been closed",
+            ["worker", "reason"],
+            registry=registry,
+        )
+        self.heartbeats = Counter("seamark_heartbeats_total", "Comments sent on silent streams", registry=registry)
+        self.replays = Counter(
+            "seamark_replays_total",
+            "Hot prefixes replayed on restarted workers",
+            ["worker", "result"],
+            registry=registry,
+        )
+        self.directory_evictions = Counter(
+            "seamark_directory_evictions_total", "Prefixes forgotten because the table was full", registry=registry
+        )
         self.worker_up = Gauge("seamark_worker_up", "1 while a worker answers", ["worker"], registry=registry)
         self.engine_patched = Gauge(
             "seamark_engine_patched", "1 while a worker's engine keeps checkpoints", ["worker"], registry=registry

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from proxy.recent import Change
-
-# Enough of a stream's end for its usage event and `[DONE]`.
-TAIL_BYTES = 16_384
 
 
 class Usage(NamedTuple):
@@ -104,14 +100,3 @@ def usage_of(answer: Any) -> Usage | None:
 def _cached(details: Any) -> int | None:
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return cached if isinstance(cached, int) else None
-
-
-def usage_in_stream(tail: bytes) -> Usage | None:
-    """Usage out of the last bytes of an event stream, if the client asked for it."""
-    for line in reversed(tail.splitlines()):
-        if line.startswith(b"data:") and b'"usage"' in line:
-            try:
-                return usage_of(json.loads(line[5:]))
-            except ValueError:
-                return None
-    return None

@@ -53,6 +53,11 @@ class Layout(NamedTuple):
         )
 
     @property
+    def last_size(self) -> int:
+        """Characters of the last text."""
+        return len(text_of(self.chat.messages[self.last]) or "")
+
+    @property
     def turn_key(self) -> bytes | None:
         """Of the whole chat; None where no turn ends."""
         return self.keys.after[-1] if self.generates and is_open(self.chat.messages[-1]) else None

@@ -17,25 +17,14 @@ def main(argv: list[str]) -> int:
     settings_of.add_arguments(parser)
     try:
         settings = settings_of.load(parser.parse_args(argv), os.environ)
+        from proxy.server import server_for
+
+        server = server_for(settings, LOGGING)
     except SettingsError as error:
         print(f"seamark serve: {error}", file=sys.stderr)
         return 2
-    import uvicorn
-
-    from proxy.app import build
-
-    # Requests are counted in /metrics; a line for each would cost more than forwarding it.
-    # The worker's Date and Server travel on; a second pair of them would be the gateway's.
-    uvicorn.run(
-        build(settings),
-        host=settings.host,
-        port=settings.port,
-        log_config=LOGGING,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-    )
-    return 0
+    server.run()
+    return 0 if server.started else 3
 
 
 LOGGING = {

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from proxy.errors import SettingsError
+from proxy.files import read_toml
 from proxy.rewrites import RULES
-from proxy.upstream import base_url
+from proxy.workers_file import worker_url
 
 PREFIX = "SEAMARK_"
-_HTTP_URL = TypeAdapter(HttpUrl)
 
 
 class Settings(BaseModel):
@@ -23,7 +22,10 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    worker: tuple[str, ...] = Field(min_length=1, description="base URL of a vLLM server (repeat for several)")
+    worker: tuple[str, ...] = Field((), description="base URL of a vLLM server (repeat for several)")
+    workers_file: Path | None = Field(
+        None, description="TOML file with [[worker]] entries (url, max_inflight), read again when it changes"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on")
     health_interval: float = Field(5.0, gt=0, description="seconds between two looks at each worker")
@@ -52,19 +54,45 @@ class Settings(BaseModel):
     )
     excerpts: bool = Field(False, description="show some characters of prompts in /seamark/requests/{id}")
     load_slack: int = Field(
-        8, ge=0, description="requests in flight by which a worker that holds the prefix may exceed the least loaded"
+        8, ge=0, description="requests by which a worker that holds the prefix may exceed the least loaded one"
     )
+    max_inflight: int = Field(
+        1024, ge=0, description="requests at one worker at once; more wait in the gateway; 0: no limit"
+    )
+    max_queue: int = Field(1024, ge=0, description="requests waiting in the gateway; more are refused with 503")
+    queue_timeout: float = Field(30.0, gt=0, description="seconds a request waits for a place at a worker")
+    silence_timeout: float = Field(
+        900.0, gt=0, description="seconds without a byte from the worker after which a request is given up"
+    )
+    client_timeout: float = Field(60.0, gt=0, description="seconds to wait for the next piece of a client's request")
+    heartbeat: float = Field(15.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: never")
+    drain_timeout: float = Field(60.0, gt=0, description="seconds to finish requests when the gateway is stopped")
+    replay_seconds: float = Field(
+        30.0, ge=0, description="seconds for replaying hot prefixes on a restarted worker before it is used; 0: none"
+    )
+    api_keys: Path | None = Field(
+        None, description="TOML file with the API keys of clients; read again when it changes"
+    )
+    salt_secret_file: Path | None = Field(
+        None,
+        description="file with the secret that cache salts of API keys are derived from; the same for all gateways; "
+        "without it a new one at each start",
+    )
+    worker_api_key_file: Path | None = Field(
+        None, description="file with the API key that the workers want (vLLM's --api-key)"
+    )
+    admin_port: int | None = Field(
+        None, ge=0, le=65535, description="port for /metrics, /ui and /seamark/*, which then are nowhere else"
+    )
+    admin_host: str = Field("127.0.0.1", description="address for the admin port")
+    max_header_bytes: int = Field(65536, gt=0, description="largest request head: target and headers")
+    max_json_depth: int = Field(128, gt=0, le=900, description="deepest nesting of a JSON body")
 
     @field_validator("worker", mode="before")
     @classmethod
     def _workers(cls, value: Any) -> tuple[str, ...]:
         urls = value.split(",") if isinstance(value, str) else value
-        cleaned = []
-        for url in urls:
-            url = str(url).strip()
-            _HTTP_URL.validate_python(url)
-            cleaned.append(base_url(url))
-        return tuple(dict.fromkeys(cleaned))
+        return tuple(dict.fromkeys(map(worker_url, urls)))
 
     @field_validator("tokenizer")
     @classmethod
@@ -101,10 +129,10 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     values: dict[str, Any] = {}
     config = args.config or (Path(environment[PREFIX + "CONFIG"]) if environment.get(PREFIX + "CONFIG") else None)
     if config is not None:
-        values.update(_read_toml(config))
+        values.update(read_toml("config", config))
     values.update({name: environment[PREFIX + name.upper()] for name in names if PREFIX + name.upper() in environment})
     values.update({name: getattr(args, name) for name in names if getattr(args, name) is not None})
-    if not values.get("worker"):
+    if not values.get("worker") and not values.get("workers_file"):
         raise SettingsError(
             "worker: none given; name at least one vLLM server, for example --worker http://127.0.0.1:8000"
         )
@@ -118,12 +146,3 @@ def _complaints(errors: Sequence[Any]) -> list[str]:
     return [
         f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']} (got {error['input']!r})" for error in errors
     ]
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"config: {path} cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"config: {path} is not TOML ({error})") from None

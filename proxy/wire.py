@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from proxy.errors import BodyTooLarge, GatewayError
+from proxy.errors import BodyTooLarge, BodyTooSlow
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -29,9 +28,18 @@ HOP_BY_HOP = frozenset(
     }
 )
 RECOMPUTED = frozenset({b"content-length", b"host", b"expect", b"x-request-id"})
+# A key is between a client and the gateway; workers have one of their own, if any.
+RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
 # Said by the gateway about itself; a worker that is a gateway too must not be quoted.
 OWN_RESPONSE = frozenset(
-    {b"x-request-id", b"x-seamark-worker", b"x-seamark-boundary", b"x-seamark-predicted", b"x-seamark-cached"}
+    {
+        b"x-request-id",
+        b"x-seamark-worker",
+        b"x-seamark-boundary",
+        b"x-seamark-predicted",
+        b"x-seamark-cached",
+        b"x-seamark-reason",
+    }
 )
 
 
@@ -39,11 +47,17 @@ class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """The whole request body. Raises `BodyTooLarge` past `limit` bytes, `ClientGone` when it never ends."""
+async def read_body(receive: Receive, limit: int, timeout: float) -> bytes:
+    """The whole request body.
+
+    Raises `BodyTooLarge` past `limit` bytes, `BodyTooSlow` when a piece takes longer than `timeout` seconds,
+    `ClientGone` when the client leaves before its end.
+    """
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body") and len(message.get("body", b"")) <= limit:
+        return message.get("body", b"")
     parts, size = [], 0
     while True:
-        message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
@@ -52,7 +66,12 @@ async def read_body(receive: Receive, limit: int) -> bytes:
             raise BodyTooLarge(f"The request body is larger than {limit} bytes (setting max_body_bytes).")
         parts.append(part)
         if not message.get("more_body"):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+            return b"".join(parts)
+        try:
+            async with asyncio.timeout(timeout):
+                message = await receive()
+        except TimeoutError:
+            raise BodyTooSlow(f"The rest of the request did not come within {timeout:g} seconds.") from None
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -74,34 +93,33 @@ async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) 
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: GatewayError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    """The error in OpenAI's envelope."""
-    listed = [*headers, (b"content-type", b"application/json")]
-    if error.retry_after is not None:
-        listed.append((b"retry-after", str(error.retry_after).encode()))
-    await send_whole(send, error.status, listed, error.body())
+class ClientWatch:
+    """While it is entered, a client that disconnects cancels the task, and leaving it raises `ClientGone`.
 
+    For requests whose body is read already. One task beside the request's own, because waiting for a message is all
+    that ASGI offers.
+    """
 
-def error_event(error: GatewayError) -> bytes:
-    """The error as an event of a stream that has begun; the blank line ends whatever was cut off."""
-    return b"\n\ndata: " + json.dumps({"error": error.as_dict()}).encode() + b"\n\n"
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.gone = False
+        self.over = False  # the whole answer was given to the server: that it disconnects means nothing any more
 
+    async def __aenter__(self) -> ClientWatch:
+        self._task = asyncio.current_task()
+        self._watching = asyncio.create_task(self._watch())
+        return self
 
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; the moment the client disconnects, cancel it and raise `ClientGone`. The body is read already."""
-    task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        await task
-    finally:
-        for pending in (task, leaving):
-            pending.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self.over:
+            self.gone = True
+            self._task.cancel()
 
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._watching.cancel()
+        if self.gone:
+            self._task.uncancel()
+            if kind is None or kind is asyncio.CancelledError:
+                raise ClientGone

@@ -6,18 +6,22 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from xxhash import xxh3_128_digest
 
+from proxy.errors import NoWorker
 from proxy.local_render import LocalRender
 from proxy.metrics import Metrics
 from proxy.proved import ProvedRenderer
 from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
 from proxy.upstream import Broken, Unreachable, Upstream
+from proxy.watched import WatchedFile
+from proxy.workers_file import WorkerSpec, read_workers
 
 logger = logging.getLogger("seamark.workers")
 
@@ -26,6 +30,9 @@ LOOK_TIMEOUT = 5.0
 
 # Most of what a local renderer keeps of texts and their tokens, bytes.
 LOCAL_BYTES = 2**26
+
+# Requests in a row that a worker took and gave no byte for; it gets no more until a look finds it well.
+BREAKER_FAILURES = 3
 
 _SAMPLE = re.compile(r"^(seamark_engine_info)\{(.*?)\} ([0-9.eE+]+)$|^(process_start_time_seconds) (\S+)$", re.M)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -65,13 +72,28 @@ class Worker:
     engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
     models: list[dict[str, Any]] = field(default_factory=list)
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
+    max_inflight: int = 0  # requests at it at once, 0 for no limit
+    warming: bool = False  # prefixes are replayed on it; it gets requests only where no other worker can take them
     inflight: int = 0
+    prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
     dispatched: int = 0  # requests ever sent
+    failures: int = 0  # in a row
+    answered_at: float = float("-inf")  # time.monotonic() of its last answer's beginning
 
     @property
     def name(self) -> str:
         """Label in metrics and headers: host and port."""
         return self.url.split("://", 1)[-1]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may get another request."""
+        return not self.max_inflight or self.inflight < self.max_inflight
+
+    def answered(self) -> None:
+        """It began to answer a request."""
+        self.failures = 0
+        self.answered_at = time.monotonic()
 
     def serves(self, model: Any) -> bool:
         """Whether `model` is one of its models."""
@@ -79,21 +101,22 @@ class Worker:
 
 
 class WorkerPool:
-    """All configured workers, watched by a background task."""
+    """All workers that settings and file name, watched by a background task."""
 
     def __init__(self, settings: Settings, upstream: Upstream, metrics: Metrics) -> None:
         self._upstream = upstream
         self._metrics = metrics
-        self._interval = settings.health_interval
+        self._settings = settings
         self._looks: dict[str, asyncio.Task[None]] = {}
-        self.workers = [Worker(url, WorkerRenderer(upstream, url, settings.render_timeout)) for url in settings.worker]
-        if settings.tokenizer is not None:
-            local = LocalRender(settings.tokenizer, min(LOCAL_BYTES, settings.text_bytes))
-            for worker in self.workers:
-                worker.fast = ProvedRenderer(worker.renderer, local)
-        for worker in self.workers:
-            metrics.worker_up.labels(worker.name).set(0)
-            metrics.engine_patched.labels(worker.name).set(0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._file = None
+        if settings.workers_file is not None:
+            self._file = WatchedFile(settings.workers_file, read_workers)
+        self.workers: list[Worker] = []
+        self._local: LocalRender | None = None
+        self.warm: Callable[[Worker], Awaitable[None]] | None = None  # before a restarted worker takes requests
+        self.changed: Callable[[], None] = lambda: None  # who is ready may be others now
+        self._reconcile()
 
     @property
     def up(self) -> list[Worker]:
@@ -106,11 +129,28 @@ class WorkerPool:
             await self.look_at_all()
         return self.up
 
+    def for_model(self, model: Any) -> list[Worker]:
+        """Those to choose from: up, and serving `model`; all that are up where none ever did, the answer is theirs.
+
+        Raises `NoWorker`.
+        """
+        serving = [worker for worker in self.workers if worker.up and worker.serves(model)]
+        if serving:
+            return [worker for worker in serving if not worker.warming] or serving
+        if any(worker.serves(model) for worker in self.workers) or not (up := self.up):
+            raise NoWorker("No worker is ready for this model. It may still be loading it.")
+        return up
+
     async def watch(self) -> None:
         """Look at every worker, for ever."""
         while True:
             await self.look_at_all()
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(self._settings.health_interval)
+
+    def refresh(self) -> None:
+        """Read the workers file again if it has changed."""
+        if self._file is not None and self._file.refresh():
+            self._reconcile()
 
     async def look_at_all(self) -> None:
         """One look at every worker, now."""
@@ -127,15 +167,68 @@ class WorkerPool:
         """A connection was refused: no more requests until the next look says otherwise."""
         self._set_up(worker, False)
 
+    def failed(self, worker: Worker) -> None:
+        """It took a request and gave no byte of an answer."""
+        worker.failures += 1
+        if worker.failures >= BREAKER_FAILURES:
+            worker.failures = 0
+            self.mark_down(worker)
+
+    def _reconcile(self) -> None:
+        """Have the workers that are wanted now; requests at one that is not are finished."""
+        wanted = {url: WorkerSpec(url, self._settings.max_inflight) for url in self._settings.worker}
+        if self._file is not None:
+            for url, limit in self._file.value:
+                wanted[url] = WorkerSpec(url, self._settings.max_inflight if limit is None else limit)
+        present = {worker.url: worker for worker in self.workers}
+        for url in present.keys() - wanted.keys():
+            logger.info("worker %s is taken out", present[url].name)
+            present[url].up = False
+            for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
+                gauge.remove(present[url].name)
+            self._looks.pop(url, None)
+        self.workers = [present.get(url) or self._new(url) for url in wanted]
+        for worker in self.workers:
+            worker.max_inflight = wanted[worker.url].max_inflight
+
+    def _new(self, url: str) -> Worker:
+        settings = self._settings
+        worker = Worker(url, WorkerRenderer(self._upstream, url, settings.render_timeout))
+        if settings.tokenizer is not None:
+            if self._local is None:
+                self._local = LocalRender(settings.tokenizer, min(LOCAL_BYTES, settings.text_bytes))
+            worker.fast = ProvedRenderer(worker.renderer, self._local)
+        self._metrics.worker_up.labels(worker.name).set(0)
+        self._metrics.engine_patched.labels(worker.name).set(0)
+        self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
+        return worker
+
     async def _look(self, worker: Worker) -> None:
         try:
             up = await self._examine(worker)
-        except (Unreachable, Broken, ValueError, KeyError, TypeError):  # gone, or not a vLLM server
+        except Broken:  # gone, or too busy to be looked at: then its answers speak for it
+            up = worker.up and time.monotonic() - worker.answered_at < 2 * self._settings.health_interval
+        except (Unreachable, ValueError, KeyError, TypeError):  # gone, or not a vLLM server
             up = False
         except Exception as error:  # whatever stands at that address, the watch over the others goes on
             logger.error("worker %s: %s", worker.name, type(error).__name__)
             up = False
-        self._set_up(worker, up)
+        if worker in self.workers:
+            self._set_up(worker, up)
+
+    async def _warm(self, worker: Worker) -> None:
+        """Replay on it what is hot, for as long as that may take."""
+        worker.warming = True
+        try:
+            async with asyncio.timeout(self._settings.replay_seconds):
+                await self.warm(worker)
+        except TimeoutError:
+            pass
+        except Exception as error:  # a replay that fails must not keep a worker away
+            logger.error("replay on %s: %s", worker.name, type(error).__name__)
+        finally:
+            worker.warming = False
+            self.changed()
 
     async def _examine(self, worker: Worker) -> bool:
         """Read what the worker says of itself; whether it serves."""
@@ -148,7 +241,9 @@ class WorkerPool:
         worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
         boot = f"{worker.url}#{boot}"
         if boot != worker.boot:
-            worker.boot = boot
+            worker.boot, worker.failures = boot, 0
+            if self.warm is not None and self._settings.replay_seconds:
+                self._spawn(self._warm(worker))
             worker.renderer_ids.clear()
             worker.renderer.forget_routes()
             if worker.fast is not None:
@@ -171,8 +266,14 @@ class WorkerPool:
     def _set_up(self, worker: Worker, up: bool) -> None:
         if up != worker.up:
             logger.info("worker %s is %s", worker.name, "up" if up else "down")
-        worker.up = up
+            worker.up = up
+            self.changed()
         self._metrics.worker_up.labels(worker.name).set(up)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:

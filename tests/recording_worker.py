@@ -59,6 +59,10 @@ class RecordingWorker:
     hang: bool = False  # answer nothing until the client goes
     hang_in_stream: bool = False
     cut_stream: bool = False
+    silence: float = 0.0  # seconds before the first event of a stream
+    stream_bytes: int = 0  # of filling, in the middle of a stream
+    sent: int = 0  # bytes of it that went out
+    close_after_answer: bool = False  # keeps no connection, without having said so
     requests: list[Recorded] = field(default_factory=list)
     renders: int = 0
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete

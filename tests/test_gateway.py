@@ -90,9 +90,17 @@ def test_a_known_prefix_is_not_rendered_again_and_is_predicted(gateway, worker):
 
 
 def test_a_stream_arrives_byte_for_byte(gateway, worker):
-    answer = post(gateway, chat("Tide?", stream=True))
+    answer = post(gateway, chat("Tide?", stream=True, stream_options={"include_usage": True}))
     assert answer.content == b"".join(EVENTS)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
+def test_usage_that_only_the_gateway_asked_for_is_taken_out_again(gateway, worker, options):
+    answer = post(gateway, chat("Tide?", stream=True, **options))
+    assert json.loads(worker.requests[-1].body)["stream_options"] == {"include_usage": True}
+    assert answer.content == EVENTS[0] + EVENTS[2]
     wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
 
 
@@ -334,8 +342,9 @@ def test_odd_bodies_reach_the_worker_and_log_no_error(gateway, worker, path, fie
     assert " failed: " not in gateway.log_end() and "boundary of request" not in gateway.log_end()
 
 
-def test_an_answer_is_not_lost_for_its_explanation(gateway, worker):
+def test_an_answer_is_not_lost_for_its_explanation(fleet, worker):
     """Tools that differ deep inside: looking for what changed must not cost what was answered."""
+    gateway = start_gateway(fleet, worker, flags=("--max-json-depth", "900"))
     nested = "[" * 600 + "]" * 600
     for name in ("tide", "wind"):
         function = f'{{"name": "{name}", "parameters": {{"x": {nested}}}}}'

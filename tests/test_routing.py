@@ -6,7 +6,8 @@ import pytest
 
 from proxy.boundaries import Boundary
 from proxy.directory import ENTRY_BYTES, Directory, Holding
-from proxy.outcome import Expectation, Usage, cache_label, reason, usage_in_stream, usage_of
+from proxy.events import usage_in_stream
+from proxy.outcome import Expectation, Usage, cache_label, reason, usage_of
 from proxy.routing import choose
 from proxy.workers import EngineInfo, Worker, read_metrics, union_of_models
 

@@ -1,0 +1,147 @@
+"""Giving a request to a worker: a place at one, the choice among those that have some, and what is noted of it.
+
+Everything between finding a place and counting it happens without an await, so a burst sees itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from proxy.admission import Admission
+from proxy.boundaries import Boundary
+from proxy.budget import worth_sending
+from proxy.call import Call
+from proxy.directory import Directory
+from proxy.finding import Finding
+from proxy.hot import HotPrefixes, Replay
+from proxy.metrics import Metrics
+from proxy.outcome import Expectation
+from proxy.routing import choose
+from proxy.settings import Settings
+from proxy.workers import Worker, WorkerPool
+
+RESPONSE_PATH = "/v1/responses/"
+
+
+class Dispatch:
+    """One per gateway."""
+
+    def __init__(
+        self, settings: Settings, pool: WorkerPool, finding: Finding, admission: Admission, metrics: Metrics
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._finding = finding
+        self._admission = admission
+        self.directory = Directory(settings.memory_bytes // 2, metrics.directory_evictions)
+        self.hot = HotPrefixes(settings.text_bytes // 8)
+        pool.changed = admission.wake
+
+    async def place(self, call: Call) -> None:
+        """Give the call to a worker, which is counted from now on; waits while none has room.
+
+        Raises `NoWorker`, `Overloaded` or `KeyBusy`.
+        """
+        if not self._pool.up:
+            await self._pool.ready()
+        model = call.body.get("model")
+        wants = model if isinstance(model, str) else None
+        await self._admission.place(call.key, wants, lambda: self._take(call), lambda _: self.leave(call))
+
+    def leave(self, call: Call) -> None:
+        """The worker is done with the call, or never got it."""
+        worker, call.worker_held = call.worker_held, None
+        if worker is None:
+            return
+        self.prefilled(call, worker)
+        worker.inflight -= 1
+        if call.key is not None:
+            call.key.inflight -= 1
+        if len(self._admission):
+            self._admission.wake()
+
+    def prefilled(self, call: Call, worker: Worker | None = None) -> None:
+        """The answer has begun: its prompt is computed."""
+        if call.prefill:
+            (worker or call.worker).prefill_tokens -= call.prefill
+            call.prefill = 0
+
+    def hint(self, call: Call) -> tuple[int, ...]:
+        """Positions for the chosen worker."""
+        return self.positions(call.found.boundaries, call.worker) if call.found is not None else ()
+
+    def positions(self, boundaries: Sequence[Boundary], worker: Worker) -> tuple[int, ...]:
+        """Those of `boundaries` that are worth a state on a worker, tokens."""
+        if worker.engine is None:
+            return ()
+        return worth_sending(boundaries, worker.engine.match_unit, self._settings.boundary_budget)
+
+    def _take(self, call: Call) -> Worker | None:
+        """A place at a worker, None where those that could serve the call are full."""
+        if call.key is not None and not call.key.has_room:
+            return None
+        workers = self._pool.for_model(call.body.get("model"))
+        if (keeper := self._keeper(call, workers)) is not None:
+            workers = [keeper]
+        if not all(worker.has_room for worker in workers):
+            workers = [worker for worker in workers if worker.has_room]
+            if not workers:
+                return None
+        worker = self._choose(call, workers)
+        call.worker = call.worker_held = worker
+        call.prefill = call.tokens_beyond(call.expected.predicted if call.expected is not None else 0)
+        worker.prefill_tokens += call.prefill
+        worker.inflight += 1
+        worker.dispatched += 1
+        if call.key is not None:
+            call.key.inflight += 1
+        return worker
+
+    def _choose(self, call: Call, workers: Sequence[Worker]) -> Worker:
+        """Choose and note it in one go, so that a request arriving right behind already follows."""
+        found = call.found
+        if found is None:
+            return choose(workers, {}, self._settings.load_slack)
+        held = self.directory.longest(found.prefixes, [worker.boot for worker in workers])
+        together = call.body.get("prompt_cache_key")
+        worker = choose(workers, held, self._settings.load_slack, together)
+        shared = max(held.values(), default=None)
+        call.expected = Expectation(
+            failure=found.failure if worker.engine is not None else "unpatched",
+            shareable=shared.tokens if shared is not None else 0,
+            shareable_ever=self.directory.ever_sent(found.prefixes),
+            predicted=held[worker.boot].tokens if worker.boot in held else 0,
+            deepest=max(found.positions, default=0),
+            match_unit=worker.engine.match_unit if worker.engine is not None else 1,
+            would_share=max((b.tokens for b in found.boundaries if b.key != found.turn_key), default=0),
+        )
+        if worker.engine is not None:
+            self.directory.note(found.boundaries, worker.boot)
+            if shared is not None:
+                self._remember(call, shared.key, shared.tokens)
+        return worker
+
+    def _remember(self, call: Call, key: bytes, tokens: int) -> None:
+        """The call shares a prefix: what a restarted worker is to be given again."""
+        replay = Replay(
+            call.endpoint,
+            call.raw,
+            call.names,
+            {name: value for name, value in call.put.items() if name == "cache_salt"},
+            call.found.boundaries,
+            call.body.get("model"),
+        )
+        prefixes = call.found.prefixes
+        shorter = prefixes[: prefixes.index(key)] if key in prefixes else ()
+        self.hot.used(key, tokens, shorter, replay)
+
+    def _keeper(self, call: Call, workers: Sequence[Worker]) -> Worker | None:
+        """The worker that stores the response which this request continues or asks for; others would not know it."""
+        response: Any = call.body.get("previous_response_id")
+        if response is None and call.target.startswith(RESPONSE_PATH):
+            response = call.target[len(RESPONSE_PATH) :].split("?")[0].split("/")[0]
+        if response is None:
+            return None
+        boot = self._finding.stored.boot(response)
+        return next((worker for worker in workers if worker.boot == boot), None)
