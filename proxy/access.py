@@ -17,6 +17,14 @@ def is_for_operators(path: str) -> bool:
     return path in ("/metrics", "/ui") or path.startswith(("/seamark/", "/ui/"))
 
 
+def client(scope: wire.Scope, keys: KeyRing) -> ApiKey:
+    """The key of a request for a worker. Raises `Unauthorized` or `Forbidden`."""
+    key = keys.who(scope)
+    if scope["path"] in ADMIN_OF_WORKERS and not key.entry.admin:
+        raise Forbidden("This API key may not change what workers have loaded (admin = true in the keys file).")
+    return key
+
+
 def admit(scope: wire.Scope, keys: KeyRing | None, own_address: bool, at_own_address: bool) -> ApiKey | None:
     """The key of a request for a page of the gateway; None where none is needed.
 
@@ -26,7 +34,7 @@ def admit(scope: wire.Scope, keys: KeyRing | None, own_address: bool, at_own_add
     path = scope["path"]
     if at_own_address or path in OPEN:
         return None
-    if is_for_operators(path) and own_address and not path.startswith(EXPLANATIONS):
+    if is_for_operators(path) and own_address:
         raise NotFound(f"No such path: {path}")
     if keys is None:
         return None

@@ -14,7 +14,7 @@ import uuid
 
 import httpx
 
-from proxy import failures, wire
+from proxy import access, failures, wire
 from proxy.accounting import Accounting
 from proxy.admission import Admission
 from proxy.body import as_utf8, parse_object
@@ -92,7 +92,7 @@ class Gateway:
             request_id = uuid.uuid4().hex
         call: Call | None = None
         try:
-            key = self.keys.who(scope) if self.keys is not None else None
+            key = access.client(scope, self.keys) if self.keys is not None else None
             raw = await wire.read_body(receive, self.settings.max_body_bytes, self.settings.client_timeout)
             call = call_of(scope, raw, request_id, key)
             async with wire.ClientWatch(receive) as watch:
@@ -174,7 +174,7 @@ class Gateway:
             raw = call.body_with(self.dispatch.hint(call)) if call.method == "POST" else call.raw
             try:
                 response = await self.upstream.send(
-                    call.method, worker.url + call.target, headers, raw, self.settings.silence_timeout
+                    call.method, worker.url + call.target, headers, raw, self.settings.silence_timeout, resent
                 )
             except Unreachable:
                 self.metrics.resent.labels(worker.name, "unreachable").inc()

@@ -21,7 +21,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 # uvicorn, which serves vLLM, closes idle connections after 5 seconds; leaving earlier avoids writing into a closed one.
 KEEPALIVE_SECONDS = 4.0
 # A closed connection shows itself as soon as it is written to; one that breaks later had a worker working on it.
-STALE_SECONDS = 0.25
+STALE_SECONDS = 0.1
 
 
 # The transport gives some of aiohttp's own errors another name, and not all of them.
@@ -56,27 +56,36 @@ class Upstream:
         """`connect_timeout` in seconds; `api_key` is the workers', for requests of the gateway's own."""
         self._timeout = {"connect": connect_timeout, "read": None, "write": None, "pool": None}
         self._transport = AiohttpTransport(client=self._session)
+        self._fresh = AiohttpTransport(client=lambda: self._session(force_close=True))
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
 
     @staticmethod
-    def _session() -> aiohttp.ClientSession:
+    def _session(force_close: bool = False) -> aiohttp.ClientSession:
         def no_delay(address: tuple) -> socket.socket:
             family, kind, protocol, _, _ = address
             made = socket.socket(family, kind, protocol)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return made
 
+        kept = {"force_close": True} if force_close else {"keepalive_timeout": KEEPALIVE_SECONDS}
         return aiohttp.ClientSession(
-            connector=_Connector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, socket_factory=no_delay),
+            connector=_Connector(limit=0, socket_factory=no_delay, **kept),
             cookie_jar=aiohttp.DummyCookieJar(),
             # What the client did not send is not sent: the worker sees the client's request.
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
 
     async def send(
-        self, method: str, url: str, headers: Headers = (), body: bytes = b"", read_timeout: float | None = None
+        self,
+        method: str,
+        url: str,
+        headers: Headers = (),
+        body: bytes = b"",
+        read_timeout: float | None = None,
+        fresh: bool = False,
     ) -> httpx.Response:
-        """Send a request; the answer's body is still to be read with `chunks` and closed with `aclose`.
+        """Send a request, on a new connection where `fresh`; the answer's body is still to be read with `chunks`, and
+        closed with `aclose`.
 
         `read_timeout` in seconds between two pieces of the answer, None for ever. Raises `Unreachable` when no
         connection could be made, `Stale` when one that was kept alive had been closed, `Broken` when it failed later.
@@ -90,7 +99,7 @@ class Upstream:
                 content=body,
                 extensions={"timeout": {**self._timeout, "read": read_timeout}},
             )
-            return await self._transport.handle_async_request(request)
+            return await (self._fresh if fresh else self._transport).handle_async_request(request)
         except FAILURES as error:
             # The cause, because the transport calls a refused connection and a broken one by the same name.
             cause = error.__cause__ or error
@@ -113,6 +122,7 @@ class Upstream:
     async def aclose(self) -> None:
         """Close all connections."""
         await self._transport.aclose()
+        await self._fresh.aclose()
 
 
 async def chunks(response: httpx.Response) -> AsyncIterator[bytes]:

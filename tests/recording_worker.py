@@ -57,12 +57,12 @@ class RecordingWorker:
     cached: int = 160  # tokens it reports
     outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
     hang: bool = False  # answer nothing until the client goes
+    hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
     hang_in_stream: bool = False
     cut_stream: bool = False
     silence: float = 0.0  # seconds before the first event of a stream
     stream_bytes: int = 0  # of filling, in the middle of a stream
     sent: int = 0  # bytes of it that went out
-    close_after_answer: bool = False  # keeps no connection, without having said so
     requests: list[Recorded] = field(default_factory=list)
     renders: int = 0
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
@@ -91,6 +91,8 @@ class RecordingWorker:
             return await self._render(body, send)
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
         self.requests.append(Recorded(scope["method"], target, list(scope["headers"]), body))
+        while self.hold.is_set():
+            await asyncio.sleep(0.01)
         if self.hang:
             await receive()
             self.gone.set()
@@ -111,6 +113,11 @@ class RecordingWorker:
     async def _stream(self, receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await asyncio.sleep(self.silence)
+        while self.sent < self.stream_bytes:
+            filling = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"tide " * 3000)
+            await send({"type": "http.response.body", "body": filling, "more_body": True})
+            self.sent += len(filling)
         for event in EVENTS:
             for half in (event[:50], event[50:]):  # cuts the two bytes of é apart
                 await send({"type": "http.response.body", "body": half, "more_body": True})
