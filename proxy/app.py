@@ -28,7 +28,8 @@ def build(settings: Settings) -> FastAPI:
         gateway = app.state.gateway = Gateway(settings)
         watching = asyncio.create_task(gateway.pool.watch())
         try:
-            yield
+            async with shared(gateway):
+                yield
         finally:
             watching.cancel()
             await gateway.upstream.aclose()
@@ -75,6 +76,7 @@ def build(settings: Settings) -> FastAPI:
             "directory_entries": len(gateway.directory),
             "known_positions": len(gateway.finding.memory),
             "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held,
+            "redis": gateway.sharing.status() if gateway.sharing is not None else {"state": "off"},
         }
 
     @app.get("/seamark/requests/{request_id}")
@@ -104,6 +106,30 @@ def build(settings: Settings) -> FastAPI:
     for path in ("/v1/{path:path}", "/tokenize", "/detokenize"):
         app.router.routes.append(Route(path, endpoint=_Raw()))
     return app
+
+
+@asynccontextmanager
+async def shared(gateway: Gateway) -> AsyncIterator[None]:
+    """Share what `gateway` learns with others, where Redis is set; otherwise nothing of it is even imported."""
+    if gateway.settings.redis is None:
+        yield
+        return
+    from proxy.sharing import Sharing
+
+    pool = gateway.pool
+    gateway.sharing = Sharing(
+        gateway.settings.redis,
+        gateway.directory,
+        gateway.finding.memory,
+        gateway.metrics,
+        lambda: [worker.boot for worker in pool.workers if worker.boot],
+    )
+    exchanging = asyncio.create_task(gateway.sharing.run())
+    try:
+        yield
+    finally:
+        exchanging.cancel()
+        await gateway.sharing.aclose()
 
 
 class _Raw:

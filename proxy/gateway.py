@@ -12,7 +12,7 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -31,6 +31,9 @@ from proxy.routing import choose
 from proxy.settings import Settings
 from proxy.upstream import Broken, Unreachable, Upstream, chunks
 from proxy.workers import Worker, WorkerPool
+
+if TYPE_CHECKING:
+    from proxy.sharing import Sharing
 
 logger = logging.getLogger("seamark.gateway")
 
@@ -52,6 +55,7 @@ class Gateway:
         self.accounting = Accounting(
             self.metrics, self.pool, self.finding, EngineWords(self.upstream), settings.excerpts
         )
+        self.sharing: Sharing | None = None  # with other gateways
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         request_id = wire.header(scope, b"x-request-id")
