@@ -145,7 +145,9 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
 def _complaints(errors: Sequence[Any]) -> list[str]:
     told = []
     for error in errors:
-        got = "" if error["loc"][0] in SECRET else f" (got {error['input']!r})"
+        # A name that no setting has may be a misspelt secret.
+        hidden = error["loc"][0] in SECRET or error["type"] == "extra_forbidden"
+        got = "" if hidden else f" (got {error['input']!r})"
         told.append(f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}{got}")
     return told
 
