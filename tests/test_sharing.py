@@ -278,13 +278,14 @@ async def test_what_a_worker_lost_is_news_too(server):
 async def test_what_was_heard_is_not_told_on_and_ones_own_is_not_heard(server):
     one, other = Tables(server), Tables(server)
     one.directory.note([boundary(1)], BOOT)
+    one.directory.forget([key_of(1)], BOOT)
     one.memory.put(key_of(5), Position(64, key_of(1)))
     await one.exchange()
     await one.exchange()
     await other.exchange()
     await other.exchange()
-    assert (one.count("sent"), one.count("heard")) == (2, 0)
-    assert (other.count("sent"), other.count("heard")) == (0, 2)
+    assert (one.count("sent"), one.count("heard")) == (3, 0)
+    assert (other.count("sent"), other.count("heard")) == (0, 3)
     assert other.memory.get(key_of(5)) == Position(64, key_of(1))
 
 
@@ -355,6 +356,23 @@ async def test_a_key_of_another_kind_counts_as_redis_being_down_and_ends_nothing
     client.delete(news.POSITIONS_STREAM)
     await until(lambda: tables.sharing.state == "up")
     running.cancel()
+
+
+async def test_a_redis_that_comes_back_empty_is_told_again(server):
+    one, other = Tables(server), Tables(server)
+    running = [asyncio.create_task(tables.sharing.run()) for tables in (one, other)]
+    one.directory.note([boundary(1)], BOOT)
+    await until(lambda: other.holds(1))
+    server.kill()
+    await until(lambda: one.sharing.state == other.sharing.state == "down")
+    server.start()
+    late = Tables(server)
+    running.append(asyncio.create_task(late.sharing.run()))
+    await until(lambda: one.sharing.state == other.sharing.state == "up")
+    one.directory.note([boundary(1)], BOOT)
+    await until(lambda: late.holds(1))
+    for task in running:
+        task.cancel()
 
 
 async def until(condition: Callable[[], bool]) -> None:
