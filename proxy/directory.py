@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from prometheus_client import Counter
@@ -29,16 +29,37 @@ class Directory:
         self._evictions = evictions
         self._entries = max(1, size // ENTRY_BYTES)
         self._holders: OrderedDict[bytes, tuple[int, set[str]]] = OrderedDict()
+        # Told of what this gateway learns by itself; on a request's path, so they may only take note of it.
+        self.on_note: Callable[[Sequence[Boundary], str], None] | None = None
+        self.on_forget: Callable[[Sequence[bytes], str], None] | None = None
 
-    def note(self, boundaries: Iterable[Boundary], boot: str) -> None:
+    def note(self, boundaries: Sequence[Boundary], boot: str) -> None:
         """A request with these boundaries went to the worker that booted as `boot`."""
         for boundary in boundaries:
-            _, boots = self._holders.pop(boundary.key, (0, set()))
-            self._holders[boundary.key] = (boundary.tokens, boots | {boot})
+            self._hold(boundary.key, boundary.tokens, boot)
+        if self.on_note is not None:
+            self.on_note(boundaries, boot)
+
+    def hear(self, key: bytes, tokens: int, boot: str) -> None:
+        """Another gateway sent a prefix to the worker that booted as `boot`; a length that is known here stands."""
+        known = self._holders.get(key)
+        self._hold(key, tokens if known is None else known[0], boot)
+
+    def _hold(self, key: bytes, tokens: int, boot: str) -> None:
+        _, boots = self._holders.pop(key, (0, set()))
+        self._holders[key] = (tokens, boots | {boot})
         while len(self._holders) > self._entries:
             self._holders.popitem(last=False)
             if self._evictions is not None:
                 self._evictions.inc()
+
+    def forget(self, keys: Sequence[bytes], boot: str, *, heard: bool = False) -> None:
+        """The worker that booted as `boot` no longer holds these prefixes; `heard`: another gateway says so."""
+        for key in keys:
+            if (known := self._holders.get(key)) is not None:
+                self._holders[key] = (known[0], known[1] - {boot})
+        if self.on_forget is not None and not heard:
+            self.on_forget(keys, boot)
 
     def longest(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> dict[str, Holding]:
         """The deepest of `prefixes` (shortest first) that each of `boots` was sent."""

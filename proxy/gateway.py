@@ -11,6 +11,7 @@ import logging
 import time
 import traceback
 import uuid
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -33,6 +34,9 @@ from proxy.responses_chat import RESPONSES
 from proxy.settings import Settings
 from proxy.upstream import Broken, Silent, Stale, Unreachable, Upstream, chunks
 from proxy.workers import Worker, WorkerPool
+
+if TYPE_CHECKING:
+    from proxy.sharing import Sharing
 
 logger = logging.getLogger("seamark.gateway")
 
@@ -66,17 +70,36 @@ class Gateway:
         self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
         self.metrics.queued.set_function(lambda: len(admission))
         self.pool.warm = self._warm
+        self.sharing: Sharing | None = None  # with other gateways
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin what runs beside the requests. Inside a running event loop."""
-        self._tasks = [asyncio.create_task(work) for work in (self.pool.watch(), self.pulse.run(), self._watch_files())]
+        beside = [self.pool.watch(), self.pulse.run(), self._watch_files()]
+        if self.settings.redis is not None:
+            self.sharing = self._shared()
+            beside.append(self.sharing.run())
+        self._tasks = [asyncio.create_task(work) for work in beside]
+
+    def _shared(self) -> Sharing:
+        from proxy.sharing import Sharing  # and with it redis: not even imported where it is not wanted
+
+        pool = self.pool
+        return Sharing(
+            self.settings.redis,
+            self.dispatch.directory,
+            self.finding.memory,
+            self.metrics,
+            lambda: [worker.boot for worker in pool.workers if worker.boot],
+        )
 
     async def stop(self) -> None:
         """End it, and close all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.sharing is not None:
+            await self.sharing.aclose()
         await self.upstream.aclose()
 
     async def _watch_files(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 # Of one entry: two keys of 16 bytes as Python objects, the tuple, its place in the table. Measured, rounded up.
@@ -24,6 +24,8 @@ class PositionMemory:
         """`size` in bytes."""
         self._entries = max(1, size // ENTRY_BYTES)
         self._positions: OrderedDict[bytes, Position] = OrderedDict()
+        # Told of what this gateway finds by itself; on a request's path, so it may only take note of it.
+        self.on_put: Callable[[bytes, Position], None] | None = None
 
     def get(self, key: bytes) -> Position | None:
         """The position, None if unknown."""
@@ -39,6 +41,16 @@ class PositionMemory:
 
     def put(self, key: bytes, position: Position) -> None:
         """Remember a position."""
+        self._keep(key, position)
+        if self.on_put is not None:
+            self.on_put(key, position)
+
+    def hear(self, key: bytes, position: Position) -> None:
+        """Remember a position that another gateway found; one that is known here stands."""
+        if key not in self._positions:
+            self._keep(key, position)
+
+    def _keep(self, key: bytes, position: Position) -> None:
         self._positions[key] = position
         self._positions.move_to_end(key)
         if len(self._positions) > self._entries:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 # From a warm CPU gateway to a cold prefill of a long prompt on a small machine.
@@ -96,4 +98,15 @@ class Metrics:
         )
         self.lookups = Counter(
             "seamark_boundary_lookups_total", "How boundaries were found", ["result"], registry=registry
+        )
+        self.redis_up = Gauge(
+            "seamark_redis_up", "1 while Redis answers, 0 while it does not, NaN where none is set", registry=registry
+        )
+        self.redis_up.set(math.nan)
+        self.redis_errors = Counter("seamark_redis_errors_total", "Exchanges with Redis that failed", registry=registry)
+        self.redis_news = Counter(
+            "seamark_redis_news_total",
+            "Records sent to other gateways and heard from them, events dropped unsent, entries refused as garbage",
+            ["fate"],
+            registry=registry,
         )

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -15,6 +16,9 @@ from proxy.rewrites import RULES
 from proxy.workers_file import worker_url
 
 PREFIX = "SEAMARK_"
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+# Values that may hold a password, and are never told.
+SECRET = frozenset({"redis"})
 
 
 class Settings(BaseModel):
@@ -88,6 +92,30 @@ class Settings(BaseModel):
     max_header_bytes: int = Field(65536, gt=0, description="largest request head: target and headers")
     max_json_depth: int = Field(128, gt=0, le=900, description="deepest nesting of a JSON body")
 
+    redis: str | None = Field(
+        None, repr=False, description="URL of a Redis server through which gateways share what they learn"
+    )
+
+    @field_validator("redis")
+    @classmethod
+    def _redis(cls, url: str | None) -> str | None:
+        if url is None or not url.strip():
+            return None
+        parts = urlsplit(url.strip())
+        if parts.scheme not in REDIS_SCHEMES:
+            raise ValueError(f"its URL begins with one of {', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)}")
+        path = parts.path.strip("/")
+        if parts.scheme == "unix":
+            sound = bool(path)
+        else:
+            # `port` raises a `ValueError` that tells the port and nothing else.
+            sound = bool(parts.hostname) and (parts.port is None or parts.port > 0) and (not path or path.isdecimal())
+        if not sound:
+            raise ValueError("needed is redis://[user:password@]host[:port][/database] or unix:///path")
+        if any(not name.startswith("ssl_") and name != "db" for name, _ in parse_qsl(parts.query)):
+            raise ValueError("of options, only db and those that begin with ssl_ can stand in its URL")
+        return url.strip()
+
     @field_validator("worker", mode="before")
     @classmethod
     def _workers(cls, value: Any) -> tuple[str, ...]:
@@ -143,6 +171,10 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
 
 
 def _complaints(errors: Sequence[Any]) -> list[str]:
-    return [
-        f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']} (got {error['input']!r})" for error in errors
-    ]
+    told = []
+    for error in errors:
+        # A name that no setting has may be a misspelt secret.
+        hidden = error["loc"][0] in SECRET or error["type"] == "extra_forbidden"
+        got = "" if hidden else f" (got {error['input']!r})"
+        told.append(f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}{got}")
+    return told

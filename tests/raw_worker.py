@@ -15,7 +15,7 @@ Reply = bytes | None  # None: the connection is closed without a word
 
 
 class RawWorker:
-    """State of it. `reply(request, n)` answers the `n`-th request (from 0) of a connection, pages of its own excepted."""
+    """State of it. `reply(request, n)` answers the `n`-th request (from 0) of a connection."""
 
     def __init__(self, reply: Callable[[bytes, int], Reply]) -> None:
         self.reply = reply

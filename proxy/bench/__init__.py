@@ -6,7 +6,19 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    from proxy.bench import agents, boundary_cost, cost, demo, fan_out, grid, pass_rows, resume, soak, templates
+    from proxy.bench import (
+        agents,
+        boundary_cost,
+        cost,
+        demo,
+        fan_out,
+        grid,
+        pass_rows,
+        redis_cost,
+        resume,
+        soak,
+        templates,
+    )
 
     benchmarks = {
         "demo": demo.main,
@@ -19,6 +31,7 @@ def main(argv: list[str]) -> int:
         "boundaries": boundary_cost.main,
         "templates": templates.main,
         "agents": agents.main,
+        "redis": redis_cost.main,
     }
     if not argv or argv[0] not in benchmarks:
         print(f"usage: seamark bench {{{','.join(benchmarks)}}} ...", file=sys.stderr)

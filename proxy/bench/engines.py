@@ -109,6 +109,11 @@ class Fleet:
             command += ["--worker", worker.url]
         return self._start("gateway", port, command, {})
 
+    def mock_worker(self) -> Server:
+        """Start a worker without an engine."""
+        port = free_port()
+        return self._start("mock-worker", port, ["-m", "proxy.bench.mock_worker", "--port", str(port)], {})
+
     def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
         log = self._folder / f"{name}-{port}.log"
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SEAMARK_")}
