@@ -119,7 +119,7 @@ def _is_usage_alone(event: bytes) -> bool:
 
 
 def _end_of_first(events: bytes) -> int:
-    return min(events.find(end) + len(end) for end in _ENDS if end in events)
+    return min((events.find(end) + len(end) for end in _ENDS if end in events), default=0)
 
 
 class Pulse:

@@ -58,6 +58,7 @@ class RecordingWorker:
     outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
     hang: bool = False  # answer nothing until the client goes
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
+    hang_replays: bool = False  # answer no request for a single token
     hang_in_stream: bool = False
     cut_stream: bool = False
     silence: float = 0.0  # seconds before the first event of a stream
@@ -93,7 +94,7 @@ class RecordingWorker:
         self.requests.append(Recorded(scope["method"], target, list(scope["headers"]), body))
         while self.hold.is_set():
             await asyncio.sleep(0.01)
-        if self.hang:
+        if self.hang or (self.hang_replays and b'"max_tokens":1' in body):
             await receive()
             self.gone.set()
         elif path == "/v1/chat/completions" and json.loads(body).get("stream"):
