@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from prometheus_client import Counter
 
@@ -39,9 +39,13 @@ class EventRelay:
         self.moved = time.monotonic()  # when something was last sent
         self.sending = False
 
-    async def run(self, chunks: AsyncIterator[bytes]) -> None:
-        """Pass on everything up to the end, the end itself excepted."""
+    async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
+        """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
+        first = True
         async for chunk in chunks:
+            if first:
+                first = False
+                begun()
             if self._held:
                 chunk = self._held + chunk
                 self._held = b""

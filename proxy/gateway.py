@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 import traceback
-import uuid
 from typing import TYPE_CHECKING
-
-import httpx
 
 from proxy import access, failures, wire
 from proxy.accounting import Accounting
@@ -32,7 +30,7 @@ from proxy.metrics import Metrics
 from proxy.outcome import usage_of
 from proxy.responses_chat import RESPONSES
 from proxy.settings import Settings
-from proxy.upstream import Broken, Silent, Stale, Unreachable, Upstream, chunks
+from proxy.upstream import Answer, Broken, Silent, Stale, Unreachable, Upstream
 from proxy.workers import Worker, WorkerPool
 
 if TYPE_CHECKING:
@@ -112,7 +110,7 @@ class Gateway:
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         request_id = wire.header(scope, b"x-request-id")
         if not request_id or len(request_id) > MAX_ID_CHARACTERS:
-            request_id = uuid.uuid4().hex
+            request_id = os.urandom(16).hex()
         call: Call | None = None
         try:
             key = access.client(scope, self.keys) if self.keys is not None else None
@@ -155,8 +153,8 @@ class Gateway:
         try:
             response = await self._forward(call)
             try:
-                call.status = response.status_code
-                kind = response.headers.get("content-type", "")
+                call.status = response.status
+                kind = response.header("content-type") or ""
                 if kind.startswith("text/event-stream"):
                     await self._stream_events(call, response, send, watch)
                 elif call.endpoint in REPORTING and kind.startswith("application/json"):
@@ -164,7 +162,7 @@ class Gateway:
                 else:
                     await self._stream(call, response, send, watch)
             finally:
-                await response.aclose()
+                response.close()
         except Broken as error:
             raise self._broken(call, error) from None
         finally:
@@ -188,7 +186,7 @@ class Gateway:
     def _is_json(call: Call) -> bool:
         return any(name == b"content-type" and b"json" in value for name, value in call.headers)
 
-    async def _forward(self, call: Call) -> httpx.Response:
+    async def _forward(self, call: Call) -> Answer:
         """Send to the chosen worker. What was not sent at all is sent again: elsewhere, or on a new connection."""
         resent = False
         while True:
@@ -223,8 +221,8 @@ class Gateway:
             return WorkerSilent(f"Worker {name} was silent for too long (setting silence_timeout).")
         return WorkerFailed(f"Worker {name} broke off.")
 
-    def _response_headers(self, call: Call, response: httpx.Response) -> wire.HeaderList:
-        headers = wire.end_to_end(response.headers.raw, wire.OWN_RESPONSE | {b"content-length"})
+    def _response_headers(self, call: Call, response: Answer) -> wire.HeaderList:
+        headers = wire.end_to_end(response.headers, wire.OWN_RESPONSE)
         headers.append(call.id_header)
         if call.worker is not None:
             headers.append((b"x-seamark-worker", call.worker.name.encode()))
@@ -235,28 +233,26 @@ class Gateway:
             headers.append((b"x-seamark-predicted", str(predicted).encode()))
         return headers
 
-    async def _stream(self, call: Call, response: httpx.Response, send: wire.Send, watch: wire.ClientWatch) -> None:
+    async def _stream(self, call: Call, response: Answer, send: wire.Send, watch: wire.ClientWatch) -> None:
         """Pass a body on as it comes."""
         headers = self._response_headers(call, response)
-        if (length := response.headers.get("content-length")) is not None:
+        if (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
         await self._begin(call, headers, send)
-        async for chunk in chunks(response):
+        async for chunk in response.chunks():
             self.dispatch.prefilled(call)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 
-    async def _stream_events(
-        self, call: Call, response: httpx.Response, send: wire.Send, watch: wire.ClientWatch
-    ) -> None:
+    async def _stream_events(self, call: Call, response: Answer, send: wire.Send, watch: wire.ClientWatch) -> None:
         """Pass an event stream on as it comes. A break becomes an event."""
         await self._begin(call, self._response_headers(call, response), send)
         relay = EventRelay(send, call.strips_usage, keeps_first=call.endpoint == RESPONSES)
         end = b""
         with self.pulse.watching(relay):
             try:
-                await relay.run(self._noting_first(call, response))
+                await relay.run(response.chunks(), lambda: self._begun(call))
             except Broken as error:
                 end = self._event(call, self._broken(call, error), relay)
             except asyncio.CancelledError:
@@ -267,26 +263,21 @@ class Gateway:
             await relay.finish(end)
         await self.accounting.answered(call, relay.usage)
 
+    def _begun(self, call: Call) -> None:
+        call.first_byte = time.perf_counter()
+        self.dispatch.prefilled(call)
+
     @staticmethod
     def _event(call: Call, error: GatewayError, relay: EventRelay) -> bytes:
         call.status = error.status
         return failures.error_event(error, call.endpoint, relay.first, relay.last)
 
-    async def _noting_first(self, call: Call, response: httpx.Response):
-        async for chunk in chunks(response):
-            if call.first_byte is None:
-                call.first_byte = time.perf_counter()
-                self.dispatch.prefilled(call)
-            yield chunk
-
-    async def _answer_whole(
-        self, call: Call, response: httpx.Response, send: wire.Send, watch: wire.ClientWatch
-    ) -> None:
+    async def _answer_whole(self, call: Call, response: Answer, send: wire.Send, watch: wire.ClientWatch) -> None:
         """Collect a JSON answer, so that what the engine reports can stand in the headers."""
-        body = b"".join([chunk async for chunk in chunks(response)])
+        body = await response.read()
         call.first_byte = time.perf_counter()
         headers = self._response_headers(call, response)
-        if call.status == 200 and "content-encoding" not in response.headers:
+        if call.status == 200 and response.header("content-encoding") is None:
             try:
                 answer = json.loads(body)
             except ValueError:

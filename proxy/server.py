@@ -108,6 +108,7 @@ def _options(settings: Settings, logging: dict[str, Any]) -> dict[str, Any]:
     return {
         "http": bounded(settings.max_header_bytes, settings.client_timeout),
         "ws": "none",
+        "proxy_headers": False,  # nobody asks where a client comes from
         "log_config": logging,
         "access_log": False,
         "server_header": False,

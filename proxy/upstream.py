@@ -1,20 +1,22 @@
-"""The way to the workers: httpx on aiohttp. The only module that knows which HTTP client is underneath.
+"""The way to the workers. The only module that knows which HTTP client is underneath.
 
-httpx's own transport costs more CPU than the rest of the gateway together; its transport interface on aiohttp does not.
+It is aiohttp itself: httpx, whose own transport costs more CPU than the rest of the gateway together, takes as much
+again as aiohttp for its request and response when it stands on top of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
 import aiohttp
-import httpx
-from httpx_aiohttp import AiohttpTransport
+from yarl import URL
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -23,9 +25,7 @@ KEEPALIVE_SECONDS = 4.0
 # A closed connection shows itself as soon as it is written to; one that breaks later had a worker working on it.
 STALE_SECONDS = 0.1
 
-
-# The transport gives some of aiohttp's own errors another name, and not all of them.
-FAILURES = (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError)
+FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
 class Unreachable(Exception):
@@ -49,31 +49,50 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+class Answer:
+    """A worker's answer, its body still to be read. `close` when done with it."""
+
+    __slots__ = ("_response", "headers", "status")
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.status = response.status
+        self.headers = response.raw_headers  # names and values as they came
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header."""
+        return self._response.headers.get(name)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes, undecoded. Raises `Broken` when the worker breaks off."""
+        read = self._response.content.readany
+        try:
+            while chunk := await read():
+                yield chunk
+        except FAILURES as error:
+            raise _broken(error) from error
+
+    async def read(self) -> bytes:
+        """The whole body. Raises `Broken`."""
+        try:
+            return await self._response.read()
+        except FAILURES as error:
+            raise _broken(error) from error
+
+    def close(self) -> None:
+        """Give the connection back, or close it where the body was not read to its end."""
+        self._response.close()
+
+
 class Upstream:
     """Connections to all workers. Use inside a running event loop; `aclose` when done."""
 
     def __init__(self, connect_timeout: float, api_key: str | None = None) -> None:
         """`connect_timeout` in seconds; `api_key` is the workers', for requests of the gateway's own."""
-        self._timeout = {"connect": connect_timeout, "read": None, "write": None, "pool": None}
-        self._transport = AiohttpTransport(client=self._session)
-        self._fresh = AiohttpTransport(client=lambda: self._session(force_close=True))
+        self._connect_timeout = connect_timeout
+        self._timeouts: dict[float | None, aiohttp.ClientTimeout] = {}
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request gets a new connection
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
-
-    @staticmethod
-    def _session(force_close: bool = False) -> aiohttp.ClientSession:
-        def no_delay(address: tuple) -> socket.socket:
-            family, kind, protocol, _, _ = address
-            made = socket.socket(family, kind, protocol)
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return made
-
-        kept = {"force_close": True} if force_close else {"keepalive_timeout": KEEPALIVE_SECONDS}
-        return aiohttp.ClientSession(
-            connector=_Connector(limit=0, socket_factory=no_delay, **kept),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            # What the client did not send is not sent: the worker sees the client's request.
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
 
     async def send(
         self,
@@ -83,59 +102,94 @@ class Upstream:
         body: bytes = b"",
         read_timeout: float | None = None,
         fresh: bool = False,
-    ) -> httpx.Response:
-        """Send a request, on a new connection where `fresh`; the answer's body is still to be read with `chunks`, and
-        closed with `aclose`.
+    ) -> Answer:
+        """Send a request, on a new connection where `fresh`.
 
         `read_timeout` in seconds between two pieces of the answer, None for ever. Raises `Unreachable` when no
         connection could be made, `Stale` when one that was kept alive had been closed, `Broken` when it failed later.
         """
         started = time.monotonic()
         try:
-            request = httpx.Request(
+            response = await self._session(fresh).request(
                 method,
-                url,
-                headers=list(headers),
-                content=body,
-                extensions={"timeout": {**self._timeout, "read": read_timeout}},
+                _parsed(url),
+                headers=_as_text(headers),
+                data=body or None,
+                allow_redirects=False,
+                timeout=self._timeout(read_timeout),
             )
-            return await (self._fresh if fresh else self._transport).handle_async_request(request)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise Unreachable(str(error)) from error
         except FAILURES as error:
-            # The cause, because the transport calls a refused connection and a broken one by the same name.
-            cause = error.__cause__ or error
-            if isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-                raise Unreachable(str(error)) from error
-            closed = isinstance(cause, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+            closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
             if closed and _kept_alive.get() and time.monotonic() - started < STALE_SECONDS:
                 raise Stale(str(error)) from error
             raise _broken(error) from error
+        return Answer(response)
 
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
         """Status and whole body of a request of the gateway's own; `timeout` seconds for each read."""
         headers = [*self.own_headers, *([(b"content-type", b"application/json")] if body else [])]
-        response = await self.send(method, url, headers, body, read_timeout=timeout)
+        answer = await self.send(method, url, headers, body, read_timeout=timeout)
         try:
-            return response.status_code, b"".join([chunk async for chunk in chunks(response)])
+            return answer.status, await answer.read()
         finally:
-            await response.aclose()
+            answer.close()
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self._transport.aclose()
-        await self._fresh.aclose()
+        for session in self._sessions.values():
+            await session.close()
+
+    def _session(self, fresh: bool) -> aiohttp.ClientSession:
+        session = self._sessions.get(fresh)
+        if session is None:
+            session = self._sessions[fresh] = _new_session(fresh)
+        return session
+
+    def _timeout(self, read: float | None) -> aiohttp.ClientTimeout:
+        timeout = self._timeouts.get(read)
+        if timeout is None:
+            # There is no limit on the whole: a cold prefill takes minutes, an answer as long as it likes.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout, sock_read=read)
+            self._timeouts[read] = timeout
+        return timeout
 
 
-async def chunks(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The body as it comes, undecoded. Raises `Broken` when the worker breaks off."""
+def _new_session(fresh: bool) -> aiohttp.ClientSession:
+    kept: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": KEEPALIVE_SECONDS}
+    return aiohttp.ClientSession(
+        connector=_Connector(limit=0, socket_factory=_no_delay, **kept),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        # What the client did not send is not sent: the worker sees the client's request.
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+def _no_delay(address: tuple) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+@lru_cache(1024)
+def _parsed(url: str) -> URL:
+    """Most requests go to a handful of addresses. Escapes stay as the client wrote them."""
+    return URL(url, encoded=True)
+
+
+def _as_text(headers: Headers) -> list[tuple[str, str]]:
+    """aiohttp writes them as UTF-8."""
     try:
-        async for chunk in response.stream:
-            yield chunk
-    except FAILURES as error:
-        raise _broken(error) from error
+        return [(name.decode(), value.decode()) for name, value in headers]
+    except UnicodeDecodeError:
+        return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
 
 
 def _broken(error: Exception) -> Broken:
-    return (Silent if isinstance(error.__cause__ or error, aiohttp.SocketTimeoutError) else Broken)(str(error))
+    return (Silent if isinstance(error, asyncio.TimeoutError) else Broken)(str(error))
 
 
 # Whether the connection of the running task's last request had served another one before.

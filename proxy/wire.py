@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import cache
 from typing import Any
 
 from proxy.errors import BodyTooLarge, BodyTooSlow
@@ -30,9 +31,10 @@ HOP_BY_HOP = frozenset(
 RECOMPUTED = frozenset({b"content-length", b"host", b"expect", b"x-request-id"})
 # A key is between a client and the gateway; workers have one of their own, if any.
 RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
-# Said by the gateway about itself; a worker that is a gateway too must not be quoted.
+# Computed anew, and said by the gateway about itself; a worker that is a gateway too must not be quoted.
 OWN_RESPONSE = frozenset(
     {
+        b"content-length",
         b"x-request-id",
         b"x-seamark-worker",
         b"x-seamark-boundary",
@@ -82,8 +84,16 @@ def header(scope: Scope, name: bytes) -> str | None:
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> HeaderList:
     """Headers that travel on: no hop-by-hop ones (those that `Connection` names included), none of `dropped`."""
     listed = [(key.lower(), value) for key, value in headers]
-    named = {token.strip().lower() for key, value in listed if key == b"connection" for token in value.split(b",")}
-    return [(key, value) for key, value in listed if key not in HOP_BY_HOP and key not in dropped and key not in named]
+    dropped = _with_hop_by_hop(dropped)
+    for key, value in listed:
+        if key == b"connection":
+            dropped = dropped | {token.strip().lower() for token in value.split(b",")}
+    return [header for header in listed if header[0] not in dropped]
+
+
+@cache
+def _with_hop_by_hop(dropped: frozenset[bytes]) -> frozenset[bytes]:
+    return dropped | HOP_BY_HOP
 
 
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:

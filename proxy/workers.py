@@ -71,6 +71,7 @@ class Worker:
     boot: str = ""
     engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
     models: list[dict[str, Any]] = field(default_factory=list)
+    model_ids: frozenset[str] = frozenset()
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
     max_inflight: int = 0  # requests at it at once, 0 for no limit
     warming: bool = False  # prefixes are replayed on it; it gets requests only where no other worker can take them
@@ -97,7 +98,7 @@ class Worker:
 
     def serves(self, model: Any) -> bool:
         """Whether `model` is one of its models."""
-        return any(entry.get("id") == model for entry in self.models)
+        return isinstance(model, str) and model in self.model_ids
 
 
 class WorkerPool:
@@ -239,6 +240,7 @@ class WorkerPool:
         _, models = await self._get(worker, "/v1/models")
         boot, worker.engine = read_metrics(metrics.decode(errors="replace"))
         worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
+        worker.model_ids = frozenset(entry["id"] for entry in worker.models)
         boot = f"{worker.url}#{boot}"
         if boot != worker.boot:
             worker.boot, worker.failures = boot, 0
