@@ -6,7 +6,21 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    from proxy.bench import agents, boundary_cost, cost, demo, fan_out, grid, pass_rows, resume, soak, templates
+    from proxy.bench import (
+        agents,
+        boundary_cost,
+        cost,
+        demo,
+        fan_out,
+        gateway_cost,
+        grid,
+        pass_rows,
+        resume,
+        soak,
+        streams,
+        table_memory,
+        templates,
+    )
 
     benchmarks = {
         "demo": demo.main,
@@ -19,6 +33,9 @@ def main(argv: list[str]) -> int:
         "boundaries": boundary_cost.main,
         "templates": templates.main,
         "agents": agents.main,
+        "gateway": gateway_cost.main,
+        "streams": streams.main,
+        "tables": table_memory.main,
     }
     if not argv or argv[0] not in benchmarks:
         print(f"usage: seamark bench {{{','.join(benchmarks)}}} ...", file=sys.stderr)

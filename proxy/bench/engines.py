@@ -109,12 +109,21 @@ class Fleet:
             command += ["--worker", worker.url]
         return self._start("gateway", port, command, {})
 
+    def mock_worker(self) -> Server:
+        """Start a worker without an engine."""
+        port = free_port()
+        return self._start("mock-worker", port, ["-m", "proxy.bench.mock_worker", "--port", str(port)], {})
+
     def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
+        return self.start(name, port, [sys.executable, *arguments], environment)
+
+    def start(self, name: str, port: int, command: Sequence[str], environment: Mapping[str, str]) -> Server:
+        """Start any server that `command` lets listen on the loopback `port`."""
         log = self._folder / f"{name}-{port}.log"
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SEAMARK_")}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
