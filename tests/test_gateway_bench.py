@@ -83,6 +83,14 @@ def test_frames_come_at_the_wanted_pace_and_say_when_they_were_due(stand: Stand)
     assert all(later - earlier > 10e6 for earlier, later in itertools.pairwise(sent))
 
 
+def test_a_worker_started_with_a_step_paces_every_stream(stand: Stand):
+    paced = stand.fleet.mock_worker(step_ms=2)
+    paced.wait_until_ready()
+    found = events(httpx.post(paced.url + CHAT, json=chat("Who waits?", stream=True)))
+    assert sum("sent" in event for event in found) == FRAMES
+    assert found[FRAMES - 1]["sent"] - found[0]["sent"] > 1.5e6 * (FRAMES - 1)
+
+
 async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
     clients = [await connect(stand.gateway.url) for _ in range(3)]
     bodies = [json.dumps(chat(f"{number}?", stream=True)).encode() for number in range(7)]

@@ -52,7 +52,8 @@ WORDS = (
     "CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.\n"
     "Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the\n"
     "worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes\n"
-    "nothing; streams have 64 chunks, each written on its own. Both routers run their default, cache-aware policy.\n"
+    "nothing; streams have 64 chunks, each written on its own, at once unless --step-ms says otherwise: a slow reader\n"
+    "finds many together. Both routers run their default, cache-aware policy.\n"
     "sglang-router holds back a stream's beginning at one client, by Nagle's algorithm."
 )
 
@@ -138,11 +139,11 @@ async def compare(
 
 
 async def run(
-    peers: Sequence[Peer], cases: Sequence[Case], requests: int, rounds: int, say: Callable[[str], None]
+    peers: Sequence[Peer], cases: Sequence[Case], requests: int, rounds: int, step_ms: int, say: Callable[[str], None]
 ) -> Report:
-    """Start everything, and compare."""
+    """Start everything, and compare; `step_ms` as the worker takes it."""
     with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Fleet(Path(folder)) as fleet:
-        worker = fleet.mock_worker()
+        worker = fleet.mock_worker(step_ms)
         worker.wait_until_ready()
         gateway = fleet.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
@@ -187,13 +188,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
     parser.add_argument("--no-peers", action="store_true", help="Seamark alone; no target beside others is judged")
     parser.add_argument("--size", type=int, choices=sorted({case.size for case in CASES}), help="of chats, only this")
+    parser.add_argument(
+        "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
+    )
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     if args.requests < 1 or args.rounds < 1:
         parser.error("--requests, --rounds: at least 1")
     peers = [] if args.no_peers else [names[name] for name in dict.fromkeys(args.peer or names)]
     cases = [case for case in CASES if args.size in (None, case.size)]
-    report = uvloop.run(run(peers, cases, args.requests, args.rounds, narrator()))
+    report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
     judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
     if args.json:
         print(json.dumps(as_json(report, judged), indent=1))
