@@ -1,4 +1,4 @@
-.PHONY: demo test soak check-templates lint lock
+.PHONY: demo test soak bench-gateway check-templates lint lock
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -15,6 +15,11 @@ test:
 soak:
 	@./set-up.sh
 	@.venv/bin/seamark bench soak $(ARGS)
+
+# The gateway beside those of others, installed from the package index: `make bench-gateway ARGS="--rounds 9"`.
+bench-gateway:
+	@./set-up.sh
+	@.venv/bin/seamark bench gateway $(ARGS)
 
 # Positions by a folder of chat templates, on vLLM's own renderer with two tokenizers: `make check-templates DIR=...`.
 check-templates:

@@ -12,11 +12,14 @@ def main(argv: list[str]) -> int:
         cost,
         demo,
         fan_out,
+        gateway_cost,
         grid,
         pass_rows,
         redis_cost,
         resume,
         soak,
+        streams,
+        table_memory,
         templates,
     )
 
@@ -32,6 +35,9 @@ def main(argv: list[str]) -> int:
         "templates": templates.main,
         "agents": agents.main,
         "redis": redis_cost.main,
+        "gateway": gateway_cost.main,
+        "streams": streams.main,
+        "tables": table_memory.main,
     }
     if not argv or argv[0] not in benchmarks:
         print(f"usage: seamark bench {{{','.join(benchmarks)}}} ...", file=sys.stderr)

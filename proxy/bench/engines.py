@@ -109,17 +109,22 @@ class Fleet:
             command += ["--worker", worker.url]
         return self._start("gateway", port, command, {})
 
-    def mock_worker(self) -> Server:
-        """Start a worker without an engine."""
+    def mock_worker(self, step_ms: int = 0) -> Server:
+        """Start a worker without an engine, which streams a chunk each `step_ms`; 0: as fast as it can."""
         port = free_port()
-        return self._start("mock-worker", port, ["-m", "proxy.bench.mock_worker", "--port", str(port)], {})
+        flags = ["--port", str(port), "--step-ms", str(step_ms)]
+        return self._start("mock-worker", port, ["-m", "proxy.bench.mock_worker", *flags], {})
 
     def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
+        return self.start(name, port, [sys.executable, *arguments], environment)
+
+    def start(self, name: str, port: int, command: Sequence[str], environment: Mapping[str, str]) -> Server:
+        """Start any server that `command` lets listen on the loopback `port`."""
         log = self._folder / f"{name}-{port}.log"
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SEAMARK_")}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -113,8 +113,9 @@ class Steps:
 class Worker(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, steps: Callable[[int], Steps], started: float) -> None:
+    def __init__(self, steps: Callable[[int], Steps], step_ms: int, started: float) -> None:
         self._steps = steps
+        self._step_ms = step_ms
         self._started = started
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -156,8 +157,9 @@ class Worker(asyncio.Protocol):
         step, wanted = _STEP.search(body), _FRAMES.search(body)
         frames = int(wanted[1]) if wanted else FRAMES
         end = b"".join(map(chunk, (_END[0] % usage(body), _END[1]))) + b"0\r\n\r\n"
-        if step:
-            self._steps(int(step[1])).add(self, frames, end)
+        milliseconds = int(step[1]) if step else self._step_ms
+        if milliseconds:
+            self._steps(milliseconds).add(self, frames, end)
         else:
             self._next_frame(frames, end)
 
@@ -198,8 +200,8 @@ def render(body: bytes) -> bytes:
     return json.dumps({"token_ids": [hash(part) % 150_000 for part in parts]}).encode()
 
 
-async def serve(port: int) -> None:
-    """Answer on the loopback port, for ever."""
+async def serve(port: int, step_ms: int) -> None:
+    """Answer on the loopback port, for ever. Streams that do not say get a frame each `step_ms`; 0: all at once."""
     steps: dict[int, Steps] = {}
     started = time.time()
 
@@ -207,14 +209,16 @@ async def serve(port: int) -> None:
         return steps.setdefault(milliseconds, Steps(milliseconds / 1000))
 
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Worker(steps_of, started), "127.0.0.1", port, backlog=1024)
+    server = await loop.create_server(lambda: Worker(steps_of, step_ms, started), "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="a worker without an engine")
     parser.add_argument("--port", type=int, required=True)
-    uvloop.run(serve(parser.parse_args().port))
+    parser.add_argument("--step-ms", type=int, default=0, metavar="N")
+    args = parser.parse_args()
+    uvloop.run(serve(args.port, args.step_ms))
 
 
 if __name__ == "__main__":
