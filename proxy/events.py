@@ -98,14 +98,21 @@ class EventRelay:
         return chunk[:cut]
 
     def _without_usage(self, events: bytes) -> bytes:
-        kept = [event for event in events.split(b"\n\n") if not _is_usage_alone(event)]
-        return b"\n\n".join(kept)
+        """`events` without the one that holds nothing but usage, which has the last word `"usage"` in it."""
+        at = events.rindex(b'"usage"')
+        start = max(events.rfind(end, 0, at) + len(end) if end in events[:at] else 0 for end in _ENDS)
+        end = min((events.index(end, at) + len(end) for end in _ENDS if end in events[at:]), default=len(events))
+        return events[:start] + events[end:] if _is_usage_alone(events[start:end]) else events
 
 
 def usage_in_stream(events: bytes) -> Usage | None:
     """Usage out of events, the last that has some."""
-    for line in reversed(events.splitlines()):
-        if line.startswith(b"data:") and b'"usage"' in line:
+    at = len(events)
+    while (at := events.rfind(b'"usage"', 0, at)) >= 0:
+        start = events.rfind(b"\n", 0, at) + 1
+        line = events[start:].partition(b"\n")[0]
+        at = start
+        if line.startswith(b"data:"):
             with contextlib.suppress(ValueError):
                 if (usage := usage_of(json.loads(line[5:]))) is not None:
                     return usage
