@@ -71,7 +71,9 @@ def test_without_the_gateway_no_hint_comes_and_nothing_is_cached(stand: Stand):
 
 def test_a_stream_has_its_chunks_its_usage_and_its_end(stand: Stand):
     for server in (stand.worker, stand.gateway):
-        found = events(httpx.post(server.url + CHAT, json=chat("Who stays?", stream=True, stream_options={"include_usage": True})))
+        found = events(
+            httpx.post(server.url + CHAT, json=chat("Who stays?", stream=True, stream_options={"include_usage": True}))
+        )
         assert sum(bool(event["choices"]) for event in found) == FRAMES
         assert found[-1]["usage"]["prompt_tokens"] > 0
 

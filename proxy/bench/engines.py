@@ -93,10 +93,16 @@ class Fleet:
                 server.stop()
 
     def engine(
-        self, name: str, model: Path, mode: str = "1", flags: Sequence[str] = (), environment: Mapping[str, str] = {}
+        self,
+        name: str,
+        model: Path,
+        mode: str = "1",
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+        port: int | None = None,
     ) -> Server:
-        """Start a vLLM server with `SEAMARK_ENGINE=mode`."""
-        port = free_port()
+        """Start a vLLM server with `SEAMARK_ENGINE=mode`, on a free port where none is given."""
+        port = port or free_port()
         command = ["-m", "engine_patches", "worker", "--model", str(model), "--port", str(port), "--"]
         settings = {**ENGINE_ENVIRONMENT, "SEAMARK_ENGINE": mode, **environment}
         return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
