@@ -21,6 +21,7 @@ def main(argv: list[str]) -> int:
         streams,
         table_memory,
         templates,
+        tenants,
     )
 
     benchmarks = {
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
         "templates": templates.main,
         "agents": agents.main,
         "redis": redis_cost.main,
+        "tenants": tenants.main,
         "gateway": gateway_cost.main,
         "streams": streams.main,
         "tables": table_memory.main,
