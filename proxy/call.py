@@ -17,6 +17,7 @@ from proxy.finding import HINTED
 from proxy.keys import ApiKey
 from proxy.outcome import Expectation
 from proxy.recent import Recent
+from proxy.responses_chat import RESPONSES
 from proxy.workers import Worker
 
 # Answers of these report cached tokens.
@@ -26,6 +27,7 @@ ENDPOINTS = REPORTING | {"/v1/embeddings", "/tokenize", "/detokenize"}
 ASKED_FOR_USAGE = frozenset({CHAT, COMPLETIONS})
 # What a client writes into a text, in tokens, where nothing better is known.
 BYTES_PER_TOKEN = 4
+RESPONSE_PATH = RESPONSES + "/"
 
 
 @dataclass(slots=True)
@@ -62,6 +64,18 @@ class Call:
     def id_header(self) -> tuple[bytes, bytes]:
         """The request's identity, as clients and workers see it."""
         return (b"x-request-id", self.request_id.encode("latin-1"))
+
+    @property
+    def owner(self) -> str | None:
+        """Name of the API key it came with."""
+        return self.key.name if self.key is not None else None
+
+    @property
+    def response_id(self) -> Any:
+        """The stored response that it continues or asks for, None where there is none."""
+        if self.target.startswith(RESPONSE_PATH):
+            return self.target[len(RESPONSE_PATH) :].split("?")[0].split("/")[0]
+        return self.body.get("previous_response_id")
 
     def take_body(self, body: dict[str, Any]) -> None:
         """The body has been parsed: settle what of it the gateway answers for."""

@@ -6,7 +6,6 @@ Everything between finding a place and counting it happens without an await, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from proxy.admission import Admission
 from proxy.boundaries import Boundary
@@ -20,8 +19,6 @@ from proxy.outcome import Expectation
 from proxy.routing import choose
 from proxy.settings import Settings
 from proxy.workers import Worker, WorkerPool
-
-RESPONSE_PATH = "/v1/responses/"
 
 
 class Dispatch:
@@ -138,10 +135,7 @@ class Dispatch:
 
     def _keeper(self, call: Call, workers: Sequence[Worker]) -> Worker | None:
         """The worker that stores the response which this request continues or asks for; others would not know it."""
-        response: Any = call.body.get("previous_response_id")
-        if response is None and call.target.startswith(RESPONSE_PATH):
-            response = call.target[len(RESPONSE_PATH) :].split("?")[0].split("/")[0]
-        if response is None:
+        if (response := call.response_id) is None:
             return None
         boot = self._finding.stored.boot(response)
         return next((worker for worker in workers if worker.boot == boot), None)

@@ -63,8 +63,7 @@ class Finding:
 
     async def read(self, call: Call, workers: Sequence[Worker]) -> None:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises for what it holds."""
-        owner = call.key.name if call.key is not None else None
-        call.explanation = Explanation(call.request_id, call.endpoint, owner)
+        call.explanation = Explanation(call.request_id, call.endpoint, call.owner)
         call.found = Found(failure="unpatched")
         try:
             self._rewrite(call)
@@ -90,7 +89,7 @@ class Finding:
         """A whole answer has come; of a response, what a later request may continue is remembered."""
         wanted = call.endpoint == RESPONSES and call.chat is not None and call.worker is not None
         if wanted and call.body.get("store", True):
-            self.stored.put(call.chat, answer, call.worker.boot)
+            self.stored.put(call.chat, answer, call.worker.boot, call.owner)
 
     def change(self, call: Call) -> Change | None:
         """Where the request leaves the nearest recent one in the middle."""

@@ -20,7 +20,7 @@ from proxy.body import as_utf8, parse_object
 from proxy.call import REPORTING, Call, call_of
 from proxy.dispatch import Dispatch
 from proxy.engine_words import EngineWords
-from proxy.errors import BadRequest, GatewayError, Stopping, WorkerFailed, WorkerSilent
+from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, WorkerFailed, WorkerSilent
 from proxy.events import EventRelay, Pulse
 from proxy.files import read_secret
 from proxy.finding import HINTED, Finding
@@ -149,6 +149,8 @@ class Gateway:
     async def _serve(self, call: Call, send: wire.Send, watch: wire.ClientWatch) -> None:
         if call.method == "POST":
             await self._read(call)
+        if call.key is not None and not self.finding.stored.may_see(call.response_id, call.owner):
+            raise NotFound("No such response.")
         await self.dispatch.place(call)
         try:
             response = await self._forward(call)

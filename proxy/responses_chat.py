@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxy.canonical import canonical
 from proxy.chat import Chat, Mark, listed, marked
@@ -149,6 +149,13 @@ def _continues(item: Any) -> bool:
     return item.get("status") in ("in_progress", "incomplete")
 
 
+class _Stored(NamedTuple):
+    messages: list[dict[str, Any]]
+    boot: str
+    owner: str | None
+    size: int  # bytes
+
+
 class StoredResponses:
     """The chat behind each response a client may continue, bounded in bytes; prompt text, in memory only."""
 
@@ -156,10 +163,10 @@ class StoredResponses:
         """`size` in bytes, 0 to keep nothing."""
         self._size = size
         self._held = 0
-        self._chats: OrderedDict[str, tuple[list[dict[str, Any]], str, int]] = OrderedDict()
+        self._chats: OrderedDict[str, _Stored] = OrderedDict()
 
-    def put(self, chat: Chat, answer: Any, boot: str) -> None:
-        """Remember the chat of a finished response (`answer`, parsed) that the worker booted as `boot` gave."""
+    def put(self, chat: Chat, answer: Any, boot: str, owner: str | None = None) -> None:
+        """Remember the chat of a finished response (`answer`, parsed) of the worker booted as `boot` to `owner`."""
         if not self._size or not isinstance(answer, dict) or not isinstance(answer.get("id"), str):
             return
         messages = list(chat.messages)
@@ -168,21 +175,29 @@ class StoredResponses:
                 messages += [{"role": "assistant", "content": text} for text in _texts(listed(item.get("content")))]
         size = len(canonical(messages)) + MESSAGE_BYTES * len(messages)
         self._forget(answer["id"])
-        self._chats[answer["id"]] = (messages, boot, size)
+        self._chats[answer["id"]] = _Stored(messages, boot, owner, size)
         self._held += size
         while self._held > self._size and self._chats:
             self._forget(next(iter(self._chats)))
 
     def chat(self, response_id: Any) -> list[dict[str, Any]] | None:
         """The messages up to the end of that response, None if unknown."""
-        found = self._chats.get(response_id) if isinstance(response_id, str) else None
-        return found[0] if found is not None else None
+        found = self._get(response_id)
+        return found.messages if found is not None else None
 
     def boot(self, response_id: Any) -> str | None:
         """The worker that stores that response: another one would not know it."""
-        found = self._chats.get(response_id) if isinstance(response_id, str) else None
-        return found[1] if found is not None else None
+        found = self._get(response_id)
+        return found.boot if found is not None else None
+
+    def may_see(self, response_id: Any, owner: str | None) -> bool:
+        """Whether a response is not known to be another's. Where nothing is known its name, a random one, has to do."""
+        found = self._get(response_id)
+        return found is None or found.owner == owner
+
+    def _get(self, response_id: Any) -> _Stored | None:
+        return self._chats.get(response_id) if isinstance(response_id, str) else None
 
     def _forget(self, response_id: str) -> None:
         if (found := self._chats.pop(response_id, None)) is not None:
-            self._held -= found[2]
+            self._held -= found.size

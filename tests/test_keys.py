@@ -15,7 +15,7 @@ from proxy.bench.engines import Fleet
 from proxy.errors import SettingsError, Unauthorized
 from proxy.key_command import main as key_command
 from proxy.keys import KeyRing
-from tests.recording_worker import RecordingWorker, recording_worker
+from tests.recording_worker import COMPLETION, RecordingWorker, recording_worker
 from tests.test_gateway import CHAT, chat, start_gateway, wait_for
 
 
@@ -198,6 +198,21 @@ def test_pages_on_an_address_of_their_own(fleet, worker):
     assert httpx.get(own + "/seamark/requests/" + answer.headers["x-request-id"]).status_code == 200
     gateway.process.terminate()
     assert gateway.process.wait(10) == -signal.SIGTERM  # uvicorn stops, and then passes the signal on to itself
+
+
+def test_a_stored_response_is_its_owners(fleet, worker, file):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    url = gateway.url + "/v1/responses"
+
+    def ask(name: str, **fields) -> int:
+        return httpx.post(url, json={"model": "m", "input": "Tide?", **fields}, headers=bearer(name)).status_code
+
+    assert ask("ann") == 200
+    stored = COMPLETION["id"]
+    for name, status in (("ann", 200), ("bob", 404)):
+        assert ask(name, previous_response_id=stored) == status
+        for path in (f"/{stored}", f"/{stored}/cancel", f"/{stored}?stream=true"):
+            assert httpx.get(url + path, headers=bearer(name)).status_code == status
 
 
 def test_operators_of_the_gateway_alone_change_a_workers_adapters(fleet, worker, file):
