@@ -12,7 +12,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine_patches import match_unit, plugin
 from engine_patches.feed import feed
-from engine_patches.report import detach
+from engine_patches.report import NEWS, detach, news_in
 
 
 class Families:
@@ -111,8 +111,11 @@ class EngineMetrics(StatLoggerBase):
             if group == "request":
                 reason, _, request_id = label.partition("/")
                 feed.add(request_id, reason, hit_tokens=count)
+            elif group == NEWS:
+                feed.add_news(engine_idx, *news_in(label))
             else:
                 labelled[group].labels(label).inc(count)
+        feed.publish()
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: vLLM's own loggers describe the engine."""

@@ -31,6 +31,7 @@ def build(settings: Settings) -> FastAPI:
             yield
         finally:
             watching.cancel()
+            await gateway.words.aclose()
             await gateway.upstream.aclose()
 
     app = FastAPI(title="Seamark", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)

@@ -1,4 +1,7 @@
-"""Which worker has been sent which prefix. What the gateway believes; the engine's reports are the truth."""
+"""Which worker has been sent which prefix, and how much of it its engine still holds.
+
+A request that goes out is believed to leave its prefixes behind; what the engine then says is the truth.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from typing import NamedTuple
 
 from proxy.boundaries import Boundary
 
-# Of one prefix: its key, its place in the table, the set of workers. Measured, rounded up.
+# Of one prefix: its key, its place in the table, its first worker; and of each further worker. Measured, rounded up.
 ENTRY_BYTES = 600
+HOLDER_BYTES = 150
 
 
 class Holding(NamedTuple):
-    """The longest prefix of a request that a worker was sent before."""
+    """The longest prefix of a request that a worker holds."""
 
-    tokens: int
+    tokens: int  # that a request finds; what the engine rounds down to its match unit until it has said
     key: bytes
 
 
@@ -24,33 +28,70 @@ class Directory:
 
     def __init__(self, size: int) -> None:
         """`size` in bytes."""
-        self._entries = max(1, size // ENTRY_BYTES)
-        self._holders: OrderedDict[bytes, tuple[int, set[str]]] = OrderedDict()
+        self._size = size
+        self._bytes = 0
+        # Tokens of the prefix; for each worker that was ever sent it, tokens of it that are held, 0 for none.
+        self._prefixes: OrderedDict[bytes, tuple[int, dict[str, int]]] = OrderedDict()
 
     def note(self, boundaries: Iterable[Boundary], boot: str) -> None:
-        """A request with these boundaries went to the worker that booted as `boot`."""
+        """A request with these boundaries goes to the worker that booted as `boot`, which will hold them."""
         for boundary in boundaries:
-            _, boots = self._holders.pop(boundary.key, (0, set()))
-            self._holders[boundary.key] = (boundary.tokens, boots | {boot})
-        while len(self._holders) > self._entries:
-            self._holders.popitem(last=False)
+            entry = self._prefixes.get(boundary.key)
+            if entry is None:
+                entry = self._prefixes[boundary.key] = (boundary.tokens, {})
+                self._bytes += ENTRY_BYTES - HOLDER_BYTES
+            else:
+                self._prefixes.move_to_end(boundary.key)
+            if boot not in entry[1]:
+                self._bytes += HOLDER_BYTES
+            entry[1][boot] = entry[1].get(boot) or boundary.tokens
+        while self._bytes > self._size and len(self._prefixes) > 1:
+            _, (_, holders) = self._prefixes.popitem(last=False)
+            self._bytes -= ENTRY_BYTES + (len(holders) - 1) * HOLDER_BYTES
+
+    def hold(self, key: bytes, boot: str, tokens: int) -> None:
+        """Of a prefix that was noted for `boot`, its engine holds `tokens`."""
+        _, holders = self._prefixes.get(key, (0, {}))
+        if boot in holders:
+            holders[boot] = tokens
+
+    def forget(self, keys: Iterable[bytes], boot: str) -> None:
+        """Nothing of these prefixes is held by `boot` any more; that they were sent is remembered."""
+        for key in keys:
+            self.hold(key, boot, 0)
+
+    def forget_all(self, boot: str) -> None:
+        """Whatever was believed of `boot` is doubtful. Walks over everything: for rare events."""
+        self.forget(self._prefixes, boot)
 
     def longest(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> dict[str, Holding]:
-        """The deepest of `prefixes` (shortest first) that each of `boots` was sent."""
+        """The most that each of `boots` holds of `prefixes` (shortest first), of the deepest it holds anything of."""
         wanted = set(boots)
         found: dict[str, Holding] = {}
         for key in reversed(prefixes):
             if not wanted:
                 break
-            tokens, holders = self._holders.get(key, (0, set()))
-            for boot in wanted & holders:
-                found[boot] = Holding(tokens, key)
-            wanted -= holders
+            entry = self._prefixes.get(key)
+            if entry is None:
+                continue
+            for boot in wanted & entry[1].keys():
+                if tokens := entry[1][boot]:
+                    found[boot] = Holding(tokens, key)
+                    wanted.discard(boot)
         return found
+
+    def sent(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> int:
+        """Tokens of the deepest of `prefixes` that any of `boots` was sent, held or not; 0 if none was."""
+        wanted = set(boots)
+        for key in reversed(prefixes):
+            entry = self._prefixes.get(key)
+            if entry is not None and not wanted.isdisjoint(entry[1]):
+                return entry[0]
+        return 0
 
     def ever_sent(self, prefixes: Sequence[bytes]) -> int:
         """Tokens of the deepest of `prefixes` that any worker, running or gone, was ever sent; 0 if none was."""
-        return next((self._holders[key][0] for key in reversed(prefixes) if key in self._holders), 0)
+        return next((self._prefixes[key][0] for key in reversed(prefixes) if key in self._prefixes), 0)
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._prefixes)

@@ -49,9 +49,8 @@ class Gateway:
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
         self.finding = Finding(settings, self.metrics)
         self.directory = Directory(settings.memory_bytes // 2)
-        self.accounting = Accounting(
-            self.metrics, self.pool, self.finding, EngineWords(self.upstream), settings.excerpts
-        )
+        self.words = EngineWords(self.upstream, self.directory)
+        self.accounting = Accounting(self.metrics, self.pool, self.finding, self.words, settings.excerpts)
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         request_id = wire.header(scope, b"x-request-id")
@@ -158,13 +157,15 @@ class Gateway:
             return call.worker
         if (keeper := self._keeper(call, workers)) is not None:
             workers = [keeper]
-        held = self.directory.longest(found.prefixes, [worker.boot for worker in workers])
+        boots = [worker.boot for worker in workers]
+        held = self.directory.longest(found.prefixes, boots)
         together = call.body.get("prompt_cache_key")
         worker = call.worker = choose(workers, held, self.settings.load_slack, together)
         call.expected = Expectation(
             failure=found.failure if worker.engine is not None else "unpatched",
-            shareable=max((holding.tokens for holding in held.values()), default=0),
+            shareable=self.directory.sent(found.prefixes, boots),
             shareable_ever=self.directory.ever_sent(found.prefixes),
+            held=max((holding.tokens for holding in held.values()), default=0),
             predicted=held[worker.boot].tokens if worker.boot in held else 0,
             deepest=max(found.positions, default=0),
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
@@ -172,6 +173,7 @@ class Gateway:
         )
         if worker.engine is not None:
             self.directory.note(found.boundaries, worker.boot)
+            self.words.sent(worker, call.request_id, found.boundaries)
         return worker
 
     def _keeper(self, call: Call, workers: list[Worker]) -> Worker | None:
