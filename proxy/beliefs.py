@@ -14,7 +14,7 @@ from typing import Any
 from proxy.boundaries import Boundary
 from proxy.directory import Directory
 
-# Requests sent of which the engine has not told all, and prefixes tied to a state; per worker, some 300 bytes each.
+# Requests sent of which the engine has not told all, and prefixes tied to a state; per worker, some 500 bytes each.
 MAX_PENDING = 8192
 MAX_TIED = 16_384
 

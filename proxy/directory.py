@@ -12,8 +12,8 @@ from typing import NamedTuple
 from proxy.boundaries import Boundary
 
 # Of one prefix: its key, its place in the table, its first worker; and of each further worker. Measured, rounded up.
-ENTRY_BYTES = 600
-HOLDER_BYTES = 150
+ENTRY_BYTES = 450
+HOLDER_BYTES = 100
 
 
 class Holding(NamedTuple):
@@ -74,8 +74,8 @@ class Directory:
             entry = self._prefixes.get(key)
             if entry is None:
                 continue
-            for boot in wanted & entry[1].keys():
-                if tokens := entry[1][boot]:
+            for boot, tokens in entry[1].items():
+                if tokens and boot in wanted:
                     found[boot] = Holding(tokens, key)
                     wanted.discard(boot)
         return found

@@ -7,6 +7,7 @@ for the directory. Nothing here is on a request's way but a wait of at most `TIM
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -181,7 +182,5 @@ def _resolve(feed: _Feed, request_id: str) -> None:
 
 async def _within(seconds: float, event: asyncio.Event) -> None:
     """Return once `event` is set, or after `seconds`."""
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        pass

@@ -1,4 +1,4 @@
-"""What the gateway predicts is what the engine delivers, while a cache too small for its traffic evicts all the time."""
+"""What the gateway predicts is what the engine delivers, while a cache too small for its traffic evicts all along."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from proxy.bench.engines import MODEL_NAME, Fleet, Server
 REQUESTS = 500
 PROMPTS = 16  # system prompts, drawn like words: the second half as often as the first, and so on
 TIGHT = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
-WORDS = "tide berth pilot anchor harbour lantern signal ledger captain cargo rope storm quay compass engine deck".split()
+WORDS = ("tide", "berth", "pilot", "anchor", "harbour", "lantern", "signal", "ledger", "captain", "cargo", "rope", "quay")
+    "tide berth pilot anchor harbour lantern signal ledger captain cargo rope storm quay compass engine deck".split()
+)
 
 
 class Pair(NamedTuple):

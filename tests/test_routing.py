@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.boundaries import Boundary
-from proxy.directory import ENTRY_BYTES, Directory, Holding
+from proxy.directory import ENTRY_BYTES, HOLDER_BYTES, Directory, Holding
 from proxy.outcome import Expectation, Usage, cache_label, reason, usage_in_stream, usage_of
 from proxy.routing import choose
 from proxy.workers import EngineInfo, Worker, read_metrics, union_of_models
@@ -62,6 +62,37 @@ def test_a_restarted_worker_holds_nothing_but_is_remembered_to_have():
     directory.note([Boundary(100, "system", b"s")], "a#boot1")
     assert directory.longest((b"s",), ["a#boot2"]) == {}
     assert directory.ever_sent((b"s",)) == 100
+
+
+def test_what_an_engine_no_longer_holds_is_remembered_to_have_been_sent():
+    directory = Directory(100 * ENTRY_BYTES)
+    directory.note([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
+    directory.note([Boundary(400, "turn", b"t")], "b")
+    directory.forget([b"t", b"never"], "a")
+    assert directory.longest((b"s", b"t"), ["a", "b"]) == {"a": (100, b"s"), "b": (400, b"t")}
+    directory.forget_all("a")
+    assert directory.longest((b"s", b"t"), ["a"]) == {}
+    assert directory.sent((b"s", b"t"), ["a"]) == directory.ever_sent((b"s", b"t")) == 400
+    assert directory.sent((b"s",), ["b", "c"]) == 0
+
+
+def test_what_an_engine_told_is_not_overwritten_by_the_next_request():
+    directory = Directory(100 * ENTRY_BYTES)
+    directory.note([Boundary(163, "system", b"s")], "a")
+    directory.hold(b"s", "a", 160)
+    directory.hold(b"s", "b", 160)  # was never sent it
+    directory.note([Boundary(163, "system", b"s")], "a")
+    assert directory.longest((b"s",), ["a", "b"]) == {"a": (160, b"s")}
+
+
+def test_many_workers_of_one_prefix_count_towards_the_bound():
+    directory = Directory(10 * ENTRY_BYTES)
+    for number in range(1000):
+        directory.note([Boundary(16, "system", b"%d" % (number % 10))], f"worker {number // 10}")
+    assert directory._bytes <= 10 * ENTRY_BYTES
+    assert directory._bytes == sum(
+        ENTRY_BYTES + (len(holders) - 1) * HOLDER_BYTES for _, holders in directory._prefixes.values()
+    )
 
 
 def test_the_directory_is_bounded():
