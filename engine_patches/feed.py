@@ -48,6 +48,7 @@ class Feed:
 
     def __init__(self) -> None:
         self.boot = uuid.uuid4().hex  # numbers begin anew with every process
+        self.hears_all = True  # an engine with several API servers tells each a part of its news: worse than none
         self._cursor = 0
         self._kept: deque[tuple[int, Outcome | list[Any]]] = deque(maxlen=MAX_KEPT)
         self._last_news: dict[int, int] = {}  # by engine
@@ -80,7 +81,7 @@ class Feed:
             waiting.set()
 
     def after(self, cursor: int, boot: str | None = None) -> dict[str, Any]:
-        """What is later than `cursor`, all that is kept if it is another process's.
+        """What is later than `cursor`, all that is kept if it is another process's. States only where all are heard of.
 
         `reset`: something between was lost to the asker, who knows no longer what the cache holds.
         """
@@ -93,8 +94,8 @@ class Feed:
             if number <= cursor and not foreign:
                 break
             (outcomes if isinstance(entry, Outcome) else states).append(entry)
-        told = {"outcomes": outcomes[::-1], "states": states[::-1], "reset": reset}
-        return {"boot": self.boot, "cursor": self._cursor, **told}
+        told = {"boot": self.boot, "cursor": self._cursor, "outcomes": outcomes[::-1]}
+        return {**told, "states": states[::-1], "reset": reset} if self.hears_all else told
 
     async def later_than(self, cursor: int, boot: str | None, seconds: float) -> dict[str, Any]:
         """As `after`, but not before there is something, or `seconds` have passed."""

@@ -64,6 +64,8 @@ class EngineMetrics(StatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.shown: tuple[str, str] | None = None
+        if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1:
+            feed.hears_all = False
         if plugin.patches_live():
             # Until the engine core has run its first step, what the same code in this process would decide.
             self._show(match_unit.expected(vllm_config), vllm_config.cache_config.block_size)

@@ -48,6 +48,8 @@ class Beliefs:
 
     def sent(self, request_id: str, boundaries: Sequence[Boundary], boot: str) -> None:
         """A request goes to the worker; its boundaries were noted in the directory."""
+        if not boundaries:
+            return
         self._pending[request_id] = _Pending(boot, tuple(boundaries))
         self._pending.move_to_end(request_id)
         if len(self._pending) > MAX_PENDING:

@@ -70,6 +70,13 @@ def test_news_that_the_engine_dropped_leave_nothing_to_believe():
     assert feed.after(0)["states"] == [["gone", "a"], ["gone", "b"], ["cleared"], ["gone", "c"]]
 
 
+def test_one_of_several_api_servers_tells_of_no_states():
+    feed = Feed()
+    feed.hears_all = False
+    feed.add_news(0, 2, Gone("a"))
+    assert feed.after(0).keys() == {"boot", "cursor", "outcomes"}
+
+
 def test_who_asks_too_late_or_after_a_restart_is_told_so():
     feed = Feed()
     assert feed.after(0)["reset"] is False  # nothing was believed yet
