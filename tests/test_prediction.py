@@ -99,7 +99,7 @@ async def send_all(pair: Pair, tokenizer) -> list[Answer]:
 
         number = 0
         while number < REQUESTS:
-            together = draw.choice((1, 1, 2, 3))
+            together = min(draw.choice((1, 1, 2, 3)), REQUESTS - number)
             await asyncio.gather(*(send(number + index) for index in range(together)))
             number += together
     return answers
