@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_patches import hints
+from engine_patches.findable import Findable
 from engine_patches.gate import Gate
 from engine_patches.keys import key_at
 from engine_patches.outcomes import Outcomes
@@ -75,6 +76,7 @@ class Checkpoints:
     pace: Pace = field(default_factory=Pace)
     gate: Gate | None = None  # holds followers back; None where it is switched off
     retention: Retention | None = None  # None where vLLM keeps the states
+    findable: Findable | None = None  # None without states
     tally: Tally = field(default_factory=Tally)
     unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
     _keys: dict[bytes, None] = field(default_factory=dict)
@@ -206,6 +208,11 @@ class Checkpoints:
         if self.gate is not None:
             self.gate.clear()
 
+    def cache_was_emptied(self) -> None:
+        """No key is left."""
+        if self.findable is not None:
+            self.findable.clear()
+
     def state_written(self, key: bytes, kind: str) -> None:
         """A recurrent state was registered under `key`."""
         self.tally.written[kind] += 1
@@ -244,8 +251,9 @@ class Checkpoints:
         self.tally.spent_seconds += held_seconds
 
     def report_due(self) -> bool:
-        """Whether there is something to tell: counts, or gauges that were not told for `CENSUS_INTERVAL`."""
-        return not self.tally.empty or time.monotonic() >= self._next_census
+        """Whether there is something to tell: news, counts, or gauges that were not told for `CENSUS_INTERVAL`."""
+        news = self.findable is not None and self.findable.has_news
+        return news or not self.tally.empty or time.monotonic() >= self._next_census
 
     def bytes_held(self, block_pool: Any) -> int:
         """Bytes of the known states that are still cached, counted at most once per `CENSUS_INTERVAL`."""

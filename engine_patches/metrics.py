@@ -12,7 +12,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine_patches import match_unit, plugin
 from engine_patches.feed import feed
-from engine_patches.report import detach
+from engine_patches.report import NEWS, detach, news_in
 
 
 class Families:
@@ -64,6 +64,8 @@ class EngineMetrics(StatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.shown: tuple[str, str] | None = None
+        if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1:
+            feed.hears_all = False
         if plugin.patches_live():
             # Until the engine core has run its first step, what the same code in this process would decide.
             self._show(match_unit.expected(vllm_config), vllm_config.cache_config.block_size)
@@ -111,8 +113,11 @@ class EngineMetrics(StatLoggerBase):
             if group == "request":
                 reason, _, request_id = label.partition("/")
                 feed.add(request_id, reason, hit_tokens=count)
+            elif group == NEWS:
+                feed.add_news(engine_idx, *news_in(label))
             else:
                 labelled[group].labels(label).inc(count)
+        feed.publish()
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: vLLM's own loggers describe the engine."""

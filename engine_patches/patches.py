@@ -17,6 +17,7 @@ from engine_patches.cures import (
     store_checkpoints_without_triton,
     take_back_uncomputed_keys,
 )
+from engine_patches.findable import notice_what_is_taken_back
 from engine_patches.gate import hold_followers
 from engine_patches.keys import avoid_unwritten_rows, avoid_unwritten_rows_with_a_connector, keep_hinted_keys
 from engine_patches.layers import (
@@ -443,6 +444,25 @@ PATCHES: tuple[Patch, ...] = (
         until="never: ours",
         shape=Shape(f"{SCHEDULER}.reset_prefix_cache", mentions=("self.kv_cache_manager.reset_prefix_cache()",)),
         build=forget_with_the_cache,
+    ),
+    Patch(
+        name="taken-back",
+        role=Role.FEATURE,
+        target=f"{POOL}._remove_cached_block_hashes",
+        why="a gateway that believes a prefix is held has to hear when it is evicted",
+        upstream="KV events tell it too, to who listens on a socket of its own and computes vLLM's hashes",
+        until="never: ours",
+        shape=Shape(
+            f"{POOL}._remove_cached_block_hashes",
+            parameters=("self", "block"),
+            mentions=("removed_hashes.append(block_hash)", "return removed_hashes"),
+        ),
+        build=notice_what_is_taken_back,
+        relies_on=(
+            Shape(
+                f"{POOL}._maybe_evict_cached_block", mentions=("evicted_hashes = self._remove_cached_block_hashes(",)
+            ),
+        ),
     ),
     Patch(
         name="common-promise",

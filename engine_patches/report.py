@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from engine_patches.checkpoints import Checkpoints
+from engine_patches.findable import Came, Cleared, Gone, News
 
 PREFIX = "seamark/"
+NEWS = "news"
 
 
 def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
@@ -38,6 +40,8 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
         **{f"ignored/{reason}": count for reason, count in tally.ignored.items()},
         **{f"request/{reason}/{name}": hit_tokens for name, reason, hit_tokens in tally.requests},
     }
+    if checkpoints.findable is not None:
+        report |= {f"{NEWS}/{number}/{_written(news)}": 0 for number, news in checkpoints.findable.take_news()}
     carrier.update((PREFIX + name, count) for name, count in report.items())
 
 
@@ -46,3 +50,28 @@ def detach(stats: Any) -> dict[str, int]:
     carrier = stats.waiting_lora_adapters
     names = [name for name in carrier if name.startswith(PREFIX)]
     return {name.removeprefix(PREFIX): carrier.pop(name) for name in names}
+
+
+def _written(news: News) -> str:
+    """News in the one kind of word that has a place in the statistics: the name of a number."""
+    match news:
+        case Came(request_id, end, states):
+            # The id last: it is a client's, and may hold anything.
+            return f"came/{end}/{','.join(f'{position}:{name}' for position, name in states)}/{request_id}"
+        case Gone(name):
+            return f"gone/{name}"
+        case Cleared():
+            return "cleared"
+
+
+def news_in(name: str) -> tuple[int, News]:
+    """Number and news out of what `_written` made of them, without the leading `NEWS`."""
+    number, _, rest = name.partition("/")
+    kind, _, rest = rest.partition("/")
+    if kind == "cleared":
+        return int(number), Cleared()
+    if kind == "gone":
+        return int(number), Gone(rest)
+    end, states, request_id = rest.split("/", 2)
+    pairs = (pair.partition(":") for pair in states.split(",") if pair)
+    return int(number), Came(request_id, int(end), tuple((int(position), state) for position, _, state in pairs))

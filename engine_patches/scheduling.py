@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from engine_patches import settings
 from engine_patches.checkpoints import Checkpoints
+from engine_patches.findable import Findable
 from engine_patches.gate import Gate
 from engine_patches.layers import EXPORTS
 from engine_patches.match_unit import state_alignment
@@ -36,6 +37,10 @@ def set_up_checkpoints(original: Callable) -> Callable:
             checkpoints.enabled = True
             checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
             checkpoints.attention_managers = [m for m in managers if isinstance(m, FullAttentionManager)]
+            pool = self.kv_cache_manager.block_pool
+            checkpoints.findable = pool.seamark_findable = Findable(
+                pool, self.hash_block_size, checkpoints.recurrent_groups, checkpoints.attention_managers
+            )
             checkpoints.state_bytes = sum(
                 groups[group].kv_cache_spec.page_size_bytes * len(groups[group].layer_names)
                 for group in checkpoints.recurrent_groups
@@ -47,7 +52,7 @@ def set_up_checkpoints(original: Callable) -> Callable:
             if checkpoints.exporting:
                 specs = [groups[group].kv_cache_spec for group in checkpoints.recurrent_groups]
                 checkpoints.alignment = state_alignment(specs, self.vllm_config, self.hash_block_size)
-                checkpoints.retention = Retention(self.kv_cache_manager.block_pool, settings.state_share())
+                checkpoints.retention = Retention(pool, settings.state_share())
                 checkpoints.gate = Gate(checkpoints.pace, self.hash_block_size) if settings.fan_out() else None
             logger.info(
                 "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens",
@@ -117,7 +122,10 @@ def forget_with_the_cache(original: Callable) -> Callable:
 
     def reset_prefix_cache(self, *args, **kwargs):
         self.seamark.forget_cache(self.kv_cache_manager.block_pool)
-        return original(self, *args, **kwargs)
+        emptied = original(self, *args, **kwargs)
+        if emptied:
+            self.seamark.cache_was_emptied()
+        return emptied
 
     return reset_prefix_cache
 

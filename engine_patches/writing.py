@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from engine_patches.findable import tell_what_is_planned
 from engine_patches.keys import keep_attention_keys, key_at
 from engine_patches.outcomes import EVICTED, NOT_WORTH_IT
 from engine_patches.pieces import WRITES, Write
@@ -25,6 +26,8 @@ def write_after_scheduling(original: Callable) -> Callable:
         output = original(self, *args, **kwargs)
         if checkpoints.exporting:
             setattr(output, WRITES, _plan_writes(self, output))
+        if checkpoints.findable is not None:
+            tell_what_is_planned(self, output)
         output.seamark_planned_at = time.monotonic()
         self._seamark_last_planned = output
         return output

@@ -15,6 +15,7 @@ from proxy.workers import WorkerPool
 
 logger = logging.getLogger("seamark.gateway")
 
+GONE = 499  # the client left; the engine may have computed something all the same
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
 
@@ -68,6 +69,10 @@ class Accounting:
         why = reason(expected, usage.cached, change)
         if why in ENGINE_CAUSES and call.sent:
             why = deepest(why, await self._words.word(call.worker, call.request_id))
+        if usage.cached < expected.floored(expected.predicted) and why != "hint_ignored":
+            # What it computed it leaves behind, unless that was not worth it; what it did not find otherwise is gone.
+            left = [boundary.key for boundary in call.found.boundaries] if why != "not_worth_it" else []
+            self._words.fell_short(call.worker, call.found.prefixes, left, usage.cached)
         if why != "hit":
             metrics.misses.labels(labels[0], why).inc()
         if call.first_byte is not None:
@@ -88,6 +93,8 @@ class Accounting:
 
     def count(self, call: Call) -> None:
         """Count the request itself, however it ended."""
+        if call.status >= 400 and call.status != GONE and call.worker is not None and call.expected is not None:
+            self._words.refused(call.worker, call.request_id)
         worker = call.worker.name if call.worker is not None else ""
         self._metrics.requests.labels(self.model_label(call), worker, call.endpoint, str(call.status)).inc()
 

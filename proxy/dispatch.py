@@ -12,12 +12,14 @@ from proxy.boundaries import Boundary
 from proxy.budget import worth_sending
 from proxy.call import Call
 from proxy.directory import Directory
+from proxy.engine_words import EngineWords
 from proxy.finding import Finding
 from proxy.hot import HotPrefixes, Replay
 from proxy.metrics import Metrics
 from proxy.outcome import Expectation
 from proxy.routing import choose
 from proxy.settings import Settings
+from proxy.upstream import Upstream
 from proxy.workers import Worker, WorkerPool
 
 
@@ -25,13 +27,20 @@ class Dispatch:
     """One per gateway."""
 
     def __init__(
-        self, settings: Settings, pool: WorkerPool, finding: Finding, admission: Admission, metrics: Metrics
+        self,
+        settings: Settings,
+        pool: WorkerPool,
+        finding: Finding,
+        admission: Admission,
+        upstream: Upstream,
+        metrics: Metrics,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._finding = finding
         self._admission = admission
         self.directory = Directory(settings.memory_bytes // 2, metrics.directory_evictions)
+        self.words = EngineWords(upstream, self.directory)
         self.hot = HotPrefixes(settings.text_bytes // 8)
         pool.changed = admission.wake
 
@@ -100,14 +109,16 @@ class Dispatch:
         found = call.found
         if found is None:
             return choose(workers, {}, self._settings.load_slack)
-        held = self.directory.longest(found.prefixes, [worker.boot for worker in workers])
+        boots = [worker.boot for worker in workers]
+        held = self.directory.longest(found.prefixes, boots)
         together = call.body.get("prompt_cache_key")
         worker = choose(workers, held, self._settings.load_slack, together)
         shared = max(held.values(), default=None)
         call.expected = Expectation(
             failure=found.failure if worker.engine is not None else "unpatched",
-            shareable=shared.tokens if shared is not None else 0,
+            shareable=self.directory.sent(found.prefixes, boots),
             shareable_ever=self.directory.ever_sent(found.prefixes),
+            held=shared.tokens if shared is not None else 0,
             predicted=held[worker.boot].tokens if worker.boot in held else 0,
             deepest=max(found.positions, default=0),
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
@@ -115,6 +126,7 @@ class Dispatch:
         )
         if worker.engine is not None:
             self.directory.note(found.boundaries, worker.boot)
+            self.words.sent(worker, call.request_id, found.boundaries)
             if shared is not None:
                 self._remember(call, shared.key, shared.tokens)
         return worker

@@ -19,7 +19,6 @@ from proxy.admission import Admission
 from proxy.body import as_utf8, parse_object
 from proxy.call import REPORTING, Call, call_of
 from proxy.dispatch import Dispatch
-from proxy.engine_words import EngineWords
 from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, WorkerFailed, WorkerSilent
 from proxy.events import EventRelay, Pulse
 from proxy.files import read_secret
@@ -61,10 +60,8 @@ class Gateway:
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
         self.finding = Finding(settings, self.metrics)
         admission = Admission(settings.max_queue, settings.queue_timeout, self.metrics.queue_seconds)
-        self.dispatch = Dispatch(settings, self.pool, self.finding, admission, self.metrics)
-        self.accounting = Accounting(
-            self.metrics, self.pool, self.finding, EngineWords(self.upstream), settings.excerpts
-        )
+        self.dispatch = Dispatch(settings, self.pool, self.finding, admission, self.upstream, self.metrics)
+        self.accounting = Accounting(self.metrics, self.pool, self.finding, self.dispatch.words, settings.excerpts)
         self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
         self.metrics.queued.set_function(lambda: len(admission))
         self.pool.warm = self._warm
@@ -98,6 +95,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.sharing is not None:
             await self.sharing.aclose()
+        await self.dispatch.words.aclose()
         await self.upstream.aclose()
 
     async def _watch_files(self) -> None:

@@ -20,9 +20,10 @@ class Expectation:
     """What was known when the request was sent; tokens, exact positions."""
 
     failure: str | None  # why no hint was sent
-    shareable: int  # deepest boundary some running worker could hold
+    shareable: int  # deepest boundary some running worker was sent before
     shareable_ever: int  # the same, workers that have gone included
-    predicted: int  # deepest boundary the chosen worker could hold
+    held: int  # the most that any running worker is believed to hold
+    predicted: int  # what the chosen worker is believed to hold
     deepest: int  # deepest boundary sent
     match_unit: int
     would_share: int = 0  # deepest boundary of this prompt that a request before it could have shared, unchanged
@@ -50,7 +51,7 @@ def reason(expected: Expectation, cached: int, change: Change | None = None) -> 
         return "worker_restarted" if expected.shareable_ever else "cold"
     if not expected.floored(expected.shareable):
         return "below_unit"
-    if expected.predicted < expected.shareable and cached >= expected.floored(expected.predicted):
+    if expected.predicted < expected.held and cached >= expected.floored(expected.predicted):
         return "other_worker"
     return "evicted"
 

@@ -62,6 +62,8 @@ def _page(target: bytes) -> bytes | None:
         return whole(b"process_start_time_seconds 1.7e+09\n" + ENGINE_INFO.encode())
     if target == b"/v1/models":
         return whole({"object": "list", "data": [{"id": "m", "object": "model"}]})
+    if target.startswith(b"/seamark/"):
+        return whole(b"", "404 Not Found")
     if target.endswith(b"/render"):
         return whole({"token_ids": list(range(20))})
     return None

@@ -55,6 +55,7 @@ class RecordingWorker:
     models: tuple[str, ...] = ("m",)
     render_status: int = 200
     cached: int = 160  # tokens it reports
+    status: int = 200  # of whole answers
     outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
     hang: bool = False  # answer nothing until the client goes
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
@@ -102,7 +103,7 @@ class RecordingWorker:
         else:
             details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
             usage = {**USAGE, "prompt_tokens_details": details}
-            await _answer(send, json.dumps({**COMPLETION, "usage": usage}).encode())
+            await _answer(send, json.dumps({**COMPLETION, "usage": usage}).encode(), status=self.status)
 
     async def _render(self, body: bytes, send: Any) -> None:
         self.renders += 1

@@ -44,6 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_patches import ledger
+from engine_patches.findable import Came, Cleared, Gone
 from engine_patches.layers import EXPORTS
 from engine_patches.patches import PATCHES
 from engine_patches.pieces import WRITES
@@ -123,6 +124,8 @@ class Core:
         self.chunk_ends: dict[str, list[int]] = {}  # by request
         self.written: dict[str, list[int]] = {}  # positions of its states
         self.hits: dict[str, int] = {}  # tokens each request started with, when first admitted
+        self.told: dict[str, tuple[Any, int]] = {}  # states that the news says are there: block hashes, position
+        self.gone = 0  # how often it said that one went
         self._contents: dict[int, dict[Any, int]] = {}  # block id -> attention row, or "state" -> prefix
         self._meant: dict[bytes, tuple[int, int]] = {}  # block hash -> prefix, its length
         self._tables: dict[str, list[list[int]]] = {}  # the worker's block tables
@@ -161,6 +164,7 @@ class Core:
         """Plan a step, compute it, check every key, and report back what was sampled."""
         output = self.scheduler.schedule()
         self._note_meanings()
+        self._check_news()
         sampled = self._compute(output)
         self._check_keys()
         idle = not output.total_num_scheduled_tokens
@@ -196,6 +200,33 @@ class Core:
             tokens = self._tokens[request.request_id]
             for number, block_hash in enumerate(request.block_hashes, 1):
                 self._meant[bytes(block_hash)] = (prefix(tokens, number * UNIT), number * UNIT)
+
+    def _check_news(self) -> None:
+        """What the news says is there, vLLM's own lookup finds; what went, it does not."""
+        findable = self.scheduler.seamark.findable
+        for _, news in findable.take_news() if findable is not None else ():
+            match news:
+                case Came(name, end, states):
+                    request = self.scheduler.requests[name]
+                    for position, state in states:
+                        if position > end:
+                            self.errors.append(f"{name} is told of at {position}, planned to {end}")
+                        if state:
+                            self.told[state] = (list(request.block_hashes), position)
+                        elif self._found(request.block_hashes, position) == position:
+                            self.errors.append(f"{name} is found at {position}, and not told of")
+                case Gone(state):
+                    self.gone += 1
+                    if self._found(*self.told[state]) == self.told.pop(state)[1]:
+                        self.errors.append("a state is said to have gone, and is found")
+                case Cleared():
+                    self.told.clear()
+        for hashes, position in self.told.values():
+            if self._found(hashes, position) != position:
+                self.errors.append(f"a state at {position} is said to be there, and is not found")
+
+    def _found(self, block_hashes: Any, most: int) -> int:
+        return self.scheduler.kv_cache_manager.coordinator.find_longest_cache_hit(block_hashes, most)[1]
 
     def _compute(self, output: Any) -> dict[str, list[int]]:
         """What the worker does to blocks in one step; the token it samples for each request that gets one."""
@@ -331,7 +362,7 @@ def main(model: str, argument: str) -> None:
     ledger.apply([patch for patch in PATCHES if patch.name not in wanted.get("without", ())])
     found = []
     for options in wanted["cores"]:
-        errors, hit_tokens = [], 0
+        errors, hit_tokens, gone = [], 0, 0
         for seed in wanted["seeds"]:
             core = Core(model, **options)
             random_traffic(core, seed, wanted["chats"])
@@ -339,7 +370,8 @@ def main(model: str, argument: str) -> None:
                 core.errors.append(f"{core.blocks_in_use()} blocks are held by nobody")
             errors += [f"seed {seed}: {error}" for error in core.errors[:3]]
             hit_tokens += sum(core.hits.values())
-        found.append({"core": options, "errors": errors, "hit_tokens": hit_tokens})
+            gone += core.gone
+        found.append({"core": options, "errors": errors, "hit_tokens": hit_tokens, "gone": gone})
     print(json.dumps(found))
 
 

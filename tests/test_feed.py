@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from engine_patches.feed import MAX_KEPT, Feed, client_id
+from engine_patches.findable import Came, Cleared, Gone
+from engine_patches.report import NEWS, _written, news_in
 from proxy.bench.client import open_client
 from proxy.bench.engines import MODEL_NAME
 from tests.conftest import Servers
@@ -48,6 +50,62 @@ def test_what_is_kept_is_bounded():
     assert (len(outcomes), outcomes[-1].request_id) == (MAX_KEPT, str(MAX_KEPT + 9))
 
 
+def test_news_of_states_stand_beside_the_outcomes_in_their_order():
+    feed = Feed()
+    feed.add("chatcmpl-a-00000000", "cold", 0)
+    feed.add_news(0, 1, Came("chatcmpl-a-00000000", 200, ((160, "5c"), (192, ""))))
+    feed.add_news(0, 2, Gone("5c"))
+    feed.add_news(0, 3, Cleared())
+    told = feed.after(0, "")
+    assert told["outcomes"] == [("a", "cold", 0)]
+    assert told["states"] == [["came", "a", 200, ((160, "5c"), (192, ""))], ["gone", "5c"], ["cleared"]]
+    assert feed.after(told["cursor"] - 1, feed.boot)["states"] == [["cleared"]]
+
+
+def test_news_that_the_engine_dropped_leave_nothing_to_believe():
+    feed = Feed()
+    feed.add_news(0, 1, Gone("a"))
+    feed.add_news(1, 1, Gone("b"))  # another engine counts for itself
+    feed.add_news(0, 5, Gone("c"))
+    assert feed.after(0)["states"] == [["gone", "a"], ["gone", "b"], ["cleared"], ["gone", "c"]]
+
+
+def test_one_of_several_api_servers_tells_of_no_states():
+    feed = Feed()
+    feed.hears_all = False
+    feed.add_news(0, 2, Gone("a"))
+    assert feed.after(0).keys() == {"boot", "cursor", "outcomes"}
+
+
+def test_who_asks_too_late_or_after_a_restart_is_told_so():
+    feed = Feed()
+    assert feed.after(0)["reset"] is False  # nothing was believed yet
+    for number in range(MAX_KEPT + 10):
+        feed.add(f"chatcmpl-{number}-00000000", "cold", 0)
+    assert [feed.after(cursor, feed.boot)["reset"] for cursor in (9, 10, MAX_KEPT)] == [True, False, False]
+    assert feed.after(MAX_KEPT, "another process's")["reset"] is True
+
+
+@pytest.mark.parametrize(
+    "news",
+    [Came("chatcmpl-a/b,c:d-00000000", 200, ((160, "5c"), (192, ""))), Came("a", 10, ()), Gone("5c"), Cleared()],
+)
+def test_news_survive_the_way_through_the_statistics(news):
+    assert news_in(f"{NEWS}/7/{_written(news)}".partition("/")[2]) == (7, news)
+
+
+async def test_a_question_waits_for_news_and_no_longer_than_it_says():
+    feed = Feed()
+    waiting = asyncio.create_task(feed.later_than(0, feed.boot, 30))
+    while not feed._waiting:
+        await asyncio.sleep(0)
+    feed.add_news(0, 1, Gone("a"))
+    feed.publish()
+    assert (await asyncio.wait_for(waiting, 5))["states"] == [["gone", "a"]]
+    assert (await feed.later_than(1, feed.boot, 0.01))["states"] == [] and not feed._waiting
+    assert (await asyncio.wait_for(feed.later_than(1, "another process's", 30), 5))["reset"] is True
+
+
 SYSTEM = {"role": "system", "content": "You keep the log of the lighthouse and write down every ship that passes. " * 6}
 
 
@@ -81,5 +139,9 @@ async def test_each_request_of_a_real_engine_has_its_reason(servers: Servers):
         reason, tokens = found["feed-second"]
         assert reason == "hit" and tokens >= 64
         assert (await client.get(servers.gateway.url + "/seamark/outcomes")).status_code == 404
-        assert (await client.get(servers.seamark.url + "/seamark/outcomes?after=x")).status_code == 400
+        told = (await client.get(servers.seamark.url + "/seamark/outcomes")).json()
+        (came,) = (states for kind, *states in told["states"] if kind == "came" and states[0] == "feed-first")
+        assert came[1] > came[2][-1][0] >= 64 and all(name for _, name in came[2])
+        for query in ("after=x", "wait=x", "wait=-1", "wait=1e3", "wait=nan"):
+            assert (await client.get(f"{servers.seamark.url}/seamark/outcomes?{query}")).status_code == 400
         assert (await client.post(servers.seamark.url + "/seamark/outcomes")).status_code == 405

@@ -361,3 +361,11 @@ def test_the_status_page_tells_of_workers(gateway, worker):
     status = httpx.get(gateway.url + "/seamark/status").json()
     assert status["workers"][0]["engine"]["match_unit"] == 16
     assert status["workers"][0]["up"] is True and status["workers"][0]["models"] == ["m"]
+
+
+def test_a_request_that_the_worker_refused_left_nothing_to_predict(worker, gateway):
+    worker.status = 400
+    assert post(gateway, chat("Tide?")).status_code == 400
+    worker.status = 200
+    assert post(gateway, chat("Tide?")).headers["x-seamark-predicted"] == "0"
+    assert int(post(gateway, chat("Tide?")).headers["x-seamark-predicted"]) > 400

@@ -255,7 +255,7 @@ def test_what_a_worker_has_read_is_never_sent_again(fleet):
 def test_after_three_failures_in_a_row_a_worker_is_left_alone(fleet, worker):
     with raw_worker(lambda request, served: dies()) as broken:
         gateway = start_gateway(fleet, broken, worker, flags=("--health-interval", "60"))
-        answers = [post(gateway, {"model": "m", "messages": [{"role": "user", "content": f"{n}"}]}) for n in range(12)]
+        answers = [post(gateway, {"model": "m", "input": "x"}, path="/v1/embeddings") for _ in range(12)]
         assert sorted(answer.status_code for answer in answers) == [200] * 9 + [502] * 3
         assert len(broken.requests) == 3
     with raw_worker(lambda request, served: whole() if b"good" in request else dies()) as shaky:

@@ -99,6 +99,8 @@ def test_not_worth_it(fleet: Fleet, stream):
         httpx.post(gateway.url + CHAT, json={**body, **options}, headers={"x-request-id": "dear"})
         assert httpx.get(f"{gateway.url}/seamark/requests/dear").json()["reason"] == "not_worth_it"
         assert 'seamark_miss_total{model="m",reason="not_worth_it"} 1.0' in httpx.get(gateway.url + "/metrics").text
+        # What is not worth it is not kept: nobody expects it again.
+        assert httpx.post(gateway.url + CHAT, json=body).headers["x-seamark-predicted"] == "0"
 
 
 def test_render_failed(servers: Servers, fleet: Fleet, new):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.boundaries import Boundary
-from proxy.directory import ENTRY_BYTES, Directory, Holding
+from proxy.directory import ENTRY_BYTES, HOLDER_BYTES, Directory, Holding
 from proxy.events import usage_in_stream
 from proxy.outcome import Expectation, Usage, cache_label, reason, usage_of
 from proxy.routing import choose
@@ -65,6 +65,37 @@ def test_a_restarted_worker_holds_nothing_but_is_remembered_to_have():
     assert directory.ever_sent((b"s",)) == 100
 
 
+def test_what_an_engine_no_longer_holds_is_remembered_to_have_been_sent():
+    directory = Directory(100 * ENTRY_BYTES)
+    directory.note([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
+    directory.note([Boundary(400, "turn", b"t")], "b")
+    directory.forget([b"t", b"never"], "a")
+    assert directory.longest((b"s", b"t"), ["a", "b"]) == {"a": (100, b"s"), "b": (400, b"t")}
+    directory.forget_all("a")
+    assert directory.longest((b"s", b"t"), ["a"]) == {}
+    assert directory.sent((b"s", b"t"), ["a"]) == directory.ever_sent((b"s", b"t")) == 400
+    assert directory.sent((b"s",), ["b", "c"]) == 0
+
+
+def test_what_an_engine_told_is_not_overwritten_by_the_next_request():
+    directory = Directory(100 * ENTRY_BYTES)
+    directory.note([Boundary(163, "system", b"s")], "a")
+    directory.hold(b"s", "a", 160)
+    directory.hold(b"s", "b", 160)  # was never sent it
+    directory.note([Boundary(163, "system", b"s")], "a")
+    assert directory.longest((b"s",), ["a", "b"]) == {"a": (160, b"s")}
+
+
+def test_many_workers_of_one_prefix_count_towards_the_bound():
+    directory = Directory(10 * ENTRY_BYTES)
+    for number in range(1000):
+        directory.note([Boundary(16, "system", b"%d" % (number % 10))], f"worker {number // 10}")
+    assert directory._bytes <= 10 * ENTRY_BYTES
+    assert directory._bytes == sum(
+        ENTRY_BYTES + (len(holders) - 1) * HOLDER_BYTES for _, holders in directory._prefixes.values()
+    )
+
+
 def test_the_directory_is_bounded():
     directory = Directory(10 * ENTRY_BYTES)
     for number in range(100):
@@ -78,6 +109,7 @@ def expect(**changes) -> Expectation:
         "failure": None,
         "shareable": 163,
         "shareable_ever": 163,
+        "held": 163,
         "predicted": 163,
         "deepest": 200,
         "match_unit": 16,
@@ -94,10 +126,13 @@ def expect(**changes) -> Expectation:
         (expect(), 0, "evicted"),
         (expect(predicted=0), 0, "other_worker"),
         (expect(predicted=40), 32, "other_worker"),
-        (expect(shareable=0, shareable_ever=0, predicted=0), 0, "cold"),
-        (expect(shareable=0, predicted=0), 0, "worker_restarted"),
-        (expect(shareable=15, predicted=15), 0, "below_unit"),
-        (expect(deepest=12, shareable=12, predicted=12), 0, "below_unit"),
+        (expect(held=0, predicted=0), 0, "evicted"),
+        (expect(held=40, predicted=40), 32, "evicted"),
+        (expect(held=40, predicted=0), 0, "other_worker"),
+        (expect(shareable=0, shareable_ever=0, held=0, predicted=0), 0, "cold"),
+        (expect(shareable=0, held=0, predicted=0), 0, "worker_restarted"),
+        (expect(shareable=15, held=15, predicted=15), 0, "below_unit"),
+        (expect(deepest=12, shareable=12, held=12, predicted=12), 0, "below_unit"),
         (expect(failure="unpatched"), 384, "unpatched"),
         (expect(failure="render_failed"), 0, "render_failed"),
     ],

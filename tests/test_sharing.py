@@ -22,7 +22,7 @@ from proxy import news, sharing
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.redis_server import LateWay, RedisServer, late_way, redis_server
 from proxy.boundaries import Boundary
-from proxy.directory import Directory
+from proxy.directory import ENTRY_BYTES, Directory
 from proxy.memory import Position, PositionMemory
 from proxy.metrics import Metrics
 from proxy.sharing import Sharing
@@ -387,7 +387,7 @@ async def test_streams_and_tables_are_bounded(server, client):
         for number in range(2 * sharing.STREAM_ENTRIES):
             pipeline.xadd(stream, {"n": news.pack(news.HOLDINGS, b"w" * 8, [(news.HELD, key_of(number), 9)])})
         pipeline.execute()
-    small = Tables(server, size=600 * 100)
+    small = Tables(server, size=ENTRY_BYTES * 100)
     small.directory.note([boundary(10**6)], BOOT)
     await small.exchange()
     assert client.xlen(stream) <= sharing.STREAM_ENTRIES + 200

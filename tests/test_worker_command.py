@@ -13,7 +13,8 @@ def test_the_needed_flags_are_added():
     arguments = vllm_arguments("model", "127.0.0.1", 8000, [])
     assert arguments[:6] == ["--model", "model", "--host", "127.0.0.1", "--port", "8000"]
     assert arguments[6:8] == ["--middleware", "engine_patches.feed.OutcomeFeed"]
-    assert set(arguments[8:]) == {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
+    flags = {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
+    assert set(arguments[8:]) == {*flags, "--disable-access-log-for-endpoints", "/seamark/outcomes"}
 
 
 def test_a_cpu_gets_float32_and_no_compilation():
