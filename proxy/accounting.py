@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import cache
+from typing import NamedTuple
+
+from prometheus_client import Counter
 
 from proxy.call import Call
 from proxy.engine_words import EngineWords
 from proxy.finding import Finding
 from proxy.metrics import Metrics
 from proxy.outcome import ENGINE_CAUSES, Expectation, Usage, cache_label, deepest, reason
+from proxy.recent import Change
 from proxy.volatile import explains
 from proxy.workers import WorkerPool
 
@@ -17,6 +22,15 @@ logger = logging.getLogger("seamark.gateway")
 
 GONE = 499  # the client left; the engine may have computed something all the same
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
+
+
+class _Tokens(NamedTuple):
+    """Counters of one model on one worker."""
+
+    prompt: Counter
+    cached: Counter
+    shareable: Counter
+    predicted: Counter
 
 
 class Accounting:
@@ -31,55 +45,62 @@ class Accounting:
         self._finding = finding
         self._words = words
         self._excerpts = excerpts
-        self._running: set[asyncio.Task[str | None]] = set()
+        self._running: set[asyncio.Task[str]] = set()
+        # To find a family's member by its labels costs more than to count with it.
+        self._children: dict[tuple[str, str], _Tokens] = {}
+        self._first_token = cache(metrics.first_token.labels)
+        self._requests = cache(metrics.requests.labels)
 
     async def answered(self, call: Call, usage: Usage | None) -> str | None:
         """Compare what the engine reports with what was expected; the reason, None where it reports nothing.
 
         Goes on where the client leaves meanwhile.
         """
-        task = asyncio.create_task(self._answered(call, usage))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
-
-    async def _answered(self, call: Call, usage: Usage | None) -> str | None:
         if usage is None or call.worker is None:
             return None
-        expected, metrics = call.expected, self._metrics
-        labels = (self.model_label(call), call.worker.name)
-        metrics.prompt_tokens.labels(*labels).inc(usage.prompt)
+        expected = call.expected
+        tokens = self._tokens(call)
+        tokens.prompt.inc(usage.prompt)
         if usage.cached is not None:
-            metrics.cached_tokens.labels(*labels).inc(usage.cached)
+            tokens.cached.inc(usage.cached)
         if expected is None:
             return None
-        metrics.shareable_tokens.labels(*labels).inc(expected.shareable)
-        metrics.predicted_tokens.labels(*labels).inc(expected.floored(expected.predicted))
+        tokens.shareable.inc(expected.shareable)
+        tokens.predicted.inc(expected.floored(expected.predicted))
         if usage.cached is None:
             return None
         try:
-            return await self._explain(call, expected, usage, labels)
+            change = self._finding.change(call) if expected.shareable < expected.would_share else None
+            why = reason(expected, usage.cached, change)
+            if why not in ENGINE_CAUSES or not call.sent:
+                return self._explain(call, expected, usage, why, change)
+            task = asyncio.create_task(self._ask_engine(call, expected, usage, why, change))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            return await asyncio.shield(task)
         except Exception as error:  # an answer is not lost for its explanation; the message might hold prompt text
             logger.error("explaining request %s: %s", call.request_id, type(error).__name__)
             return None
 
-    async def _explain(self, call: Call, expected: Expectation, usage: Usage, labels: tuple[str, str]) -> str:
-        metrics = self._metrics
-        change = self._finding.change(call) if expected.shareable < expected.would_share else None
-        why = reason(expected, usage.cached, change)
-        if why in ENGINE_CAUSES and call.sent:
-            why = deepest(why, await self._words.word(call.worker, call.request_id))
+    async def _ask_engine(
+        self, call: Call, expected: Expectation, usage: Usage, why: str, change: Change | None
+    ) -> str:
+        word = await self._words.word(call.worker, call.request_id)
+        return self._explain(call, expected, usage, deepest(why, word), change)
+
+    def _explain(self, call: Call, expected: Expectation, usage: Usage, why: str, change: Change | None) -> str:
+        metrics, model, worker = self._metrics, self.model_label(call), call.worker
         if usage.cached < expected.floored(expected.predicted) and why != "hint_ignored":
             # What it computed it leaves behind, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in call.found.boundaries] if why != "not_worth_it" else []
-            self._words.fell_short(call.worker, call.found.prefixes, left, usage.cached)
+            self._words.fell_short(worker, call.found.prefixes, left, usage.cached)
         if why != "hit":
-            metrics.misses.labels(labels[0], why).inc()
+            metrics.misses.labels(model, why).inc()
         if call.first_byte is not None:
             seconds = call.first_byte - call.arrived
-            metrics.first_token.labels(labels[0], cache_label(expected, usage.cached)).observe(seconds)
+            self._first_token(model, cache_label(expected, usage.cached)).observe(seconds)
         if (told := call.explanation) is not None:
-            told.model, told.worker, told.sent = labels[0], labels[1], call.sent
+            told.model, told.worker, told.sent = model, worker.name, call.sent
             told.shareable = expected.floored(expected.shareable)
             told.predicted = expected.floored(expected.predicted)
             told.prompt, told.delivered, told.reason = usage.prompt, usage.cached, why
@@ -91,15 +112,28 @@ class Accounting:
                     metrics.would_save.labels(volatile).inc(lost)
         return why
 
+    def _tokens(self, call: Call) -> _Tokens:
+        labels = (self.model_label(call), call.worker.name)
+        found = self._children.get(labels)
+        if found is None:
+            metrics = self._metrics
+            families = (
+                metrics.prompt_tokens,
+                metrics.cached_tokens,
+                metrics.shareable_tokens,
+                metrics.predicted_tokens,
+            )
+            found = self._children[labels] = _Tokens(*(family.labels(*labels) for family in families))
+        return found
+
     def count(self, call: Call) -> None:
         """Count the request itself, however it ended."""
         if call.status >= 400 and call.status != GONE and call.worker is not None and call.expected is not None:
             self._words.refused(call.worker, call.request_id)
         worker = call.worker.name if call.worker is not None else ""
-        self._metrics.requests.labels(self.model_label(call), worker, call.endpoint, str(call.status)).inc()
+        self._requests(self.model_label(call), worker, call.endpoint, str(call.status)).inc()
 
     def model_label(self, call: Call) -> str:
         """The model's name, where it is one."""
         model = call.body.get("model")
-        served = isinstance(model, str) and any(worker.serves(model) for worker in self._pool.workers)
-        return model if served else UNKNOWN_MODEL
+        return model if any(worker.serves(model) for worker in self._pool.workers) else UNKNOWN_MODEL

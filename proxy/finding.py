@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from proxy.anthropic_chat import MESSAGES, messages_request
@@ -53,6 +54,7 @@ class Finding:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
         self.memory = PositionMemory(settings.memory_bytes // 2)
         self.learner = Learner(settings.text_bytes // 2)
@@ -81,8 +83,9 @@ class Finding:
         found = call.found
         call.explanation.lookup, call.explanation.renders = found.result, found.renders
         call.explanation.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
-        self._metrics.lookups.labels(found.result).inc()
-        self._metrics.renders.inc(found.renders)
+        self._lookups(found.result).inc()
+        if found.renders:
+            self._metrics.renders.inc(found.renders)
         self.explanations.add(call.explanation)
 
     def answered(self, call: Call, answer: Any) -> None:
