@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -10,8 +11,10 @@ import pytest
 
 from proxy.bench import leaving
 from proxy.bench.aborts import Aborts, leave_engine, queue_case, render, started
-from proxy.bench.engines import Fleet
-from proxy.bench.leaving import CASES, Left, Remains, leave, leave_all, remains
+from proxy.bench.endurance import bad_lines
+from proxy.bench.engines import Fleet, Server
+from proxy.bench.leaving import CASES, CHAT, Left, Remains, chat, leave, leave_all, remains
+from proxy.bench.raw_http import Connection, request
 from proxy.bench.strict_worker import StrictWorker
 from proxy.ports import free_port
 from proxy.server import server_for
@@ -44,6 +47,26 @@ async def test_a_client_that_leaves_in_the_queue_never_reaches_the_worker(worker
         assert left.held, left
         after = await remains(fleet.servers[0])
     assert (after.inflight, after.queued) == (0, 0)
+
+
+async def test_clients_that_leave_before_their_answers_leave_no_error_in_the_log(worker, tmp_path):
+    """Closed or reset, one request or three behind each other, for a worker or for the gateway itself."""
+    chance = random.Random(1)
+
+    async def come_and_go(gateway: Server) -> None:
+        connection = await Connection.open(gateway)
+        path = chance.choice([CHAT, "/v1/x", "/metrics", "/health"])
+        await connection.send(request("POST", path, {}, chat("Tide?")) * chance.choice((1, 3)))
+        for _ in range(chance.randrange(20)):
+            await asyncio.sleep(0)
+        connection.reset() if chance.random() < 0.5 else connection.close()
+
+    with Fleet(tmp_path) as fleet:
+        gateway = await started(fleet.gateway(worker))
+        for _ in range(150):
+            await asyncio.gather(*(come_and_go(gateway) for _ in range(8)))
+        assert (await remains(gateway)).inflight == 0
+        assert bad_lines(gateway, 0) == []
 
 
 async def test_no_task_outlives_the_clients(worker):

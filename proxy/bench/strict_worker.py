@@ -199,9 +199,12 @@ def _own_pages(seen: Seen, path: bytes) -> tuple[bytes, bytes] | None:
 
 
 def _rendered(body: bytes) -> bytes:
-    """One token per character of the messages, whatever they are."""
-    request = json.loads(body)
-    text = "".join(f"<{json.dumps(message)}>" for message in request.get("messages") or ())
+    """One token per character of the messages, whatever they are; nothing where there are none: clients ask too."""
+    try:
+        request = json.loads(body)
+        text = "".join(f"<{json.dumps(message)}>" for message in request.get("messages") or ())
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return b"{}"
     text += "<assistant>" if request.get("add_generation_prompt", True) else ""
     return json.dumps({"token_ids": list(map(ord, text))}).encode()
 
