@@ -13,9 +13,9 @@ from proxy.bench import leaving
 from proxy.bench.aborts import Aborts, leave_engine, queue_case, render, started
 from proxy.bench.endurance import bad_lines
 from proxy.bench.engines import Fleet, Server
-from proxy.bench.leaving import CASES, CHAT, Left, Remains, chat, leave, leave_all, remains
+from proxy.bench.leaving import CASES, CHAT, Left, Remains, asking, chat, leave, leave_all, remains
 from proxy.bench.raw_http import Connection, request
-from proxy.bench.strict_worker import StrictWorker
+from proxy.bench.strict_worker import SILENT, WHOLE, StrictWorker
 from proxy.ports import free_port
 from proxy.server import server_for
 from proxy.settings import Settings
@@ -67,6 +67,26 @@ async def test_clients_that_leave_before_their_answers_leave_no_error_in_the_log
             await asyncio.gather(*(come_and_go(gateway) for _ in range(8)))
         assert (await remains(gateway)).inflight == 0
         assert bad_lines(gateway, 0) == []
+
+
+async def test_a_client_that_leaves_with_requests_behind_each_other_frees_the_worker(worker, tmp_path):
+    """Pipelined: the one under way is not the last that has been read. A gateway may as well close after the first."""
+    with Fleet(tmp_path) as fleet:
+        gateway = await started(fleet.gateway(worker))
+        connection = await Connection.open(gateway)
+        (_, first), (under_way, second), (waiting, third) = (
+            asking(CHAT, how, False) for how in (WHOLE, SILENT, SILENT)
+        )
+        await connection.send(first + second + third)
+        answer = await connection.response()
+        if answer.headers.get("connection") != "close":
+            async with asyncio.timeout(5):
+                await worker.arrived(under_way)
+                connection.close()
+                await worker.left(under_way)
+        connection.close()
+        assert (await remains(gateway)).inflight == 0
+        assert waiting not in worker.seen
 
 
 async def test_no_task_outlives_the_clients(worker):
