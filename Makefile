@@ -1,4 +1,4 @@
-.PHONY: demo test soak bench-gateway check-templates lint lock
+.PHONY: demo test soak fuzz bench-gateway check-templates lint lock
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -20,6 +20,11 @@ soak:
 bench-gateway:
 	@./set-up.sh
 	@.venv/bin/seamark bench gateway $(ARGS)
+
+# Broken HTTP and broken bodies on the gateway's sockets for ten minutes; `make fuzz ARGS="--seed 2 --seconds 60"`.
+fuzz:
+	@./set-up.sh
+	@.venv/bin/seamark bench fuzz $(ARGS)
 
 # Positions by a folder of chat templates, on vLLM's own renderer with two tokenizers: `make check-templates DIR=...`.
 check-templates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,7 @@ class Recorded:
     target: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
+    peer: tuple[str, int]  # other end of the connection it came on
 
 
 @dataclass
@@ -61,7 +62,9 @@ class RecordingWorker:
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
     hang_replays: bool = False  # answer no request for a single token
     hang_in_stream: bool = False
-    cut_stream: bool = False
+    cut_stream: bool = False  # the connection closes in the middle
+    cut_after: int = 1  # events
+    streams: dict[str, Sequence[bytes]] = field(default_factory=lambda: {"/v1/chat/completions": EVENTS})  # by path
     silence: float = 0.0  # seconds before the first event of a stream
     stream_bytes: int = 0  # of filling, in the middle of a stream
     sent: int = 0  # bytes of it that went out
@@ -92,14 +95,14 @@ class RecordingWorker:
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
-        self.requests.append(Recorded(scope["method"], target, list(scope["headers"]), body))
+        self.requests.append(Recorded(scope["method"], target, list(scope["headers"]), body, scope["client"]))
         while self.hold.is_set():
             await asyncio.sleep(0.01)
         if self.hang or (self.hang_replays and b'"max_tokens":1' in body):
             await receive()
             self.gone.set()
-        elif path == "/v1/chat/completions" and json.loads(body).get("stream"):
-            await self._stream(receive, send)
+        elif path in self.streams and json.loads(body).get("stream"):
+            await self._stream(self.streams[path], receive, send)
         else:
             details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
             usage = {**USAGE, "prompt_tokens_details": details}
@@ -112,7 +115,7 @@ class RecordingWorker:
         text += "<assistant>" if request.get("add_generation_prompt", True) else ""
         await _answer(send, json.dumps({"token_ids": list(map(ord, text))}).encode(), status=self.render_status)
 
-    async def _stream(self, receive: Any, send: Any) -> None:
+    async def _stream(self, events: Sequence[bytes], receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await asyncio.sleep(self.silence)
@@ -120,11 +123,11 @@ class RecordingWorker:
             filling = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"tide " * 3000)
             await send({"type": "http.response.body", "body": filling, "more_body": True})
             self.sent += len(filling)
-        for event in EVENTS:
+        for number, event in enumerate(events, 1):
             for half in (event[:50], event[50:]):  # cuts the two bytes of é apart
                 await send({"type": "http.response.body", "body": half, "more_body": True})
                 await asyncio.sleep(0.01)
-            if self.cut_stream:
+            if self.cut_stream and number == self.cut_after:
                 return  # the server closes the connection in the middle
             if self.hang_in_stream:
                 await receive()

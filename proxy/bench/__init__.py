@@ -7,11 +7,13 @@ import sys
 
 def main(argv: list[str]) -> int:
     from proxy.bench import (
+        aborts,
         agents,
         boundary_cost,
         cost,
         demo,
         fan_out,
+        fuzz,
         gateway_cost,
         grid,
         pass_rows,
@@ -40,6 +42,8 @@ def main(argv: list[str]) -> int:
         "gateway": gateway_cost.main,
         "streams": streams.main,
         "tables": table_memory.main,
+        "aborts": aborts.main,
+        "fuzz": fuzz.main,
     }
     if not argv or argv[0] not in benchmarks:
         print(f"usage: seamark bench {{{','.join(benchmarks)}}} ...", file=sys.stderr)

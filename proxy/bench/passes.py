@@ -51,6 +51,10 @@ class PassCounter:
         self.restart()
         return passes
 
+    def so_far(self) -> int:
+        """Passes since `restart`, as far as the log tells."""
+        return self._read().all
+
     def _read(self) -> Passes:
         with self._log.open("rb") as log:
             log.seek(self._offset)

@@ -1,0 +1,201 @@
+"""Clients that leave a gateway before a strict worker: how long until the worker is free, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from proxy.bench.cpu_time import family
+from proxy.bench.engines import Server
+from proxy.bench.raw_http import Connection, Cut, request
+from proxy.bench.samples import samples_of
+from proxy.bench.strict_worker import DRIPPING, SILENT, SLOW_BODY, STALLED, StrictWorker
+
+CHAT = "/v1/chat/completions"
+LIMIT_SECONDS = 0.1  # from the client's close to the worker's notice, 99th percentile
+PATIENCE_SECONDS = 5.0  # then it counts as never
+SETTLE_SECONDS = 15.0  # idle connections to workers are kept for a few seconds
+FD_SLACK = 2  # the look at each worker comes and goes
+_numbers = itertools.count(1)
+
+
+class Case(NamedTuple):
+    """How the worker answers, and what the client has seen when it leaves."""
+
+    name: str
+    path: str
+    stream: bool
+    answer: str  # of the strict worker
+    sees: bool = False  # the client has some of the answer; otherwise only the worker has the request
+
+
+CASES = (
+    Case("waiting for the first byte, stream", CHAT, True, SILENT),
+    Case("waiting for the answer, no stream", CHAT, False, SILENT),
+    Case("streaming, the worker silent", CHAT, True, STALLED, sees=True),
+    Case("streaming, the worker busy", CHAT, True, DRIPPING, sees=True),
+    Case("the answer arrives slowly, no stream", CHAT, False, SLOW_BODY),
+    Case("a body is passed on slowly", "/v1/audio/speech", False, SLOW_BODY, sees=True),
+    Case("waiting, /v1/messages, stream", "/v1/messages", True, SILENT),
+    Case("streaming, /v1/responses", "/v1/responses", True, DRIPPING, sees=True),
+)
+QUEUED = "waiting in the gateway's queue"
+
+
+@dataclass(frozen=True)
+class Left:
+    """What became of one case's repetitions."""
+
+    name: str
+    seconds: Sequence[float]  # from the client's close until the worker is free
+    failures: Sequence[str] = ()
+
+    @property
+    def p99(self) -> float:
+        """99th percentile, seconds (of fewer than 100: the slowest)."""
+        return sorted(self.seconds)[math.ceil(0.99 * len(self.seconds)) - 1] if self.seconds else math.inf
+
+    @property
+    def held(self) -> bool:
+        """Whether the target is met."""
+        return not self.failures and self.p99 <= LIMIT_SECONDS
+
+
+class Remains(NamedTuple):
+    """What a gateway holds when nobody asks anything of it."""
+
+    inflight: float | None  # the gauge; None: not to be had
+    queued: float  # 0 where there is no queue
+    open_files: int  # of its processes
+
+
+def chat(question: str, **fields: object) -> bytes:
+    """A chat with a shared part and a question."""
+    messages = [{"role": "system", "content": "You pilot ships. " * 20}, {"role": "user", "content": question}]
+    body = {"model": "m", "messages": messages, "input": messages, "max_tokens": 16, **fields}
+    return json.dumps(body).encode()
+
+
+def asking(path: str, answer: str, stream: bool) -> tuple[str, bytes]:
+    """A new request's name at the strict worker, and its bytes."""
+    name = f"left-{next(_numbers)}"
+    headers = {"content-type": "application/json", "x-mock": answer, "x-mock-id": name}
+    return name, request("POST", path, headers, chat(name, stream=stream))
+
+
+async def leave(gateway: Server, worker: StrictWorker, case: Case) -> float:
+    """One client comes and leaves; seconds until the worker noticed. Raises `TimeoutError`."""
+    name, data = asking(case.path, case.answer, case.stream)
+    connection = await Connection.open(gateway)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await connection.send(data)
+        await worker.arrived(name)
+        if case.answer in (DRIPPING, SLOW_BODY):
+            await worker.flowing(name)
+        if case.sees:
+            seen = b""
+            while not seen.partition(b"\r\n\r\n")[2]:
+                seen += await connection.some()
+        began = time.perf_counter()
+        connection.close()
+        return await worker.left(name) - began
+
+
+async def repeated(name: str, times: int, once: Callable[[], Awaitable[float]]) -> Left:
+    """`once`, one after the other."""
+    seconds, failures = [], []
+    for number in range(times):
+        try:
+            seconds.append(await once())
+        except TimeoutError:
+            failures.append(f"{number + 1}: not within {PATIENCE_SECONDS:g} s")
+        except (OSError, Cut) as error:
+            failures.append(f"{number + 1}: {type(error).__name__}: {error}")
+    return Left(name, seconds, failures)
+
+
+async def leave_all(gateway: Server, worker: StrictWorker, times: int) -> list[Left]:
+    """Every case that needs no queue."""
+    return [await repeated(case.name, times, lambda case=case: leave(gateway, worker, case)) for case in CASES]
+
+
+async def leave_queue(gateway: Server, worker: StrictWorker, times: int) -> Left:
+    """Clients leave a gateway started with `--max-inflight 1` while another's request has its worker.
+
+    Their requests must never reach the worker; the seconds are those until `seamark_queued` is back.
+    """
+    holder, data = asking(CHAT, SILENT, False)
+    holding = await Connection.open(gateway)
+    await holding.send(data)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await worker.arrived(holder)
+    names: list[str] = []
+    async with httpx.AsyncClient() as client:
+
+        async def once() -> float:
+            name, data = asking(CHAT, SILENT, len(names) % 2 == 0)
+            names.append(name)
+            connection = await Connection.open(gateway)
+            await connection.send(data)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await _queued(client, gateway, 1)
+                began = time.perf_counter()
+                connection.close()
+                await _queued(client, gateway, 0)
+                return time.perf_counter() - began
+
+        left = await repeated(QUEUED, times, once)
+        holding.close()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await worker.left(holder)
+        # The worker is free: whatever was still queued would come before this one.
+        last, data = asking(CHAT, SILENT, False)
+        behind = await Connection.open(gateway)
+        await behind.send(data)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await worker.arrived(last)
+        behind.close()
+    reached = [f"{name} reached the worker" for name in names if name in worker.seen]
+    return Left(left.name, left.seconds, [*left.failures, *reached])
+
+
+async def _queued(client: httpx.AsyncClient, gateway: Server, wanted: float) -> None:
+    while (await samples_of(client, gateway)).get("seamark_queued") != wanted:
+        await asyncio.sleep(0.001)
+
+
+async def remains(gateway: Server, wanted: Remains | None = None) -> Remains:
+    """What the gateway holds, once that is no more than `wanted` or time is up."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    async with httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0)) as client:
+        while True:
+            found = await samples_of(client, gateway)
+            now = Remains(
+                found.get("seamark_inflight"), found.get("seamark_queued", 0.0), open_files(gateway.process.pid)
+            )
+            settled = now.inflight in (0, None if wanted is None else 0) and now.queued == 0
+            enough = wanted is None or now.open_files <= wanted.open_files + FD_SLACK
+            if (settled and enough) or time.monotonic() > deadline:
+                return now
+            await asyncio.sleep(0.1)
+
+
+def open_files(pid: int) -> int:
+    """File descriptors, sockets included, of a process and its descendants."""
+    return sum(1 for process in family(pid) for _ in _descriptors(process))
+
+
+def _descriptors(pid: int) -> Iterator[Path]:
+    try:
+        yield from Path(f"/proc/{pid}/fd").iterdir()
+    except OSError:
+        return  # it has just ended
