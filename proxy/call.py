@@ -77,8 +77,11 @@ class Call:
             return self.target[len(RESPONSE_PATH) :].split("?")[0].split("/")[0]
         return self.body.get("previous_response_id")
 
-    def take_body(self, body: dict[str, Any]) -> None:
-        """The body has been parsed: settle what of it the gateway answers for."""
+    def take_body(self, body: dict[str, Any], asks_usage: bool) -> None:
+        """The body has been parsed: settle what of it the gateway answers for.
+
+        `asks_usage`: have streams report their tokens where the client does not ask for it.
+        """
         self.body, self.names = body, tuple(body)
         if KV_TRANSFER in body:  # where to fetch whose cache from is not a client's to say
             del body[KV_TRANSFER]
@@ -88,7 +91,7 @@ class Call:
             body[XARGS] = self.put[XARGS] = {name: value for name, value in xargs.items() if name != KV_TRANSFER}
         if self.key is not None:
             body["cache_salt"] = self.put["cache_salt"] = self.key.salt
-        if self.endpoint in ASKED_FOR_USAGE and body.get("stream") is True:
+        if asks_usage and self.endpoint in ASKED_FOR_USAGE and body.get("stream") is True and _ends_once(body):
             options = body.get("stream_options")
             if options is None or (isinstance(options, dict) and not any(options.values())):
                 self.put["stream_options"] = {**(options or {}), "include_usage": True}
@@ -119,6 +122,13 @@ class Call:
         if found.turn_key is None and found.layout is not None:
             last = found.layout.last_size // BYTES_PER_TOKEN
         return max(0, known + last - held)
+
+
+def _ends_once(body: dict[str, Any]) -> bool:
+    """Whether the stream has one choice: of several each ends by itself, and none is the last."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return body.get("n") in (None, 1) and not several
 
 
 def call_of(scope: wire.Scope, raw: bytes, request_id: str, key: ApiKey | None = None) -> Call:

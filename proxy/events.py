@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 from prometheus_client import Counter
 
@@ -21,6 +22,7 @@ HEARTBEAT = b": keep-alive\n\n"
 # An event this long is passed on in pieces.
 MAX_HELD_BYTES = 2**22
 _ENDS = (b"\n\n", b"\n\r\n")
+_FINISHED = b'"finish_reason":"'  # in the event that ends a choice
 
 
 class EventRelay:
@@ -31,7 +33,8 @@ class EventRelay:
         self._send = send
         self._strips = strips_usage
         self._keeps = keeps_first
-        self._held = b""
+        self._held = b""  # the beginning of an event
+        self._terminal = b""  # a whole event that the usage may have to go into
         self._closed = False
         self._with_usage = b""
         self.first = b""  # its first event
@@ -51,25 +54,23 @@ class EventRelay:
                 self._held = b""
             if not chunk.endswith(_ENDS):
                 chunk = self._hold(chunk)
-                if not chunk:
-                    continue
-            if b'"usage"' in chunk:
+            if self._strips:
+                chunk = self._stripped(chunk)
+            elif b'"usage"' in chunk:
                 self._with_usage = chunk
-                if self._strips:
-                    chunk = self._without_usage(chunk)
-                    if not chunk:
-                        continue
+            if not chunk:
+                continue
             if self._keeps:
                 self.first = self.first or chunk[: _end_of_first(chunk)]
                 self.last = chunk
             await self._pass_on(chunk)
-        if self._held:
-            await self._pass_on(self._held)
+        self._terminal += self._held
+        self._held = b""
 
     async def finish(self, event: bytes = b"") -> None:
         """End the stream, with one more event if there is one."""
         self._closed = True
-        await self._send({"type": "http.response.body", "body": event})
+        await self._send({"type": "http.response.body", "body": self._terminal + event})
 
     async def beat(self) -> None:
         """A comment, between two events."""
@@ -97,12 +98,43 @@ class EventRelay:
         self._held = chunk[cut:]
         return chunk[:cut]
 
-    def _without_usage(self, events: bytes) -> bytes:
-        """`events` without the one that holds nothing but usage, which has the last word `"usage"` in it."""
-        at = events.rindex(b'"usage"')
-        start = max(events.rfind(end, 0, at) + len(end) if end in events[:at] else 0 for end in _ENDS)
-        end = min((events.index(end, at) + len(end) for end in _ENDS if end in events[at:]), default=len(events))
-        return events[:start] + events[end:] if _is_usage_alone(events[start:end]) else events
+    def _stripped(self, events: bytes) -> bytes:
+        """What of `events` can go on, without the one that holds nothing but usage."""
+        if self._terminal:
+            events = self._terminal + events
+            self._terminal = b""
+        if b'"usage"' in events:
+            self._with_usage = events
+            return _without_usage(events)
+        if _FINISHED in events:
+            start = _start_of_event(events, len(events) - 2)
+            if _FINISHED in events[start:]:
+                self._terminal = events[start:]
+                return events[:start]
+        return events
+
+
+def _without_usage(events: bytes) -> bytes:
+    """`events` as they would be had nobody asked: vLLM stamps a stream's last event, and that is another one then."""
+    at = events.rindex(b'"usage"')
+    start, end = _start_of_event(events, at), _end_of_event(events, at)
+    usage = _usage_alone(events[start:end])
+    if usage is None:
+        return events
+    before = events[:start]
+    stamp = usage.get("system_fingerprint")
+    if stamp is not None and _FINISHED in before and b'"system_fingerprint"' not in before:
+        brace = before.rindex(b"}")
+        before = b'%b,"system_fingerprint":%b%b' % (before[:brace], json.dumps(stamp).encode(), before[brace:])
+    return before + events[end:]
+
+
+def _start_of_event(events: bytes, at: int) -> int:
+    return max(events.rfind(end, 0, at) + len(end) if end in events[:at] else 0 for end in _ENDS)
+
+
+def _end_of_event(events: bytes, at: int) -> int:
+    return min((events.index(end, at) + len(end) for end in _ENDS if end in events[at:]), default=len(events))
 
 
 def usage_in_stream(events: bytes) -> Usage | None:
@@ -119,18 +151,20 @@ def usage_in_stream(events: bytes) -> Usage | None:
     return None
 
 
-def _is_usage_alone(event: bytes) -> bool:
-    if not event.startswith(b"data:") or b'"usage"' not in event:
-        return False
+def _usage_alone(event: bytes) -> dict[str, Any] | None:
+    """The event's data, where it is nothing but usage."""
+    if not event.startswith(b"data:"):
+        return None
     try:
         data = json.loads(event[5:])
     except ValueError:
-        return False
-    return isinstance(data, dict) and data.get("choices") == [] and isinstance(data.get("usage"), dict)
+        return None
+    alone = isinstance(data, dict) and data.get("choices") == [] and isinstance(data.get("usage"), dict)
+    return data if alone else None
 
 
 def _end_of_first(events: bytes) -> int:
-    return min((events.find(end) + len(end) for end in _ENDS if end in events), default=0)
+    return _end_of_event(events, 0)
 
 
 class Pulse:

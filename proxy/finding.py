@@ -106,7 +106,7 @@ class Finding:
             self._metrics.rewrites.labels(name, "false").inc()
         if rewritten.edits:
             call.raw = with_edits(call.raw, rewritten.edits)
-            call.take_body(parse_object(call.raw))
+            call.take_body(parse_object(call.raw), call.strips_usage)
             call.explanation.rewrites = rewritten.applied
 
     def _remember(self, call: Call) -> None:

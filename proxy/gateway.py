@@ -173,19 +173,17 @@ class Gateway:
         """Parse the body where it is JSON, and find its boundaries."""
         hinted = call.endpoint in HINTED
         try:
-            call.raw = as_utf8(call.raw) if hinted or self._is_json(call) else call.raw
-            call.take_body(parse_object(call.raw, self.settings.max_json_depth))
+            raw = as_utf8(call.raw)
+            body = parse_object(raw, self.settings.max_json_depth)
         except BadRequest:
             if hinted:
                 raise
             return  # the worker's to judge
+        call.raw = raw
+        call.take_body(body, self.settings.ask_usage)
         if hinted:
             await self.finding.read(call, await self.pool.ready())
             self._boundary_seconds.observe(time.perf_counter() - call.arrived)
-
-    @staticmethod
-    def _is_json(call: Call) -> bool:
-        return any(name == b"content-type" and b"json" in value for name, value in call.headers)
 
     async def _forward(self, call: Call) -> Answer:
         """Send to the chosen worker. What was not sent at all is sent again: elsewhere, or on a new connection."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.app import App, build, build_pages
 from proxy.settings import Settings
+
+# Requests on one connection that wait for the answer to the one before.
+MAX_PIPELINED = 8
 
 
 def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
@@ -26,6 +30,7 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
         _head = 0
 
         def connection_made(self, transport: asyncio.Transport) -> None:
+            self._asked: deque[Any] = deque(maxlen=MAX_PIPELINED + 1)  # the requests that may be under way
             super().connection_made(transport)
             self._close_later()
 
@@ -49,6 +54,19 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
             if self._head > limit:
                 raise ValueError("head too large")  # the parser stops, and uvicorn refuses
             super().on_headers_complete()
+            self._asked.append(self.cycle)
+            if 0 < len(self.pipeline) < MAX_PIPELINED:
+                self.flow.resume_reading()  # uvicorn would stop, and not see the client leave
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            for cycle in self._asked:  # uvicorn tells the last one only
+                if not cycle.response_complete:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Answered as if nothing had been asked; a line in the log for each would be for anyone to write."""
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -58,7 +76,7 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
                 if self._unfinished > limit:
                     self._head = self._unfinished
                     self.send_400_response("")
-                else:
+                elif self.cycle is None or self.cycle.response_complete:
                     self._close_later()
 
         def send_400_response(self, msg: str) -> None:

@@ -69,6 +69,9 @@ class Settings(BaseModel):
         900.0, gt=0, description="seconds without a byte from the worker after which a request is given up"
     )
     client_timeout: float = Field(60.0, gt=0, description="seconds to wait for the next piece of a client's request")
+    ask_usage: bool = Field(
+        True, description="have streams report their tokens where the client did not ask; it does not see them"
+    )
     heartbeat: float = Field(15.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: never")
     drain_timeout: float = Field(60.0, gt=0, description="seconds to finish requests when the gateway is stopped")
     replay_seconds: float = Field(

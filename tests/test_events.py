@@ -28,7 +28,8 @@ async def relayed(pieces: list[bytes], strips: bool = False) -> tuple[list[bytes
 
     relay = EventRelay(send, strips, keeps_first=True)
     await relay.run(chunks())
-    return sent, relay
+    await relay.finish()
+    return [piece for piece in sent if piece], relay
 
 
 @pytest.mark.parametrize("size", [1, 7, 50, 10_000])
@@ -46,6 +47,26 @@ async def test_usage_that_nobody_asked_for_is_taken_out_and_read(size):
     sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=True)
     assert b"".join(sent) == DELTA * 3 + DONE
     assert relay.usage == Usage(9, 0)
+
+
+LAST = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
+STAMPED = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"system_fingerprint":"vllm-1"}\n\n'
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+async def test_what_vllm_moves_into_the_usage_event_is_put_back(size):
+    usage = USAGE.replace(b"}}}", b'}},"system_fingerprint":"vllm-1"}')
+    stream = DELTA + LAST + usage + DONE
+    sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=True)
+    assert b"".join(sent) == DELTA + STAMPED + DONE
+    assert relay.usage == Usage(9, 0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+async def test_a_last_event_without_usage_behind_it_is_not_lost(size):
+    stream = DELTA + LAST
+    sent, _ = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=True)
+    assert b"".join(sent) == stream
 
 
 async def test_usage_beside_choices_stays():

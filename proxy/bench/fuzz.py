@@ -31,7 +31,7 @@ from proxy.bench.strict_worker import StrictWorker
 PARALLEL = 8
 ANSWER_SECONDS = 15.0  # then it hangs
 QUIET_SECONDS = 0.3  # given to what may be incomplete, before the client says that nothing more will come
-SHOWN_BYTES = 1500
+SHOWN_BYTES = 400
 TOLD = 20  # failures in full
 GROWTH_BYTES = 64 * 2**20
 # Small tables, so that they are full soon and what grows then is a leak.
