@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from proxy.chat import Chat
@@ -49,8 +48,7 @@ class Boundary(NamedTuple):
     key: bytes  # names the tokens before the boundary
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What is known of one request's prompt."""
 
     boundaries: tuple[Boundary, ...] = ()  # ascending

@@ -17,6 +17,15 @@ MAX_POSITIONS = 16
 
 def worth_sending(boundaries: Sequence[Boundary], match_unit: int, most: int) -> tuple[int, ...]:
     """Token positions in at most `most` match units, ascending: those that save the most tokens go first."""
+    units = {boundary.tokens // match_unit for boundary in boundaries} - {0}
+    kept = units if len(units) <= most else _dearest(boundaries, match_unit, most)
+    # Two in one unit are one state, which costs nothing more.
+    chosen = sorted({boundary.tokens for boundary in boundaries if boundary.tokens // match_unit in kept})
+    return tuple(chosen[-MAX_POSITIONS:])
+
+
+def _dearest(boundaries: Sequence[Boundary], match_unit: int, most: int) -> set[int]:
+    """The match units whose states save the most."""
     kept: set[int] = set()
 
     def gain(boundary: Boundary) -> float:
@@ -30,6 +39,4 @@ def worth_sending(boundaries: Sequence[Boundary], match_unit: int, most: int) ->
         if best is None or gain(best) <= 0:
             break
         kept.add(best.tokens // match_unit)
-    # Two in one unit are one state, which costs nothing more.
-    chosen = sorted({boundary.tokens for boundary in boundaries if boundary.tokens // match_unit in kept})
-    return tuple(chosen[-MAX_POSITIONS:])
+    return kept

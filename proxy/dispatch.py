@@ -133,6 +133,8 @@ class Dispatch:
 
     def _remember(self, call: Call, key: bytes, tokens: int) -> None:
         """The call shares a prefix: what a restarted worker is to be given again."""
+        if self.hot.used_again(key):
+            return
         replay = Replay(
             call.endpoint,
             call.raw,
@@ -143,7 +145,7 @@ class Dispatch:
         )
         prefixes = call.found.prefixes
         shorter = prefixes[: prefixes.index(key)] if key in prefixes else ()
-        self.hot.used(key, tokens, shorter, replay)
+        self.hot.add(key, tokens, shorter, replay)
 
     def _keeper(self, call: Call, workers: Sequence[Worker]) -> Worker | None:
         """The worker that stores the response which this request continues or asks for; others would not know it."""

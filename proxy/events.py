@@ -61,7 +61,7 @@ class EventRelay:
             if not chunk:
                 continue
             if self._keeps:
-                self.first = self.first or chunk[: _end_of_first(chunk)]
+                self.first = self.first or chunk[: _end_of_event(chunk, 0)]
                 self.last = chunk
             await self._pass_on(chunk)
         self._terminal += self._held
@@ -92,7 +92,7 @@ class EventRelay:
 
     def _hold(self, chunk: bytes) -> bytes:
         """Keep back the event that is not complete yet; what can go."""
-        cut = max(chunk.rfind(end) + len(end) if end in chunk else 0 for end in _ENDS)
+        cut = _start_of_event(chunk, len(chunk))
         if len(chunk) - cut > MAX_HELD_BYTES:
             return chunk
         self._held = chunk[cut:]
@@ -130,11 +130,11 @@ def _without_usage(events: bytes) -> bytes:
 
 
 def _start_of_event(events: bytes, at: int) -> int:
-    return max(events.rfind(end, 0, at) + len(end) if end in events[:at] else 0 for end in _ENDS)
+    return max((found + len(end) for end in _ENDS if (found := events.rfind(end, 0, at)) >= 0), default=0)
 
 
 def _end_of_event(events: bytes, at: int) -> int:
-    return min((events.index(end, at) + len(end) for end in _ENDS if end in events[at:]), default=len(events))
+    return min((found + len(end) for end in _ENDS if (found := events.find(end, at)) >= 0), default=len(events))
 
 
 def usage_in_stream(events: bytes) -> Usage | None:
@@ -161,10 +161,6 @@ def _usage_alone(event: bytes) -> dict[str, Any] | None:
         return None
     alone = isinstance(data, dict) and data.get("choices") == [] and isinstance(data.get("usage"), dict)
     return data if alone else None
-
-
-def _end_of_first(events: bytes) -> int:
-    return _end_of_event(events, 0)
 
 
 class Pulse:

@@ -115,7 +115,7 @@ class Gateway:
             key = access.client(scope, self.keys) if self.keys is not None else None
             raw = await wire.read_body(receive, self.settings.max_body_bytes, self.settings.client_timeout)
             call = call_of(scope, raw, request_id, key)
-            async with wire.ClientWatch(receive) as watch:
+            async with wire.ClientWatch(scope, receive) as watch:
                 await self._serve(call, send, watch)
         except wire.ClientGone:
             if call is not None:

@@ -83,17 +83,22 @@ class HotPrefixes:
         self.held = 0
         self._entries: OrderedDict[bytes, _Hot] = OrderedDict()
 
-    def used(
+    def used_again(self, key: bytes, now: float | None = None) -> bool:
+        """A request shared the prefix `key`; whether that is known."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        now = time.monotonic() if now is None else now
+        entry.uses = entry.uses * _faded(now - entry.at) + 1
+        entry.at = now
+        self._entries.move_to_end(key)
+        return True
+
+    def add(
         self, key: bytes, tokens: int, shorter: Collection[bytes], replay: Replay, now: float | None = None
     ) -> None:
-        """A request shared `tokens` under `key`; `shorter` are keys of what that prefix itself begins with."""
+        """A request shared `tokens` under the new `key`; `shorter` are keys of what that prefix itself begins with."""
         now = time.monotonic() if now is None else now
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry.uses = entry.uses * _faded(now - entry.at) + 1
-            entry.at = now
-            self._entries.move_to_end(key)
-            return
         if len(replay.raw) + ENTRY_BYTES > self._size:
             return
         for each in shorter:  # an earlier turn of the same conversation, which nobody else has used

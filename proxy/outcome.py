@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from proxy.recent import Change
@@ -15,8 +14,7 @@ class Usage(NamedTuple):
     cached: int | None
 
 
-@dataclass(frozen=True)
-class Expectation:
+class Expectation(NamedTuple):
     """What was known when the request was sent; tokens, exact positions."""
 
     failure: str | None  # why no hint was sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 
@@ -23,6 +24,9 @@ def main(argv: list[str]) -> int:
     except SettingsError as error:
         print(f"seamark serve: {error}", file=sys.stderr)
         return 2
+    # A request leaves few cycles behind, and looking for them after every 700 new objects took a twelfth of its time.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     server.run()
     return 0 if server.started else 3
 

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from proxy import wire
 from proxy.app import App, build, build_pages
 from proxy.settings import Settings
 
@@ -54,6 +55,13 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
             if self._head > limit:
                 raise ValueError("head too large")  # the parser stops, and uvicorn refuses
             super().on_headers_complete()
+            cycle = self.cycle
+            cycle.left = []
+            self.scope["extensions"] = {
+                wire.ON_DISCONNECT: lambda call_back: (
+                    call_back() if cycle.disconnected else cycle.left.append(call_back)
+                )
+            }
             self._asked.append(self.cycle)
             if 0 < len(self.pipeline) < MAX_PIPELINED:
                 self.flow.resume_reading()  # uvicorn would stop, and not see the client leave
@@ -64,6 +72,8 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
                 if not cycle.response_complete:
                     cycle.disconnected = True
                     cycle.message_event.set()
+                    for call_back in cycle.left:
+                        call_back()
 
         def _unsupported_upgrade_warning(self) -> None:
             """Answered as if nothing had been asked; a line in the log for each would be for anyone to write."""

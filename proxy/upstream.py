@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import aiohttp
+from multidict import CIMultiDict
 from yarl import URL
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -180,12 +181,12 @@ def _parsed(url: str) -> URL:
     return URL(url, encoded=True)
 
 
-def _as_text(headers: Headers) -> list[tuple[str, str]]:
+def _as_text(headers: Headers) -> CIMultiDict[str]:
     """aiohttp writes them as UTF-8."""
     try:
-        return [(name.decode(), value.decode()) for name, value in headers]
+        return CIMultiDict([(name.decode(), value.decode()) for name, value in headers])
     except UnicodeDecodeError:
-        return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+        return CIMultiDict([(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers])
 
 
 def _broken(error: Exception) -> Broken:

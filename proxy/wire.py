@@ -45,6 +45,10 @@ OWN_RESPONSE = frozenset(
 )
 
 
+# ASGI extension of the gateway's own server: a function to give a function to, which is called when the client leaves.
+ON_DISCONNECT = "seamark.on_disconnect"
+
+
 class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
@@ -106,29 +110,40 @@ async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) 
 class ClientWatch:
     """While it is entered, a client that disconnects cancels the task, and leaving it raises `ClientGone`.
 
-    For requests whose body is read already. One task beside the request's own, because waiting for a message is all
-    that ASGI offers.
+    For requests whose body is read already. The gateway's own server calls back; of any other a second task has to wait
+    for the message, which is all that ASGI offers.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._scope = scope
         self._receive = receive
+        self._watching: asyncio.Task[None] | None = None
         self.gone = False
         self.over = False  # the whole answer was given to the server: that it disconnects means nothing any more
 
     async def __aenter__(self) -> ClientWatch:
         self._task = asyncio.current_task()
-        self._watching = asyncio.create_task(self._watch())
+        call_back = self._scope.get("extensions", {}).get(ON_DISCONNECT)
+        if call_back is not None:
+            call_back(self._left)
+        else:
+            self._watching = asyncio.create_task(self._watch())
         return self
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._left()
+
+    def _left(self) -> None:
         if not self.over:
             self.gone = True
             self._task.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._watching.cancel()
+        self.over = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self.gone:
             self._task.uncancel()
             if kind is None or kind is asyncio.CancelledError:

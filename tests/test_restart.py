@@ -19,8 +19,14 @@ def replay(name: bytes = b"", model: str = "m") -> Replay:
     )
 
 
-def hot(size: int = 10**6) -> HotPrefixes:
-    return HotPrefixes(size)
+class Hot(HotPrefixes):
+    def used(self, key: bytes, tokens: int, shorter: tuple[bytes, ...], of: Replay, now: float) -> None:
+        if not self.used_again(key, now):
+            self.add(key, tokens, shorter, of, now)
+
+
+def hot(size: int = 10**6) -> Hot:
+    return Hot(size)
 
 
 def test_what_saves_the_most_tokens_comes_first_and_the_forgotten_last():
