@@ -5,11 +5,11 @@ demo:
 	@./set-up.sh
 	@.venv/bin/seamark bench demo $(ARGS)
 
-# The whole suite; `make test ARGS="-k sentinel"` for a part.
+# The whole suite, in two processes: tests with engines, all others. `make test ARGS="-k sentinel"` for a part.
 test:
 	@./set-up.sh
 	@.venv/bin/ruff check .
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 # Random traffic on real engines for half an hour; `make soak ARGS="--minutes 2"` for less. `make test` has two minutes.
 soak:

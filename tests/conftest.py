@@ -24,6 +24,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# These start engines of their own, or want the machine as quiet as it can be.
+WITH_ENGINES = {
+    "test_boundary_cost",
+    "test_cost",
+    "test_demo",
+    "test_executors",
+    "test_fan_out",
+    "test_gpu_check",
+    "test_grid",
+    "test_prediction",
+    "test_soak",
+    "test_templates",
+    "test_two_workers",
+    "test_upstream",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real engines one after another in one process of the run, everything else beside them in the other."""
+    for item in items:
+        if "servers" in item.fixturenames or item.module.__name__.rpartition(".")[2] in WITH_ENGINES:
+            item.add_marker(pytest.mark.xdist_group("engines"))
+
+
 @pytest.fixture(scope="session")
 def family(request: pytest.FixtureRequest) -> str:
     """Family of the generated model."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,10 +24,15 @@ def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H) -> Pat
         raise SystemExit("seamark bench: engine_patches is not installed here")
     version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
     folder = CACHE / f"{family}-{version}"
-    if not (folder / "generation_config.json").exists():  # the last file to be written
+    if not folder.exists():
         say(f"generating a small {family} in {folder}")
-        command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
+        CACHE.mkdir(exist_ok=True)
+        # Others may want it at the same time: whoever is first gives it its name.
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="model-") as being_made:
+            command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", being_made + "/m"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
+            with contextlib.suppress(OSError):
+                Path(being_made, "m").rename(folder)
     return folder.resolve()
