@@ -29,6 +29,7 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
         _unfinished = 0  # bytes received while a head was incomplete
         _in_head = True
         _head = 0
+        _refused = False  # whatever else comes on this connection
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self._asked: deque[Any] = deque(maxlen=MAX_PIPELINED + 1)  # the requests that may be under way
@@ -79,6 +80,8 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
             """Answered as if nothing had been asked; a line in the log for each would be for anyone to write."""
 
         def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
             super().data_received(data)
             # The parser keeps a header until it is complete.
             self._unfinished = self._unfinished + len(data) if self._in_head else 0
@@ -86,10 +89,19 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
                 if self._unfinished > limit:
                     self._head = self._unfinished
                     self.send_400_response("")
-                elif self.cycle is None or self.cycle.response_complete:
+                elif not self._is_busy:
                     self._close_later()
 
+        @property
+        def _is_busy(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
         def send_400_response(self, msg: str) -> None:
+            if self._is_busy:
+                # A refusal now would be taken for the answer to a request before. Those are answered, then it is over.
+                self._refused = True
+                self.cycle.keep_alive = False
+                return
             if self._head > limit:
                 status, code = b"431 Request Header Fields Too Large", b"headers_too_large"
                 text = f"The request's target and headers are larger than {limit} bytes (setting max_header_bytes)."
