@@ -54,7 +54,8 @@ class Findable:
         self._attention = tuple((manager.kv_cache_group_id, manager.block_size) for manager in attention_managers)
         self._needs: dict[bytes, tuple[bytes, ...]] = {}  # by the key of the first recurrent group: all its keys
         self._needed_by: dict[bytes, set[bytes]] = {}
-        self._doubtful: dict[bytes, None] = {}  # some key of theirs was taken back
+        self._doubtful: set[bytes] = set()  # keys that were taken back, though another block may carry them
+        self._cached = pool.cached_block_hash_to_block
         self._number = 0
         self._news: deque[tuple[int, News]] = deque(maxlen=MAX_NEWS)
 
@@ -73,20 +74,22 @@ class Findable:
         return news
 
     def taken_back(self, keys: Iterable[bytes]) -> None:
-        """The pool has removed these keys of a block; some come back at once, under another block."""
+        """The pool has removed these keys of a block; some come back at once, or stay under another block."""
         for key in keys:
-            states = self._needed_by.get(key)
-            if states is not None:
-                self._doubtful.update(dict.fromkeys(states))
+            if key in self._needed_by:
+                self._doubtful.add(key)
 
     def settle(self) -> None:
         """A step is planned: tell of states that are found no more."""
+        if self._pool.cached_block_hash_to_block is not self._cached:
+            self.clear()  # the pool was emptied as a whole, whoever did it
         if self._doubtful:
-            doubtful, self._doubtful = self._doubtful, {}
-            for state in doubtful:
-                if state in self._needs and not self._has_all(self._needs[state]):
-                    self._forget(state)
-                    self._say(Gone(_name(state)))
+            doubtful, self._doubtful = self._doubtful, set()
+            for key in doubtful:
+                if self._cached.get_one_block(key) is None:
+                    for state in list(self._needed_by.get(key, ())):
+                        self._forget(state)
+                        self._say(Gone(_name(state)))
 
     def planned(self, request: Any, wanted: Iterable[Wanted], start: int, end: int) -> None:
         """Tokens [start, end) of a hinted request are in the step that was planned: tell of its states up to `end`."""
@@ -103,15 +106,16 @@ class Findable:
         self._needs.clear()
         self._needed_by.clear()
         self._doubtful.clear()
+        self._cached = self._pool.cached_block_hash_to_block
         self._say(Cleared())
 
     def _look_at(self, request: Any, position: int) -> str:
         """Name of the state at `position`, watched from now on; "" where it cannot be found."""
         state = key_at(request, position, self._unit, self._recurrent[0])
         if state not in self._needs:
-            needs = tuple(self._keys_of(request, position))
-            if not self._has_all(needs):
+            if not self._has_all(self._keys_of(request, position)):
                 return ""
+            needs = tuple(self._keys_of(request, position))
             self._needs[state] = needs
             for key in needs:
                 self._needed_by.setdefault(key, set()).add(state)
@@ -131,8 +135,7 @@ class Findable:
                 yield key_at(request, position, self._unit, group)
 
     def _has_all(self, keys: Iterable[bytes]) -> bool:
-        cached = self._pool.cached_block_hash_to_block
-        return all(cached.get_one_block(key) is not None for key in keys)
+        return all(self._cached.get_one_block(key) is not None for key in keys)
 
     def _forget(self, state: bytes) -> None:
         for key in self._needs.pop(state):
@@ -154,6 +157,9 @@ def tell_what_is_planned(scheduler: Any, output: Any) -> None:
     """A step is planned to its end: whose states came with it, and which went."""
     checkpoints = scheduler.seamark
     findable = checkpoints.findable
+    findable.settle()  # of a pool that was emptied since, nothing may be said to be found
+    if output.total_num_scheduled_tokens == len(output.num_scheduled_tokens) and not output.scheduled_new_reqs:
+        return  # everybody decodes
     for name, num_tokens in output.num_scheduled_tokens.items():
         request = scheduler.requests[name]
         end = request.num_computed_tokens  # vLLM has advanced it already

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import Any, ClassVar
 
 import vllm
 from prometheus_client import Counter, Gauge
@@ -62,9 +62,13 @@ def own_version() -> str:
 class EngineMetrics(StatLoggerBase):
     """One per engine of this API server. Exports nothing where the patches are not live."""
 
+    _engines: ClassVar[set[int]] = set()  # of this process
+
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.shown: tuple[str, str] | None = None
-        if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1:
+        # Several API servers each hear a part; several engines are several caches, and a name may be in any of them.
+        EngineMetrics._engines.add(engine_index)
+        if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1 or len(EngineMetrics._engines) > 1:
             feed.hears_all = False
         if plugin.patches_live():
             # Until the engine core has run its first step, what the same code in this process would decide.

@@ -8,6 +8,7 @@ from proxy.keys import ApiKey, KeyRing
 
 # Adapters are loaded by paths on the worker's disk.
 ADMIN_OF_WORKERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+TELLS_THE_SALT = ("/render", "/render/")
 OPEN = frozenset({"/health", "/ready"})
 EXPLANATIONS = "/seamark/requests/"
 
@@ -20,8 +21,9 @@ def is_for_operators(path: str) -> bool:
 def client(scope: wire.Scope, keys: KeyRing) -> ApiKey:
     """The key of a request for a worker. Raises `Unauthorized` or `Forbidden`."""
     key = keys.who(scope)
-    if scope["path"] in ADMIN_OF_WORKERS and not key.entry.admin:
-        raise Forbidden("This API key may not change what workers have loaded (admin = true in the keys file).")
+    path = scope["path"]
+    if (path in ADMIN_OF_WORKERS or path.endswith(TELLS_THE_SALT)) and not key.entry.admin:
+        raise Forbidden("This API key may not use this path (admin = true in the keys file).")
     return key
 
 

@@ -85,7 +85,7 @@ class Accounting:
     async def _ask_engine(
         self, call: Call, expected: Expectation, usage: Usage, why: str, change: Change | None
     ) -> str:
-        word = await self._words.word(call.worker, call.request_id)
+        word = await self._words.word(call.worker, call.engine_id)
         return self._explain(call, expected, usage, deepest(why, word), change)
 
     def _explain(self, call: Call, expected: Expectation, usage: Usage, why: str, change: Change | None) -> str:
@@ -128,8 +128,8 @@ class Accounting:
 
     def count(self, call: Call) -> None:
         """Count the request itself, however it ended."""
-        if call.status >= 400 and call.status != GONE and call.worker is not None and call.expected is not None:
-            self._words.refused(call.worker, call.request_id)
+        if call.status >= 400 and call.worker is not None and call.expected is not None:
+            (self._words.left if call.status == GONE else self._words.refused)(call.worker, call.engine_id)
         worker = call.worker.name if call.worker is not None else ""
         self._requests(self.model_label(call), worker, call.endpoint, str(call.status)).inc()
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from prometheus_client import Histogram
 
-from proxy.errors import GatewayError, KeyBusy, Overloaded
+from proxy.errors import GatewayError, KeyBusy, NoWorker, Overloaded
 from proxy.keys import ApiKey
 
 P = TypeVar("P")
@@ -50,7 +50,7 @@ class Admission:
         find room in the same places. `give_back` gets a place that was found for a request which had just left.
         Raises `KeyBusy` or `Overloaded`.
         """
-        if self._is_next(key) and (found := take()) is not None:
+        if self._is_next(key, wants) and (found := take()) is not None:
             return found
         self._refuse_if_full(key)
         waiting = _Waiting(key, wants, take)
@@ -80,10 +80,8 @@ class Admission:
                 continue
             try:
                 found = waiting.take()
-            except GatewayError as error:
-                self._forget(waiting)
-                waiting.future.set_exception(error)
-                continue
+            except NoWorker:  # none for now; whoever arrives is told so, whoever waits goes on waiting
+                found = None
             if found is None:
                 full.add(waiting.wants)
             else:
@@ -96,13 +94,13 @@ class Admission:
             if waiting.key is not None:
                 waiting.key.queued -= 1
 
-    def _is_next(self, key: ApiKey | None) -> bool:
-        """Whether nobody waits who could go before a request of `key`: who waits for a key's own limit could not."""
-        return _may_go(key) and not any(_may_go(waiting.key) for waiting in self._queue)
+    def _is_next(self, key: ApiKey | None, wants: Hashable) -> bool:
+        """Whether nobody waits for the same who could go before: who waits for a key's own limit could not."""
+        return _may_go(key) and not any(waiting.wants == wants and _may_go(waiting.key) for waiting in self._queue)
 
     def _refuse_if_full(self, key: ApiKey | None) -> None:
-        if key is not None and not key.has_room and key.queued >= key.entry.max_queued:
-            raise self._refusal(key, f"{key.queued} requests of this API key are waiting already")
+        if key is not None and key.queued >= key.entry.max_queued:
+            raise KeyBusy(f"{key.queued} requests of this API key are waiting already (max_queued in the keys file).")
         if len(self._queue) >= self._most:
             raise self._refusal(key, f"{len(self._queue)} requests are waiting already")
 

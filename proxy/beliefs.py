@@ -25,6 +25,7 @@ class _Pending:
 
     boot: str
     boundaries: tuple[Boundary, ...]
+    new: list[bytes] = field(default_factory=list)  # keys of those that were not believed to be held
     states: dict[int, str] = field(default_factory=dict)  # told so far, those that are found
 
 
@@ -47,19 +48,27 @@ class Beliefs:
         self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
 
     def sent(self, request_id: str, boundaries: Sequence[Boundary], boot: str) -> None:
-        """A request goes to the worker; its boundaries were noted in the directory."""
+        """A request goes to the worker; its boundaries are going to be noted in the directory."""
         if not boundaries:
             return
-        self._pending[request_id] = _Pending(boot, tuple(boundaries))
+        new = [boundary.key for boundary in boundaries if not self._directory.longest((boundary.key,), (boot,))]
+        self._pending[request_id] = _Pending(boot, tuple(boundaries), new)
         self._pending.move_to_end(request_id)
         if len(self._pending) > MAX_PENDING:
-            self._pending.popitem(last=False)
+            _, oldest = self._pending.popitem(last=False)
+            self._not_held(oldest.new, oldest.boot)
 
     def refused(self, request_id: str) -> None:
-        """The worker has not computed the request."""
+        """The worker has not computed the request: what was new in it is not there."""
         pending = self._pending.pop(request_id, None)
         if pending is not None:
-            self._not_held((boundary.key for boundary in pending.boundaries), pending.boot)
+            self._not_held(pending.new, pending.boot)
+
+    def left(self, request_id: str) -> None:
+        """Its client has left: perhaps it was computed, then the engine tells of it; until then it is not believed."""
+        pending = self._pending.get(request_id)
+        if pending is not None:
+            self._not_held(pending.new, pending.boot)
 
     def apply(self, states: Iterable[Sequence[Any]], boot: str) -> None:
         """What the feed tells, in its order. Raises `ValueError`, `TypeError`, `KeyError` or `IndexError` on nonsense.

@@ -8,15 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from json.decoder import WHITESPACE, JSONDecoder, scanstring
 from typing import Any, NamedTuple
 
-from proxy.errors import BadRequest
+from proxy.errors import BadRequest, TooDeep
 
 XARGS = "vllm_xargs"
 HINT = "seamark_boundaries"
-KV_TRANSFER = "kv_transfer_params"
+# Where to fetch whose cache from, which is not a client's to say.
+TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _DECODER = JSONDecoder()
 # Python's reader gives up at about a thousand; no chat, tool or schema comes near this.
 MAX_DEPTH = 128
-_NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.S)
+# Possessive, and content with a string that never ends: it cannot fail and so never goes back.
+_NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.S)
 
 
 def as_utf8(raw: bytes) -> bytes:
@@ -33,7 +35,7 @@ def as_utf8(raw: bytes) -> bytes:
 def parse_object(raw: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """The JSON object in a body. Raises `BadRequest` for anything else, and for one nested deeper than `max_depth`."""
     if raw.count(b"[") + raw.count(b"{") > max_depth and _depth(raw) > max_depth:
-        raise BadRequest(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
+        raise TooDeep(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
     try:
         parsed = json.loads(raw)
     except (ValueError, RecursionError):
@@ -48,10 +50,10 @@ def _depth(raw: bytes) -> int:
     deepest = level = 0
     for match in _NESTING.finditer(raw):
         sign = match[0]
-        if sign in b"[{":
+        if sign in (b"[", b"{"):
             level += 1
             deepest = max(deepest, level)
-        elif sign in b"]}":
+        elif sign in (b"]", b"}"):
             level -= 1
     return deepest
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy import wire
-from proxy.body import HINT, KV_TRANSFER, XARGS, with_fields, with_hint
+from proxy.body import HINT, TRANSFERS, XARGS, with_fields, with_hint
 from proxy.boundaries import Found
 from proxy.chat import CHAT, Chat
 from proxy.completions_chat import COMPLETIONS
@@ -36,9 +36,11 @@ class Call:
 
     method: str
     target: str  # path and query, as the client wrote them
+    path: str  # decoded
     endpoint: str  # label: the path where it is a known one
     headers: wire.HeaderList
     request_id: str
+    engine_id: str  # the same, or another one where a request of that name is under way
     raw: bytes
     arrived: float  # time.perf_counter() when the body was complete
     key: ApiKey | None = None  # None where none are configured
@@ -62,8 +64,18 @@ class Call:
 
     @property
     def id_header(self) -> tuple[bytes, bytes]:
-        """The request's identity, as clients and workers see it."""
+        """The request's identity, as its client sees it."""
         return (b"x-request-id", self.request_id.encode("latin-1"))
+
+    @property
+    def engine_id_header(self) -> tuple[bytes, bytes]:
+        """The same as the worker sees it."""
+        return (b"x-request-id", self.engine_id.encode("latin-1"))
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the client says that the body is JSON."""
+        return any(name == b"content-type" and b"json" in value.lower() for name, value in self.headers)
 
     @property
     def owner(self) -> str | None:
@@ -73,8 +85,8 @@ class Call:
     @property
     def response_id(self) -> Any:
         """The stored response that it continues or asks for, None where there is none."""
-        if self.target.startswith(RESPONSE_PATH):
-            return self.target[len(RESPONSE_PATH) :].split("?")[0].split("/")[0]
+        if self.path.startswith(RESPONSE_PATH):
+            return self.path[len(RESPONSE_PATH) :].split("/")[0]
         return self.body.get("previous_response_id")
 
     def take_body(self, body: dict[str, Any], asks_usage: bool) -> None:
@@ -83,19 +95,25 @@ class Call:
         `asks_usage`: have streams report their tokens where the client does not ask for it.
         """
         self.body, self.names = body, tuple(body)
-        if KV_TRANSFER in body:  # where to fetch whose cache from is not a client's to say
-            del body[KV_TRANSFER]
-            self.dropped.append(KV_TRANSFER)
+        for name in TRANSFERS:
+            self._drop(name)
         xargs = body.get(XARGS)
-        if isinstance(xargs, dict) and KV_TRANSFER in xargs:
-            body[XARGS] = self.put[XARGS] = {name: value for name, value in xargs.items() if name != KV_TRANSFER}
+        if isinstance(xargs, dict) and not xargs.keys().isdisjoint(TRANSFERS):
+            body[XARGS] = self.put[XARGS] = {name: value for name, value in xargs.items() if name not in TRANSFERS}
         if self.key is not None:
+            if self.endpoint == RESPONSES:
+                self._drop("request_id")  # a response is stored by it, and may be another's
             body["cache_salt"] = self.put["cache_salt"] = self.key.salt
         if asks_usage and self.endpoint in ASKED_FOR_USAGE and body.get("stream") is True and _ends_once(body):
             options = body.get("stream_options")
             if options is None or (isinstance(options, dict) and not any(options.values())):
                 self.put["stream_options"] = {**(options or {}), "include_usage": True}
                 self.strips_usage = True
+
+    def _drop(self, name: str) -> None:
+        if name in self.body:
+            del self.body[name]
+            self.dropped.append(name)
 
     def body_with(self, positions: tuple[int, ...]) -> bytes:
         """The bytes to send, `positions` in their hint; all else that is the client's is as it was written."""
@@ -142,9 +160,11 @@ def call_of(scope: wire.Scope, raw: bytes, request_id: str, key: ApiKey | None =
     return Call(
         method=scope["method"],
         target=target,
+        path=path,
         endpoint=path if path in ENDPOINTS else "other",
         headers=wire.end_to_end(scope["headers"], wire.RECOMPUTED if key is None else wire.RECOMPUTED_WITH_KEY),
         request_id=request_id,
+        engine_id=request_id,
         raw=raw,
         arrived=time.perf_counter(),
         key=key,

@@ -73,11 +73,12 @@ class Directory:
         if boot in holders:
             holders[boot] = tokens
 
-    def forget(self, keys: Sequence[bytes], boot: str, *, heard: bool = False) -> None:
+    def forget(self, keys: Iterable[bytes], boot: str, *, heard: bool = False) -> None:
         """Nothing of these prefixes is held by `boot` any more; that they were sent is remembered.
 
         `heard`: another gateway says so.
         """
+        keys = list(keys)
         for key in keys:
             self.hold(key, boot, 0)
         if self.on_forget is not None and not heard:

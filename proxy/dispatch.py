@@ -43,6 +43,7 @@ class Dispatch:
         self.words = EngineWords(upstream, self.directory)
         self.hot = HotPrefixes(settings.text_bytes // 8)
         pool.changed = admission.wake
+        pool.taken_out = self.words.forget
 
     async def place(self, call: Call) -> None:
         """Give the call to a worker, which is counted from now on; waits while none has room.
@@ -52,8 +53,8 @@ class Dispatch:
         if not self._pool.up:
             await self._pool.ready()
         model = call.body.get("model")
-        wants = model if isinstance(model, str) else None
-        await self._admission.place(call.key, wants, lambda: self._take(call), lambda _: self.leave(call))
+        wants = (model if isinstance(model, str) else None, self._finding.stored.boot(call.response_id))
+        await self._admission.place(call.key, wants, lambda: self._take(call), lambda _: self.never_got(call))
 
     def leave(self, call: Call) -> None:
         """The worker is done with the call, or never got it."""
@@ -66,6 +67,12 @@ class Dispatch:
             call.key.inflight -= 1
         if len(self._admission):
             self._admission.wake()
+
+    def never_got(self, call: Call) -> None:
+        """The worker was not there: nothing of the call is."""
+        if call.expected is not None:
+            self.words.refused(call.worker, call.engine_id)
+        self.leave(call)
 
     def prefilled(self, call: Call, worker: Worker | None = None) -> None:
         """The answer has begun: its prompt is computed."""
@@ -90,11 +97,10 @@ class Dispatch:
         workers = self._pool.for_model(call.body.get("model"))
         if (keeper := self._keeper(call, workers)) is not None:
             workers = [keeper]
-        if not all(worker.has_room for worker in workers):
-            workers = [worker for worker in workers if worker.has_room]
-            if not workers:
-                return None
-        worker = self._choose(call, workers)
+        roomy = [worker for worker in workers if worker.has_room]
+        if not roomy:
+            return None
+        worker = self._choose(call, roomy)
         call.worker = call.worker_held = worker
         call.prefill = call.tokens_beyond(call.expected.predicted if call.expected is not None else 0)
         worker.prefill_tokens += call.prefill
@@ -109,15 +115,18 @@ class Dispatch:
         found = call.found
         if found is None:
             return choose(workers, {}, self._settings.load_slack)
-        boots = [worker.boot for worker in workers]
+        # Of all that could hold it: one that is full, or not ready yet, has not lost it.
+        boots = [worker.boot for worker in self._pool.serving(call.body.get("model"))]
         held = self.directory.longest(found.prefixes, boots)
         together = call.body.get("prompt_cache_key")
         worker = choose(workers, held, self._settings.load_slack, together)
         shared = max(held.values(), default=None)
+        # Sent again, elsewhere: the first try is not what was ever sent before.
+        ever = self.directory.ever_sent(found.prefixes) if call.expected is None else call.expected.shareable_ever
         call.expected = Expectation(
             failure=found.failure if worker.engine is not None else "unpatched",
             shareable=self.directory.sent(found.prefixes, boots),
-            shareable_ever=self.directory.ever_sent(found.prefixes),
+            shareable_ever=ever,
             held=shared.tokens if shared is not None else 0,
             predicted=held[worker.boot].tokens if worker.boot in held else 0,
             deepest=max(found.positions, default=0),
@@ -125,8 +134,8 @@ class Dispatch:
             would_share=max((b.tokens for b in found.boundaries if b.key != found.turn_key), default=0),
         )
         if worker.engine is not None:
+            self.words.sent(worker, call.engine_id, found.boundaries)
             self.directory.note(found.boundaries, worker.boot)
-            self.words.sent(worker, call.request_id, found.boundaries)
             if shared is not None:
                 self._remember(call, shared.key, shared.tokens)
         return worker

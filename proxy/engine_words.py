@@ -43,6 +43,7 @@ class _Feed:
     beliefs: Beliefs
     boot: str = ""
     cursor: int = 0
+    read_as: str = ""  # what the worker was known as when it was last read
     former_boots: set[str] = field(default_factory=set)
     tells_states: bool = False  # so it can also be asked to wait for news
     several: bool = False  # API servers in turn, each with a part of the news: good for words only
@@ -79,6 +80,12 @@ class EngineWords:
         """The worker answered with an error: what was believed of the request is not there."""
         self._feed(worker).beliefs.refused(request_id)
 
+    def left(self, worker: Worker, request_id: str) -> None:
+        """The client of a request has left."""
+        feed = self._feed(worker)
+        if feed.follows:
+            feed.beliefs.left(request_id)
+
     def fell_short(self, worker: Worker, prefixes: Sequence[bytes], left: Container[bytes], tokens: int) -> None:
         """A request that starts with `prefixes` found only `tokens`; it has itself `left` some of them behind."""
         unit = worker.engine.match_unit if worker.engine is not None else 1
@@ -93,9 +100,15 @@ class EngineWords:
             self._read_on(worker, feed)
             done, _ = await asyncio.wait((told,), timeout=TIMEOUT)
             feed.waiting.pop(request_id, None)
-            if not done:  # an engine that has answered has something to tell
+            if not done and not feed.follows:  # an engine that has answered has something to tell
                 feed.silent_until = time.monotonic() + SILENT_SECONDS
         return feed.words.pop(request_id, None)
+
+    def forget(self, worker: Worker) -> None:
+        """The worker is not used any more."""
+        feed = self._feeds.pop(worker.url, None)
+        if feed is not None and feed.reader is not None:
+            feed.reader.cancel()
 
     async def aclose(self) -> None:
         """Read no more."""
@@ -161,9 +174,14 @@ class EngineWords:
             feed.former_boots.add(feed.boot)
         feed.tells_states = "states" in told
         if feed.follows:
-            if told["reset"]:
+            if told["reset"] and feed.read_as:  # at first sight nothing was believed that could be wrong
+                feed.beliefs.forget_all(feed.read_as)
+            feed.read_as = worker.boot
+            try:
+                feed.beliefs.apply(told["states"], worker.boot)
+            except Exception as error:  # what follows it is as good as lost; reading it again would end the same way
+                logger.error("states told by worker %s: %s", worker.name, type(error).__name__)
                 feed.beliefs.forget_all(worker.boot)
-            feed.beliefs.apply(told["states"], worker.boot)
         for request_id, reason, _ in told["outcomes"]:
             feed.words[request_id] = str(reason)
             feed.words.move_to_end(request_id)

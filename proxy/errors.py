@@ -34,6 +34,10 @@ class BadRequest(GatewayError):
         self.param = param
 
 
+class TooDeep(BadRequest):
+    """Nested deeper than is looked into."""
+
+
 class Unauthorized(GatewayError):
     status = 401
     type = "invalid_request_error"

@@ -36,6 +36,7 @@ class EventRelay:
         self._held = b""  # the beginning of an event
         self._terminal = b""  # a whole event that the usage may have to go into
         self._closed = False
+        self._whole = True  # what was passed on ends with an event's end
         self._with_usage = b""
         self.first = b""  # its first event
         self.last = b""  # its last few
@@ -70,12 +71,23 @@ class EventRelay:
     async def finish(self, event: bytes = b"") -> None:
         """End the stream, with one more event if there is one."""
         self._closed = True
+        if event and not self._whole:
+            event = b"\n\n" + event
         await self._send({"type": "http.response.body", "body": self._terminal + event})
 
     async def beat(self) -> None:
         """A comment, between two events."""
-        if not self._closed and not self.sending:
+        if self._whole and not self._closed and not self.sending:
             await self._pass_on(HEARTBEAT)
+
+    @property
+    def response(self) -> Any:
+        """Of a stream of /v1/responses: the response as it was told last, whole if the stream was."""
+        for events in (self.last, self.first):
+            response = data_of_last(events).get("response")
+            if response is not None:
+                return response
+        return None
 
     @property
     def usage(self) -> Usage | None:
@@ -84,6 +96,7 @@ class EventRelay:
 
     async def _pass_on(self, chunk: bytes) -> None:
         self.sending = True
+        self._whole = chunk.endswith(_ENDS)
         try:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         finally:
@@ -135,6 +148,17 @@ def _start_of_event(events: bytes, at: int) -> int:
 
 def _end_of_event(events: bytes, at: int) -> int:
     return min((found + len(end) for end in _ENDS if (found := events.find(end, at)) >= 0), default=len(events))
+
+
+def data_of_last(events: bytes) -> dict[str, Any]:
+    """The data of the last event in some; empty where it is no object."""
+    for line in reversed(events.splitlines()):
+        if line.startswith(b"data:"):
+            with contextlib.suppress(ValueError):
+                data = json.loads(line[5:])
+                return data if isinstance(data, dict) else {}
+            return {}
+    return {}
 
 
 def usage_in_stream(events: bytes) -> Usage | None:

@@ -12,6 +12,7 @@ from typing import Any
 from proxy import wire
 from proxy.anthropic_chat import MESSAGES
 from proxy.errors import GatewayError
+from proxy.events import data_of_last
 from proxy.responses_chat import RESPONSES
 
 # https://docs.anthropic.com/en/api/errors
@@ -59,8 +60,8 @@ def error_event(error: GatewayError, endpoint: str, first: bytes = b"", last: by
 
 def _failed_response(error: GatewayError, first: bytes, last: bytes) -> dict[str, Any]:
     """The `response.failed` event: the response as its first event announced it, numbered after the last one."""
-    response = _data(first).get("response")
-    number = _data(last).get("sequence_number")
+    response = data_of_last(first).get("response")
+    number = data_of_last(last).get("sequence_number")
     return {
         "type": "response.failed",
         "sequence_number": number + 1 if isinstance(number, int) else 0,
@@ -70,15 +71,3 @@ def _failed_response(error: GatewayError, first: bytes, last: bytes) -> dict[str
             "error": {"code": "server_error", "message": str(error)},
         },
     }
-
-
-def _data(events: bytes) -> dict[str, Any]:
-    """The data of the last event in some."""
-    for line in reversed(events.splitlines()):
-        if line.startswith(b"data:"):
-            try:
-                data = json.loads(line[5:])
-            except ValueError:
-                return {}
-            return data if isinstance(data, dict) else {}
-    return {}

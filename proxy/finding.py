@@ -111,5 +111,5 @@ class Finding:
 
     def _remember(self, call: Call) -> None:
         if call.found.layout is not None and not call.chat.is_bare:
-            call.recent = Recent(call.found.layout, call.found.tokens, len(call.raw))
+            call.recent = Recent(call.found.layout, call.found.tokens, len(call.raw), call.owner)
             self.recent.add(call.recent)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import time
 import traceback
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from proxy.admission import Admission
 from proxy.body import as_utf8, parse_object
 from proxy.call import REPORTING, Call, call_of
 from proxy.dispatch import Dispatch
-from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, WorkerFailed, WorkerSilent
+from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooDeep, WorkerFailed, WorkerSilent
 from proxy.events import EventRelay, Pulse
 from proxy.files import read_secret
 from proxy.finding import HINTED, Finding
@@ -40,6 +41,8 @@ logger = logging.getLogger("seamark.gateway")
 
 # A client's own X-Request-Id is kept in memory for a while; longer ones are replaced.
 MAX_ID_CHARACTERS = 256
+# How a JSON object begins, in any of its encodings; audio and images do not.
+_OBJECT = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\s\0])*\{")
 # Seconds between two looks at the files that are read again when they change.
 FILES_INTERVAL = 1.0
 
@@ -67,6 +70,8 @@ class Gateway:
         self.pool.warm = self._warm
         self._boundary_seconds = self.metrics.overhead.labels("boundary")
         self.sharing: Sharing | None = None  # with other gateways
+        self._bodies = wire.BodyRoom(settings.max_bodies_bytes)
+        self._under_way: set[str] = set()  # names of requests, as engines know them
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -108,13 +113,19 @@ class Gateway:
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         request_id = wire.header(scope, b"x-request-id")
-        if not request_id or len(request_id) > MAX_ID_CHARACTERS:
+        if not request_id or len(request_id) > MAX_ID_CHARACTERS or not request_id.isascii():
             request_id = os.urandom(16).hex()
         call: Call | None = None
+        taken = 0
         try:
             key = access.client(scope, self.keys) if self.keys is not None else None
-            raw = await wire.read_body(receive, self.settings.max_body_bytes, self.settings.client_timeout)
+            settings = self.settings
+            raw = await wire.read_body(receive, settings.max_body_bytes, settings.client_timeout, self._bodies)
+            taken = len(raw)
             call = call_of(scope, raw, request_id, key)
+            if request_id in self._under_way:  # one name for a whole fan-out; the engine's words must not be mixed up
+                call.engine_id = f"{request_id}.{os.urandom(4).hex()}"
+            self._under_way.add(call.engine_id)
             async with wire.ClientWatch(scope, receive) as watch:
                 await self._serve(call, send, watch)
         except wire.ClientGone:
@@ -133,7 +144,9 @@ class Gateway:
                 call, scope, GatewayError("The gateway failed to handle this request."), request_id, send
             )
         finally:
+            self._bodies.give_back(taken)
             if call is not None:
+                self._under_way.discard(call.engine_id)
                 self.accounting.count(call)
 
     async def _refuse(
@@ -148,8 +161,8 @@ class Gateway:
     async def _serve(self, call: Call, send: wire.Send, watch: wire.ClientWatch) -> None:
         if call.method == "POST":
             await self._read(call)
-        if call.key is not None and not self.finding.stored.may_see(call.response_id, call.owner):
-            raise NotFound("No such response.")
+        else:
+            self._check_owner(call)
         await self.dispatch.place(call)
         try:
             response = await self._forward(call)
@@ -172,25 +185,37 @@ class Gateway:
     async def _read(self, call: Call) -> None:
         """Parse the body where it is JSON, and find its boundaries."""
         hinted = call.endpoint in HINTED
+        if not hinted and not call.is_json and _OBJECT.match(call.raw) is None:
+            return
         try:
             raw = as_utf8(call.raw)
             body = parse_object(raw, self.settings.max_json_depth)
-        except BadRequest:
-            if hinted:
+        except BadRequest as error:
+            # The worker's to judge, unless it might read what is refused here.
+            if hinted or isinstance(error, TooDeep) or (call.key is not None and call.is_json):
                 raise
-            return  # the worker's to judge
+            return
         call.raw = raw
         call.take_body(body, self.settings.ask_usage)
+        self._check_owner(call)
         if hinted:
             await self.finding.read(call, await self.pool.ready())
             self._boundary_seconds.observe(time.perf_counter() - call.arrived)
+
+    def _check_owner(self, call: Call) -> None:
+        if call.key is not None and not self.finding.stored.may_see(call.response_id, call.owner):
+            raise NotFound("No such response.")
 
     async def _forward(self, call: Call) -> Answer:
         """Send to the chosen worker. What was not sent at all is sent again: elsewhere, or on a new connection."""
         resent = False
         while True:
             worker = call.worker
-            headers = [*call.headers, call.id_header, *(self.upstream.own_headers if call.key is not None else ())]
+            headers = [
+                *call.headers,
+                call.engine_id_header,
+                *(self.upstream.own_headers if call.key is not None else ()),
+            ]
             raw = call.body_with(self.dispatch.hint(call)) if call.method == "POST" else call.raw
             try:
                 response = await self.upstream.send(
@@ -199,7 +224,7 @@ class Gateway:
             except Unreachable:
                 self.metrics.resent.labels(worker.name, "unreachable").inc()
                 self.pool.mark_down(worker)
-                self.dispatch.leave(call)
+                self.dispatch.never_got(call)
                 await self.dispatch.place(call)
             except Stale:
                 if resent:
@@ -258,6 +283,9 @@ class Gateway:
                 if not watch.gone:  # the server ends us
                     await relay.finish(self._event(call, Stopping("The gateway is stopping."), relay))
                 raise
+            finally:
+                if call.endpoint == RESPONSES:
+                    self.finding.answered(call, relay.response)
             watch.over = True
             await relay.finish(end)
         await self.accounting.answered(call, relay.usage)

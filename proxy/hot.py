@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from proxy.body import HINT, KV_TRANSFER, XARGS, with_fields
+from proxy.body import HINT, TRANSFERS, XARGS, with_fields
 from proxy.boundaries import Boundary
 from proxy.chat import CHAT
 from proxy.completions_chat import COMPLETIONS
@@ -61,7 +61,7 @@ class Replay(NamedTuple):
         """The request for one token, and hardly anything else, with `positions` as its hint."""
         put = {**self.put, **_ONE_TOKEN.get(self.endpoint, {"max_tokens": 1, "stream": False})}
         put[XARGS] = {HINT: list(positions)}
-        return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, KV_TRANSFER))
+        return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))
 
 
 class _Hot:

@@ -49,7 +49,8 @@ def reason(expected: Expectation, cached: int, change: Change | None = None) -> 
         return "worker_restarted" if expected.shareable_ever else "cold"
     if not expected.floored(expected.shareable):
         return "below_unit"
-    if expected.predicted < expected.held and cached >= expected.floored(expected.predicted):
+    elsewhere = expected.floored(expected.held) > expected.floored(expected.predicted)
+    if elsewhere and cached >= expected.floored(expected.predicted):
         return "other_worker"
     return "evicted"
 

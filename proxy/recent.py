@@ -62,8 +62,9 @@ class Change(NamedTuple):
 class Recent:
     """One request as remembered; what is compared is worked out once a comparison is wanted."""
 
-    def __init__(self, layout: Layout, tokens: Tokens | None, size: int) -> None:
-        """`size` in bytes, of the text it keeps alive."""
+    def __init__(self, layout: Layout, tokens: Tokens | None, size: int, owner: str | None = None) -> None:
+        """`size` in bytes, of the text it keeps alive; `owner` is the API key it came with."""
+        self.owner = owner
         self.layout = layout
         self.tokens = tokens
         held = size * (2 if layout.chat.native is not None else 1)  # converted, and as it came
@@ -129,7 +130,11 @@ class RecentRequests:
         changes = [
             found
             for other in reversed(self._requests.values())
-            if other is not request and (other.parts & request.parts) and (found := _difference(request, other))
+            # Of what others asked not even that it is alike is told.
+            if other is not request
+            and other.owner == request.owner
+            and (other.parts & request.parts)
+            and (found := _difference(request, other))
         ]
         return max(changes, key=lambda change: change.behind, default=None)
 

@@ -169,6 +169,8 @@ class StoredResponses:
         """Remember the chat of a finished response (`answer`, parsed) of the worker booted as `boot` to `owner`."""
         if not self._size or not isinstance(answer, dict) or not isinstance(answer.get("id"), str):
             return
+        if not self.may_see(answer["id"], owner):
+            return
         messages = list(chat.messages)
         for item in listed(answer.get("output")):
             if isinstance(item, dict) and item.get("type") == "message":  # vLLM carries over the texts only

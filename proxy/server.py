@@ -48,13 +48,18 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
             self._head += len(url)
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            super().on_header(name, value)
             self._head += len(name) + len(value) + 4
+            if self._in_head:
+                super().on_header(name, value)
+            elif self._head > limit:  # trailers, which go nowhere
+                raise ValueError("trailers too large")
 
         def on_headers_complete(self) -> None:
             self._in_head = False
             if self._head > limit:
                 raise ValueError("head too large")  # the parser stops, and uvicorn refuses
+            if len(self.pipeline) >= MAX_PIPELINED:
+                raise ValueError("too many requests behind each other")
             super().on_headers_complete()
             cycle = self.cycle
             cycle.left = []
@@ -64,8 +69,11 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
                 )
             }
             self._asked.append(self.cycle)
-            if 0 < len(self.pipeline) < MAX_PIPELINED:
-                self.flow.resume_reading()  # uvicorn would stop, and not see the client leave
+            self.flow.resume_reading()  # uvicorn would stop behind a request, and not see the client leave
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self.flow.resume_reading()  # the same behind a large body
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)

@@ -38,6 +38,7 @@ class Settings(BaseModel):
         5.0, gt=0, description="seconds a worker gets to render a chat before it is forwarded without a hint"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body")
+    max_bodies_bytes: int = Field(2**30, gt=0, description="largest size of all request bodies together")
     memory_bytes: int = Field(
         128 * 2**20, gt=0, description="memory for positions of prefixes, and for which worker was sent which"
     )

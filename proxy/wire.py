@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cache
 from typing import Any
 
-from proxy.errors import BodyTooLarge, BodyTooSlow
+from proxy.errors import BodyTooLarge, BodyTooSlow, Overloaded
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -53,31 +53,51 @@ class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
-async def read_body(receive: Receive, limit: int, timeout: float) -> bytes:
-    """The whole request body.
+class BodyRoom:
+    """Bytes of all bodies that are in memory together."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.held = 0
+
+    def take(self, size: int) -> None:
+        """Raises `Overloaded` where there is no room for so many bytes."""
+        if self.held + size > self._most:
+            raise Overloaded("The gateway holds as many request bodies as it may (setting max_bodies_bytes).")
+        self.held += size
+
+    def give_back(self, size: int) -> None:
+        self.held -= size
+
+
+async def read_body(receive: Receive, limit: int, timeout: float, room: BodyRoom) -> bytes:
+    """The whole request body, for which room is taken.
 
     Raises `BodyTooLarge` past `limit` bytes, `BodyTooSlow` when a piece takes longer than `timeout` seconds,
-    `ClientGone` when the client leaves before its end.
+    `Overloaded`, and `ClientGone` when the client leaves before its end.
     """
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body") and len(message.get("body", b"")) <= limit:
-        return message.get("body", b"")
-    parts, size = [], 0
-    while True:
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise BodyTooLarge(f"The request body is larger than {limit} bytes (setting max_body_bytes).")
-        parts.append(part)
-        if not message.get("more_body"):
-            return b"".join(parts)
-        try:
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while True:
             async with asyncio.timeout(timeout):
                 message = await receive()
-        except TimeoutError:
-            raise BodyTooSlow(f"The rest of the request did not come within {timeout:g} seconds.") from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            if size + len(part) > limit:
+                raise BodyTooLarge(f"The request body is larger than {limit} bytes (setting max_body_bytes).")
+            room.take(len(part))
+            size += len(part)
+            parts.append(part)
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError:
+        room.give_back(size)
+        raise BodyTooSlow(f"The rest of the request did not come within {timeout:g} seconds.") from None
+    except BaseException:
+        room.give_back(size)
+        raise
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -117,6 +117,7 @@ class WorkerPool:
         self._local: LocalRender | None = None
         self.warm: Callable[[Worker], Awaitable[None]] | None = None  # before a restarted worker takes requests
         self.changed: Callable[[], None] = lambda: None  # who is ready may be others now
+        self.taken_out: Callable[[Worker], None] = lambda worker: None
         self._reconcile()
 
     @property
@@ -130,13 +131,16 @@ class WorkerPool:
             await self.look_at_all()
         return self.up
 
+    def serving(self, model: Any) -> list[Worker]:
+        """All that are up and serve `model`, ready or not."""
+        return [worker for worker in self.workers if worker.up and worker.serves(model)]
+
     def for_model(self, model: Any) -> list[Worker]:
         """Those to choose from: up, and serving `model`; all that are up where none ever did, the answer is theirs.
 
         Raises `NoWorker`.
         """
-        serving = [worker for worker in self.workers if worker.up and worker.serves(model)]
-        if serving:
+        if serving := self.serving(model):
             return [worker for worker in serving if not worker.warming] or serving
         if any(worker.serves(model) for worker in self.workers) or not (up := self.up):
             raise NoWorker("No worker is ready for this model. It may still be loading it.")
@@ -188,6 +192,7 @@ class WorkerPool:
             for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
                 gauge.remove(present[url].name)
             self._looks.pop(url, None)
+            self.taken_out(present[url])
         self.workers = [present.get(url) or self._new(url) for url in wanted]
         for worker in self.workers:
             worker.max_inflight = wanted[worker.url].max_inflight

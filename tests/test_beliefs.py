@@ -21,8 +21,8 @@ class Gateway:
         self.beliefs = Beliefs(self.directory)
 
     def send(self, request_id: str, *boundaries: Boundary) -> None:
-        self.directory.note(boundaries, BOOT)
         self.beliefs.sent(request_id, boundaries, BOOT)
+        self.directory.note(boundaries, BOOT)
 
     def tell(self, *states: list) -> None:
         self.beliefs.apply(states, BOOT)
@@ -94,6 +94,33 @@ def test_a_request_that_was_refused_left_nothing_new(gateway):
     gateway.send("bad", SYSTEM, TURN)
     gateway.beliefs.refused("bad")
     assert gateway.held(b"s", b"t") == 160
+
+
+def test_a_refusal_takes_nothing_from_what_was_there_before(gateway):
+    """Of an engine that tells no states, too."""
+    gateway.send("r", SYSTEM)
+    gateway.send("too long", SYSTEM, TURN)
+    gateway.beliefs.refused("too long")
+    assert gateway.held(b"s", b"t") == 163
+
+
+def test_what_a_client_did_not_wait_for_is_believed_once_the_engine_tells_of_it(gateway):
+    gateway.send("r", SYSTEM)
+    gateway.beliefs.left("r")
+    assert gateway.held(b"s") == 0
+    gateway.tell(["came", "r", 200, [[160, "a"]]])
+    assert gateway.held(b"s") == 160
+
+
+def test_everything_that_is_forgotten_is_told_on_in_lists(gateway):
+    told = []
+    gateway.directory.on_forget = lambda keys, boot: told.append(sorted(keys[0 : len(keys)]))
+    gateway.send("r", SYSTEM, TURN)
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]], ["gone", "b"])
+    gateway.send("q", HEAD)
+    gateway.beliefs.refused("q")
+    gateway.tell(["cleared"])
+    assert [keys for keys in told if keys] == [[b"t"], [b"h"], [b"s"]]
 
 
 def test_what_was_not_found_is_not_there_but_for_what_the_request_left_and_the_engine_vouches_for(gateway):

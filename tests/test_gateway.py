@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import unquote
 
 import httpx
@@ -122,6 +123,17 @@ def test_headers_travel_except_those_of_the_connection(gateway, worker):
     assert sum(name == b"content-length" for name, _ in seen) == 1
     assert answer.headers["x-request-id"] == "my-request"
     assert answer.headers.get_list("x-twice") == ["1", "2"]
+
+
+def test_two_requests_of_one_name_at_once_are_told_apart_at_the_worker(gateway, worker):
+    worker.hold.set()
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(post, gateway, chat("Tide?"), headers={"x-request-id": "one"}) for _ in range(2)]
+        wait_for(lambda: len(worker.requests) == 2)
+        worker.hold.clear()
+        assert [answer.result().headers["x-request-id"] for answer in answers] == ["one", "one"]
+    names = sorted(dict(request.headers)[b"x-request-id"].decode() for request in worker.requests)
+    assert names[0] == "one" and names[1].startswith("one.")
 
 
 def test_a_request_without_an_id_gets_one(gateway, worker):

@@ -200,6 +200,39 @@ def test_pages_on_an_address_of_their_own(fleet, worker):
     assert gateway.process.wait(10) == -signal.SIGTERM  # uvicorn stops, and then passes the signal on to itself
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/embeddings", CHAT])
+def test_no_body_gets_past_what_the_gateway_answers_for(fleet, worker, file, path):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    deep = "[" * 200 + "]" * 200
+    for raw in (
+        f'{{"model":"m","cache_salt":"mine","kv_transfer_params":{{}},"x":{deep}}}'.encode(),
+        b'{"model":"m","cache_salt":"mine","x":NaN,}',
+    ):
+        headers = {**bearer("ann"), "content-type": "Application/JSON"}
+        assert httpx.post(gateway.url + path, content=raw, headers=headers).status_code == 400
+    assert not worker.requests
+    raw = json.dumps({**chat("Tide?"), "cache_salt": "mine", "ec_transfer_params": {"a": 1}}).encode("utf-16")
+    assert httpx.post(gateway.url + path, content=raw, headers=bearer("ann")).status_code == 200
+    sent = json.loads(worker.requests[-1].body)
+    assert sent["cache_salt"] != "mine" and "ec_transfer_params" not in sent
+
+
+def test_what_others_asked_is_no_reason_that_is_told(fleet, worker, file):
+    worker.cached = 0
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    reasons = []
+    for name, body in (("ann", chat("Tide?")), ("bob", chat("x")), ("cleo", {**chat("Tide"), "seed": 1})):
+        answer = httpx.post(gateway.url + CHAT, json=body, headers=bearer(name), timeout=30)
+        reasons.append(answer.headers["x-seamark-reason"])
+    assert reasons[:2] == ["cold", "cold"] and "salt" not in reasons
+
+
+def test_paths_that_tell_the_salt_are_for_operators(fleet, worker, file):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    for path in (CHAT + "/render", "/v1/completions/rend%65r"):
+        assert httpx.post(gateway.url + path, json=chat("Tide?"), headers=bearer("ann")).status_code == 403
+
+
 def test_a_stored_response_is_its_owners(fleet, worker, file):
     gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
     url = gateway.url + "/v1/responses"
@@ -211,7 +244,8 @@ def test_a_stored_response_is_its_owners(fleet, worker, file):
     stored = COMPLETION["id"]
     for name, status in (("ann", 200), ("bob", 404)):
         assert ask(name, previous_response_id=stored) == status
-        for path in (f"/{stored}", f"/{stored}/cancel", f"/{stored}?stream=true"):
+        spelled = stored.replace("-", "%2D")
+        for path in (f"/{stored}", f"/{stored}/cancel", f"/{stored}?stream=true", f"/{spelled}"):
             assert httpx.get(url + path, headers=bearer(name)).status_code == status
 
 
