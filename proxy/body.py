@@ -15,6 +15,7 @@ HINT = "seamark_boundaries"
 # Where to fetch whose cache from, which is not a client's to say.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _DECODER = JSONDecoder()
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 # Python's reader gives up at about a thousand; no chat, tool or schema comes near this.
 MAX_DEPTH = 128
 # Possessive, and content with a string that never ends: it cannot fail and so never goes back.
@@ -69,7 +70,7 @@ def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], drop
     if not put:
         return raw
     end = raw.rindex(b"}")
-    fields = json.dumps(put, separators=(",", ":"))[1:-1].encode()
+    fields = _encode(put)[1:-1].encode()
     return b"%b%b%b%b" % (raw[:end], b"," if len(names) > len(gone) else b"", fields, raw[end:])
 
 

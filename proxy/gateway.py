@@ -120,7 +120,7 @@ class Gateway:
         try:
             key = access.client(scope, self.keys) if self.keys is not None else None
             settings = self.settings
-            raw = await wire.read_body(receive, settings.max_body_bytes, settings.client_timeout, self._bodies)
+            raw = await wire.read_body(scope, receive, settings.max_body_bytes, settings.client_timeout, self._bodies)
             taken = len(raw)
             call = call_of(scope, raw, request_id, key)
             if request_id in self._under_way:  # one name for a whole fan-out; the engine's words must not be mixed up

@@ -66,7 +66,8 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
             self.scope["extensions"] = {
                 wire.ON_DISCONNECT: lambda call_back: (
                     call_back() if cycle.disconnected else cycle.left.append(call_back)
-                )
+                ),
+                wire.BODY_IS_HERE: lambda: not cycle.more_body,
             }
             self._asked.append(self.cycle)
             self.flow.resume_reading()  # uvicorn would stop behind a request, and not see the client leave

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
-from weakref import WeakSet
 
 import aiohttp
+from aiohttp.payload import BytesPayload
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -115,7 +115,7 @@ class Upstream:
                 method,
                 _parsed(url),
                 headers=_as_text(headers),
-                data=body or None,
+                data=BytesPayload(body) if body else None,
                 allow_redirects=False,
                 timeout=self._timeout(read_timeout),
             )
@@ -200,13 +200,9 @@ _kept_alive: ContextVar[bool] = ContextVar("kept_alive", default=False)
 class _Connector(aiohttp.TCPConnector):
     """Notes whether a request goes out on a connection that was kept alive."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._used: WeakSet[Any] = WeakSet()
-
     async def connect(self, *args: Any, **kwargs: Any) -> Any:
         connection = await super().connect(*args, **kwargs)
         protocol = connection.protocol
-        _kept_alive.set(protocol in self._used)
-        self._used.add(protocol)
+        _kept_alive.set(hasattr(protocol, "seamark_used"))
+        protocol.seamark_used = True
         return connection

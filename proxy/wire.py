@@ -47,6 +47,8 @@ OWN_RESPONSE = frozenset(
 
 # ASGI extension of the gateway's own server: a function to give a function to, which is called when the client leaves.
 ON_DISCONNECT = "seamark.on_disconnect"
+# Another: whether the whole body was received, so that nothing has to be waited for.
+BODY_IS_HERE = "seamark.body_is_here"
 
 
 class ClientGone(Exception):
@@ -70,7 +72,7 @@ class BodyRoom:
         self.held -= size
 
 
-async def read_body(receive: Receive, limit: int, timeout: float, room: BodyRoom) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float, room: BodyRoom) -> bytes:
     """The whole request body, for which room is taken.
 
     Raises `BodyTooLarge` past `limit` bytes, `BodyTooSlow` when a piece takes longer than `timeout` seconds,
@@ -78,10 +80,14 @@ async def read_body(receive: Receive, limit: int, timeout: float, room: BodyRoom
     """
     parts: list[bytes] = []
     size = 0
+    is_here = scope.get("extensions", {}).get(BODY_IS_HERE)
     try:
         while True:
-            async with asyncio.timeout(timeout):
+            if is_here is not None and is_here():
                 message = await receive()
+            else:
+                async with asyncio.timeout(timeout):
+                    message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
             part = message.get("body", b"")
