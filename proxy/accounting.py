@@ -136,4 +136,6 @@ class Accounting:
     def model_label(self, call: Call) -> str:
         """The model's name, where it is one."""
         model = call.body.get("model")
+        if call.worker is not None and call.worker.serves(model):
+            return model
         return model if any(worker.serves(model) for worker in self._pool.workers) else UNKNOWN_MODEL

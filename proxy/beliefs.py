@@ -51,7 +51,7 @@ class Beliefs:
         """A request goes to the worker; its boundaries are going to be noted in the directory."""
         if not boundaries:
             return
-        new = [boundary.key for boundary in boundaries if not self._directory.longest((boundary.key,), (boot,))]
+        new = [boundary.key for boundary in boundaries if not self._directory.holds(boundary.key, boot)]
         self._pending[request_id] = _Pending(boot, tuple(boundaries), new)
         self._pending.move_to_end(request_id)
         if len(self._pending) > MAX_PENDING:

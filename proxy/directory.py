@@ -88,6 +88,11 @@ class Directory:
         """Whatever was believed of `boot` is doubtful. Walks over everything: for rare events."""
         self.forget([key for key, (_, holders) in self._prefixes.items() if holders.get(boot)], boot)
 
+    def holds(self, key: bytes, boot: str) -> int:
+        """Tokens that `boot` holds of the prefix `key`."""
+        entry = self._prefixes.get(key)
+        return entry[1].get(boot, 0) if entry is not None else 0
+
     def longest(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> dict[str, Holding]:
         """The most that each of `boots` holds of `prefixes` (shortest first), of the deepest it holds anything of."""
         wanted = set(boots)
