@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
@@ -58,7 +59,7 @@ def canonical(value: Any) -> bytes:
 
 def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes) -> Keys:
     """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it."""
-    head = xxh3_128_digest(renderer + canonical({field: body[field] for field in HEAD_FIELDS if field in body}))
+    head = _head(body, renderer)
     before, after = [], []
     key = head
     for message in messages:
@@ -70,6 +71,25 @@ def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes)
         key = chained.digest()
         after.append(key)
     return Keys(head, tuple(before), tuple(after))
+
+
+def _head(body: Mapping[str, Any], renderer: bytes) -> bytes:
+    """Key of everything beside the messages. Most requests have a model and perhaps a salt: those are remembered."""
+    fields = tuple(field for field in HEAD_FIELDS if field in body)
+    if fields in _SHORT_HEADS:
+        values = tuple(body[field] for field in fields)
+        if all(type(value) is str and len(value) <= MAX_REMEMBERED for value in values):
+            return _short_head(renderer, fields, values)
+    return xxh3_128_digest(renderer + canonical({field: body[field] for field in fields}))
+
+
+MAX_REMEMBERED = 256  # characters of a model's name, or a salt
+_SHORT_HEADS = (("model",), ("model", "cache_salt"))
+
+
+@lru_cache(1024)
+def _short_head(renderer: bytes, fields: tuple[str, ...], values: tuple[str, ...]) -> bytes:
+    return xxh3_128_digest(renderer + canonical(dict(zip(fields, values, strict=True))))
 
 
 def own_hash(message: Any) -> int:

@@ -123,6 +123,15 @@ def test_a_response_that_continues_another(servers: Servers, new):
     assert third.usage.input_tokens_details.cached_tokens > cached
 
 
+def test_a_response_that_continues_a_streamed_one(servers: Servers, new):
+    sdk = openai_sdk(servers.gateway)
+    options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
+    with sdk.responses.stream(input=f"{new} When is high tide?", **options) as stream:
+        first = stream.get_final_response()
+    second = sdk.responses.create(input="And low tide?", previous_response_id=first.id, **options)
+    assert second.usage.input_tokens_details.cached_tokens > 64
+
+
 def test_completions_by_the_openai_sdk(servers: Servers, new):
     document = new * 3
 

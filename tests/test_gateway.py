@@ -216,6 +216,13 @@ def test_requests_with_one_prefix_go_to_one_worker(fleet):
         assert sorted((len(one.requests), len(two.requests))) == [0, 6]
 
 
+def test_equal_cold_prefixes_that_arrive_together_go_together(fleet):
+    with recording_worker() as one, recording_worker() as other, ThreadPoolExecutor(6) as pool:
+        gateway = start_gateway(fleet, one, other)
+        list(pool.map(lambda number: post(gateway, chat(f"{number}")), range(6)))
+        assert sorted(len(worker.requests) for worker in (one, other)) == [0, 6]
+
+
 def test_a_worker_that_serves_the_model_is_chosen(fleet):
     with recording_worker() as one, recording_worker(models=("n",)) as two:
         gateway = start_gateway(fleet, one, two)

@@ -249,6 +249,18 @@ def test_a_stored_response_is_its_owners(fleet, worker, file):
             assert httpx.get(url + path, headers=bearer(name)).status_code == status
 
 
+def test_a_streamed_response_is_its_owners_too(fleet, worker, file):
+    recorded = (Path(__file__).parent / "streams" / "responses.sse").read_bytes()
+    worker.streams = {"/v1/responses": [event + b"\n\n" for event in recorded.split(b"\n\n") if event]}
+    stored = json.loads(recorded.splitlines()[1].removeprefix(b"data: "))["response"]["id"]
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    url, body = gateway.url + "/v1/responses", {"model": "m", "input": "Tide?", "stream": True}
+    answer = httpx.post(url, json={**body, "request_id": "mine"}, headers=bearer("ann"))
+    assert answer.content == recorded and "request_id" not in json.loads(worker.requests[-1].body)
+    for name, status in (("ann", 200), ("bob", 404)):
+        assert httpx.get(f"{url}/{stored}", headers=bearer(name)).status_code == status
+
+
 def test_operators_of_the_gateway_alone_change_a_workers_adapters(fleet, worker, file):
     gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
     path = gateway.url + "/v1/load_lora_adapter"
