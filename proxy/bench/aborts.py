@@ -42,7 +42,7 @@ from proxy.bench.samples import samples_of
 from proxy.bench.strict_worker import StrictWorker
 
 TIMES = 50
-ENGINE_TIMES = 10
+ENGINE_TIMES = 50
 QUEUE_FLAGS = ("--max-inflight", "1")
 RUNNING = "vllm:num_requests_running"
 
