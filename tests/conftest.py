@@ -41,6 +41,7 @@ WITH_ENGINES = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Real engines one after another in one process of the run, everything else beside them in the other."""
     for item in items:
