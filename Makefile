@@ -9,7 +9,7 @@ demo:
 test:
 	@./set-up.sh
 	@.venv/bin/ruff check .
-	@.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@.venv/bin/python -m pytest -n 2 $(ARGS)
 
 # Random traffic on real engines for half an hour; `make soak ARGS="--minutes 2"` for less. `make test` has two minutes.
 soak:

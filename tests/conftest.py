@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,12 +43,25 @@ WITH_ENGINES = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real engines one after another in one process of the run, everything else beside them in the other."""
-    for item in items:
-        if "servers" in item.fixturenames or item.module.__name__.rpartition(".")[2] in WITH_ENGINES:
-            item.add_marker(pytest.mark.xdist_group("engines"))
+_USES_SERVERS = re.compile(r"def \w+\([^)]*\bservers\b")
+
+
+@cache
+def _has_engines(file: str) -> bool:
+    path = Path(file)
+    return path.stem in WITH_ENGINES or _USES_SERVERS.search(path.read_text()) is not None
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Files with real engines one after another in one process of the run, every other test beside them in the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class EnginesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if _has_engines(nodeid.split("::")[0]) else nodeid
+
+    return EnginesTogether(config, log)
 
 
 @pytest.fixture(scope="session")
