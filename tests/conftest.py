@@ -54,7 +54,7 @@ def _has_engines(file: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Files with real engines one after another in one process of the run, every other test beside them in the other."""
+    """Files with real engines one after another in one process of the run, everything else in the other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class EnginesTogether(LoadScopeScheduling):
