@@ -105,8 +105,13 @@ def test_responses_by_the_openai_sdk(servers: Servers, new):
     assert second.output_text == ask(servers.reference, "And low tide?").output_text
 
 
+# So long that the end of its turn is looked up on a known prefix too.
+LONG = "The tide turns at noon, and the pilots go out to the ships that wait. " * 70
+
+
 def test_a_response_that_continues_another(servers: Servers, new):
     sdk = openai_sdk(servers.gateway)
+    new = f"{new} {LONG}"
     options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
     first = sdk.responses.create(input=f"{new} When is high tide?", **options)
     second = sdk.responses.create(input="And low tide?", previous_response_id=first.id, **options)
@@ -125,11 +130,12 @@ def test_a_response_that_continues_another(servers: Servers, new):
 
 def test_a_response_that_continues_a_streamed_one(servers: Servers, new):
     sdk = openai_sdk(servers.gateway)
+    new = f"{new} {LONG}"
     options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
     with sdk.responses.stream(input=f"{new} When is high tide?", **options) as stream:
         first = stream.get_final_response()
     second = sdk.responses.create(input="And low tide?", previous_response_id=first.id, **options)
-    assert second.usage.input_tokens_details.cached_tokens > 64
+    assert second.usage.input_tokens_details.cached_tokens > 1000
 
 
 def test_completions_by_the_openai_sdk(servers: Servers, new):
