@@ -36,6 +36,7 @@ WITH_ENGINES = {
     "test_gpu_check",
     "test_grid",
     "test_prediction",
+    "test_sharing",
     "test_soak",
     "test_templates",
     "test_two_workers",
