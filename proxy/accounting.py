@@ -15,6 +15,7 @@ from proxy.finding import Finding
 from proxy.metrics import Metrics
 from proxy.outcome import ENGINE_CAUSES, Expectation, Usage, cache_label, deepest, reason
 from proxy.recent import Change
+from proxy.recently import Recently
 from proxy.volatile import explains
 from proxy.workers import WorkerPool
 
@@ -45,6 +46,8 @@ class Accounting:
         self._finding = finding
         self._words = words
         self._excerpts = excerpts
+        self.recently = Recently()
+        self.seconds_saved: float | None = None  # of prefill, since the start; None where step times are not known
         self._running: set[asyncio.Task[str]] = set()
         # To find a family's member by its labels costs more than to count with it.
         self._children: dict[tuple[str, str], _Tokens] = {}
@@ -69,6 +72,7 @@ class Accounting:
         tokens.predicted.inc(expected.floored(expected.predicted))
         if usage.cached is None:
             return None
+        self.recently.add(usage.prompt, expected.floored(expected.shareable), usage.cached)
         try:
             change = self._finding.change(call) if expected.shareable < expected.would_share else None
             why = reason(expected, usage.cached, change)
@@ -100,7 +104,7 @@ class Accounting:
             seconds = call.first_byte - call.arrived
             self._first_token(model, cache_label(expected, usage.cached)).observe(seconds)
         if (told := call.explanation) is not None:
-            told.model, told.worker, told.sent = model, worker.name, call.sent
+            told.model, told.worker, told.status, told.sent = model, worker.name, call.status, call.sent
             told.shareable = expected.floored(expected.shareable)
             told.predicted = expected.floored(expected.predicted)
             told.prompt, told.delivered, told.reason = usage.prompt, usage.cached, why
@@ -130,8 +134,10 @@ class Accounting:
         """Count the request itself, however it ended."""
         if call.status >= 400 and call.worker is not None and call.expected is not None:
             (self._words.left if call.status == GONE else self._words.refused)(call.worker, call.engine_id)
-        worker = call.worker.name if call.worker is not None else ""
-        self._requests(self.model_label(call), worker, call.endpoint, str(call.status)).inc()
+        worker, model = call.worker.name if call.worker is not None else "", self.model_label(call)
+        if (told := call.explanation) is not None:
+            told.status, told.model, told.worker = call.status, model, worker or None
+        self._requests(model, worker, call.endpoint, str(call.status)).inc()
 
     def model_label(self, call: Call) -> str:
         """The model's name, where it is one."""
