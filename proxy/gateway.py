@@ -159,10 +159,9 @@ class Gateway:
         await failures.send_error(send, error, scope["path"], [(b"x-request-id", request_id.encode("latin-1"))])
 
     async def _serve(self, call: Call, send: wire.Send, watch: wire.ClientWatch) -> None:
+        self._check_owner(call)  # of a response in the path, whatever the body is
         if call.method == "POST":
             await self._read(call)
-        else:
-            self._check_owner(call)
         await self.dispatch.place(call)
         try:
             response = await self._forward(call)

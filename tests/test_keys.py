@@ -247,6 +247,7 @@ def test_a_stored_response_is_its_owners(fleet, worker, file):
         spelled = stored.replace("-", "%2D")
         for path in (f"/{stored}", f"/{stored}/cancel", f"/{stored}?stream=true", f"/{spelled}"):
             assert httpx.get(url + path, headers=bearer(name)).status_code == status
+            assert httpx.post(url + path, headers=bearer(name)).status_code == status  # without a body to read
 
 
 def test_a_streamed_response_is_its_owners_too(fleet, worker, file):
