@@ -68,8 +68,7 @@ class Admission:
         finally:
             self._forget(waiting)
             self._seconds.observe(time.perf_counter() - started)
-            done = waiting.future.done() and not waiting.future.cancelled()
-            if found is None and done and waiting.future.exception() is None:
+            if found is None and waiting.future.done() and not waiting.future.cancelled():
                 give_back(waiting.future.result())
 
     def wake(self) -> None:

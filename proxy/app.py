@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from proxy import access
 from proxy.errors import GatewayError, NotFound, NoWorker
+from proxy.failures import error_headers
 from proxy.gateway import Gateway
 from proxy.settings import Settings
 from proxy.workers import Worker, union_of_models
@@ -156,7 +157,4 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
 
 def error_response(error: GatewayError) -> Response:
     """The error in OpenAI's envelope."""
-    headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else {}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error.body(), error.status, headers, "application/json")
+    return Response(error.body(), error.status, error_headers(error))

@@ -97,8 +97,7 @@ class Beliefs:
         But for what it has `left` behind itself, and for what the engine has told and not taken back.
         """
         for key in prefixes:
-            held = self._directory.longest((key,), (boot,)).get(boot)
-            if held is not None and held.tokens // unit * unit > tokens and key not in left:
+            if self._directory.holds(key, boot) // unit * unit > tokens and key not in left:
                 self._not_held((key,), boot)
 
     def _came(self, request_id: str, end: int, states: dict[int, str]) -> None:

@@ -54,7 +54,7 @@ class Call:
     recent: Recent | None = None
     explanation: Explanation | None = None
     worker: Worker | None = None
-    worker_held: Worker | None = None  # the same, for as long as the call is counted there
+    is_placed: bool = False  # the call is counted at its worker
     prefill: int = 0  # tokens counted as still to be computed by the worker
     sent: tuple[int, ...] = ()  # positions in the hint
     expected: Expectation | None = None

@@ -58,11 +58,11 @@ class Dispatch:
 
     def leave(self, call: Call) -> None:
         """The worker is done with the call, or never got it."""
-        worker, call.worker_held = call.worker_held, None
-        if worker is None:
+        if not call.is_placed:
             return
-        self.prefilled(call, worker)
-        worker.inflight -= 1
+        call.is_placed = False
+        self.prefilled(call)
+        call.worker.inflight -= 1
         if call.key is not None:
             call.key.inflight -= 1
         if len(self._admission):
@@ -74,10 +74,10 @@ class Dispatch:
             self.words.refused(call.worker, call.engine_id)
         self.leave(call)
 
-    def prefilled(self, call: Call, worker: Worker | None = None) -> None:
+    def prefilled(self, call: Call) -> None:
         """The answer has begun: its prompt is computed."""
         if call.prefill:
-            (worker or call.worker).prefill_tokens -= call.prefill
+            call.worker.prefill_tokens -= call.prefill
             call.prefill = 0
 
     def hint(self, call: Call) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class Dispatch:
         if not roomy:
             return None
         worker = self._choose(call, roomy)
-        call.worker = call.worker_held = worker
+        call.worker, call.is_placed = worker, True
         call.prefill = call.tokens_beyond(call.expected.predicted if call.expected is not None else 0)
         worker.prefill_tokens += call.prefill
         worker.inflight += 1

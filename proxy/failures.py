@@ -39,14 +39,20 @@ def _anthropic(error: GatewayError) -> dict[str, Any]:
     return {"type": "error", "error": {**error.as_dict(), "type": kind}}
 
 
+def error_headers(error: GatewayError) -> dict[str, str]:
+    """What HTTP wants said beside the body."""
+    headers = {"content-type": "application/json"}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
 async def send_error(send: wire.Send, error: GatewayError, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
     """The error as the whole answer to a request for `path`."""
-    listed = [*headers, (b"content-type", b"application/json")]
-    if error.retry_after is not None:
-        listed.append((b"retry-after", str(error.retry_after).encode()))
-    if error.status == 401:
-        listed.append((b"www-authenticate", b"Bearer"))
-    await wire.send_whole(send, error.status, listed, error_body(error, path))
+    told = ((name.encode(), value.encode()) for name, value in error_headers(error).items())
+    await wire.send_whole(send, error.status, [*headers, *told], error_body(error, path))
 
 
 def error_event(error: GatewayError, endpoint: str, first: bytes = b"", last: bytes = b"") -> bytes:

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from proxy.body import HINT, TRANSFERS, XARGS, with_fields
 from proxy.boundaries import Boundary
-from proxy.chat import CHAT
-from proxy.completions_chat import COMPLETIONS
 from proxy.responses_chat import RESPONSES
 
 # A prefix nobody has used for so long (seconds) counts half.
@@ -26,11 +24,8 @@ MAX_REPLAYS = 64
 # Requests at once: enough to fill passes, few enough that the hottest are there first.
 CONCURRENCY = 4
 
-_ONE_TOKEN: Mapping[str, dict[str, Any]] = {
-    CHAT: {"max_tokens": 1, "stream": False},
-    COMPLETIONS: {"max_tokens": 1, "stream": False},
-    RESPONSES: {"max_output_tokens": 1, "stream": False, "store": False},
-}
+_ONE_TOKEN = {"max_tokens": 1, "stream": False}
+_ONE_TOKEN_OF_A_RESPONSE = {"max_output_tokens": 1, "stream": False, "store": False}
 _OF_THE_ANSWER = (
     "stream_options",
     "max_completion_tokens",
@@ -59,7 +54,7 @@ class Replay(NamedTuple):
 
     def body_with(self, positions: Sequence[int]) -> bytes:
         """The request for one token, and hardly anything else, with `positions` as its hint."""
-        put = {**self.put, **_ONE_TOKEN.get(self.endpoint, {"max_tokens": 1, "stream": False})}
+        put = {**self.put, **(_ONE_TOKEN_OF_A_RESPONSE if self.endpoint == RESPONSES else _ONE_TOKEN)}
         put[XARGS] = {HINT: list(positions)}
         return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))
 

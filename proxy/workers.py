@@ -21,7 +21,7 @@ from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
 from proxy.upstream import Broken, Unreachable, Upstream
 from proxy.watched import WatchedFile
-from proxy.workers_file import WorkerSpec, read_workers
+from proxy.workers_file import read_workers
 
 logger = logging.getLogger("seamark.workers")
 
@@ -181,10 +181,10 @@ class WorkerPool:
 
     def _reconcile(self) -> None:
         """Have the workers that are wanted now; requests at one that is not are finished."""
-        wanted = {url: WorkerSpec(url, self._settings.max_inflight) for url in self._settings.worker}
+        wanted = dict.fromkeys(self._settings.worker, self._settings.max_inflight)
         if self._file is not None:
             for url, limit in self._file.value:
-                wanted[url] = WorkerSpec(url, self._settings.max_inflight if limit is None else limit)
+                wanted[url] = self._settings.max_inflight if limit is None else limit
         present = {worker.url: worker for worker in self.workers}
         for url in present.keys() - wanted.keys():
             logger.info("worker %s is taken out", present[url].name)
@@ -195,7 +195,7 @@ class WorkerPool:
             self.taken_out(present[url])
         self.workers = [present.get(url) or self._new(url) for url in wanted]
         for worker in self.workers:
-            worker.max_inflight = wanted[worker.url].max_inflight
+            worker.max_inflight = wanted[worker.url]
 
     def _new(self, url: str) -> Worker:
         settings = self._settings

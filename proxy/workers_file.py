@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, field_validator
 
@@ -11,13 +10,6 @@ from proxy.files import read_model
 from proxy.upstream import base_url
 
 _HTTP_URL = TypeAdapter(HttpUrl)
-
-
-class WorkerSpec(NamedTuple):
-    """A worker that is to be used."""
-
-    url: str
-    max_inflight: int  # requests at it at once, 0 for no limit
 
 
 def worker_url(url: object) -> str:

@@ -13,6 +13,7 @@ import pytest
 from proxy.bench import planted, plugins
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.models import MATCH_UNITS, NEMOTRON_H, QWEN3_NEXT, generated_model
+from tests.recording_worker import RecordingWorker, recording_worker
 
 FLOAT32_DELTA = {"seamark_float32_delta": "tests.float32_delta:register"}
 
@@ -130,4 +131,18 @@ def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) 
             engine.wait_until_ready()
         for gateway in (started.gateway, started.tight_gateway, started.untouched_gateway):
             gateway.wait_until_ready("/ready", seconds=30)
+        yield started
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """Servers that end with the test."""
+    with Fleet(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def worker() -> Iterator[RecordingWorker]:
+    """A worker that records what it gets."""
+    with recording_worker() as started:
         yield started

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import unquote
 
@@ -18,18 +17,6 @@ from tests.recording_worker import COMPLETION, EVENTS, RecordingWorker, recordin
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are a harbour pilot. " * 20}
-
-
-@pytest.fixture
-def worker() -> Iterator[RecordingWorker]:
-    with recording_worker() as started:
-        yield started
-
-
-@pytest.fixture
-def fleet(tmp_path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as servers:
-        yield servers
 
 
 @pytest.fixture

@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from proxy.bench.engines import Fleet
 from proxy.errors import SettingsError, Unauthorized
 from proxy.key_command import main as key_command
 from proxy.keys import KeyRing
-from tests.recording_worker import COMPLETION, RecordingWorker, recording_worker
+from tests.recording_worker import COMPLETION
 from tests.test_gateway import CHAT, chat, start_gateway, wait_for
 
 
@@ -116,18 +114,6 @@ def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys):
     key = printed.splitlines()[0].rsplit(" ", 1)[1]
     found = KeyRing(tmp_path / "keys.toml", "s").who(scope(x_api_key=key))
     assert (found.name, found.entry.share, found.entry.max_inflight) == ("dora", "team", 4)
-
-
-@pytest.fixture
-def fleet(tmp_path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as servers:
-        yield servers
-
-
-@pytest.fixture
-def worker() -> Iterator[RecordingWorker]:
-    with recording_worker() as started:
-        yield started
 
 
 def test_a_gateway_with_keys(fleet, worker, file, tmp_path):

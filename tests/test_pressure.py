@@ -10,30 +10,17 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
-from proxy.bench.engines import Fleet
+from proxy.bench.table_memory import resident
 from tests.raw_worker import raw_worker, whole
 from tests.recording_worker import COMPLETION, EVENTS, RecordingWorker, recording_worker
 from tests.test_gateway import CHAT, chat, metric, post, start_gateway, wait_for
 from tests.test_keys import bearer, entry
 
 ENVELOPE = {"message", "type", "param", "code"}
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as servers:
-        yield servers
-
-
-@pytest.fixture
-def worker() -> Iterator[RecordingWorker]:
-    with recording_worker() as started:
-        yield started
 
 
 @pytest.fixture
@@ -262,12 +249,6 @@ def test_a_reader_that_does_not_read_holds_the_worker_back_and_fills_no_memory(f
         assert resident(gateway.process.pid) - before < 32 * 2**20
         assert post(gateway, chat("others go on")).status_code == 200
     assert metric(gateway, "seamark_worker_up") == 1
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) * 1024
 
 
 def test_a_gateway_that_is_stopped_finishes_and_takes_nothing_new(fleet, worker, pool):

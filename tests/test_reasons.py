@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -78,12 +77,6 @@ def test_hint_ignored(servers: Servers, new):
     ask(servers.gateway, new, "High tide?")
     told = explained(servers.gateway, ask(servers.gateway, new, "And low?", prompt_logprobs=1))
     assert told["reason"] == "hint_ignored" and told["predicted"] > 64 and told["delivered"] == 0
-
-
-@pytest.fixture
-def fleet(tmp_path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as started:
-        yield started
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
-import pytest
-
-from proxy.bench.engines import Fleet
 from proxy.hot import ENTRY_BYTES, HALF_LIFE, HotPrefixes, Replay
 from tests.recording_worker import recording_worker
 from tests.test_gateway import CHAT, chat, metric, post, start_gateway, wait_for
@@ -80,12 +76,6 @@ def test_a_replay_asks_for_one_token_and_no_more():
         "stream": False,
         "vllm_xargs": {"seamark_boundaries": [16, 32]},
     }
-
-
-@pytest.fixture
-def fleet(tmp_path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as servers:
-        yield servers
 
 
 def test_a_restarted_worker_is_given_the_hot_prefixes_first(fleet):

@@ -46,12 +46,6 @@ def client(server: RedisServer) -> Iterator[redis_client.Redis]:
 
 
 @pytest.fixture
-def fleet(tmp_path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as servers:
-        yield servers
-
-
-@pytest.fixture
 def workers() -> Iterator[list[RecordingWorker]]:
     with recording_worker() as first, recording_worker() as second:
         yield [first, second]

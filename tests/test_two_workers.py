@@ -7,14 +7,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
-import pytest
 
 from proxy.bench.client import Messages, open_client, tokens_of
-from proxy.bench.engines import MODEL_NAME, Fleet, Server
+from proxy.bench.engines import MODEL_NAME, Server
 from proxy.bench.models import generated_model
 from proxy.bench.prompts import prose
 from proxy.sentinel import common_prefix
@@ -29,12 +26,6 @@ FLAGS = ("--max-num-seqs", "32")
 
 def chat(system: int, question: str) -> Messages:
     return [{"role": "system", "content": SYSTEMS[system]}, {"role": "user", "content": question}]
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as servers:
-        yield servers
 
 
 def kill(server: Server) -> None:
