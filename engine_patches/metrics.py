@@ -12,6 +12,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine_patches import match_unit, plugin
 from engine_patches.feed import feed
+from engine_patches.findable import Gone
 from engine_patches.report import NEWS, detach, news_in
 
 
@@ -26,6 +27,9 @@ class Families:
             multiprocess_mode="max",
         )
         self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
+        self.evicted = Counter(
+            "seamark_checkpoints_evicted_total", "Recurrent states of hinted requests that can be found no more"
+        )
         self.bytes = Gauge(
             "seamark_checkpoint_bytes", "Bytes of recurrent states held in the cache", multiprocess_mode="max"
         )
@@ -118,7 +122,9 @@ class EngineMetrics(StatLoggerBase):
                 reason, _, request_id = label.partition("/")
                 feed.add(request_id, reason, hit_tokens=count)
             elif group == NEWS:
-                feed.add_news(engine_idx, *news_in(label))
+                number, news = news_in(label)
+                metrics.evicted.inc(isinstance(news, Gone))
+                feed.add_news(engine_idx, number, news)
             else:
                 labelled[group].labels(label).inc(count)
         feed.publish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from functools import cache
 from typing import NamedTuple
@@ -13,10 +14,10 @@ from proxy.call import Call
 from proxy.engine_words import EngineWords
 from proxy.finding import Finding
 from proxy.metrics import Metrics
-from proxy.outcome import ENGINE_CAUSES, Expectation, Usage, cache_label, deepest, reason
+from proxy.outcome import ENGINE_CAUSES, Expectation, Usage, cache_label, deepest, reason, usage_of
 from proxy.recent import Change
 from proxy.volatile import explains
-from proxy.workers import WorkerPool
+from proxy.workers import Worker, WorkerPool
 
 logger = logging.getLogger("seamark.gateway")
 
@@ -24,13 +25,15 @@ GONE = 499  # the client left; the engine may have computed something all the sa
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
 
-class _Tokens(NamedTuple):
-    """Counters of one model on one worker."""
+class _Counters(NamedTuple):
+    """Of one model on one worker: tokens, and seconds."""
 
     prompt: Counter
     cached: Counter
     shareable: Counter
     predicted: Counter
+    saved: Counter
+    spent: Counter
 
 
 class Accounting:
@@ -47,7 +50,7 @@ class Accounting:
         self._excerpts = excerpts
         self._running: set[asyncio.Task[str]] = set()
         # To find a family's member by its labels costs more than to count with it.
-        self._children: dict[tuple[str, str], _Tokens] = {}
+        self._children: dict[tuple[str, str], _Counters] = {}
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
 
@@ -59,14 +62,15 @@ class Accounting:
         if usage is None or call.worker is None:
             return None
         expected = call.expected
-        tokens = self._tokens(call)
-        tokens.prompt.inc(usage.prompt)
+        counters = self._counters(self.model_label(call), call.worker)
+        counters.prompt.inc(usage.prompt)
         if usage.cached is not None:
-            tokens.cached.inc(usage.cached)
+            counters.cached.inc(usage.cached)
+            counters.saved.inc(call.worker.pace.seconds(usage.cached))
         if expected is None:
             return None
-        tokens.shareable.inc(expected.shareable)
-        tokens.predicted.inc(expected.floored(expected.predicted))
+        counters.shareable.inc(expected.shareable)
+        counters.predicted.inc(expected.floored(expected.predicted))
         if usage.cached is None:
             return None
         try:
@@ -112,8 +116,18 @@ class Accounting:
                     metrics.would_save.labels(volatile).inc(lost)
         return why
 
-    def _tokens(self, call: Call) -> _Tokens:
-        labels = (self.model_label(call), call.worker.name)
+    def replayed(self, model: str, worker: Worker, answer: bytes) -> None:
+        """A prefix was computed again on a restarted worker: what that cost it, at the pace it has, or had before."""
+        try:
+            usage = usage_of(json.loads(answer))
+        except ValueError:
+            usage = None
+        if usage is not None:
+            seconds = worker.pace.seconds(usage.prompt - (usage.cached or 0), passes=1)
+            self._counters(model, worker).spent.inc(seconds)
+
+    def _counters(self, model: str, worker: Worker) -> _Counters:
+        labels = (model, worker.name)
         found = self._children.get(labels)
         if found is None:
             metrics = self._metrics
@@ -122,16 +136,21 @@ class Accounting:
                 metrics.cached_tokens,
                 metrics.shareable_tokens,
                 metrics.predicted_tokens,
+                metrics.seconds_saved,
+                metrics.seconds_spent,
             )
-            found = self._children[labels] = _Tokens(*(family.labels(*labels) for family in families))
+            found = self._children[labels] = _Counters(*(family.labels(*labels) for family in families))
         return found
 
     def count(self, call: Call) -> None:
         """Count the request itself, however it ended."""
         if call.status >= 400 and call.worker is not None and call.expected is not None:
             (self._words.left if call.status == GONE else self._words.refused)(call.worker, call.engine_id)
+        model = self.model_label(call)
         worker = call.worker.name if call.worker is not None else ""
-        self._requests(self.model_label(call), worker, call.endpoint, str(call.status)).inc()
+        self._requests(model, worker, call.endpoint, str(call.status)).inc()
+        if call.worker is not None and call.sought_seconds:
+            self._counters(model, call.worker).spent.inc(call.sought_seconds)
 
     def model_label(self, call: Call) -> str:
         """The model's name, where it is one."""

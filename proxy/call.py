@@ -51,6 +51,7 @@ class Call:
     strips_usage: bool = False  # the gateway asked for usage, the client did not
     chat: Chat | None = None
     found: Found | None = None  # None: nothing that boundaries are sought for
+    sought_seconds: float = 0.0  # that it was read and its boundaries were sought
     recent: Recent | None = None
     explanation: Explanation | None = None
     worker: Worker | None = None

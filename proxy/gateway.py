@@ -199,7 +199,8 @@ class Gateway:
         self._check_owner(call)
         if hinted:
             await self.finding.read(call, await self.pool.ready())
-            self._boundary_seconds.observe(time.perf_counter() - call.arrived)
+            call.sought_seconds = time.perf_counter() - call.arrived
+            self._boundary_seconds.observe(call.sought_seconds)
 
     def _check_owner(self, call: Call) -> None:
         if call.key is not None and not self.finding.stored.may_see(call.response_id, call.owner):
@@ -330,11 +331,12 @@ class Gateway:
             positions = self.dispatch.positions(replay.boundaries, worker)
             raw = replay.body_with(positions)
             try:
-                status, _ = await self.upstream.fetch("POST", worker.url + replay.endpoint, raw)
+                status, answer = await self.upstream.fetch("POST", worker.url + replay.endpoint, raw)
             except (Unreachable, Broken):
                 status = 0
             self.metrics.replays.labels(worker.name, "done" if status == 200 else "failed").inc()
             if status == 200:
+                self.accounting.replayed(replay.model, worker, answer)
                 self.dispatch.directory.note(replay.boundaries, worker.boot)
 
         if worker.engine is not None:

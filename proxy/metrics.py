@@ -38,6 +38,18 @@ class Metrics:
         self.cached_tokens = Counter(
             "seamark_cached_tokens_total", "Prompt tokens the engine reports as cached", of_worker, registry=registry
         )
+        self.seconds_saved = Counter(
+            "seamark_seconds_saved_total",
+            "Prefill that was not computed: cached tokens times what a token costs there, as its engine has learnt",
+            of_worker,
+            registry=registry,
+        )
+        self.seconds_spent = Counter(
+            "seamark_seconds_spent_total",
+            "What the gateway costs: seconds that requests wait for their boundaries, and prefill of replays",
+            of_worker,
+            registry=registry,
+        )
         self.misses = Counter(
             "seamark_miss_total", "Requests that got less than they could share", ["model", "reason"], registry=registry
         )

@@ -16,6 +16,7 @@ from xxhash import xxh3_128_digest
 from proxy.errors import NoWorker
 from proxy.local_render import LocalRender
 from proxy.metrics import Metrics
+from proxy.pace import UNKNOWN, Pace, read_pace
 from proxy.proved import ProvedRenderer
 from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
@@ -70,6 +71,7 @@ class Worker:
     up: bool = False
     boot: str = ""
     engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
+    pace: Pace = UNKNOWN  # of its engine
     models: list[dict[str, Any]] = field(default_factory=list)
     model_ids: frozenset[str] = frozenset()
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
@@ -243,7 +245,10 @@ class WorkerPool:
             return False
         _, metrics = await self._get(worker, "/metrics")
         _, models = await self._get(worker, "/v1/models")
-        boot, worker.engine = read_metrics(metrics.decode(errors="replace"))
+        said = metrics.decode(errors="replace")
+        boot, worker.engine = read_metrics(said)
+        if (pace := read_pace(said)).known or worker.engine is None:
+            worker.pace = pace  # one that has restarted learns anew: until then, what it said before
         worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
         worker.model_ids = frozenset(entry["id"] for entry in worker.models)
         boot = f"{worker.url}#{boot}"

@@ -52,6 +52,7 @@ class RecordingWorker:
 
     url: str = ""
     patched: bool = True
+    more_metrics: str = ""  # lines of its /metrics
     boot: str = "1.7e+09"
     models: tuple[str, ...] = ("m",)
     render_status: int = 200
@@ -85,7 +86,9 @@ class RecordingWorker:
         if path == "/health":
             return await _answer(send, b"", "text/plain")
         if path == "/metrics":
-            text = f"process_start_time_seconds {self.boot}\n" + (ENGINE_INFO if self.patched else "")
+            text = (
+                f"process_start_time_seconds {self.boot}\n" + (ENGINE_INFO if self.patched else "") + self.more_metrics
+            )
             return await _answer(send, text.encode(), "text/plain")
         if path == "/v1/models" and scope["method"] == "GET":
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]

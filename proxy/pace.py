@@ -1,0 +1,32 @@
+"""What a worker's engine has learnt of its own speed, and tells on its `/metrics`: a pass, and each token in it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_SAMPLE = re.compile(r"^seamark_(pass|token)_seconds(?:\{.*?\})? (\S+)$", re.M)
+
+
+class Pace(NamedTuple):
+    """Seconds; 0 while the engine has not learnt them."""
+
+    pass_seconds: float = 0.0  # of a pass over hardly any tokens
+    token_seconds: float = 0.0  # that each prompt token adds
+
+    @property
+    def known(self) -> bool:
+        """Whether the engine has seen enough."""
+        return self.token_seconds > 0
+
+    def seconds(self, tokens: int, passes: int = 0) -> float:
+        """Time that so many tokens and passes take; 0 while unknown."""
+        return self.pass_seconds * passes + self.token_seconds * tokens
+
+
+UNKNOWN = Pace()
+
+
+def read_pace(text: str) -> Pace:
+    """The pace in a worker's `/metrics`; unknown where the plugin does not run."""
+    return Pace(**{f"{name}_seconds": float(value) for name, value in _SAMPLE.findall(text)})
