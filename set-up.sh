@@ -14,7 +14,8 @@ if [ "$(cat .venv/.seamark-set-up 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
 
-# --- what only the system can give: an interpreter with venv, the NUMA library of vLLM's CPU build, Redis to test with ---
+# --- what only the system can give: an interpreter with venv, the NUMA library of vLLM's CPU build, Redis and Prometheus
+# to test with ---
 find_python() {
     for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
@@ -28,6 +29,7 @@ missing=()
 [ -n "$(find_python)" ] || missing+=(python3 python3-venv)
 ldconfig -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
 command -v redis-server >/dev/null || missing+=(redis-server)
+command -v promtool >/dev/null || missing+=(prometheus)
 if [ ${#missing[@]} -gt 0 ]; then
     as_root=()
     [ "$(id -u)" -eq 0 ] || as_root=(sudo)

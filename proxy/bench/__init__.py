@@ -44,8 +44,15 @@ def main(argv: list[str]) -> int:
         "tables": table_memory.main,
         "aborts": aborts.main,
         "fuzz": fuzz.main,
+        "panels": _panels,
     }
     if not argv or argv[0] not in benchmarks:
         print(f"usage: seamark bench {{{','.join(benchmarks)}}} ...", file=sys.stderr)
         return 2
     return benchmarks[argv[0]](argv[1:])
+
+
+def _panels(argv: list[str]) -> int:
+    from proxy.bench import panels  # its PromQL parser is installed for tests only
+
+    return panels.main(argv)

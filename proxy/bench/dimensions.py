@@ -1,0 +1,98 @@
+"""What a PromQL expression measures: seconds, bytes, tokens, other things, and powers of them.
+
+A panel whose unit does not fit what it shows is wrong by a factor that nobody sees: a rate shown as a sum, say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import promql_parser
+
+Dimension = Mapping[str, int]  # exponents; {} is a mere number
+
+SECONDS, BYTES, TOKENS, THINGS = "s", "B", "tok", "n"
+RATIO: Dimension = {}
+RATE_OF_TOKENS: Dimension = {TOKENS: 1, SECONDS: -1}
+RATE_OF_THINGS: Dimension = {THINGS: 1, SECONDS: -1}
+# Of Grafana's units, and those that the dashboards spell out.
+UNITS: Mapping[str, Dimension] = {
+    "s": {SECONDS: 1},
+    "bytes": {BYTES: 1},
+    "short": {THINGS: 1},
+    "percentunit": RATIO,
+    "reqps": RATE_OF_THINGS,
+    "suffix: s/s": RATIO,
+    "suffix: tok/s": RATE_OF_TOKENS,
+    "suffix: states/s": RATE_OF_THINGS,
+    "suffix: entries/s": RATE_OF_THINGS,
+    "suffix: passes/s": RATE_OF_THINGS,
+    "suffix: preemptions/s": RATE_OF_THINGS,
+}
+# By the metric's name, the first that fits: Prometheus' naming rules, and vLLM's names that do not tell.
+_NAMES: tuple[tuple[str, Dimension], ...] = (
+    (r"_count$", {THINGS: 1}),
+    (r"_seconds(_saved|_spent)?(_total|_sum|_bucket)?$", {SECONDS: 1}),
+    (r"_bytes$", {BYTES: 1}),
+    (r"_tokens(_total|_sum|_bucket)?$|^vllm:(prefix_cache_(hits|queries)|iteration_tokens)_total", {TOKENS: 1}),
+    (r"_perc$", RATIO),
+    (r"", {THINGS: 1}),
+)
+_KEEPING = {"increase", "delta", "abs", "clamp_max", "clamp_min", "max_over_time"}
+
+
+class Incommensurable(ValueError):
+    """An expression adds or compares what cannot be; the message is the expression."""
+
+
+def dimension(tree: promql_parser.Expr) -> Dimension:
+    """Of what a query yields. Raises `Incommensurable`, and `NotImplementedError` for what no dashboard uses yet."""
+    match tree:
+        case promql_parser.ParenExpr() | promql_parser.AggregateExpr():
+            return dimension(tree.expr)
+        case promql_parser.VectorSelector():
+            return next(found for pattern, found in _NAMES if re.search(pattern, tree.name))
+        case promql_parser.MatrixSelector():
+            return dimension(tree.vector_selector)
+        case promql_parser.NumberLiteral():
+            return RATIO
+        case promql_parser.Call():
+            return _of_call(tree)
+        case promql_parser.BinaryExpr():
+            return _of_pair(tree)
+    raise NotImplementedError(tree.prettify())
+
+
+def _of_call(tree: promql_parser.Call) -> Dimension:
+    name = tree.func.name
+    if name == "histogram_quantile":
+        return dimension(tree.args[1])
+    if name == "rate" and _is_of_buckets(tree):
+        return dimension(tree.args[0])  # a distribution: only a quantile is taken of it, whatever its rate
+    if name == "rate":
+        return _times(dimension(tree.args[0]), {SECONDS: -1})
+    if name in _KEEPING:
+        return dimension(tree.args[0])
+    raise NotImplementedError(name)
+
+
+def _is_of_buckets(tree: promql_parser.Call) -> bool:
+    return tree.args[0].vector_selector.name.endswith("_bucket")
+
+
+def _of_pair(tree: promql_parser.BinaryExpr) -> Dimension:
+    left, right = dimension(tree.lhs), dimension(tree.rhs)
+    operator = str(tree.op)
+    if operator in ("*", "/"):
+        return _times(left, right if operator == "*" else {unit: -power for unit, power in right.items()})
+    if isinstance(tree.rhs, promql_parser.NumberLiteral) and operator in (">", "<", "==", "!=", ">=", "<="):
+        return left
+    if operator != "and" and left != right:
+        raise Incommensurable(tree.prettify())
+    return left
+
+
+def _times(left: Dimension, right: Dimension) -> Dimension:
+    powers = {unit: left.get(unit, 0) + right.get(unit, 0) for unit in {*left, *right}}
+    return {unit: power for unit, power in powers.items() if power}
