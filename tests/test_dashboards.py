@@ -22,7 +22,6 @@ from proxy.bench.prometheus_server import Prometheus, installed, prometheus
 from tests.conftest import Servers
 from tests.test_metrics_documented import ENGINE, GATEWAY
 
-SECONDS = 45.0  # of traffic
 PROVISIONING = FOLDER / "provisioning"
 
 
@@ -43,7 +42,7 @@ def run(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         rig = Rig(servers.tight, gateway, servers.tight_gateway)
         jobs = {"seamark": (gateway, servers.tight_gateway, servers.untouched_gateway)}
         server = prometheus(fleet, folder, {**jobs, "vllm": (servers.tight, servers.untouched)})
-        yield Run(proved(server, rig, print, SECONDS), server, servers.tight.url.removeprefix("http://"))
+        yield Run(proved(server, rig, print), server, servers.tight.url.removeprefix("http://"))
 
 
 def test_every_query_of_every_panel_yields_something_in_its_unit(run: Run):

@@ -39,7 +39,6 @@ _NAMES: tuple[tuple[str, Dimension], ...] = (
     (r"_perc$", RATIO),
     (r"", {THINGS: 1}),
 )
-_KEEPING = {"increase", "delta", "abs", "clamp_max", "clamp_min", "max_over_time"}
 
 
 class Incommensurable(ValueError):
@@ -72,7 +71,7 @@ def _of_call(tree: promql_parser.Call) -> Dimension:
         return dimension(tree.args[0])  # a distribution: only a quantile is taken of it, whatever its rate
     if name == "rate":
         return _times(dimension(tree.args[0]), {SECONDS: -1})
-    if name in _KEEPING:
+    if name == "increase":
         return dimension(tree.args[0])
     raise NotImplementedError(name)
 

@@ -20,7 +20,7 @@ FOLLOWERS = 6  # more than that gateway lets through at once
 PRESSING = 12  # more than an engine runs at once
 # Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
 LONG_WORDS, PRESSING_WORDS = 2600, 1500
-PRESSING_ANSWER = 300  # tokens
+PRESSING_ANSWER = 200  # tokens
 ODD_HINTS: tuple[Any, ...] = ([-16, 10**9, 64], "64", [3])
 
 

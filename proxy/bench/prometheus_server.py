@@ -33,9 +33,9 @@ class Prometheus:
         self.started = time.time()
         self._client = httpx.Client(base_url=server.url + "/api/v1", timeout=30)
 
-    def at(self, query: str, when: float | None = None) -> list[Series]:
-        """What `query` is at an instant (seconds since the epoch), now where none is given."""
-        found = self._ask("/query", query=query, **({} if when is None else {"time": when}))
+    def at(self, query: str) -> list[Series]:
+        """What `query` is now."""
+        found = self._ask("/query", query=query)
         return [Series(each["metric"], (float(each["value"][1]),)) for each in found]
 
     def over_time(self, query: str) -> list[Series]:
