@@ -14,8 +14,8 @@ if [ "$(cat .venv/.seamark-set-up 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
 
-# --- what only the system can give: an interpreter with venv, the NUMA library of vLLM's CPU build, Redis and Prometheus
-# to test with ---
+# --- what only the system can give: an interpreter with venv, the NUMA library of vLLM's CPU build, and to test with,
+# Redis, Prometheus and a browser ---
 find_python() {
     for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
@@ -30,6 +30,7 @@ missing=()
 ldconfig -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
 command -v redis-server >/dev/null || missing+=(redis-server)
 command -v promtool >/dev/null || missing+=(prometheus)
+command -v chromium chromium-browser google-chrome >/dev/null || missing+=(chromium fonts-dejavu-core)
 if [ ${#missing[@]} -gt 0 ]; then
     as_root=()
     [ "$(id -u)" -eq 0 ] || as_root=(sudo)

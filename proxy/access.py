@@ -1,4 +1,8 @@
-"""Who may see what of the gateway itself: metrics, status and explanations are for operators."""
+"""Who may see what of the gateway itself: metrics, status and explanations are for operators.
+
+The live page's own file is for anyone who may reach its address: it is the same everywhere and holds nothing. What it
+shows comes from `LIVE`, which is for operators.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ ADMIN_OF_WORKERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 TELLS_THE_SALT = ("/render", "/render/")
 OPEN = frozenset({"/health", "/ready"})
 EXPLANATIONS = "/seamark/requests/"
+PAGE = "/ui"
+LIVE = "/seamark/live"
 
 
 def is_for_operators(path: str) -> bool:
     """Whether `path` is one of the gateway's own pages that tell of all clients."""
-    return path in ("/metrics", "/ui") or path.startswith(("/seamark/", "/ui/"))
+    return path in ("/metrics", PAGE) or path.startswith(("/seamark/", PAGE + "/"))
 
 
 def client(scope: wire.Scope, keys: KeyRing) -> ApiKey:
@@ -38,7 +44,7 @@ def admit(scope: wire.Scope, keys: KeyRing | None, own_address: bool, at_own_add
         return None
     if is_for_operators(path) and own_address:
         raise NotFound(f"No such path: {path}")
-    if keys is None:
+    if keys is None or path in (PAGE, PAGE + "/"):
         return None
     key = keys.who(scope)
     if is_for_operators(path) and not key.entry.admin and not path.startswith(EXPLANATIONS):

@@ -16,6 +16,7 @@ from proxy.finding import Finding
 from proxy.metrics import Metrics
 from proxy.outcome import ENGINE_CAUSES, Expectation, Usage, cache_label, deepest, reason, usage_of
 from proxy.recent import Change
+from proxy.recently import Recently
 from proxy.volatile import explains
 from proxy.workers import Worker, WorkerPool
 
@@ -48,6 +49,8 @@ class Accounting:
         self._finding = finding
         self._words = words
         self._excerpts = excerpts
+        self.recently = Recently()
+        self.seconds_saved: float | None = None  # of prefill, since the start; None where step times are not known
         self._running: set[asyncio.Task[str]] = set()
         # To find a family's member by its labels costs more than to count with it.
         self._children: dict[tuple[str, str], _Counters] = {}
@@ -66,13 +69,17 @@ class Accounting:
         counters.prompt.inc(usage.prompt)
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
-            counters.saved.inc(call.worker.pace.seconds(usage.cached))
+            saved = call.worker.pace.seconds(usage.cached)
+            counters.saved.inc(saved)
+            if call.worker.pace.known:
+                self.seconds_saved = (self.seconds_saved or 0.0) + saved
         if expected is None:
             return None
         counters.shareable.inc(expected.shareable)
         counters.predicted.inc(expected.floored(expected.predicted))
         if usage.cached is None:
             return None
+        self.recently.add(usage.prompt, expected.floored(expected.shareable), usage.cached)
         try:
             change = self._finding.change(call) if expected.shareable < expected.would_share else None
             why = reason(expected, usage.cached, change)
@@ -104,7 +111,7 @@ class Accounting:
             seconds = call.first_byte - call.arrived
             self._first_token(model, cache_label(expected, usage.cached)).observe(seconds)
         if (told := call.explanation) is not None:
-            told.model, told.worker, told.sent = model, worker.name, call.sent
+            told.model, told.worker, told.status, told.sent = model, worker.name, call.status, call.sent
             told.shareable = expected.floored(expected.shareable)
             told.predicted = expected.floored(expected.predicted)
             told.prompt, told.delivered, told.reason = usage.prompt, usage.cached, why
@@ -148,6 +155,8 @@ class Accounting:
             (self._words.left if call.status == GONE else self._words.refused)(call.worker, call.engine_id)
         model = self.model_label(call)
         worker = call.worker.name if call.worker is not None else ""
+        if (told := call.explanation) is not None:
+            told.status, told.model, told.worker = call.status, model, worker or None
         self._requests(model, worker, call.endpoint, str(call.status)).inc()
         if call.worker is not None and call.sought_seconds:
             self._counters(model, call.worker).spent.inc(call.sought_seconds)

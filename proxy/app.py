@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,10 +12,11 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from proxy import access
+from proxy import access, page
 from proxy.errors import GatewayError, NotFound, NoWorker
 from proxy.failures import error_headers
 from proxy.gateway import Gateway
+from proxy.live import live, redis_told, worker_told
 from proxy.settings import Settings
 from proxy.workers import Worker, union_of_models
 
@@ -104,35 +105,31 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
     @app.get("/seamark/status")
     async def status() -> dict[str, Any]:
         return {
-            "workers": [
-                {
-                    "url": worker.url,
-                    "up": worker.up,
-                    "warming": worker.warming,
-                    "boot": worker.boot,
-                    "inflight": worker.inflight,
-                    "prefill_tokens": worker.prefill_tokens,
-                    "models": [entry.get("id") for entry in worker.models],
-                    "engine": asdict(worker.engine) if worker.engine is not None else None,
-                }
-                for worker in gateway.pool.workers
-            ],
+            "workers": [worker_told(worker) for worker in gateway.pool.workers],
             "directory_entries": len(gateway.dispatch.directory),
             "known_positions": len(gateway.finding.memory),
             "hot_prefixes": len(gateway.dispatch.hot),
             "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held + gateway.dispatch.hot.held,
-            "redis": gateway.sharing.status() if gateway.sharing is not None else {"state": "off"},
+            "redis": redis_told(gateway),
         }
 
+    @app.get(access.PAGE)
+    async def live_page() -> Response:
+        return Response(page.HTML, headers=page.HEADERS, media_type="text/html")
+
+    @app.get(access.LIVE)
+    async def live_figures() -> Response:
+        return _plain_json(live(gateway))
+
     @app.get(access.EXPLANATIONS + "{request_id}")
-    async def request_explained(request: Request, request_id: str) -> dict[str, Any]:
+    async def request_explained(request: Request, request_id: str) -> Response:
         told = gateway.finding.explanations.get(request_id)
         key = request.state.key
         # Of another client's request not even its existence is told.
         hidden = told is not None and key is not None and not key.entry.admin and told.owner != key.name
         if told is None or hidden:
             raise NotFound(f"No request with the id {request_id} is remembered.")
-        return told.as_json()
+        return _plain_json(told.as_json())
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
@@ -153,6 +150,11 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
         return error_response(GatewayError("The gateway failed to handle this request."))
 
     return app
+
+
+def _plain_json(value: Any) -> Response:
+    """JSON in ASCII: what clients wrote may hold halves of characters, which UTF-8 has no bytes for."""
+    return Response(json.dumps(value), headers={"cache-control": "no-store"}, media_type="application/json")
 
 
 def error_response(error: GatewayError) -> Response:

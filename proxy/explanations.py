@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 MAX_REQUESTS = 10_000
@@ -16,6 +18,8 @@ class Explanation:
     request_id: str
     endpoint: str
     owner: str | None = None  # name of the API key it came with; not told
+    began: float = field(default_factory=time.time)  # seconds since the epoch
+    status: int | None = None  # of the answer, 499 where the client left; None while it is under way
     model: str | None = None
     worker: str | None = None
     lookup: str | None = None  # how its boundaries were found
@@ -50,6 +54,10 @@ class Explanations:
         self._requests.move_to_end(explanation.request_id)
         if len(self._requests) > self._most:
             self._requests.popitem(last=False)
+
+    def newest(self, most: int) -> list[Explanation]:
+        """The last ones, at most so many, the newest first."""
+        return list(islice(reversed(self._requests.values()), most))
 
     def get(self, request_id: str) -> Explanation | None:
         return self._requests.get(request_id)

@@ -65,7 +65,7 @@ class Finding:
 
     async def read(self, call: Call, workers: Sequence[Worker]) -> None:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises for what it holds."""
-        call.explanation = Explanation(call.request_id, call.endpoint, call.owner)
+        call.explanation = Explanation(call.request_id, call.endpoint, owner=call.owner)
         call.found = Found(failure="unpatched")
         try:
             self._rewrite(call)

@@ -34,6 +34,7 @@ from proxy.upstream import Answer, Broken, Silent, Stale, Unreachable, Upstream
 from proxy.workers import Worker, WorkerPool
 
 if TYPE_CHECKING:
+    from proxy.live import SelfCheck
     from proxy.sharing import Sharing
 
 logger = logging.getLogger("seamark.gateway")
@@ -62,14 +63,16 @@ class Gateway:
             self.keys = KeyRing(settings.api_keys, secret)
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
         self.finding = Finding(settings, self.metrics)
-        admission = Admission(settings.max_queue, settings.queue_timeout, self.metrics.queue_seconds)
-        self.dispatch = Dispatch(settings, self.pool, self.finding, admission, self.upstream, self.metrics)
+        self.admission = Admission(settings.max_queue, settings.queue_timeout, self.metrics.queue_seconds)
+        self.dispatch = Dispatch(settings, self.pool, self.finding, self.admission, self.upstream, self.metrics)
         self.accounting = Accounting(self.metrics, self.pool, self.finding, self.dispatch.words, settings.excerpts)
         self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
-        self.metrics.queued.set_function(lambda: len(admission))
+        self.metrics.queued.set_function(lambda: len(self.admission))
         self.pool.warm = self._warm
         self._boundary_seconds = self.metrics.overhead.labels("boundary")
         self.sharing: Sharing | None = None  # with other gateways
+        self.self_check: SelfCheck | None = None  # of answers with cached prefixes against answers without
+        self.created = time.time()
         self._bodies = wire.BodyRoom(settings.max_bodies_bytes)
         self._under_way: set[str] = set()  # names of requests, as engines know them
         self._tasks: list[asyncio.Task[None]] = []

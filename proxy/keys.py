@@ -32,7 +32,7 @@ class KeyEntry(BaseModel):
     max_inflight: int = Field(0, ge=0)  # requests at workers at once, 0: no limit of its own
     max_queued: int = Field(64, ge=0)  # requests waiting in the gateway
     share: str | None = None  # keys that name the same group share cached prefixes
-    admin: bool = False  # may read /seamark/*, /metrics and /ui, and change the worker's LoRA adapters
+    admin: bool = False  # may read /seamark/* and /metrics, and change the worker's LoRA adapters
 
     @field_validator("sha256", mode="before")
     @classmethod

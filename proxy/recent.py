@@ -26,6 +26,7 @@ MESSAGE_BYTES = 500  # of a message beside its text
 # prefix; else the request is simply another one.
 MIN_BEHIND = 128
 EXCERPT_CHARACTERS = 80
+MAX_ROLE_CHARACTERS = 64
 
 What = Literal["tool", "message", "setting"]
 
@@ -52,7 +53,9 @@ class Change(NamedTuple):
 
     def as_json(self, excerpts: bool) -> dict[str, Any]:
         """For a page; prompt text only with `excerpts`."""
-        told = {"what": self.what, "index": self.index, "role": self.role, "token": self.token}
+        # A client may write anything as a role; what is no word is none.
+        role = self.role[:MAX_ROLE_CHARACTERS] if isinstance(self.role, str) else None
+        told = {"what": self.what, "index": self.index, "role": role, "token": self.token}
         told["characters"] = self.characters
         if excerpts:
             told["before"], told["now"] = (_excerpt(part, self.characters) for part in (self.old, self.new))

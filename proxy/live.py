@@ -1,0 +1,104 @@
+"""What the live page shows, as one object for JSON. Of prompts it holds what explanations hold, and no more."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from proxy.reason_words import WORDS
+from proxy.workers import Worker
+
+if TYPE_CHECKING:
+    from proxy.gateway import Gateway
+
+MOST_REQUESTS = 50
+
+
+class SelfCheck(Protocol):
+    """What is known of answers with cached prefixes, compared with answers without."""
+
+    checked: int  # prompts
+    differs: int  # of them
+    hints_off: bool
+
+
+def live(gateway: Gateway) -> dict[str, Any]:
+    """The gateway as it is now; lengths in tokens, times in seconds, `now`, `since` and `began` since the epoch."""
+    pool, recently = gateway.pool.workers, gateway.accounting.recently
+    minute, hour, whole = recently.last_minute(), recently.last_hour(), recently.since_start()
+    check = gateway.self_check
+    newest = gateway.finding.explanations.newest(MOST_REQUESTS)
+    return {
+        "now": time.time(),
+        "since": gateway.created,
+        "alarms": alarms(gateway),
+        "warnings": warnings(gateway),
+        "seconds_saved": gateway.accounting.seconds_saved,
+        "sums": {name: sums._asdict() for name, sums in (("minute", minute), ("hour", hour), ("whole", whole))},
+        "efficiency": {
+            "now": minute.efficiency,
+            "hour": hour.efficiency,
+            "minutes": [sums.efficiency for sums in recently.by_minute()],
+        },
+        "inflight": sum(worker.inflight for worker in pool),
+        "queued": len(gateway.admission),
+        "workers": [worker_told(worker) for worker in pool],
+        "redis": redis_told(gateway),
+        "self_check": None
+        if check is None
+        else {"checked": check.checked, "differs": check.differs, "hints_off": check.hints_off},
+        "requests": [told.as_json() for told in newest],
+        "words": {reason: words._asdict() for reason, words in WORDS.items()},
+    }
+
+
+def worker_told(worker: Worker) -> dict[str, Any]:
+    """One worker, for the status page and the live one."""
+    return {
+        "url": worker.url,
+        "name": worker.name,
+        "up": worker.up,
+        "warming": worker.warming,
+        "boot": worker.boot,
+        "inflight": worker.inflight,
+        "prefill_tokens": worker.prefill_tokens,
+        "models": [entry.get("id") for entry in worker.models],
+        "engine": asdict(worker.engine) if worker.engine is not None else None,
+    }
+
+
+def redis_told(gateway: Gateway) -> dict[str, Any]:
+    """What is known of Redis."""
+    return gateway.sharing.status() if gateway.sharing is not None else {"state": "off"}
+
+
+def alarms(gateway: Gateway) -> list[str]:
+    """What nobody may overlook, in sentences."""
+    told = []
+    check = gateway.self_check
+    if check is not None and check.differs:
+        told.append(
+            f"Answers differ: of {check.checked:,} prompts asked with and without cached prefixes, {check.differs:,} "
+            f"gave another answer. Hints are {'off' if check.hints_off else 'still on'}."
+        )
+    for worker in gateway.pool.workers:
+        if not worker.up:
+            never = "" if worker.boot else ", and has not since the gateway started"
+            told.append(f"Worker {worker.name} is down: it does not answer{never}.")
+    return told
+
+
+def warnings(gateway: Gateway) -> list[str]:
+    """What costs hits or may soon, in sentences."""
+    told = [
+        f"Worker {worker.name} runs without Seamark's plugin: `seamark doctor --worker {worker.url}` says what to do."
+        for worker in gateway.pool.workers
+        if worker.up and worker.engine is None
+    ]
+    check = gateway.self_check
+    if check is not None and check.hints_off and not check.differs:
+        told.append("Hints are off.")
+    if redis_told(gateway)["state"] == "down":
+        told.append("Redis does not answer: this gateway goes on alone, and learns nothing from others.")
+    return told
