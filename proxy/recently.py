@@ -37,19 +37,21 @@ class Recently:
         """`clock` in seconds."""
         self._clock = clock
         self._slots = [[-1, 0, 0, 0, 0, 0] for _ in range(SLOTS)]  # when, and sums in their order
-        self._since_start = [0, 0, 0, 0, 0]
+        self._older = Sums(0, 0, 0, 0, 0)  # of slots whose place was needed again
 
     def add(self, prompt: int, shareable: int, delivered: int) -> None:
         """One request has been answered; tokens, `shareable` in whole match units."""
         when = self._now()
         slot = self._slots[when % SLOTS]
         if slot[0] != when:
+            self._older = _sum([[-1, *self._older], slot])
             slot[:] = (when, 0, 0, 0, 0, 0)
+        slot[1] += 1
+        slot[2] += prompt
+        slot[3] += shareable
         # What one request got beyond must not hide what another one missed.
-        counted = (1, prompt, shareable, min(shareable, delivered), delivered)
-        for place, count in enumerate(counted):
-            slot[place + 1] += count
-            self._since_start[place] += count
+        slot[4] += delivered if delivered < shareable else shareable
+        slot[5] += delivered
 
     def last_minute(self) -> Sums:
         """The last 55 to 60 seconds."""
@@ -73,7 +75,7 @@ class Recently:
 
     def since_start(self) -> Sums:
         """Everything."""
-        return Sums(*self._since_start)
+        return _sum([[-1, *self._older], *self._slots])
 
     def _now(self) -> int:
         return int(self._clock()) // SLOT_SECONDS

@@ -193,3 +193,11 @@ def test_the_page_is_where_the_other_pages_for_operators_are(worker):
         for path in ("/ui", "/ui/", "/seamark/live"):
             assert httpx.get(own.url + path).status_code == 404
             assert httpx.get(f"http://127.0.0.1:{port}{path}", follow_redirects=True).status_code == 200
+
+
+def test_a_redis_that_does_not_answer_is_a_warning(worker):
+    with own_gateway(worker, redis=f"redis://127.0.0.1:{free_port()}") as own:
+        wait_for(lambda: live(own)["warnings"])
+        told = live(own)
+        assert told["warnings"][0].startswith("Redis does not answer") and told["redis"]["state"] == "down"
+        assert not told["alarms"]

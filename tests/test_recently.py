@@ -69,6 +69,7 @@ def test_a_slot_whose_turn_comes_again_starts_empty(recently, clock):
     clock.seconds += 3600
     recently.add(50, 48, 0)
     assert recently.last_minute() == Sums(1, 50, 48, 0, 0)
+    assert recently.since_start() == Sums(2, 150, 144, 96, 96)
     clock.seconds += 10 * 3600
     assert recently.last_hour().requests == 0
 
