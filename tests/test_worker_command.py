@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from engine_patches.worker import cpu_flags, model_type_of, vllm_arguments, vllm_environment
+from engine_patches.worker import cpu_flags, main, model_type_of, vllm_arguments, vllm_environment
 
 
 def test_the_needed_flags_are_added():
@@ -15,6 +15,17 @@ def test_the_needed_flags_are_added():
     assert arguments[6:8] == ["--middleware", "engine_patches.feed.OutcomeFeed"]
     flags = {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
     assert set(arguments[8:]) == {*flags, "--disable-access-log-for-endpoints", "/seamark/outcomes"}
+
+
+def test_a_model_named_in_vllms_config_file_is_not_named_twice():
+    arguments = vllm_arguments(None, "127.0.0.1", 8000, ["--config", "model.yaml"])
+    assert "--model" not in arguments and arguments[-2:] == ["--config", "model.yaml"]
+
+
+def test_a_model_must_be_named_somewhere(capsys):
+    with pytest.raises(SystemExit):
+        main(["--port", "8000"])
+    assert "--model" in capsys.readouterr().err
 
 
 def test_a_cpu_gets_float32_and_no_compilation():
