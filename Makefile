@@ -1,4 +1,4 @@
-.PHONY: demo test soak fuzz bench-gateway check-templates lint lock
+.PHONY: demo test test-deploy soak fuzz bench-gateway check-templates lint lock
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -10,6 +10,11 @@ test:
 	@./set-up.sh
 	@.venv/bin/ruff check .
 	@.venv/bin/python -m pytest -n 2 $(ARGS)
+
+# The images of deploy/ built and its stack up on a CPU, in a container engine of its own (Debian, root; no registry).
+test-deploy:
+	@./set-up.sh
+	@.venv/bin/python -m tests.deploy
 
 # Random traffic on real engines for half an hour; `make soak ARGS="--minutes 2"` for less. `make test` has two minutes.
 soak:

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Gives a checkout of spark-vllm-docker the mod and the recipes: make-mod.sh PATH/TO/spark-vllm-docker
+# The wheel holds the plugin (`engine_patches`) alone; the gateway runs outside that container.
+set -euo pipefail
+target=${1:?usage: make-mod.sh PATH/TO/spark-vllm-docker}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+[ -d "$target/mods" ] && [ -d "$target/recipes" ] || { echo "make-mod.sh: $target has no mods/ and recipes/" >&2; exit 1; }
+
+source=$(mktemp -d)
+trap 'rm -rf "$source"' EXIT
+cp -r "$root"/{pyproject.toml,README.md,LICENSE,engine_patches} "$source"
+mkdir -p "$target/mods/seamark"
+rm -f "$target"/mods/seamark/*.whl
+python3 -m pip wheel --quiet --no-deps --wheel-dir "$target/mods/seamark" "$source"
+cp "$here/mods/seamark/run.sh" "$target/mods/seamark/"
+cp "$here"/recipes/*.yaml "$target/recipes/"
+echo "mods/seamark and $(ls "$here/recipes" | wc -l) recipes are in $target"

@@ -1,0 +1,112 @@
+"""A container engine of the test's own, in namespaces of its own: it ends with them.
+
+The machine's network, firewall and processes never see it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.deploy.tools import Unavailable, run
+
+START_SECONDS = 60.0
+# What the namespaces keep from the machine, looked at before and after.
+WATCHED = ("/proc/sys/net/ipv4/ip_forward", "/proc/net/dev", "/proc/net/route", "/proc/net/ip_tables_names")
+
+
+def machine_state() -> dict[str, object]:
+    """What a container engine would change of this machine: forwarding, interfaces, routes, firewall tables."""
+    state: dict[str, object] = {}
+    for name in WATCHED:
+        path = Path(name)
+        lines = path.read_text().splitlines() if path.exists() else []
+        state[name] = sorted(line.split(":")[0].strip() if name.endswith("dev") else line for line in lines)
+    return state
+
+
+def within_namespaces(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run `python -m module arguments` with its own network, mounts and process ids; all of it ends when that does."""
+    spaces = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return subprocess.run([*spaces, sys.executable, "-m", module, *arguments], env=dict(environment)).returncode
+
+
+def wait_for(what: str, seconds: float, look: Callable[[], object]) -> object:
+    """The first answer of `look` that is true. Raises `AssertionError` naming `what` after `seconds`."""
+    end = time.monotonic() + seconds
+    while True:
+        if found := look():
+            return found
+        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.3)
+
+
+class Engine:
+    """A dockerd and its client. Only inside the namespaces of `within_namespaces`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._host = f"unix://{folder}/docker.sock"
+        self._daemon: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Raises `Unavailable` with the end of its log where it does not come up."""
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        log = self._folder / "dockerd.log"
+        command = ["dockerd", "--host", self._host, "--pidfile", str(self._folder / "docker.pid")]
+        command += ["--data-root", str(self._folder / "data"), "--exec-root", str(self._folder / "exec")]
+        with log.open("wb") as output:
+            self._daemon = subprocess.Popen(command, stdout=output, stderr=output)
+        end = time.monotonic() + START_SECONDS
+        while subprocess.run(self._docker("version"), capture_output=True).returncode:
+            if self._daemon.poll() is not None or time.monotonic() > end:
+                raise Unavailable(f"dockerd does not run here: {log.read_text(errors='replace')[-900:]}")
+            time.sleep(0.3)
+
+    def stop(self) -> None:
+        """End the daemon and wait for it."""
+        if self._daemon is not None:
+            self._daemon.terminate()
+            self._daemon.wait(60)
+
+    def _docker(self, *words: str | Path) -> list[str]:
+        return ["docker", "--host", self._host, *map(str, words)]
+
+    def docker(self, *words: str | Path, **options) -> str:
+        """Output of a command of the client. Raises `Unavailable` where it fails."""
+        return run(self._docker(*words), **options)
+
+    def fails(self, *words: str | Path) -> str:
+        """What a command complains of that has to fail. Raises `AssertionError` where it does not."""
+        done = subprocess.run(self._docker(*words), capture_output=True, text=True)
+        assert done.returncode, f"it should have failed: {' '.join(map(str, words))}"
+        return done.stderr + done.stdout
+
+    def import_image(self, tar: Path, name: str) -> None:
+        """A root file system as an image."""
+        self.docker("import", tar, name)
+
+    def build(self, name: str, dockerfile: str) -> None:
+        """An image from a Dockerfile without a context."""
+        self.docker("build", "--quiet", "--tag", name, "-", input=dockerfile)
+
+
+class Compose:
+    """Compose on one set of files."""
+
+    def __init__(
+        self, engine: Engine, folder: Path, files: Sequence[str | Path], environment: Mapping[str, str]
+    ) -> None:
+        self._engine = engine
+        self._words = ["compose", "--project-directory", str(folder)]
+        for file in files:
+            self._words += ["--file", str(folder / file)]
+        self._options = {"cwd": folder, "env": {**os.environ, **environment}}
+
+    def __call__(self, *words: str) -> str:
+        """Output of a command of Compose. Raises `Unavailable` where it fails."""
+        return self._engine.docker(*self._words, *words, **self._options)

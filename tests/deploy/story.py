@@ -1,0 +1,198 @@
+"""What a user of compose.cpu.yaml would see, from the build to `down`, and whether the files' claims hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.deploy.compose_files import EVERY_WAY, example_environment
+from tests.deploy.engine import Compose, Engine, wait_for
+from tests.deploy.tools import run
+
+GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "http://127.0.0.1:9090"
+STARTED = ("worker", "gateway", "redis", "prometheus")  # all but Grafana
+SYSTEM = "You keep the log of a lighthouse. " * 60
+
+# Base images, all of one root file system, as the compose files name them.
+STAND_INS = {
+    "python:3.12-slim": "",
+    "redis:7": "",
+    "prom/prometheus:v3.5.0": (
+        'RUN mkdir /prometheus && chown 65534:65534 /prometheus\nUSER 65534\nENTRYPOINT ["/usr/bin/prometheus"]\n'
+    ),
+    # Where `stand-ins.yaml` mounts it, this Python finds vLLM.
+    "vllm-stand-in": "RUN echo /opt/vllm > /usr/lib/python3/dist-packages/vllm.pth\n",
+}
+
+
+class Answer(NamedTuple):
+    """An HTTP answer."""
+
+    status: int  # 0: no connection
+    headers: dict[str, str]
+    body: bytes
+
+
+def ask(url: str, body: Any = None) -> Answer:
+    """GET, or POST where there is a body. Whatever is answered is an answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return Answer(answer.status, {k.lower(): v for k, v in answer.headers.items()}, answer.read())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
+    except (OSError, urllib.error.URLError):
+        return Answer(0, {}, b"")
+
+
+def chat(question: str) -> Answer:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    asked = {"model": "generated", "messages": messages, "max_tokens": 4, "temperature": 0}
+    return ask(f"{GATEWAY}/v1/chat/completions", asked)
+
+
+def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Raises `AssertionError` at the first claim that does not hold. Returns what was measured."""
+    facts: dict[str, Any] = {}
+    deploy = project / "deploy"
+    (deploy / ".env").write_text((deploy / ".env.example").read_text())
+
+    for files in EVERY_WAY:
+        # A profile that is not named goes unchecked.
+        Compose(engine, deploy, files, example_environment())("--profile", "*", "config", "--quiet")
+    facts["ways_validated"] = len(EVERY_WAY)
+    say(f"compose takes all {len(EVERY_WAY)} sets of files, with every profile")
+
+    engine.import_image(tar, "debian-stand-in")
+    for name, lines in STAND_INS.items():
+        engine.build(name, f"FROM debian-stand-in\n{lines}")
+    files = ["compose.yaml", "compose.cpu.yaml", "../tests/deploy/stand-ins.yaml"]
+    compose = Compose(engine, deploy, files, {"CPU_VLLM_IMAGE": "vllm-stand-in", "PIP_NO_INDEX": "1"})
+    started = time.monotonic()
+    compose("build")
+    facts["build_s"] = round(time.monotonic() - started, 1)
+    say("the images of the gateway and the worker are built, without a network")
+    _look_into_the_images(engine)
+
+    _the_mod_installs_into_a_plain_container(engine, project)
+    say("the mod for spark-vllm-docker installs into a container without a network")
+
+    started = time.monotonic()
+    # Without --wait, as a user would: the gateway has to do without the worker for a while.
+    compose("up", "--detach", "--no-build", *STARTED)
+    try:
+        _the_gateway_does_not_wait_for_the_worker(say)
+        wait_for("a worker is ready", 300, lambda: ask(f"{GATEWAY}/ready").status == 200)
+        facts["up_s"] = round(time.monotonic() - started, 1)
+        say(f"ready after {facts['up_s']} s")
+        _containers_are_as_confined_as_they_say(compose)
+        facts |= _the_second_chat_hits(say)
+        facts |= _prometheus_sees_it(say)
+        wait_for("all are healthy", 60, lambda: _unhealthy(compose) == [])
+    except BaseException:
+        print(compose("logs", "--no-color", "--tail", "60"), flush=True)
+        raise
+    compose("--profile", "*", "down", "--volumes", "--timeout", "20")
+    assert engine.docker("ps", "--all", "--quiet").split() == [], "containers are left"
+    assert engine.docker("volume", "ls", "--quiet").split() == [], "volumes are left"
+    say("down, no container and no volume left")
+    return facts
+
+
+def _look_into_the_images(engine: Engine) -> None:
+    """Each holds its half of the project, and the gateway's no torch."""
+    within = ["run", "--rm", "--network", "none", "--entrypoint", "python3"]
+    engine.docker(*within, "seamark-gateway", "-c", "import proxy.app")
+    for module in ("engine_patches", "torch", "vllm", "pip"):
+        engine.fails(*within, "seamark-gateway", "-c", f"import {module}")
+    engine.docker(*within, "seamark-worker-cpu", "-c", "import engine_patches.plugin")
+    engine.fails(*within, "seamark-worker-cpu", "-c", "import proxy")
+    user = engine.docker("image", "inspect", "--format", "{{.Config.User}}", "seamark-gateway").strip()
+    assert user == "65532:65532", f"the gateway's image runs as {user!r}"
+
+
+def _the_mod_installs_into_a_plain_container(engine: Engine, project: Path) -> None:
+    checkout = project.parent / "spark-vllm-docker"
+    for folder in ("mods", "recipes"):
+        (checkout / folder).mkdir(parents=True)
+    script = project / "deploy" / "spark-vllm-docker" / "make-mod.sh"
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project / "deploy" / "wheels")}
+    run(["bash", script, checkout], env={**os.environ, **pip})
+    mod = f"{checkout}/mods/seamark:/mods/seamark:ro"
+    told = "/mods/seamark/run.sh && cd / && python3 -c 'import engine_patches.plugin'"
+    engine.docker("run", "--rm", "--network", "none", "--volume", mod, "vllm-stand-in", "bash", "-c", told)
+
+
+def _the_gateway_does_not_wait_for_the_worker(say: Callable[[str], None]) -> None:
+    wait_for("the gateway's own health", 30, lambda: ask(f"{GATEWAY}/health").status == 200)
+    early = chat("Is anybody there?")
+    assert early.status == 503 and "retry-after" in early.headers, f"before the worker was ready: {early}"
+    say("before a worker is ready: the gateway is healthy, /v1 answers 503 with Retry-After")
+
+
+def _containers_are_as_confined_as_they_say(compose: Compose) -> None:
+    written = compose("exec", "-T", "gateway", "python3", "-c", _TRY_TO_WRITE).strip()
+    assert written == "/tmp", f"the gateway can write to {written!r}, not to /tmp alone"
+    status = compose("exec", "-T", "gateway", "cat", "/proc/1/status")
+    told = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    assert (
+        told["CapBnd"].strip() == "0" * 16 and told["NoNewPrivs"].strip() == "1" and told["Uid"].split()[0] == "65532"
+    )
+
+
+_TRY_TO_WRITE = """
+import pathlib, sys
+def writable(folder):
+    try:
+        (pathlib.Path(folder) / "probe").write_text("x")
+    except OSError:
+        return False
+    return True
+print(",".join(folder for folder in ("/", "/opt/seamark", "/etc/seamark", "/var/tmp", "/tmp") if writable(folder)))
+"""
+
+
+def _the_second_chat_hits(say: Callable[[str], None]) -> dict[str, Any]:
+    first, second = chat("What was seen at dawn?"), chat("Who came ashore last night?")
+    cached = [int(answer.headers.get("x-seamark-cached", -1)) for answer in (first, second)]
+    assert (first.status, second.status) == (200, 200), f"{first} {second}"
+    assert cached[0] == 0 and cached[1] > 0, f"x-seamark-cached is {cached}"
+    say(f"the second chat hits: x-seamark-cached {cached[1]}")
+    return {"cached": cached}
+
+
+def _prometheus_sees_it(say: Callable[[str], None]) -> dict[str, Any]:
+    seen = {}
+    for query in (
+        'up{job="seamark-gateway"}',
+        'up{job="seamark-worker"}',
+        "sum(seamark_cached_tokens_total)",
+        "sum(seamark_checkpoints_written_total)",
+        "seamark_worker_up",
+        "seamark_engine_patched",
+        "seamark_redis_up",
+    ):
+        seen[query] = wait_for(f"Prometheus has {query} > 0", 60, lambda query=query: _value(query))
+    say(f"Prometheus sees gateway and worker: {seen}")
+    rules = json.loads(ask(f"{PROMETHEUS}/api/v1/rules").body)["data"]["groups"]
+    assert sum(len(group["rules"]) for group in rules) > 0, "Prometheus has no alert rules"
+    return {"prometheus": seen}
+
+
+def _value(query: str) -> float:
+    answer = ask(f"{PROMETHEUS}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
+    result = json.loads(answer.body)["data"]["result"] if answer.status == 200 else []
+    return min((float(series["value"][1]) for series in result), default=0.0)
+
+
+def _unhealthy(compose: Compose) -> list[str]:
+    rows = [json.loads(line) for line in compose("ps", "--format", "json").splitlines()]
+    return [row["Service"] for row in rows if row["Health"] not in ("healthy", "")]

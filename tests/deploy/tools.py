@@ -1,0 +1,144 @@
+"""What the test of the containers needs and a plain Debian has not: fetched from its mirror, unpacked, not installed.
+
+Nothing outside the given folder changes. Everything that needs a network happens here; the containers have none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+ENGINE = ("docker.io", "iptables", "iproute2", "mmdebstrap")
+# Debian 12's own Compose is 1.29, which knows neither `name:` nor profiles as they are used today.
+PLUGINS = ("docker-compose", "docker-buildx")
+PLUGINS_SUITE = "trixie"
+# Of one root file system that stands in for every base image.
+ROOT_PACKAGES = ("python3", "python3-venv", "python3-pip", "libnuma1", "libgomp1", "redis-server", "prometheus")
+
+
+class Unavailable(Exception):
+    """No container engine can be had here; the text says why."""
+
+
+def run(command: Sequence[str | Path], **options) -> str:
+    """Standard output of a command. Raises `Unavailable` with the end of its complaint."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    if done.returncode:
+        raise Unavailable(f"{command[0]} failed ({done.returncode}): {(done.stderr or done.stdout).strip()[-600:]}")
+    return done.stdout
+
+
+def check_machine() -> None:
+    """Raises `Unavailable` where the way taken here cannot work."""
+    if sys.platform != "linux":
+        raise Unavailable("needed is Linux")
+    if os.geteuid() != 0:
+        raise Unavailable("a container engine of its own, and its network, need root")
+    for command in ("apt-get", "dpkg-deb", "unshare"):
+        if shutil.which(command) is None:
+            raise Unavailable(f"there is no {command}: this is no Debian")
+    if not os.access("/sys/fs/cgroup", os.W_OK):
+        raise Unavailable("/sys/fs/cgroup cannot be written")
+    if subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"]).returncode:
+        raise Unavailable("no namespaces of its own are allowed here")
+
+
+def suite_and_mirror() -> tuple[str, str]:
+    """Debian's suite on this machine and the mirror it is set to use."""
+    release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
+    suite = release.get("VERSION_CODENAME", "").strip('"')
+    targets = run(["apt-get", "indextargets", "--format", "$(RELEASE) $(REPO_URI)", "Created-By: Packages"])
+    for target in targets.splitlines():
+        name, _, uri = target.partition(" ")
+        if name == suite:
+            return suite, uri.rstrip("/")
+    raise Unavailable(f"apt knows no mirror of Debian {suite!r}")
+
+
+def unpack(into: Path) -> Path:
+    """The engine's programs under `into`, with Compose and Buildx as plugins of its client. Returns their root."""
+    root = into / "root"
+    if (into / "complete").exists():
+        return root
+    shutil.rmtree(into, ignore_errors=True)
+    packages = into / "packages"
+    packages.mkdir(parents=True)
+    suite, mirror = suite_and_mirror()
+    flags = _apt(suite, mirror, into / "apt" / suite)
+    # Whatever of it this machine has not, dependencies included.
+    planned = run(["apt-get", *flags, "--simulate", "--no-install-recommends", "install", *ENGINE])
+    missing = [line.split()[1] for line in planned.splitlines() if line.startswith("Inst ")]
+    if missing:
+        run(["apt-get", *flags, "download", *missing], cwd=packages)
+    flags = _apt(PLUGINS_SUITE, mirror, into / "apt" / PLUGINS_SUITE)
+    run(["apt-get", *flags, "download", *PLUGINS], cwd=packages)
+    for package in sorted(packages.glob("*.deb")):
+        run(["dpkg-deb", "--extract", package, root])
+    plugins = into / "client" / "cli-plugins"
+    plugins.mkdir(parents=True)
+    for name in PLUGINS:
+        found = [path for path in root.rglob(name) if path.is_file() and os.access(path, os.X_OK)]
+        if not found:
+            raise Unavailable(f"Debian's package of {name} holds no program of that name")
+        (plugins / name).symlink_to(found[0])
+    shutil.rmtree(packages)
+    shutil.rmtree(into / "apt")
+    (into / "complete").touch()
+    return root
+
+
+def _apt(suite: str, mirror: str, state: Path) -> list[str]:
+    """Options by which apt knows that suite alone, in lists of its own: the machine's stay as they are."""
+    for folder in ("lists/partial", "cache/archives/partial", "preferences.d", "sources.list.d"):
+        (state / folder).mkdir(parents=True)
+    (state / "sources.list").write_text(f"deb {mirror} {suite} main\n")
+    options = {
+        "Dir::Etc::SourceList": state / "sources.list",
+        "Dir::Etc::SourceParts": state / "sources.list.d",
+        "Dir::Etc::PreferencesParts": state / "preferences.d",
+        "Dir::State::Lists": state / "lists",
+        "Dir::Cache": state / "cache",
+        "APT::Sandbox::User": "root",
+    }
+    flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    run(["apt-get", *flags, "--quiet", "update"])
+    return flags
+
+
+def environment(tools: Path) -> dict[str, str]:
+    """The environment in which the unpacked programs find each other."""
+    root = tools / "root"
+    libraries = [path for path in (*root.glob("usr/lib/*-linux-gnu"), *root.glob("lib/*-linux-gnu"))]
+    programs = [root / folder for folder in ("usr/local/sbin", "usr/sbin", "usr/bin", "sbin", "bin")]
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]),
+        "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
+        "XTABLES_LIBDIR": str(next((path / "xtables" for path in libraries if (path / "xtables").is_dir()), "")),
+        "DOCKER_CONFIG": str(tools / "client"),
+    }
+
+
+def root_file_system(tools: Path, target: Path) -> Path:
+    """A tar file of Debian with `ROOT_PACKAGES`, made once."""
+    if not target.exists():
+        suite, mirror = suite_and_mirror()
+        partial = target.with_name("partial.tar")
+        command = ["mmdebstrap", "--variant=minbase", "--mode=root", f"--include={','.join(ROOT_PACKAGES)}"]
+        run([*command, suite, partial, mirror], env=environment(tools))
+        partial.rename(target)
+    return target
+
+
+def wheels(project: Path, into: Path) -> None:
+    """What the gateway stands on, and what builds it, at the locked versions."""
+    with (project / "pyproject.toml").open("rb") as file:
+        needed = tomllib.load(file)
+    names = [*needed["project"]["dependencies"], *needed["build-system"]["requires"], "wheel"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--only-binary", ":all:"]
+    run([*pip, "--dest", into, "--constraint", project / "requirements.lock", *names])
