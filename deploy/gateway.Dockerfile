@@ -13,7 +13,7 @@ COPY deploy/wheels /wheels
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 COPY proxy proxy
 # The versions that are tested; only what the gateway needs of them.
-RUN /opt/seamark/bin/pip install --no-cache-dir --find-links /wheels --constraint requirements.lock . \
+RUN /opt/seamark/bin/pip install --no-cache-dir --find-links /wheels --constraint requirements.lock '.[tokenizer]' \
     && /opt/seamark/bin/pip uninstall --yes --quiet pip
 
 FROM ${PYTHON_IMAGE}

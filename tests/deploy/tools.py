@@ -139,6 +139,8 @@ def wheels(project: Path, into: Path) -> None:
     """What the gateway stands on, and what builds it, at the locked versions."""
     with (project / "pyproject.toml").open("rb") as file:
         needed = tomllib.load(file)
-    names = [*needed["project"]["dependencies"], *needed["build-system"]["requires"], "wheel"]
+    project_needs = needed["project"]
+    names = [*project_needs["dependencies"], *project_needs["optional-dependencies"]["tokenizer"]]
+    names += [*needed["build-system"]["requires"], "wheel"]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--only-binary", ":all:"]
     run([*pip, "--dest", into, "--constraint", project / "requirements.lock", *names])
