@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 
 from tests.deploy import story, tools
-from tests.deploy.engine import Engine, machine_state, within_namespaces
+from tests.deploy.engine import Engine, machine_state, remove_cgroups, within_namespaces
 
 PROJECT = Path(__file__).resolve().parents[2]
 CACHE = PROJECT / ".cache" / "test-deploy"
@@ -47,9 +46,12 @@ def outside() -> int:
     suite, _ = tools.suite_and_mirror()
     CACHE.mkdir(parents=True, exist_ok=True)
     say(f"tools of Debian {suite} (kept in {CACHE.relative_to(PROJECT)})")
-    tools.unpack(CACHE / suite)
-    say("a root file system of Debian packages, which stands in for all base images")
-    tar = tools.root_file_system(CACHE / suite, CACHE / f"{suite}.tar")
+    try:
+        tools.unpack(CACHE / suite)
+        say("a root file system of Debian packages, which stands in for all base images")
+        tar = tools.root_file_system(CACHE / suite, CACHE / f"{suite}.tar")
+    except tools.Failed as error:
+        raise tools.Unavailable(str(error)) from None
     # On a disk and not on another engine's overlay; a short path, because a socket's has to be.
     work = Path(tempfile.mkdtemp(prefix="seamark-deploy-", dir="/var/tmp"))
     before = machine_state()
@@ -62,12 +64,14 @@ def outside() -> int:
             "PYTHONPATH": str(project),
             "SITE_PACKAGES": sysconfig.get_path("purelib"),
             "DOCKER_BUILDKIT": "1",
+            "BUILDKIT_PROGRESS": "plain",
         }
         started = time.monotonic()
         status = within_namespaces("tests.deploy", ["--inside", str(work), str(tar)], environment)
         say(f"{time.monotonic() - started:.0f} s inside")
     finally:
-        # The engine's mounts ended with their namespace; what is left is files.
+        # The engine's mounts ended with their namespace; what is left is files, and control groups.
+        remove_cgroups(work.name)
         shutil.rmtree(work, ignore_errors=True)
     if (after := machine_state()) != before:
         say(f"WRONG: this machine's network was {before} and is {after}")
@@ -97,7 +101,7 @@ def main(arguments: list[str]) -> int:
     except tools.Unavailable as error:
         say(f"no container engine here, nothing was tested: {error}")
         return CANNOT
-    except (AssertionError, subprocess.CalledProcessError) as error:
+    except (AssertionError, tools.Failed) as error:
         say(f"WRONG: {error}")
         return 1
 

@@ -26,7 +26,23 @@ def machine_state() -> dict[str, object]:
         path = Path(name)
         lines = path.read_text().splitlines() if path.exists() else []
         state[name] = sorted(line.split(":")[0].strip() if name.endswith("dev") else line for line in lines)
+    state["cgroups"] = sorted(str(group) for root in _cgroup_roots() for group in root.glob("seamark-deploy-*"))
     return state
+
+
+def _cgroup_roots() -> list[Path]:
+    """Where hierarchies of control groups begin: one place, or one for each controller."""
+    top = Path("/sys/fs/cgroup")
+    return [top, *(path for path in top.iterdir() if path.is_dir() and not path.is_symlink())]
+
+
+def remove_cgroups(name: str) -> None:
+    """Control groups are no part of a namespace, and a daemon leaves them behind, empty."""
+    for group in (root / name for root in _cgroup_roots()):
+        if group.is_dir():
+            for inner in sorted((path for path in group.rglob("*") if path.is_dir()), reverse=True):
+                inner.rmdir()
+            group.rmdir()
 
 
 def within_namespaces(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -58,6 +74,7 @@ class Engine:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         log = self._folder / "dockerd.log"
         command = ["dockerd", "--host", self._host, "--pidfile", str(self._folder / "docker.pid")]
+        command += ["--cgroup-parent", f"/{self._folder.name}"]
         command += ["--data-root", str(self._folder / "data"), "--exec-root", str(self._folder / "exec")]
         with log.open("wb") as output:
             self._daemon = subprocess.Popen(command, stdout=output, stderr=output)
@@ -77,7 +94,7 @@ class Engine:
         return ["docker", "--host", self._host, *map(str, words)]
 
     def docker(self, *words: str | Path, **options) -> str:
-        """Output of a command of the client. Raises `Unavailable` where it fails."""
+        """Output of a command of the client. Raises `Failed`."""
         return run(self._docker(*words), **options)
 
     def fails(self, *words: str | Path) -> str:
@@ -108,5 +125,5 @@ class Compose:
         self._options = {"cwd": folder, "env": {**os.environ, **environment}}
 
     def __call__(self, *words: str) -> str:
-        """Output of a command of Compose. Raises `Unavailable` where it fails."""
+        """Output of a command of Compose. Raises `Failed`."""
         return self._engine.docker(*self._words, *words, **self._options)

@@ -98,7 +98,7 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
         facts |= _prometheus_sees_it(say)
         wait_for("all are healthy", 60, lambda: _unhealthy(compose) == [])
     except BaseException:
-        print(compose("logs", "--no-color", "--tail", "60"), flush=True)
+        print(compose("logs", "--no-color", "--tail", "40"), flush=True)
         raise
     compose("--profile", "*", "down", "--volumes", "--timeout", "20")
     assert engine.docker("ps", "--all", "--quiet").split() == [], "containers are left"

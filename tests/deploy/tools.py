@@ -21,15 +21,21 @@ PLUGINS_SUITE = "trixie"
 ROOT_PACKAGES = ("python3", "python3-venv", "python3-pip", "libnuma1", "libgomp1", "redis-server", "prometheus")
 
 
+class Failed(Exception):
+    """A command failed; the text has the end of its complaint."""
+
+
 class Unavailable(Exception):
     """No container engine can be had here; the text says why."""
 
 
 def run(command: Sequence[str | Path], **options) -> str:
-    """Standard output of a command. Raises `Unavailable` with the end of its complaint."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    """Standard output of a command. Raises `Failed`."""
+    words = [str(part) for part in command]
+    done = subprocess.run(words, capture_output=True, text=True, **options)
     if done.returncode:
-        raise Unavailable(f"{command[0]} failed ({done.returncode}): {(done.stderr or done.stdout).strip()[-600:]}")
+        complaint = (done.stdout + done.stderr).strip()[-3000:]
+        raise Failed(f"{' '.join(words)[-200:]} ended with {done.returncode}: {complaint}")
     return done.stdout
 
 
@@ -79,6 +85,10 @@ def unpack(into: Path) -> Path:
     run(["apt-get", *flags, "download", *PLUGINS], cwd=packages)
     for package in sorted(packages.glob("*.deb")):
         run(["dpkg-deb", "--extract", package, root])
+    for name in ("iptables", "ip6tables"):
+        # Debian lets the machine choose when it installs; nothing is installed here.
+        if (root / "usr/sbin" / f"{name}-nft").is_symlink():
+            (root / "usr/sbin" / name).symlink_to(f"{name}-nft")
     plugins = into / "client" / "cli-plugins"
     plugins.mkdir(parents=True)
     for name in PLUGINS:
@@ -142,5 +152,6 @@ def wheels(project: Path, into: Path) -> None:
     project_needs = needed["project"]
     names = [*project_needs["dependencies"], *project_needs["optional-dependencies"]["tokenizer"]]
     names += [*needed["build-system"]["requires"], "wheel"]
+    names += ["async-timeout"]  # redis asks for it on a Python older than 3.11.3, such as Debian 12's
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--only-binary", ":all:"]
     run([*pip, "--dest", into, "--constraint", project / "requirements.lock", *names])
