@@ -110,6 +110,7 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
             "known_positions": len(gateway.finding.memory),
             "hot_prefixes": len(gateway.dispatch.hot),
             "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held + gateway.dispatch.hot.held,
+            "shadow": gateway.shadow.status(),
             "redis": redis_told(gateway),
         }
 

@@ -61,7 +61,11 @@ class Call:
     expected: Expectation | None = None
     started: bool = False  # the response has begun
     status: int = 0
+    placed: float = 0.0  # time.perf_counter() when it was given to its worker
+    turn: int = 0  # how many requests that had had by then, this one included
+    alone: bool = False  # nobody else was at its worker from then to the first byte of its stream
     first_byte: float | None = None
+    begun: bool = False  # it is a stream, and `first_byte` that of its first event
 
     @property
     def id_header(self) -> tuple[bytes, bytes]:

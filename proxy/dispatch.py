@@ -5,6 +5,7 @@ Everything between finding a place and counting it happens without an await, so 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from proxy.admission import Admission
@@ -104,8 +105,10 @@ class Dispatch:
         call.worker, call.is_placed = worker, True
         call.prefill = call.tokens_beyond(call.expected.predicted if call.expected is not None else 0)
         worker.prefill_tokens += call.prefill
+        call.alone = not worker.inflight
         worker.inflight += 1
         worker.dispatched += 1
+        call.turn, call.placed = worker.dispatched, time.perf_counter()
         if call.key is not None:
             call.key.inflight += 1
         return worker

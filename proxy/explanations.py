@@ -34,6 +34,7 @@ class Explanation:
     changed: dict[str, Any] | None = None  # where it leaves the nearest recent request
     would_save: dict[str, int] = field(default_factory=dict)  # tokens by rule or volatile text
     rewrites: tuple[str, ...] = ()
+    lost: dict[str, int] | None = None  # tokens by reason, at a worker without the plugin; None until that is judged
 
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.anthropic_chat import MESSAGES, messages_request
 from proxy.body import parse_object, with_edits
@@ -23,7 +23,7 @@ from proxy.recent import Change, Recent, RecentRequests
 from proxy.responses_chat import RESPONSES, StoredResponses, responses_request
 from proxy.rewrites import rewrite
 from proxy.settings import Settings
-from proxy.workers import Worker
+from proxy.workers import Worker, identify_renderer
 
 if TYPE_CHECKING:
     from proxy.call import Call
@@ -36,6 +36,13 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Chat | None]] = {
     COMPLETIONS: completions_request,
 }
 HINTED = frozenset({*READERS, RESPONSES})
+
+
+class Looked(NamedTuple):
+    """What is known of a request's prompt, looked at beside its way."""
+
+    found: Found
+    recent: Recent | None = None
 
 
 def chat_in(endpoint: str, body: Mapping[str, Any], stored: StoredResponses) -> Chat | None:
@@ -87,6 +94,25 @@ class Finding:
         if found.renders:
             self._metrics.renders.inc(found.renders)
         self.explanations.add(call.explanation)
+
+    async def look(self, chat: Chat, worker: Worker, size: int) -> Looked:
+        """At a request of `size` bytes that `worker`, one without the plugin, has answered already."""
+        model = chat.body.get("model")
+        if not worker.serves(model):
+            return Looked(Found(failure="no_boundary"))
+        if model not in worker.renderer_ids:
+            renderer_id = await identify_renderer(worker.renderer, model)
+            if renderer_id is None:
+                return Looked(Found(failure="render_failed"))
+            worker.renderer_ids[model] = renderer_id
+        found = await self._finder.find(chat, worker.fast or worker.renderer, worker.renderer_ids[model])
+        if found.renders:
+            self._metrics.renders.inc(found.renders)
+        if found.layout is None or chat.is_bare:
+            return Looked(found)
+        recent = Recent(found.layout, found.tokens, size)
+        self.recent.add(recent)
+        return Looked(found, recent)
 
     def answered(self, call: Call, answer: Any) -> None:
         """A whole answer has come; of a response, what a later request may continue is remembered."""

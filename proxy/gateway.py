@@ -27,9 +27,10 @@ from proxy.finding import HINTED, Finding
 from proxy.hot import Replay, replay_all
 from proxy.keys import KeyRing
 from proxy.metrics import Metrics
-from proxy.outcome import usage_of
+from proxy.outcome import Usage, usage_of
 from proxy.responses_chat import RESPONSES
 from proxy.settings import Settings
+from proxy.shadow import Shadow
 from proxy.upstream import Answer, Broken, Silent, Stale, Unreachable, Upstream
 from proxy.workers import Worker, WorkerPool
 
@@ -66,6 +67,7 @@ class Gateway:
         self.admission = Admission(settings.max_queue, settings.queue_timeout, self.metrics.queue_seconds)
         self.dispatch = Dispatch(settings, self.pool, self.finding, self.admission, self.upstream, self.metrics)
         self.accounting = Accounting(self.metrics, self.pool, self.finding, self.dispatch.words, settings.excerpts)
+        self.shadow = Shadow(settings, self.finding, self.metrics, self.pool.boots)
         self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
         self.metrics.queued.set_function(lambda: len(self.admission))
         self.pool.warm = self._warm
@@ -79,7 +81,7 @@ class Gateway:
 
     def start(self) -> None:
         """Begin what runs beside the requests. Inside a running event loop."""
-        beside = [self.pool.watch(), self.pulse.run(), self._watch_files()]
+        beside = [self.pool.watch(), self.pulse.run(), self._watch_files(), self.shadow.run()]
         if self.settings.redis is not None:
             self.sharing = self._shared()
             beside.append(self.sharing.run())
@@ -88,13 +90,12 @@ class Gateway:
     def _shared(self) -> Sharing:
         from proxy.sharing import Sharing  # and with it redis: not even imported where it is not wanted
 
-        pool = self.pool
         return Sharing(
             self.settings.redis,
             self.dispatch.directory,
             self.finding.memory,
             self.metrics,
-            lambda: [worker.boot for worker in pool.workers if worker.boot],
+            self.pool.boots,
         )
 
     async def stop(self) -> None:
@@ -291,10 +292,16 @@ class Gateway:
                     self.finding.answered(call, relay.response)
             watch.over = True
             await relay.finish(end)
-        await self.accounting.answered(call, relay.usage)
+        await self._answered(call, relay.usage)
+
+    async def _answered(self, call: Call, usage: Usage | None) -> str | None:
+        """The reason for what it got, None where the worker reports nothing."""
+        self.shadow.answered(call, usage, self.accounting.model_label)
+        return await self.accounting.answered(call, usage)
 
     def _begun(self, call: Call) -> None:
-        call.first_byte = time.perf_counter()
+        call.first_byte, call.begun = time.perf_counter(), True
+        call.alone = call.alone and call.worker.dispatched == call.turn
         self.dispatch.prefilled(call)
 
     @staticmethod
@@ -315,7 +322,7 @@ class Gateway:
             usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            why = await self.accounting.answered(call, usage)
+            why = await self._answered(call, usage)
             if why is not None:
                 headers.append((b"x-seamark-reason", why.encode()))
             self.finding.answered(call, answer)

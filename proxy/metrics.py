@@ -122,3 +122,23 @@ class Metrics:
             ["fate"],
             registry=registry,
         )
+        # Workers without the plugin.
+        of_loss = ["model", "reason"]
+        self.shadow_lost_tokens = Counter(
+            "seamark_shadow_lost_tokens_total",
+            "Prompt tokens computed again at workers without the plugin",
+            of_loss,
+            registry=registry,
+        )
+        self.shadow_lost_seconds = Counter(
+            "seamark_shadow_lost_seconds_total",
+            "Seconds these tokens took, by what was learnt of the worker's times to a first token",
+            of_loss,
+            registry=registry,
+        )
+        self.shadow_requests = Counter(
+            "seamark_shadow_requests_total",
+            "Requests answered by workers without the plugin: judged, or why not",
+            ["result"],
+            registry=registry,
+        )

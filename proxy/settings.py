@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from proxy.errors import SettingsError
 from proxy.files import read_toml
@@ -19,6 +19,9 @@ PREFIX = "SEAMARK_"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 # Values that may hold a password, and are never told.
 SECRET = frozenset({"redis"})
+TRUE = frozenset({"true", "t", "yes", "y", "on", "1"})
+# What `shadow` implies where nothing else is said: each of these would change a request or an answer.
+IN_SHADOW: Mapping[str, Any] = {"ask_usage": False, "rewrite": (), "heartbeat": 0.0}
 
 
 class Settings(BaseModel):
@@ -96,9 +99,19 @@ class Settings(BaseModel):
     max_header_bytes: int = Field(65536, gt=0, description="largest request head: target and headers")
     max_json_depth: int = Field(128, gt=0, le=900, description="deepest nesting of a JSON body")
 
+    shadow: bool = Field(
+        False, description="change nothing of requests and answers, send no hints, and tell what is lost without them"
+    )
+
     redis: str | None = Field(
         None, repr=False, description="URL of a Redis server through which gateways share what they learn"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shadow(cls, values: Any) -> Any:
+        on = isinstance(values, dict) and str(values.get("shadow", "")).lower() in TRUE
+        return {**IN_SHADOW, **values} if on else values
 
     @field_validator("redis")
     @classmethod
@@ -151,6 +164,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = field.description or ""
         if name == "worker":
             parser.add_argument(flag, action="append", metavar="URL", help=text)
+        elif field.annotation is bool:
+            text = f"{text} (default {field.default})"
+            parser.add_argument(flag, nargs="?", const="true", metavar=name.upper(), help=text)
         else:
             parser.add_argument(flag, metavar=name.upper(), help=f"{text} (default {field.default})")
 

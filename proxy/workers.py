@@ -127,6 +127,10 @@ class WorkerPool:
         """Workers that answered last time."""
         return [worker for worker in self.workers if worker.up]
 
+    def boots(self) -> list[str]:
+        """Identities of the workers as they run now."""
+        return [worker.boot for worker in self.workers if worker.boot]
+
     async def ready(self) -> list[Worker]:
         """Workers that are up, after a look at all of them if none was."""
         if not self.up:
@@ -246,8 +250,9 @@ class WorkerPool:
         _, metrics = await self._get(worker, "/metrics")
         _, models = await self._get(worker, "/v1/models")
         said = metrics.decode(errors="replace")
-        boot, worker.engine = read_metrics(said)
-        if (pace := read_pace(said)).known or worker.engine is None:
+        boot, engine = read_metrics(said)
+        worker.engine = None if self._settings.shadow else engine  # then it is treated as one without the plugin
+        if (pace := read_pace(said)).known or engine is None:
             worker.pace = pace  # one that has restarted learns anew: until then, what it said before
         worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
         worker.model_ids = frozenset(entry["id"] for entry in worker.models)
@@ -260,7 +265,7 @@ class WorkerPool:
             worker.renderer.forget_routes()
             if worker.fast is not None:
                 worker.fast.forget()
-        self._metrics.engine_patched.labels(worker.name).set(worker.engine is not None)
+        self._metrics.engine_patched.labels(worker.name).set(engine is not None)
         if worker.engine is not None:
             for entry in worker.models:
                 await self._identify_renderer(worker, entry["id"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -82,10 +83,18 @@ def test_doctor_finds_a_patched_worker_well(servers):
 
 
 def test_doctor_says_what_an_untouched_vllm_lacks_and_the_two_lines_that_cure_it(servers):
-    done = seamark("doctor", "--worker", servers.untouched.url)
-    assert done.returncode == 1
-    wrong = done.stdout[done.stdout.index("WRONG patches are not live") :].splitlines()
-    assert "pip install" in wrong[1] and "seamark worker" in wrong[2]
+    done = seamark("doctor", "--worker", servers.untouched.url, "--gateway", servers.untouched_gateway.url)
+    assert done.returncode == 1 and "WRONG patches are not live" in done.stdout
+    assert re.search(r"^lost in [\d.]+ hours, [\d,]+ requests judged:$", done.stdout, re.M)
+    install, start = done.stdout.splitlines()[-2:]
+    assert "pip install" in install and "seamark worker" in start
+    assert start.count(servers.untouched.url.rpartition(":")[2]) == 1  # its own port
+
+
+def test_doctor_beside_a_gateway_that_is_none_or_away(servers):
+    for gateway, told in (("http://127.0.0.1:9", "no gateway answers"), (servers.untouched.url, "does not show")):
+        done = seamark("doctor", "--worker", servers.seamark.url, "--gateway", gateway)
+        assert told in done.stdout and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:9/v1"])

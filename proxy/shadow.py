@@ -1,0 +1,191 @@
+"""What requests lose at workers without the plugin: tokens that could have been cached, seconds, and why.
+
+All of it happens after an answer has gone by, one request at a time: nothing that a client or a worker sees is changed,
+and no request waits. Texts wait here within `text_bytes`, and what does not fit goes unjudged and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from proxy.budget import worth_sending
+from proxy.call import Call
+from proxy.chat import Chat
+from proxy.directory import Directory
+from proxy.explanations import Explanation
+from proxy.finding import Finding, Looked
+from proxy.metrics import Metrics
+from proxy.outcome import Usage
+from proxy.prefill_pace import PrefillPace
+from proxy.responses_chat import RESPONSES
+from proxy.settings import Settings
+from proxy.workers import Worker
+
+logger = logging.getLogger("seamark.shadow")
+
+# Tokens: what the plugin sets for most hybrids. For gated delta nets it is 64, and a loss is told up to 48 too long.
+MATCH_UNIT = 16
+MAX_WAITING = 256
+# Seconds of rest for each second of rendering: at most a fifth of one of the worker's cores is taken for it.
+REST = 4.0
+# Why tokens were lost that the plugin would have saved. Of the others it would have saved none by itself.
+CURED = "unpatched"
+
+
+class _Seen(NamedTuple):
+    """An answered request that waits to be judged; lengths in tokens."""
+
+    chat: Chat
+    worker: Worker
+    boot: str
+    model: str  # label
+    size: int  # bytes of its body
+    usage: Usage
+    explanation: Explanation | None
+
+
+class Shadow:
+    """One per gateway; `run` beside the requests."""
+
+    def __init__(
+        self, settings: Settings, finding: Finding, metrics: Metrics, boots: Callable[[], Sequence[str]]
+    ) -> None:
+        """`boots`: identities of the workers that run."""
+        self._finding = finding
+        self._metrics = metrics
+        self._boots = boots
+        self._budget = settings.boundary_budget
+        self._room = settings.text_bytes // 8
+        self._directory = Directory(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
+        self._waiting: deque[_Seen] = deque()
+        self._held = 0
+        self._came = asyncio.Event()
+        self._paces: dict[str, tuple[str, PrefillPace]] = {}  # by worker: its boot, and what was learnt since
+        self._unpriced: Counter[tuple[str, str, str]] = Counter()  # tokens by worker, model, reason: pace still unknown
+        self._tokens: Counter[str] = Counter()  # lost, by reason
+        self._seconds: dict[str, float] = {}
+        self._results: Counter[str] = Counter()
+        self._began = time.monotonic()
+
+    def answered(self, call: Call, usage: Usage | None, label: Callable[[Call], str]) -> None:
+        """A worker has answered; `label` gives the name to count its model under."""
+        if call.worker is None or call.worker.engine is not None or call.chat is None or call.status != 200:
+            return
+        if usage is None or usage.cached is None:
+            self._count("no_usage")
+            return
+        if call.begun and call.endpoint != RESPONSES:  # a response's first event comes before it is computed
+            computed, seconds = usage.prompt - usage.cached, call.first_byte - call.placed
+            self._pace(call.worker).took(computed, seconds, call.alone)
+        size = len(call.raw)
+        if len(self._waiting) >= MAX_WAITING or self._held + size > self._room:
+            self._count("no_room")
+            return
+        boot, model = call.worker.boot, label(call)
+        self._waiting.append(_Seen(call.chat, call.worker, boot, model, size, usage, call.explanation))
+        self._held += size
+        self._came.set()
+
+    async def run(self) -> None:
+        """Judge what was answered, for ever."""
+        while True:
+            await self._came.wait()
+            while self._waiting:
+                seen = self._waiting.popleft()
+                started, rendered = time.perf_counter(), False
+                try:
+                    rendered = await self._judge(seen)
+                except Exception as error:  # the kind alone: the message might hold prompt text
+                    logger.error("judging a request: %s", type(error).__name__)
+                    self._count("failed")
+                finally:
+                    self._held -= seen.size
+                await asyncio.sleep((time.perf_counter() - started) * REST if rendered else 0)
+            self._came.clear()
+
+    def status(self) -> dict[str, Any]:
+        """For `/seamark/status`; seconds are those of prefill, by what was learnt of each worker."""
+        lines = {name: pace.line for name, (_, pace) in self._paces.items()}
+        return {
+            "watched_seconds": time.monotonic() - self._began,
+            "requests": dict(self._results),
+            "lost": {
+                reason: {"tokens": tokens, "seconds": self._seconds.get(reason, 0.0)}
+                for reason, tokens in self._tokens.items()
+            },
+            "plugin_would_save": {"tokens": self._tokens[CURED], "seconds": self._seconds.get(CURED, 0.0)},
+            "tokens_without_seconds": sum(self._unpriced.values()),
+            "waiting": len(self._waiting),
+            "learnt": {name: line._asdict() for name, line in lines.items() if line is not None},
+        }
+
+    async def _judge(self, seen: _Seen) -> bool:
+        """Whether anything had to be rendered for it."""
+        looked = await self._finding.look(seen.chat, seen.worker, seen.size)
+        found = looked.found
+        if found.failure is not None:
+            self._count(found.failure)
+            return found.renders > 0
+        lost = self._lost(seen, looked)
+        kept = worth_sending(found.boundaries, MATCH_UNIT, self._budget)
+        self._directory.note([boundary for boundary in found.boundaries if boundary.tokens in kept], seen.boot)
+        self._count("judged")
+        if (told := seen.explanation) is not None:
+            told.lost = lost
+            told.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
+        for reason, tokens in lost.items():
+            self._tokens[reason] += tokens
+            self._metrics.shadow_lost_tokens.labels(seen.model, reason).inc(tokens)
+            self._unpriced[seen.worker.name, seen.model, reason] += tokens
+        self._put_prices(seen.worker)
+        return found.renders > 0
+
+    def _lost(self, seen: _Seen, looked: Looked) -> dict[str, int]:
+        """Tokens by reason, each token under one: the nearest cause first."""
+        found, sent = looked.found, self._directory.sent
+        lost: dict[str, int] = {}
+        had = seen.usage.cached
+
+        def lose(reason: str, shareable: int) -> None:
+            nonlocal had
+            shareable = shareable // MATCH_UNIT * MATCH_UNIT
+            if shareable > had:
+                lost[reason] = shareable - had
+                had = shareable
+
+        lose(CURED, sent(found.prefixes, (seen.boot,)))
+        lose("other_worker", sent(found.prefixes, self._boots()))
+        lose("worker_restarted", self._directory.ever_sent(found.prefixes))
+        would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
+        if looked.recent is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
+            change = self._finding.recent.change(looked.recent)
+            if change is not None:
+                lose("salt" if change.salt else "prefix_changed", would_share)
+        return lost
+
+    def _pace(self, worker: Worker) -> PrefillPace:
+        boot, pace = self._paces.get(worker.name, ("", None))
+        if pace is None or boot != worker.boot:
+            pace = PrefillPace()
+            self._paces[worker.name] = (worker.boot, pace)
+        return pace
+
+    def _put_prices(self, worker: Worker) -> None:
+        """Tokens that were lost at `worker`, in seconds; those before its pace was known are made up for."""
+        line = self._pace(worker).line
+        if line is None:
+            return
+        for name in [name for name in self._unpriced if name[0] == worker.name]:
+            _, model, reason = name
+            seconds = self._unpriced.pop(name) * line.token_seconds
+            self._seconds[reason] = self._seconds.get(reason, 0.0) + seconds
+            self._metrics.shadow_lost_seconds.labels(model, reason).inc(seconds)
+
+    def _count(self, result: str) -> None:
+        self._results[result] += 1
+        self._metrics.shadow_requests.labels(result).inc()
