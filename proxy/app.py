@@ -110,6 +110,11 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
             "known_positions": len(gateway.finding.memory),
             "hot_prefixes": len(gateway.dispatch.hot),
             "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held + gateway.dispatch.hot.held,
+            "self_check": {
+                "checked": gateway.self_check.checked,
+                "differs": gateway.self_check.differs,
+                "hints_off": gateway.self_check.hints_off,
+            },
             "shadow": gateway.shadow.status(),
             "redis": redis_told(gateway),
         }
@@ -121,6 +126,11 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
     @app.get(access.LIVE)
     async def live_figures() -> Response:
         return _plain_json(live(gateway))
+
+    @app.post("/seamark/self-check/reset")
+    async def reset_self_check() -> dict[str, bool]:
+        gateway.self_check.reset()
+        return {"hints_off": gateway.self_check.hints_off}
 
     @app.get(access.EXPLANATIONS + "{request_id}")
     async def request_explained(request: Request, request_id: str) -> Response:

@@ -87,7 +87,7 @@ class Dispatch:
 
     def positions(self, boundaries: Sequence[Boundary], worker: Worker) -> tuple[int, ...]:
         """Those of `boundaries` that are worth a state on a worker, tokens."""
-        if worker.engine is None:
+        if worker.engine is None or worker.hints_off:
             return ()
         return worth_sending(boundaries, worker.engine.match_unit, self._settings.boundary_budget)
 
@@ -127,7 +127,7 @@ class Dispatch:
         # Sent again, elsewhere: the first try is not what was ever sent before.
         ever = self.directory.ever_sent(found.prefixes) if call.expected is None else call.expected.shareable_ever
         call.expected = Expectation(
-            failure=found.failure if worker.engine is not None else "unpatched",
+            failure=_failure(worker) or found.failure,
             shareable=self.directory.sent(found.prefixes, boots),
             shareable_ever=ever,
             held=shared.tokens if shared is not None else 0,
@@ -136,7 +136,7 @@ class Dispatch:
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
             would_share=max((b.tokens for b in found.boundaries if b.key != found.turn_key), default=0),
         )
-        if worker.engine is not None:
+        if worker.engine is not None and not worker.hints_off:
             self.words.sent(worker, call.engine_id, found.boundaries)
             self.directory.note(found.boundaries, worker.boot)
             if shared is not None:
@@ -165,3 +165,10 @@ class Dispatch:
             return None
         boot = self._finding.stored.boot(response)
         return next((worker for worker in workers if worker.boot == boot), None)
+
+
+def _failure(worker: Worker) -> str | None:
+    """Why a worker gets no hint whatever the request; None where it gets one."""
+    if worker.engine is None:
+        return "unpatched"
+    return "hint_ignored" if worker.hints_off else None

@@ -29,6 +29,7 @@ from proxy.keys import KeyRing
 from proxy.metrics import Metrics
 from proxy.outcome import Usage, usage_of
 from proxy.responses_chat import RESPONSES
+from proxy.self_check import SelfCheck
 from proxy.settings import Settings
 from proxy.shadow import Shadow
 from proxy.upstream import Answer, Broken, Silent, Stale, Unreachable, Upstream
@@ -68,6 +69,7 @@ class Gateway:
         self.dispatch = Dispatch(settings, self.pool, self.finding, self.admission, self.upstream, self.metrics)
         self.accounting = Accounting(self.metrics, self.pool, self.finding, self.dispatch.words, settings.excerpts)
         self.shadow = Shadow(settings, self.finding, self.metrics, self.pool.boots)
+        self.self_check = SelfCheck(settings, self.pool, self.dispatch, self.finding, self.upstream, self.metrics)
         self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
         self.metrics.queued.set_function(lambda: len(self.admission))
         self.pool.warm = self._warm
@@ -81,7 +83,7 @@ class Gateway:
 
     def start(self) -> None:
         """Begin what runs beside the requests. Inside a running event loop."""
-        beside = [self.pool.watch(), self.pulse.run(), self._watch_files(), self.shadow.run()]
+        beside = [self.pool.watch(), self.pulse.run(), self._watch_files(), self.shadow.run(), self.self_check.run()]
         if self.settings.redis is not None:
             self.sharing = self._shared()
             beside.append(self.sharing.run())

@@ -142,3 +142,11 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self.self_checks = Counter(
+            "seamark_self_check_total",
+            "Prompts continued from the cache and anew: the same, apart by no more than arithmetic, or more than that",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("same", "noise", "differs"):
+            self.self_checks.labels(result)

@@ -21,7 +21,7 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 SECRET = frozenset({"redis"})
 TRUE = frozenset({"true", "t", "yes", "y", "on", "1"})
 # What `shadow` implies where nothing else is said: each of these would change a request or an answer.
-IN_SHADOW: Mapping[str, Any] = {"ask_usage": False, "rewrite": (), "heartbeat": 0.0}
+IN_SHADOW: Mapping[str, Any] = {"ask_usage": False, "rewrite": (), "heartbeat": 0.0, "self_check_interval": 0.0}
 
 
 class Settings(BaseModel):
@@ -99,6 +99,12 @@ class Settings(BaseModel):
     max_header_bytes: int = Field(65536, gt=0, description="largest request head: target and headers")
     max_json_depth: int = Field(128, gt=0, le=900, description="deepest nesting of a JSON body")
 
+    self_check_interval: float = Field(
+        30.0,
+        ge=0,
+        description="seconds between two looks whether an idle worker's answers from the cache are right; 0: none",
+    )
+    self_check_tokens: int = Field(32768, ge=256, description="tokens of a prompt that such a look takes at most")
     shadow: bool = Field(
         False, description="change nothing of requests and answers, send no hints, and tell what is lost without them"
     )

@@ -76,6 +76,7 @@ class Worker:
     model_ids: frozenset[str] = frozenset()
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
     max_inflight: int = 0  # requests at it at once, 0 for no limit
+    hints_off: bool = False  # its answers from the cache were found to differ from those computed anew
     warming: bool = False  # prefixes are replayed on it; it gets requests only where no other worker can take them
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them

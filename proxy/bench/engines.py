@@ -108,9 +108,9 @@ class Fleet:
         return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
 
     def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
-        """Start `seamark serve` in front of `workers`."""
+        """Start `seamark serve` in front of `workers`, without self-checks: they would be measured as well."""
         port = free_port()
-        command = ["-m", "proxy.cli", "serve", "--port", str(port), *flags]
+        command = ["-m", "proxy.cli", "serve", "--port", str(port), "--self-check-interval", "0", *flags]
         for worker in workers:
             command += ["--worker", worker.url]
         return self._start("gateway", port, command, {})

@@ -90,13 +90,15 @@ def _with_wrong_states(original: Callable) -> Callable:
             group = manager.kv_cache_group_id
             cached = self.block_pool.cached_block_hash_to_block
             if defect == EARLY_STATE:
-                before = request.block_hashes[hit // self.block_pool.hash_block_size - 2]
-                wrong = cached.get_one_block(make_block_hash_with_group_id(before, group))
+                # One unit where the request before left a state there, else as few as there are.
+                units = range(hit // self.block_pool.hash_block_size - 2, -1, -1)
+                keys = (make_block_hash_with_group_id(request.block_hashes[unit], group) for unit in units)
+                wrong = next(filter(None, map(cached.get_one_block, keys)), None)
             else:
                 others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
                 wrong = cached.get_one_block(next(others))
-            assert wrong is not None, "no wrong state at hand to plant"
-            blocks.blocks[group][-1] = wrong
+            if wrong is not None:
+                blocks.blocks[group][-1] = wrong
         return found
 
     get_computed_blocks.planted = True

@@ -1,0 +1,274 @@
+"""Whether answers from the cache are right: prompts that were shared are continued greedily in idle moments.
+
+From the cache against computed anew, judged by how far answers computed anew are from each other on that engine. A
+worker whose answers differ beyond that gets no more hints until an operator restarts the gateway or says so. However
+clients sample, replays do not. A client's request ends a check at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from xxhash import xxh3_64_hexdigest
+
+from proxy.body import parse_object
+from proxy.chat import CHAT, Chat
+from proxy.dispatch import Dispatch
+from proxy.errors import BadRequest
+from proxy.finding import Finding, chat_in
+from proxy.greedy import Distance, Greedy, Unanswered, continued, distance, question
+from proxy.hot import Replay
+from proxy.metrics import Metrics
+from proxy.render import RenderFailed
+from proxy.settings import Settings
+from proxy.tokens import Tokens
+from proxy.upstream import Broken, Unreachable, Upstream
+from proxy.workers import Worker, WorkerPool
+
+logger = logging.getLogger("seamark.self_check")
+
+LOOK_SECONDS = 0.25  # between two looks at who is idle
+IDLE_SECONDS = 3.0  # without a request before a check
+ABORT_SECONDS = 0.02  # between two looks whether a client has come
+# A check that took a second is followed by nine of rest: at most a tenth of a worker's idle time.
+REST = 9.0
+# Checks without any request between them; then a worker that nobody uses is left alone.
+MOST_IN_A_ROW = 16
+# Of the largest difference between two answers computed anew; of a step of the model's logits; and of any arithmetic.
+NOISES, STEPS, LEAST = 4.0, 8.0, 1e-3
+REMEMBERED = 256  # prompts that were checked
+RECENT = 32  # checks whose noise counts
+Result = Literal["same", "noise", "differs"]
+
+
+class Verdict(NamedTuple):
+    """On one prompt; differences of logprobs."""
+
+    result: Result
+    off: Distance  # the cached answer that is furthest from those computed anew
+    noise: float  # largest between two answers computed anew
+    bound: float
+    cached: Greedy
+    anew: Greedy
+
+
+@dataclass
+class _Watched:
+    """What is known of a worker here."""
+
+    dispatched: int = -1
+    busy_at: float = 0.0  # time.monotonic() when it last had a request
+    next_at: float = 0.0  # time.monotonic() before which there is no check
+    in_a_row: int = 0
+    boot: str = ""
+    noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
+
+
+class SelfCheck:
+    """One per gateway."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pool: WorkerPool,
+        dispatch: Dispatch,
+        finding: Finding,
+        upstream: Upstream,
+        metrics: Metrics,
+    ) -> None:
+        self._interval = settings.self_check_interval
+        self._most_tokens = settings.self_check_tokens
+        self._timeout = settings.silence_timeout
+        self._pool = pool
+        self._dispatch = dispatch
+        self._finding = finding
+        self._upstream = upstream
+        self._results = metrics.self_checks
+        self._watched: dict[str, _Watched] = {}
+        self._checked_at: OrderedDict[tuple[str, bytes], float] = OrderedDict()  # by boot and key of the prefix
+        self.checked = 0  # prompts judged
+        self.differs = 0  # of them, beyond the noise
+
+    @property
+    def hints_off(self) -> bool:
+        """Whether a worker gets no hints because its answers differed."""
+        return any(worker.hints_off for worker in self._pool.workers)
+
+    def reset(self) -> None:
+        """An operator has seen to it: hints go out again."""
+        for worker in self._pool.workers:
+            worker.hints_off = False
+        logger.warning("hints are on again, by an operator")
+
+    async def run(self) -> None:
+        """Check whatever is idle, for ever."""
+        while self._interval:
+            await asyncio.sleep(LOOK_SECONDS)
+            for worker in self._pool.workers:
+                if self._is_due(worker):
+                    try:
+                        await self._check(worker, self._watched[worker.url])
+                    except Exception as error:  # the kind alone: the message might hold prompt text
+                        logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
+
+    def _is_due(self, worker: Worker) -> bool:
+        now, seen = time.monotonic(), self._watched.setdefault(worker.url, _Watched())
+        if worker.dispatched != seen.dispatched:
+            seen.dispatched, seen.busy_at, seen.in_a_row = worker.dispatched, now, 0
+        if worker.inflight:
+            seen.busy_at = now
+        if worker.boot != seen.boot:
+            seen.boot = worker.boot
+            seen.noises.clear()
+        fit = worker.up and worker.engine is not None and not worker.warming and not worker.hints_off
+        idle = now - seen.busy_at >= IDLE_SECONDS and now >= seen.next_at
+        return fit and idle and seen.in_a_row < MOST_IN_A_ROW
+
+    async def _check(self, worker: Worker, seen: _Watched) -> None:
+        """Judge one prompt, unless a client comes meanwhile."""
+        replay = self._next(worker)
+        if replay is None:
+            return
+        began = time.monotonic()
+        checking = asyncio.create_task(self._judge(worker, replay, seen))
+        try:
+            while not checking.done():
+                await asyncio.wait((checking,), timeout=ABORT_SECONDS)
+                if not checking.done() and worker.dispatched != seen.dispatched:
+                    return
+            verdict = checking.result()
+        except (Unanswered, RenderFailed, BadRequest, Unreachable, Broken) as error:
+            logger.info("self-check of worker %s: not judged (%s)", worker.name, type(error).__name__)
+            verdict = None
+        finally:
+            checking.cancel()
+            took = time.monotonic() - began
+            seen.next_at = time.monotonic() + max(self._interval, REST * took)
+        seen.in_a_row += 1
+        self._note(worker, replay)
+        if verdict is not None:
+            self._settle(worker, verdict)
+
+    def _next(self, worker: Worker) -> Replay | None:
+        """The prompt whose check is longest ago, the hottest of those never checked first."""
+        hottest = self._dispatch.hot.hottest(worker.model_ids)
+        checked = self._checked_at
+        return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
+
+    def _note(self, worker: Worker, replay: Replay) -> None:
+        self._checked_at[_name(worker, replay)] = time.monotonic()
+        self._checked_at.move_to_end(_name(worker, replay))
+        if len(self._checked_at) > REMEMBERED:
+            self._checked_at.popitem(last=False)
+
+    async def _judge(self, worker: Worker, replay: Replay, seen: _Watched) -> Verdict | None:
+        """None where nothing came from the cache. What seems to differ is looked at twice."""
+        body = {**parse_object(replay.raw), **replay.put}
+        chat = chat_in(replay.endpoint, body, self._finding.stored)
+        if chat is None or _has_media(chat):
+            return None
+        prompt = (await _tokens(worker, chat)).ids()[: self._most_tokens]
+        hint = [at for at in self._dispatch.positions(replay.boundaries, worker) if at <= len(prompt)]
+        verdict = None
+        for _ in range(2):
+            verdict = await self._compare(worker, replay.model, prompt, body.get("cache_salt"), hint, seen)
+            if verdict is None or verdict.result != "differs":
+                break
+        if verdict is not None and verdict.result == "differs":
+            logger.error(
+                "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than computed anew: "
+                "answer %s against %s, first other token %s, logprobs off by %.3g, noise %.3g",
+                worker.name,
+                xxh3_64_hexdigest(repr(prompt).encode()),
+                len(prompt),
+                verdict.cached.hash,
+                verdict.anew.hash,
+                verdict.off.position,
+                verdict.off.error,
+                verdict.noise,
+            )
+        return verdict
+
+    async def _compare(
+        self, worker: Worker, model: str, prompt: Sequence[int], salt: str | None, hint: Sequence[int], seen: _Watched
+    ) -> Verdict | None:
+        async def ask(salt: str | None, hint: Sequence[int] = ()) -> Greedy:
+            return await continued(self._upstream, worker.url, question(model, prompt, salt, hint), self._timeout)
+
+        # What clients left behind, then what that resend itself leaves: vLLM's own last block, copied for whoever
+        # goes on from inside it.
+        cached = [answer for answer in [await ask(salt, hint), await ask(salt, hint)] if answer.cached]
+        if not cached:
+            return None
+        # Alone, and two in one batch, one of them cut where the first was: other shapes of the same sums, which round
+        # otherwise. Only one state is written for it.
+        cut = [cached[0].cached]
+        together = await asyncio.gather(ask(_new_salt(), cut), ask(_new_salt()))
+        anew = [await ask(_new_salt()), *together]
+        if any(answer.cached for answer in anew):
+            return None
+        seen.noises.append(max(distance(one, other).error for one, other in itertools.combinations(anew, 2)))
+        return judge(cached, anew, max(seen.noises))
+
+    def _settle(self, worker: Worker, verdict: Verdict) -> None:
+        self.checked += 1
+        self._results.labels(verdict.result).inc()
+        if verdict.result == "differs":
+            self.differs += 1
+            worker.hints_off = True
+            self._dispatch.directory.forget_all(worker.boot)
+            logger.error(
+                "worker %s gets no more hints. What it holds is still found until it is restarted. "
+                "POST /seamark/self-check/reset, or a restart of the gateway, turns them on again",
+                worker.name,
+            )
+
+
+def judge(cached: Sequence[Greedy], anew: Sequence[Greedy], noise: float) -> Verdict:
+    """The worst of the `cached` answers, each against the nearest of those computed `anew`.
+
+    `noise` is the largest difference seen between two computed anew.
+    """
+    nearest = [min(((distance(answer, other), other) for other in anew), key=_error) for answer in cached]
+    (off, other), answer = max(zip(nearest, cached, strict=True), key=lambda pair: pair[0][0].error)
+    bound = max(LEAST, NOISES * noise, STEPS * max(each.grain for each in anew))
+    result: Result = "same" if off.error <= LEAST else "noise" if off.error <= bound else "differs"
+    return Verdict(result, off, noise, bound, answer, other)
+
+
+def _error(compared: tuple[Distance, Greedy]) -> float:
+    return compared[0].error
+
+
+async def _tokens(worker: Worker, chat: Chat) -> Tokens:
+    """The prompt as the worker computes it. Raises `RenderFailed`."""
+    if chat.ids is not None:
+        return Tokens.of(chat.ids)
+    try:
+        return await worker.renderer(chat.asked, chat.path)
+    except RenderFailed:
+        if chat.native is None:
+            raise
+        return await worker.renderer(chat.body, CHAT)
+
+
+def _has_media(chat: Chat) -> bool:
+    contents = [message.get("content") for message in chat.messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and not isinstance(part.get("text"), str) for part in parts)
+
+
+def _name(worker: Worker, replay: Replay) -> tuple[str, bytes]:
+    return worker.boot, replay.boundaries[-1].key
+
+
+def _new_salt() -> str:
+    return os.urandom(16).hex()
