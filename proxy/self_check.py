@@ -43,7 +43,7 @@ REST = 9.0
 # Checks without any request between them; then a worker that nobody uses is left alone.
 MOST_IN_A_ROW = 16
 # Of the largest difference between two answers computed anew; of a step of the model's logits; and of any arithmetic.
-NOISES, STEPS, LEAST = 4.0, 8.0, 1e-3
+NOISES, STEPS, LEAST = 3.0, 4.0, 1e-3
 REMEMBERED = 256  # prompts that were checked
 RECENT = 32  # checks whose noise counts
 Result = Literal["same", "noise", "differs"]

@@ -60,8 +60,8 @@ class Comparison:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="seamark bench shadow", description="shadow mode's estimate and the truth")
     parser.add_argument("--untouched", action="store_true", help="vLLM without even the crash's cure; short prompts")
-    parser.add_argument("--questions", type=int, default=4, metavar="N", help="on each system prompt")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="as many system prompts of each length")
+    parser.add_argument("--questions", type=int, default=2, metavar="N", help="on each system prompt")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="as many system prompts of each length")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     say = narrator()
