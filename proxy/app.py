@@ -16,7 +16,7 @@ from proxy import access, page
 from proxy.errors import GatewayError, NotFound, NoWorker
 from proxy.failures import error_headers
 from proxy.gateway import Gateway
-from proxy.live import live, redis_told, worker_told
+from proxy.live import live, redis_told, self_check_told, worker_told
 from proxy.settings import Settings
 from proxy.workers import Worker, union_of_models
 
@@ -110,11 +110,7 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
             "known_positions": len(gateway.finding.memory),
             "hot_prefixes": len(gateway.dispatch.hot),
             "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held + gateway.dispatch.hot.held,
-            "self_check": {
-                "checked": gateway.self_check.checked,
-                "differs": gateway.self_check.differs,
-                "hints_off": gateway.self_check.hints_off,
-            },
+            "self_check": self_check_told(gateway),
             "shadow": gateway.shadow.status(),
             "redis": redis_told(gateway),
         }

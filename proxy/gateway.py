@@ -36,7 +36,6 @@ from proxy.upstream import Answer, Broken, Silent, Stale, Unreachable, Upstream
 from proxy.workers import Worker, WorkerPool
 
 if TYPE_CHECKING:
-    from proxy.live import SelfCheck
     from proxy.sharing import Sharing
 
 logger = logging.getLogger("seamark.gateway")
@@ -75,7 +74,6 @@ class Gateway:
         self.pool.warm = self._warm
         self._boundary_seconds = self.metrics.overhead.labels("boundary")
         self.sharing: Sharing | None = None  # with other gateways
-        self.self_check: SelfCheck | None = None  # of answers with cached prefixes against answers without
         self.created = time.time()
         self._bodies = wire.BodyRoom(settings.max_bodies_bytes)
         self._under_way: set[str] = set()  # names of requests, as engines know them

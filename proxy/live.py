@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from proxy.reason_words import WORDS
 from proxy.workers import Worker
@@ -15,19 +15,10 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 50
 
 
-class SelfCheck(Protocol):
-    """What is known of answers with cached prefixes, compared with answers without."""
-
-    checked: int  # prompts
-    differs: int  # of them
-    hints_off: bool
-
-
 def live(gateway: Gateway) -> dict[str, Any]:
     """The gateway as it is now; lengths in tokens, times in seconds, `now`, `since` and `began` since the epoch."""
     pool, recently = gateway.pool.workers, gateway.accounting.recently
     minute, hour, whole = recently.last_minute(), recently.last_hour(), recently.since_start()
-    check = gateway.self_check
     newest = gateway.finding.explanations.newest(MOST_REQUESTS)
     return {
         "now": time.time(),
@@ -45,9 +36,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "queued": len(gateway.admission),
         "workers": [worker_told(worker) for worker in pool],
         "redis": redis_told(gateway),
-        "self_check": None
-        if check is None
-        else {"checked": check.checked, "differs": check.differs, "hints_off": check.hints_off},
+        "self_check": self_check_told(gateway),
         "requests": [told.as_json() for told in newest],
         "words": {reason: words._asdict() for reason, words in WORDS.items()},
     }
@@ -73,11 +62,19 @@ def redis_told(gateway: Gateway) -> dict[str, Any]:
     return gateway.sharing.status() if gateway.sharing is not None else {"state": "off"}
 
 
+def self_check_told(gateway: Gateway) -> dict[str, Any] | None:
+    """Prompts whose answers from the cache were judged, and what followed; None where that is switched off."""
+    check = gateway.self_check
+    if not gateway.settings.self_check_interval:
+        return None
+    return {"checked": check.checked, "differs": check.differs, "hints_off": check.hints_off}
+
+
 def alarms(gateway: Gateway) -> list[str]:
     """What nobody may overlook, in sentences."""
     told = []
     check = gateway.self_check
-    if check is not None and check.differs:
+    if check.differs:
         told.append(
             f"Answers differ: of {check.checked:,} prompts asked with and without cached prefixes, {check.differs:,} "
             f"gave another answer. Hints are {'off' if check.hints_off else 'still on'}."
@@ -97,7 +94,7 @@ def warnings(gateway: Gateway) -> list[str]:
         if worker.up and worker.engine is None
     ]
     check = gateway.self_check
-    if check is not None and check.hints_off and not check.differs:
+    if check.hints_off and not check.differs:
         told.append("Hints are off.")
     if redis_told(gateway)["state"] == "down":
         told.append("Redis does not answer: this gateway goes on alone, and learns nothing from others.")

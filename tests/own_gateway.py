@@ -26,7 +26,8 @@ class OwnGateway(NamedTuple):
 
 @contextlib.contextmanager
 def own_gateway(*workers: RecordingWorker, **settings: Any) -> Iterator[OwnGateway]:
-    """Before `workers`, which it looks at five times a second."""
+    """Before `workers`, which it looks at five times a second; without self-checks, unless `settings` want them."""
+    settings = {"self_check_interval": 0, **settings}
     port = free_port()
     urls = tuple(worker.url for worker in workers)
     server: uvicorn.Server = server_for(

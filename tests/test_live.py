@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -24,15 +23,6 @@ from tests.test_gateway import CHAT, SYSTEM, chat, wait_for
 from tests.test_keys import bearer, entry
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-
-
-@dataclass
-class Compared:
-    """What a self-check tells."""
-
-    checked: int
-    differs: int
-    hints_off: bool
 
 
 @pytest.fixture
@@ -137,15 +127,23 @@ def test_a_worker_without_the_plugin_is_a_warning():
         assert f"seamark doctor --worker {worker.url}" in warning and live(own)["workers"][0]["engine"] is None
 
 
-def test_answers_that_differ_are_an_alarm_and_hints_that_are_off_a_warning(own):
-    own.gateway.self_check = Compared(130, 0, False)
-    assert live(own)["self_check"] == {"checked": 130, "differs": 0, "hints_off": False}
-    assert not live(own)["alarms"] and not live(own)["warnings"]
-    own.gateway.self_check = Compared(130, 2, True)
-    (alarm,) = live(own)["alarms"]
-    assert alarm.startswith("Answers differ") and "130" in alarm and "Hints are off" in alarm
-    own.gateway.self_check = Compared(130, 0, True)
-    assert live(own)["warnings"] == ["Hints are off."] and not live(own)["alarms"]
+def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> None:
+    """As if the self-check had come to this."""
+    own.gateway.self_check.checked, own.gateway.self_check.differs = checked, differs
+    own.gateway.pool.workers[0].hints_off = hints_off
+
+
+def test_answers_that_differ_are_an_alarm_and_hints_that_are_off_a_warning(worker):
+    with own_gateway(worker, self_check_interval=60) as own:
+        wait_for(lambda: not live(own)["alarms"])
+        compared(own, 130, 0, False)
+        assert live(own)["self_check"] == {"checked": 130, "differs": 0, "hints_off": False}
+        assert not live(own)["alarms"] and not live(own)["warnings"]
+        compared(own, 130, 2, True)
+        (alarm,) = live(own)["alarms"]
+        assert alarm.startswith("Answers differ") and "130" in alarm and "Hints are off" in alarm
+        compared(own, 130, 0, True)
+        assert live(own)["warnings"] == ["Hints are off."] and not live(own)["alarms"]
 
 
 def test_no_prompt_text_is_told_and_halves_of_characters_break_nothing(own, worker):

@@ -20,8 +20,6 @@ TABLE = (FOLDER / "README.md").read_text()
 DOCUMENTS = (ROOT / "README.md", FOLDER / "README.md")
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
 NO_METRICS = {"seamark_boundaries"}  # begins alike: the hint
-# Agreed names that an alert may ask for before anything counts under them; from then on they are metrics like others.
-AGREED = {"seamark_self_check_total"}
 
 
 class Family(NamedTuple):
@@ -58,7 +56,7 @@ def shown_in() -> dict[str, set[str]]:
     read += [("rules", promql_parser.parse(rule["expr"])) for group in RULES for rule in group["rules"]]
     for place, tree in read:
         for name in map(family_of, metrics_in(tree)):
-            if name.startswith("seamark_") and name not in AGREED - NAMES:
+            if name.startswith("seamark_"):
                 found.setdefault(name, set()).add(place)
     return found
 

@@ -7,7 +7,7 @@ import pytest
 from proxy.bench.engines import Fleet
 from proxy.pace import UNKNOWN, Pace, read_pace
 from tests.recording_worker import recording_worker
-from tests.test_gateway import chat, fleet, metric, post, start_gateway, wait_for  # noqa: F401
+from tests.test_gateway import chat, metric, post, start_gateway, wait_for
 
 PACE = "seamark_pass_seconds 0.5\nseamark_token_seconds 0.001\n"
 SAVED, SPENT = "seamark_seconds_saved_total", "seamark_seconds_spent_total"
@@ -19,7 +19,7 @@ def test_the_pace_is_read_where_the_engine_tells_it():
     assert Pace(0.5, 0.001).seconds(1000, passes=2) == pytest.approx(2.0)
 
 
-def test_cached_tokens_are_seconds_saved_at_the_pace_of_their_worker(fleet: Fleet):  # noqa: F811
+def test_cached_tokens_are_seconds_saved_at_the_pace_of_their_worker(fleet: Fleet):
     with recording_worker(cached=160) as worker:
         worker.more_metrics = PACE
         gateway = start_gateway(fleet, worker)
@@ -29,14 +29,14 @@ def test_cached_tokens_are_seconds_saved_at_the_pace_of_their_worker(fleet: Flee
         assert 0 < metric(gateway, SPENT) < 10  # two prompts were read, one of them rendered
 
 
-def test_nothing_is_saved_while_the_engine_has_not_learnt_its_pace(fleet: Fleet):  # noqa: F811
+def test_nothing_is_saved_while_the_engine_has_not_learnt_its_pace(fleet: Fleet):
     with recording_worker(cached=160) as worker:
         gateway = start_gateway(fleet, worker)
         post(gateway, chat("one"))
         assert metric(gateway, "seamark_cached_tokens_total") == 160 and metric(gateway, SAVED) == 0
 
 
-def test_a_replay_is_seconds_spent_at_the_pace_from_before_the_restart(fleet: Fleet):  # noqa: F811
+def test_a_replay_is_seconds_spent_at_the_pace_from_before_the_restart(fleet: Fleet):
     with recording_worker(cached=0) as worker:
         worker.more_metrics = PACE
         gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.1"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -84,18 +83,6 @@ def test_a_token_that_the_other_does_not_name_is_off_by_what_it_must_be():
     one, other = greedy({"a": -0.1, "b": -2.0}), greedy({"a": -0.1, "c": -5.0})
     assert distance(one, other).error == pytest.approx(3.0)  # b is at most as likely as c over there
     assert distance(one, one).error < LEAST
-
-
-@pytest.fixture
-def worker() -> Iterator[RecordingWorker]:
-    with recording_worker() as started:
-        yield started
-
-
-@pytest.fixture
-def fleet(tmp_path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as servers:
-        yield servers
 
 
 def replays(worker: RecordingWorker) -> list[bytes]:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from proxy.bench.client import Answer
-from proxy.bench.engines import MODEL_NAME, Fleet, Server
+from proxy.bench.engines import MODEL_NAME, Server
 from proxy.bench.shadow import compare, traffic
 from proxy.doctor_shadow import tell_shadow
 from proxy.prefill_pace import PrefillPace
@@ -29,12 +29,6 @@ LOST = "seamark_shadow_lost_tokens_total"
 def worker() -> Iterator[RecordingWorker]:
     with recording_worker(patched=False, cached=0) as started:
         yield started
-
-
-@pytest.fixture
-def fleet(tmp_path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as servers:
-        yield servers
 
 
 def judged(gateway: Server, requests: int) -> dict:

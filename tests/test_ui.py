@@ -21,7 +21,7 @@ from tests.own_gateway import OwnGateway, own_gateway
 from tests.recording_worker import RecordingWorker, recording_worker
 from tests.test_gateway import CHAT, wait_for
 from tests.test_keys import bearer, entry, secret
-from tests.test_live import Compared
+from tests.test_live import compared
 
 EVIL = "<script>window.broken = 1</script>"
 EVIL_MODEL = "<img src=x onerror='window.broken = 1'>"
@@ -194,9 +194,17 @@ def test_a_worker_that_is_down_cannot_be_overlooked(browser, worker, pictures):
             in_every_look(browser, own, pictures, "worker-down", check)
 
 
-def test_answers_that_differ_cannot_be_overlooked(browser, own, pictures):
-    ask(own, "one", "first")
-    own.gateway.self_check = Compared(130, 2, True)
+@pytest.fixture
+def checking(worker: RecordingWorker) -> Iterator[OwnGateway]:
+    """A gateway with the self-check on."""
+    with own_gateway(worker, self_check_interval=60) as started:
+        wait_until_up(started)
+        yield started
+
+
+def test_answers_that_differ_cannot_be_overlooked(browser, checking, pictures):
+    ask(checking, "one", "first")
+    compared(checking, 130, 2, True)
 
     def check(page: Page) -> None:
         text(page, "#alarms").to_contain_text("Answers differ")
@@ -205,12 +213,12 @@ def test_answers_that_differ_cannot_be_overlooked(browser, own, pictures):
         assert page.title().startswith("⚠") and is_red(page, "#alarms")
         assert page.locator("#alarms").bounding_box()["y"] == 0
 
-    in_every_look(browser, own, pictures, "answers-differ", check)
+    in_every_look(browser, checking, pictures, "answers-differ", check)
 
 
-def test_a_self_check_that_found_nothing_is_told_quietly(browser, own):
-    own.gateway.self_check = Compared(1, 0, False)
-    with opened(browser, own) as page:
+def test_a_self_check_that_found_nothing_is_told_quietly(browser, checking):
+    compared(checking, 1, 0, False)
+    with opened(browser, checking) as page:
         text(page, "#check").to_have_text("Self-check: 1 answer compared, none differed · hints on")
         text(page, "#alarms").to_be_hidden()
 
