@@ -37,6 +37,8 @@ def tell_shadow(shadow: Mapping[str, Any]) -> list[str]:
         lines.append("    nothing so far")
     if left := shadow["tokens_without_seconds"]:
         lines.append(f"    {left:,} of these tokens have no seconds yet: too few streams to learn from")
+    if untold := shadow["cached_not_told"]:
+        lines.append(f"    {untold:,} answers did not say what was cached: the worker's own total of hits was used")
     for result, count in sorted(results.items()):
         if result != "judged":
             lines.append(f"    {count:,} not judged: {result}{HINTS.get(result, '')}")
@@ -44,6 +46,6 @@ def tell_shadow(shadow: Mapping[str, Any]) -> list[str]:
 
 
 HINTS = {
-    "no_usage": " (start vLLM with --enable-prompt-tokens-details, and the gateway with --ask-usage)",
+    "no_usage": " (neither the answers nor the worker's /metrics say what was cached)",
     "no_room": " (raise text_bytes)",
 }

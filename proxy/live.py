@@ -26,6 +26,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "alarms": alarms(gateway),
         "warnings": warnings(gateway),
         "seconds_saved": gateway.accounting.seconds_saved,
+        "shadow": gateway.shadow.would_save() if gateway.shadow.judged else None,
         "sums": {name: sums._asdict() for name, sums in (("minute", minute), ("hour", hour), ("whole", whole))},
         "efficiency": {
             "now": minute.efficiency,
@@ -88,14 +89,18 @@ def alarms(gateway: Gateway) -> list[str]:
 
 def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
-    told = [
-        f"Worker {worker.name} runs without Seamark's plugin: `seamark doctor --worker {worker.url}` says what to do."
-        for worker in gateway.pool.workers
-        if worker.up and worker.engine is None
-    ]
+    if gateway.settings.shadow:
+        told = ["Shadow mode: nothing is changed and no hint is sent; what that costs is counted."]
+    else:
+        told = [_without_plugin(worker) for worker in gateway.pool.workers if worker.up and worker.engine is None]
     check = gateway.self_check
     if check.hints_off and not check.differs:
         told.append("Hints are off.")
     if redis_told(gateway)["state"] == "down":
         told.append("Redis does not answer: this gateway goes on alone, and learns nothing from others.")
     return told
+
+
+def _without_plugin(worker: Worker) -> str:
+    cure = f"`seamark doctor --worker {worker.url}` says what to do"
+    return f"Worker {worker.name} runs without Seamark's plugin: {cure}."

@@ -1,10 +1,11 @@
-"""What a worker's engine has learnt of its own speed, and tells on its `/metrics`: a pass, and each token in it."""
+"""What a worker's engine tells on its `/metrics`: its own speed, where it has learnt that, and what its cache gave."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
+_HITS = re.compile(r"^vllm:prefix_cache_hits_total(?:\{.*?\})? (\S+)$", re.M)
 _SAMPLE = re.compile(r"^seamark_(pass|token)_seconds(?:\{.*?\})? (\S+)$", re.M)
 
 
@@ -30,3 +31,9 @@ UNKNOWN = Pace()
 def read_pace(text: str) -> Pace:
     """The pace in a worker's `/metrics`; unknown where the plugin does not run."""
     return Pace(**{f"{name}_seconds": float(value) for name, value in _SAMPLE.findall(text)})
+
+
+def read_hits(text: str) -> int | None:
+    """Prompt tokens that the prefix cache gave, by a worker's `/metrics`; None where it is not vLLM's."""
+    found = _HITS.findall(text)
+    return int(sum(map(float, found))) if found else None

@@ -2,6 +2,9 @@
 
 All of it happens after an answer has gone by, one request at a time: nothing that a client or a worker sees is changed,
 and no request waits. Texts wait here within `text_bytes`, and what does not fit goes unjudged and is counted.
+
+Where answers do not say what was cached (vLLM without `--enable-prompt-tokens-details`, streams that nobody asked for
+usage), the worker's own count of hits does: what others did not report of it is taken as theirs, in their order.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from proxy.boundaries import Found
 from proxy.budget import worth_sending
 from proxy.call import Call
 from proxy.chat import Chat
@@ -33,6 +38,7 @@ MATCH_UNIT = 16
 MAX_WAITING = 256
 # Seconds of rest for each second of rendering: at most a fifth of one of the worker's cores is taken for it.
 REST = 4.0
+LOOK_SECONDS = 0.2  # between two glances whether a worker has told its hits
 # Why tokens were lost that the plugin would have saved. Of the others it would have saved none by itself.
 CURED = "unpatched"
 
@@ -45,8 +51,21 @@ class _Seen(NamedTuple):
     boot: str
     model: str  # label
     size: int  # bytes of its body
-    usage: Usage
+    prompt: int | None  # None where its answer does not say
+    cached: int | None  # the same
+    seconds: float | None  # to its first token; None where that cannot be told from outside
+    alone: bool
+    at: float  # time.perf_counter() when it had been answered
     explanation: Explanation | None
+
+
+@dataclass
+class _Known:
+    """What has been learnt of a worker since it was started."""
+
+    boot: str
+    hits_told: int  # tokens of its cache's hits that are some request's, as far as known
+    pace: PrefillPace = field(default_factory=PrefillPace)
 
 
 class Shadow:
@@ -65,7 +84,9 @@ class Shadow:
         self._waiting: deque[_Seen] = deque()
         self._held = 0
         self._came = asyncio.Event()
-        self._paces: dict[str, tuple[str, PrefillPace]] = {}  # by worker: its boot, and what was learnt since
+        self._patience = 3 * settings.health_interval  # seconds for a worker's next look
+        self._known: dict[str, _Known] = {}  # by worker
+        self._untold = 0  # requests judged whose answers did not say what was cached
         self._unpriced: Counter[tuple[str, str, str]] = Counter()  # tokens by worker, model, reason: pace still unknown
         self._tokens: Counter[str] = Counter()  # lost, by reason
         self._seconds: dict[str, float] = {}
@@ -76,18 +97,38 @@ class Shadow:
         """A worker has answered; `label` gives the name to count its model under."""
         if call.worker is None or call.worker.engine is not None or call.chat is None or call.status != 200:
             return
-        if usage is None or usage.cached is None:
+        worker, now = call.worker, time.perf_counter()
+        cached = usage.cached if usage is not None else None
+        if cached is None and worker.hits is None:
             self._count("no_usage")
             return
-        if call.begun and call.endpoint != RESPONSES:  # a response's first event comes before it is computed
-            computed, seconds = usage.prompt - usage.cached, call.first_byte - call.placed
-            self._pace(call.worker).took(computed, seconds, call.alone)
+        # A response's first event comes before it is computed.
+        seconds = call.first_byte - call.placed if call.begun and call.endpoint != RESPONSES else None
+        if cached is not None:
+            known = self._of(worker)
+            known.hits_told += cached
+            if seconds is not None:
+                known.pace.took(usage.prompt - cached, seconds, call.alone)
         size = len(call.raw)
         if len(self._waiting) >= MAX_WAITING or self._held + size > self._room:
             self._count("no_room")
             return
-        boot, model = call.worker.boot, label(call)
-        self._waiting.append(_Seen(call.chat, call.worker, boot, model, size, usage, call.explanation))
+        prompt = usage.prompt if usage is not None else None
+        self._waiting.append(
+            _Seen(
+                call.chat,
+                worker,
+                worker.boot,
+                label(call),
+                size,
+                prompt,
+                cached,
+                seconds,
+                call.alone,
+                now,
+                call.explanation,
+            )
+        )
         self._held += size
         self._came.set()
 
@@ -110,7 +151,7 @@ class Shadow:
 
     def status(self) -> dict[str, Any]:
         """For `/seamark/status`; seconds are those of prefill, by what was learnt of each worker."""
-        lines = {name: pace.line for name, (_, pace) in self._paces.items()}
+        lines = {name: known.pace.line for name, known in self._known.items()}
         return {
             "watched_seconds": time.monotonic() - self._began,
             "requests": dict(self._results),
@@ -118,20 +159,34 @@ class Shadow:
                 reason: {"tokens": tokens, "seconds": self._seconds.get(reason, 0.0)}
                 for reason, tokens in self._tokens.items()
             },
-            "plugin_would_save": {"tokens": self._tokens[CURED], "seconds": self._seconds.get(CURED, 0.0)},
+            "plugin_would_save": self.would_save(),
             "tokens_without_seconds": sum(self._unpriced.values()),
+            "cached_not_told": self._untold,
             "waiting": len(self._waiting),
             "learnt": {name: line._asdict() for name, line in lines.items() if line is not None},
         }
 
+    def would_save(self) -> dict[str, Any]:
+        """What the plugin would have saved so far: tokens and, as far as these are known, seconds."""
+        return {"tokens": self._tokens[CURED], "seconds": self._seconds.get(CURED, 0.0)}
+
+    @property
+    def judged(self) -> int:
+        """Requests."""
+        return self._results["judged"]
+
     async def _judge(self, seen: _Seen) -> bool:
         """Whether anything had to be rendered for it."""
+        if seen.cached is None and not await self._looked_since(seen):
+            self._count("no_usage")
+            return False
         looked = await self._finding.look(seen.chat, seen.worker, seen.size)
         found = looked.found
         if found.failure is not None:
             self._count(found.failure)
             return found.renders > 0
-        lost = self._lost(seen, looked)
+        cached = seen.cached if seen.cached is not None else self._taken_for(seen, found)
+        lost = self._lost(seen, looked, cached)
         kept = worth_sending(found.boundaries, MATCH_UNIT, self._budget)
         self._directory.note([boundary for boundary in found.boundaries if boundary.tokens in kept], seen.boot)
         self._count("judged")
@@ -145,11 +200,29 @@ class Shadow:
         self._put_prices(seen.worker)
         return found.renders > 0
 
-    def _lost(self, seen: _Seen, looked: Looked) -> dict[str, int]:
+    async def _looked_since(self, seen: _Seen) -> bool:
+        """Wait until the worker has told its hits after this request; False where it will not, or has restarted."""
+        deadline = time.perf_counter() + self._patience
+        while seen.worker.looked_at <= seen.at and time.perf_counter() < deadline:
+            await asyncio.sleep(LOOK_SECONDS)
+        return seen.worker.looked_at > seen.at and seen.worker.boot == seen.boot and seen.worker.hits is not None
+
+    def _taken_for(self, seen: _Seen, found: Found) -> int:
+        """Of the worker's hits that nobody has reported, those that this request can have had, tokens."""
+        known = self._of(seen.worker)
+        most = max(self._directory.sent(found.prefixes, self._boots()), self._directory.ever_sent(found.prefixes))
+        taken = max(0, min(most, seen.worker.hits - known.hits_told))
+        known.hits_told += taken
+        prompt = seen.prompt if seen.prompt is not None else found.tokens and len(found.tokens)
+        if prompt is not None and seen.seconds is not None:
+            known.pace.took(prompt - taken, seen.seconds, seen.alone)
+        self._untold += 1
+        return taken
+
+    def _lost(self, seen: _Seen, looked: Looked, had: int) -> dict[str, int]:
         """Tokens by reason, each token under one: the nearest cause first."""
         found, sent = looked.found, self._directory.sent
         lost: dict[str, int] = {}
-        had = seen.usage.cached
 
         def lose(reason: str, shareable: int) -> None:
             nonlocal had
@@ -168,16 +241,15 @@ class Shadow:
                 lose("salt" if change.salt else "prefix_changed", would_share)
         return lost
 
-    def _pace(self, worker: Worker) -> PrefillPace:
-        boot, pace = self._paces.get(worker.name, ("", None))
-        if pace is None or boot != worker.boot:
-            pace = PrefillPace()
-            self._paces[worker.name] = (worker.boot, pace)
-        return pace
+    def _of(self, worker: Worker) -> _Known:
+        known = self._known.get(worker.name)
+        if known is None or known.boot != worker.boot:
+            known = self._known[worker.name] = _Known(worker.boot, worker.hits_before or 0)
+        return known
 
     def _put_prices(self, worker: Worker) -> None:
         """Tokens that were lost at `worker`, in seconds; those before its pace was known are made up for."""
-        line = self._pace(worker).line
+        line = self._of(worker).pace.line
         if line is None:
             return
         for name in [name for name in self._unpriced if name[0] == worker.name]:

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 from proxy.errors import NoWorker
 from proxy.local_render import LocalRender
 from proxy.metrics import Metrics
-from proxy.pace import UNKNOWN, Pace, read_pace
+from proxy.pace import UNKNOWN, Pace, read_hits, read_pace
 from proxy.proved import ProvedRenderer
 from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
@@ -72,6 +72,11 @@ class Worker:
     boot: str = ""
     engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
     pace: Pace = UNKNOWN  # of its engine
+    hits: int | None = (
+        None  # prompt tokens its prefix cache gave since its start, as vLLM counts; None: it does not say
+    )
+    hits_before: int | None = None  # of them, before the gateway saw it first
+    looked_at: float = 0.0  # time.perf_counter() when it said so
     models: list[dict[str, Any]] = field(default_factory=list)
     model_ids: frozenset[str] = frozenset()
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
@@ -248,6 +253,7 @@ class WorkerPool:
         status, _ = await self._get(worker, "/health")
         if status != 200:
             return False
+        looked_at = time.perf_counter()
         _, metrics = await self._get(worker, "/metrics")
         _, models = await self._get(worker, "/v1/models")
         said = metrics.decode(errors="replace")
@@ -266,6 +272,8 @@ class WorkerPool:
             worker.renderer.forget_routes()
             if worker.fast is not None:
                 worker.fast.forget()
+            worker.hits_before = read_hits(said)
+        worker.hits, worker.looked_at = read_hits(said), looked_at
         self._metrics.engine_patched.labels(worker.name).set(engine is not None)
         if worker.engine is not None:
             for entry in worker.models:

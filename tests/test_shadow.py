@@ -63,6 +63,23 @@ def test_what_the_worker_had_cached_by_itself_is_no_loss(fleet, worker):
     assert judged(gateway, 2)["lost"]["unpatched"]["tokens"] == SYSTEM_END // MATCH_UNIT * MATCH_UNIT - 160
 
 
+def test_where_answers_do_not_say_what_was_cached_the_workers_own_count_of_hits_does(fleet, worker):
+    """vLLM as most run it: no token details, and streams that were not asked for usage."""
+    hits = 'vllm:prefix_cache_hits_total{{engine="0",model_name="m"}} {}\n'
+    worker.cached, worker.more_metrics = None, hits.format(500.0)  # of before the gateway came
+    worker.streams = {CHAT: (EVENTS[0], EVENTS[2])}
+    gateway = start_gateway(fleet, worker, flags=("--shadow", "--health-interval", "0.1"))
+    for question in ("one", "two", "three"):
+        post(gateway, chat(question, stream=question != "two"))
+    lost = SYSTEM_END // MATCH_UNIT * MATCH_UNIT
+    assert judged(gateway, 3)["lost"]["unpatched"]["tokens"] == 2 * lost
+    worker.more_metrics = hits.format(500.0 + 160)
+    post(gateway, chat("four", stream=True))
+    told = judged(gateway, 4)
+    assert told["lost"]["unpatched"]["tokens"] == 3 * lost - 160
+    assert (told["requests"], told["cached_not_told"]) == ({"judged": 4}, 4)
+
+
 def test_a_restart_and_a_changed_prefix_are_losses_that_the_plugin_does_not_cure(fleet, worker):
     gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.1"))
     question = {"role": "user", "content": "How high is the tide tonight? " * 5}
@@ -187,8 +204,9 @@ def test_the_loss_in_words_says_what_the_plugin_saves_and_what_keeps_requests_un
         "requests": {"judged": 1200, "no_usage": 3},
         "lost": {"unpatched": {"tokens": 90_000, "seconds": 45.0}, "salt": {"tokens": 10, "seconds": 0.0}},
         "tokens_without_seconds": 0,
+        "cached_not_told": 7,
     }
     lines = tell_shadow(shadow)
     assert lines[0] == "lost in 2.0 hours, 1,200 requests judged:"
     assert "90,000 tokens" in lines[1] and "the plugin saves these" in lines[1]
-    assert "plugin" not in lines[2] and "--ask-usage" in lines[3]
+    assert "plugin" not in lines[2] and "7 answers" in lines[3] and "not judged: no_usage" in lines[4]

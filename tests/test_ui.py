@@ -194,6 +194,28 @@ def test_a_worker_that_is_down_cannot_be_overlooked(browser, worker, pictures):
             in_every_look(browser, own, pictures, "worker-down", check)
 
 
+def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
+    with recording_worker(patched=False, cached=0) as worker, own_gateway(worker, shadow=True) as own:
+        wait_until_up(own)
+        for number in range(3):
+            ask(own, f"When is low water on day {number}?", f"tide-{number}")
+        wait_for(lambda: own.gateway.shadow.judged == 3)
+
+        def check(page: Page) -> None:
+            text(page, "#state").to_have_text("1 warning")
+            text(page, "#warnings").to_contain_text("Shadow mode: nothing is changed")
+            text(page, "#lost h2").to_have_text("Tokens lost without the plugin")
+            tokens = own.gateway.shadow.would_save()["tokens"]
+            assert tokens > 0
+            text(page, "#lost .big").to_have_text(str(tokens))
+
+        in_every_look(browser, own, pictures, "shadow", check)
+        own.gateway.shadow._seconds["unpatched"] = 83.0
+        with opened(browser, own) as page:
+            text(page, "#lost h2").to_have_text("Time lost without the plugin")
+            text(page, "#lost .big").to_have_text("1 min 23 s")
+
+
 @pytest.fixture
 def checking(worker: RecordingWorker) -> Iterator[OwnGateway]:
     """A gateway with the self-check on."""
