@@ -25,7 +25,7 @@ REASONS = set(re.findall(r'"(\w+)"', (Path(__file__).parent.parent / "proxy" / "
 
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_every_setting_is_described_with_its_default(name):
-    row = next(line for line in README.splitlines() if line.startswith("|") and f"`{name}`" in line)
+    row = next(line for line in README.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
     default = Settings.model_fields[name].get_default()
     if isinstance(default, float):
         default = f"{default:g}"
