@@ -34,11 +34,31 @@ def main(argv: list[str] | None = None) -> int:
     return importlib.import_module(command.module).main(arguments[1:])
 
 
+FIRST_HIT = """\
+First hit, with a vLLM of your own (0.31 to 0.33):
+  pip install --no-deps /path/to/seamark                 into vLLM's environment, and there:
+  seamark worker --model MODEL --port 8000 -- ...        vLLM with the plugin, its own flags after --
+  seamark serve --worker http://127.0.0.1:8000           the gateway; base_url is http://127.0.0.1:8080/v1
+  seamark doctor --worker http://127.0.0.1:8000          what is missing, and what to change
+
+Beside a vLLM that runs already, changing nothing: what does it lose?
+  seamark serve --worker http://127.0.0.1:8000 --shadow
+  seamark doctor --worker http://127.0.0.1:8000 --gateway http://127.0.0.1:8080
+
+Without a GPU, to try it: pip install '/path/to/seamark[cpu]'; seamark model --out DIR; seamark worker --model DIR ...
+
+Every setting of `seamark serve` is a flag, a variable SEAMARK_<NAME>, or a line of a TOML file (--config).
+The gateway's pages: /ui, /metrics, /seamark/status, /seamark/requests/{x-request-id} (why a request hit or missed).
+Two answers with one system prompt: x-seamark-cached of the second says how many of its tokens were not computed."""
+
+
 def usage() -> str:
-    """One line per command."""
+    """One line per command, and the ways to a first hit."""
     width = max(map(len, COMMANDS))
     lines = [f"  seamark {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "usage: seamark COMMAND ...\n\n" + "\n".join(lines)
+    return "\n".join(
+        ["usage: seamark COMMAND ...      seamark COMMAND --help tells its flags", "", *lines, "", FIRST_HIT]
+    )
 
 
 if __name__ == "__main__":
