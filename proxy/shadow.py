@@ -26,7 +26,7 @@ from proxy.explanations import Explanation
 from proxy.finding import Finding, Looked
 from proxy.metrics import Metrics
 from proxy.outcome import Usage
-from proxy.prefill_pace import PrefillPace
+from proxy.prefill_pace import NOTHING, PrefillPace, Work
 from proxy.responses_chat import RESPONSES
 from proxy.settings import Settings
 from proxy.workers import Worker
@@ -87,7 +87,7 @@ class Shadow:
         self._patience = 3 * settings.health_interval  # seconds for a worker's next look
         self._known: dict[str, _Known] = {}  # by worker
         self._untold = 0  # requests judged whose answers did not say what was cached
-        self._unpriced: Counter[tuple[str, str, str]] = Counter()  # tokens by worker, model, reason: pace still unknown
+        self._unpriced: dict[tuple[str, str, str], Work] = {}  # by worker, model, reason: while its pace is unknown
         self._tokens: Counter[str] = Counter()  # lost, by reason
         self._seconds: dict[str, float] = {}
         self._results: Counter[str] = Counter()
@@ -108,7 +108,7 @@ class Shadow:
             known = self._of(worker)
             known.hits_told += cached
             if seconds is not None:
-                known.pace.took(usage.prompt - cached, seconds, call.alone)
+                known.pace.took(usage.prompt, cached, seconds, call.alone)
         size = len(call.raw)
         if len(self._waiting) >= MAX_WAITING or self._held + size > self._room:
             self._count("no_room")
@@ -160,7 +160,7 @@ class Shadow:
                 for reason, tokens in self._tokens.items()
             },
             "plugin_would_save": self.would_save(),
-            "tokens_without_seconds": sum(self._unpriced.values()),
+            "tokens_without_seconds": round(sum(work.tokens for work in self._unpriced.values())),
             "cached_not_told": self._untold,
             "waiting": len(self._waiting),
             "learnt": {name: line._asdict() for name, line in lines.items() if line is not None},
@@ -191,12 +191,13 @@ class Shadow:
         self._directory.note([boundary for boundary in found.boundaries if boundary.tokens in kept], seen.boot)
         self._count("judged")
         if (told := seen.explanation) is not None:
-            told.lost = lost
+            told.lost = {reason: end - start for reason, (start, end) in lost.items()}
             told.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
-        for reason, tokens in lost.items():
-            self._tokens[reason] += tokens
-            self._metrics.shadow_lost_tokens.labels(seen.model, reason).inc(tokens)
-            self._unpriced[seen.worker.name, seen.model, reason] += tokens
+        for reason, (start, end) in lost.items():
+            self._tokens[reason] += end - start
+            self._metrics.shadow_lost_tokens.labels(seen.model, reason).inc(end - start)
+            account = (seen.worker.name, seen.model, reason)
+            self._unpriced[account] = self._unpriced.get(account, NOTHING) + Work.between(start, end)
         self._put_prices(seen.worker)
         return found.renders > 0
 
@@ -215,20 +216,20 @@ class Shadow:
         known.hits_told += taken
         prompt = seen.prompt if seen.prompt is not None else found.tokens and len(found.tokens)
         if prompt is not None and seen.seconds is not None:
-            known.pace.took(prompt - taken, seen.seconds, seen.alone)
+            known.pace.took(prompt, taken, seen.seconds, seen.alone)
         self._untold += 1
         return taken
 
-    def _lost(self, seen: _Seen, looked: Looked, had: int) -> dict[str, int]:
-        """Tokens by reason, each token under one: the nearest cause first."""
+    def _lost(self, seen: _Seen, looked: Looked, had: int) -> dict[str, tuple[int, int]]:
+        """Where what was lost begins and ends, tokens, by reason; each token under one: the nearest cause first."""
         found, sent = looked.found, self._directory.sent
-        lost: dict[str, int] = {}
+        lost: dict[str, tuple[int, int]] = {}
 
         def lose(reason: str, shareable: int) -> None:
             nonlocal had
             shareable = shareable // MATCH_UNIT * MATCH_UNIT
             if shareable > had:
-                lost[reason] = shareable - had
+                lost[reason] = (had, shareable)
                 had = shareable
 
         lose(CURED, sent(found.prefixes, (seen.boot,)))
@@ -254,7 +255,7 @@ class Shadow:
             return
         for name in [name for name in self._unpriced if name[0] == worker.name]:
             _, model, reason = name
-            seconds = self._unpriced.pop(name) * line.token_seconds
+            seconds = line.seconds(self._unpriced.pop(name))
             self._seconds[reason] = self._seconds.get(reason, 0.0) + seconds
             self._metrics.shadow_lost_seconds.labels(model, reason).inc(seconds)
 
