@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from proxy.bench.dashboards import FOLDER, dashboards
 from proxy.bench.engines import MODEL_NAME, Fleet
-from proxy.bench.panel_traffic import IN_TURN, Rig
+from proxy.bench.panel_traffic import CAREFUL, IN_SHADOW, IN_TURN, Rig
 from proxy.bench.panels import Row, proved, table
 from proxy.bench.prometheus_server import Prometheus, installed, prometheus
 from tests.conftest import Servers
@@ -37,10 +37,11 @@ class Run(NamedTuple):
 def run(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("dashboards")
     with Fleet(folder) as fleet:
-        gateway = fleet.gateway(servers.tight, flags=IN_TURN)
-        gateway.wait_until_ready("/ready", seconds=30)
-        rig = Rig(servers.tight, gateway, servers.tight_gateway)
-        jobs = {"seamark": (gateway, servers.tight_gateway, servers.untouched_gateway)}
+        own = [fleet.gateway(servers.tight, flags=flags) for flags in (IN_TURN, IN_SHADOW, CAREFUL)]
+        for gateway in own:
+            gateway.wait_until_ready("/ready", seconds=30)
+        rig = Rig(servers.tight, own[0], servers.tight_gateway, *own[1:])
+        jobs = {"seamark": (*own, servers.tight_gateway, servers.untouched_gateway)}
         server = prometheus(fleet, folder, {**jobs, "vllm": (servers.tight, servers.untouched)})
         yield Run(proved(server, rig, print), server, servers.tight.url.removeprefix("http://"))
 

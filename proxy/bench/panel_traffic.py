@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,12 +16,17 @@ from proxy.bench.sending import CHAT, COMPLETION
 
 # The engine's: room for some ten long prompts, of which each takes many steps.
 TIGHT = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
-IN_TURN = ("--max-inflight", "3")  # the gateway's: some wait there
+# The gateways'
+IN_TURN = ("--max-inflight", "3")  # some wait there
+IN_SHADOW = ("--shadow",)
+CAREFUL = ("--self-check-interval", "1")
+CHECKED_SECONDS = 30.0  # for an idle engine to be looked at
 FOLLOWERS = 6  # more than that gateway lets through at once
 PRESSING = 12  # more than an engine runs at once
 # Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
 LONG_WORDS, PRESSING_WORDS = 2600, 1500
 PRESSING_ANSWER = 200  # tokens
+USAGE = {"include_usage": True}
 ODD_HINTS: tuple[Any, ...] = ([-16, 10**9, 64], "64", [3])
 
 
@@ -30,6 +36,8 @@ class Rig(NamedTuple):
     engine: Server  # with hardly any room
     gateway: Server  # before it, which lets only a few requests through at once
     wide_gateway: Server  # before it, which lets all through
+    shadow: Server  # before it, which sends no hints
+    careful: Server  # before it, which compares its answers in idle moments
 
 
 async def one_round(rig: Rig, number: int) -> None:
@@ -39,6 +47,8 @@ async def one_round(rig: Rig, number: int) -> None:
         await _odd_requests(client, rig, number)
         await _followers(client, rig.gateway.url, number)
         await _pressure(client, rig.wide_gateway.url, number)
+        await _without_hints(client, rig.shadow.url, number)
+        await _compared(client, rig.careful.url, number)
 
 
 async def _hits_and_misses(client: httpx.AsyncClient, url: str, number: int) -> None:
@@ -73,6 +83,29 @@ async def _pressure(client: httpx.AsyncClient, url: str, number: int) -> None:
     others = (prose(PRESSING_WORDS, 700 + 50 * number + each) for each in range(PRESSING))
     await asyncio.gather(*(_chat(client, url, system, other, max_tokens=PRESSING_ANSWER) for other in others))
     await _send(client, url, {"messages": [*first, {"role": "assistant", "content": "Yes."}, *_messages(None, "So?")]})
+
+
+async def _without_hints(client: httpx.AsyncClient, url: str, number: int) -> None:
+    """Streams of every length, for the shadow to learn from."""
+    system = f"Shadow {number}. {prose(200, 900 + number)}"
+    for words in (5, 40, 80, 120, 160, 240, 320, 400):
+        await _chat(client, url, system, prose(words, number + words), stream=True, stream_options=USAGE)
+
+
+async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
+    """A shared prompt, and quiet until something has been looked at. Raises `RuntimeError` where it never is."""
+    system = f"Careful {number}. {prose(200, 950 + number)}"
+    for question in ("High tide?", "Low tide?", "Slack water?"):
+        await _chat(client, url, system, question)
+    deadline = time.monotonic() + CHECKED_SECONDS
+    while not await _checked(client, url):
+        if time.monotonic() > deadline:
+            raise RuntimeError("no answer was compared")
+        await asyncio.sleep(0.2)
+
+
+async def _checked(client: httpx.AsyncClient, url: str) -> int:
+    return (await client.get(url + "/seamark/status")).json()["self_check"]["checked"]
 
 
 def _messages(system: str | None, question: str) -> list[Mapping[str, str]]:

@@ -20,7 +20,7 @@ from proxy.bench.dashboards import Query, queries
 from proxy.bench.dimensions import UNITS, dimension
 from proxy.bench.engines import Fleet
 from proxy.bench.models import generated_model
-from proxy.bench.panel_traffic import IN_TURN, TIGHT, Rig, one_round
+from proxy.bench.panel_traffic import CAREFUL, IN_SHADOW, IN_TURN, TIGHT, Rig, one_round
 from proxy.bench.progress import narrator
 from proxy.bench.prometheus_server import SCRAPE_SECONDS, Prometheus, prometheus
 
@@ -106,10 +106,11 @@ def main(argv: list[str]) -> int:
         say("starting an engine")
         engine = fleet.engine("tight", model, flags=TIGHT)
         engine.wait_until_ready()
-        rig = Rig(engine, fleet.gateway(engine, flags=IN_TURN), fleet.gateway(engine))
-        for gateway in (rig.gateway, rig.wide_gateway):
+        rig = Rig(engine, *(fleet.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)))
+        _, *gateways = rig
+        for gateway in gateways:
             gateway.wait_until_ready("/ready", seconds=30)
-        jobs = {"seamark": (rig.gateway, rig.wide_gateway), "vllm": (engine,)}
+        jobs = {"seamark": gateways, "vllm": (engine,)}
         rows = proved(prometheus(fleet, Path(name), jobs), rig, say)
     if args.json:
         print(json.dumps([{**row.query._asdict(), **row._asdict(), "query": row.query.expression} for row in rows]))
