@@ -95,7 +95,7 @@ def unpack(into: Path) -> Path:
         found = [path for path in root.rglob(name) if path.is_file() and os.access(path, os.X_OK)]
         if not found:
             raise Unavailable(f"Debian's package of {name} holds no program of that name")
-        (plugins / name).symlink_to(found[0])
+        (plugins / name).symlink_to(os.path.relpath(found[0], plugins))  # the folder may be moved
     shutil.rmtree(packages)
     shutil.rmtree(into / "apt")
     (into / "complete").touch()
