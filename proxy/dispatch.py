@@ -40,11 +40,10 @@ class Dispatch:
         self._pool = pool
         self._finding = finding
         self._admission = admission
-        self.directory = Directory(settings.memory_bytes // 2, metrics.directory_evictions)
+        self.directory = Directory(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
         self.words = EngineWords(upstream, self.directory)
         self.hot = HotPrefixes(settings.text_bytes // 8)
         pool.changed = admission.wake
-        pool.taken_out = self.words.forget
 
     async def place(self, call: Call) -> None:
         """Give the call to a worker, which is counted from now on; waits while none has room.
@@ -87,7 +86,7 @@ class Dispatch:
 
     def positions(self, boundaries: Sequence[Boundary], worker: Worker) -> tuple[int, ...]:
         """Those of `boundaries` that are worth a state on a worker, tokens."""
-        if worker.engine is None or worker.hints_off:
+        if not worker.takes_hints:
             return ()
         return worth_sending(boundaries, worker.engine.match_unit, self._settings.boundary_budget)
 
@@ -119,7 +118,7 @@ class Dispatch:
         if found is None:
             return choose(workers, {}, self._settings.load_slack)
         # Of all that could hold it: one that is full, or not ready yet, has not lost it.
-        boots = [worker.boot for worker in self._pool.serving(call.body.get("model"))]
+        boots = [worker.boot for worker in self._pool.serving(call.body.get("model")) if worker.takes_hints]
         held = self.directory.longest(found.prefixes, boots)
         together = call.body.get("prompt_cache_key")
         worker = choose(workers, held, self._settings.load_slack, together)
@@ -136,7 +135,7 @@ class Dispatch:
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
             would_share=max((b.tokens for b in found.boundaries if b.key != found.turn_key), default=0),
         )
-        if worker.engine is not None and not worker.hints_off:
+        if worker.takes_hints:
             self.words.sent(worker, call.engine_id, found.boundaries)
             self.directory.note(found.boundaries, worker.boot)
             if shared is not None:
@@ -145,7 +144,7 @@ class Dispatch:
 
     def _remember(self, call: Call, key: bytes, tokens: int) -> None:
         """The call shares a prefix: what a restarted worker is to be given again."""
-        if self.hot.used_again(key):
+        if not call.found.boundaries or self.hot.used_again(key):
             return
         replay = Replay(
             call.endpoint,

@@ -20,9 +20,11 @@ from proxy.learned import Learner
 from proxy.memory import PositionMemory
 from proxy.metrics import Metrics
 from proxy.recent import Change, Recent, RecentRequests
+from proxy.render import RenderFailed
 from proxy.responses_chat import RESPONSES, StoredResponses, responses_request
 from proxy.rewrites import rewrite
 from proxy.settings import Settings
+from proxy.tokens import Tokens
 from proxy.workers import Worker, identify_renderer
 
 if TYPE_CHECKING:
@@ -56,6 +58,18 @@ def chat_in(endpoint: str, body: Mapping[str, Any], stored: StoredResponses) -> 
     return READERS[endpoint](body)
 
 
+async def prompt_of(chat: Chat, worker: Worker) -> Tokens:
+    """The prompt as the worker computes it. Raises `RenderFailed`."""
+    if chat.ids is not None:
+        return Tokens.of(chat.ids)
+    try:
+        return await worker.renderer(chat.asked, chat.path)
+    except RenderFailed:
+        if chat.native is None:
+            raise
+        return await worker.renderer(chat.body, CHAT)
+
+
 class Finding:
     """All that is remembered of prompts. One per gateway."""
 
@@ -64,7 +78,7 @@ class Finding:
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
         self.memory = PositionMemory(settings.memory_bytes // 2)
-        self.learner = Learner(settings.text_bytes // 2)
+        self.learner = Learner(settings.text_bytes * 3 // 8)
         self.recent = RecentRequests(settings.text_bytes // 4)
         self.stored = StoredResponses(settings.text_bytes // 8)
         self.explanations = Explanations()
@@ -95,22 +109,28 @@ class Finding:
             self._metrics.renders.inc(found.renders)
         self.explanations.add(call.explanation)
 
-    async def look(self, chat: Chat, worker: Worker, size: int) -> Looked:
-        """At a request of `size` bytes that `worker`, one without the plugin, has answered already."""
+    async def look(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> Looked:
+        """At a request of `size` bytes that `worker`, one without the plugin, has answered already.
+
+        `owner` is the API key it came with.
+        """
         model = chat.body.get("model")
         if not worker.serves(model):
             return Looked(Found(failure="no_boundary"))
         if model not in worker.renderer_ids:
+            if model in worker.mute_models:
+                return Looked(Found(failure="render_failed"))
             renderer_id = await identify_renderer(worker.renderer, model)
             if renderer_id is None:
-                return Looked(Found(failure="render_failed"))
+                worker.mute_models.add(model)  # else every request would ask it again
+                return Looked(Found(failure="render_failed", renders=1))
             worker.renderer_ids[model] = renderer_id
         found = await self._finder.find(chat, worker.fast or worker.renderer, worker.renderer_ids[model])
         if found.renders:
             self._metrics.renders.inc(found.renders)
         if found.layout is None or chat.is_bare:
             return Looked(found)
-        recent = Recent(found.layout, found.tokens, size)
+        recent = Recent(found.layout, found.tokens, size, owner)
         self.recent.add(recent)
         return Looked(found, recent)
 

@@ -72,6 +72,7 @@ class Gateway:
         self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
         self.metrics.queued.set_function(lambda: len(self.admission))
         self.pool.warm = self._warm
+        self.pool.taken_out = self._forget
         self._boundary_seconds = self.metrics.overhead.labels("boundary")
         self.sharing: Sharing | None = None  # with other gateways
         self.created = time.time()
@@ -86,6 +87,10 @@ class Gateway:
             self.sharing = self._shared()
             beside.append(self.sharing.run())
         self._tasks = [asyncio.create_task(work) for work in beside]
+
+    def _forget(self, worker: Worker) -> None:
+        for part in (self.dispatch.words, self.shadow, self.self_check):
+            part.forget(worker)
 
     def _shared(self) -> Sharing:
         from proxy.sharing import Sharing  # and with it redis: not even imported where it is not wanted
@@ -349,5 +354,5 @@ class Gateway:
                 self.accounting.replayed(replay.model, worker, answer)
                 self.dispatch.directory.note(replay.boundaries, worker.boot)
 
-        if worker.engine is not None:
+        if worker.takes_hints:
             await replay_all(self.dispatch.hot.hottest(models), one)

@@ -6,6 +6,8 @@ import re
 from typing import NamedTuple
 
 _HITS = re.compile(r"^vllm:prefix_cache_hits_total(?:\{.*?\})? (\S+)$", re.M)
+_RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*?\})? (\S+)$", re.M)
+_CACHE = re.compile(r'^vllm:cache_config_info\{.*?\bkv_cache_size_tokens="(\d+)"', re.M)
 _SAMPLE = re.compile(r"^seamark_(pass|token)_seconds(?:\{.*?\})? (\S+)$", re.M)
 
 
@@ -37,3 +39,13 @@ def read_hits(text: str) -> int | None:
     """Prompt tokens that the prefix cache gave, by a worker's `/metrics`; None where it is not vLLM's."""
     found = _HITS.findall(text)
     return int(sum(map(float, found))) if found else None
+
+
+def read_running(text: str) -> int:
+    """Requests that run or wait in an engine, whoever sent them."""
+    return int(sum(map(float, _RUNNING.findall(text))))
+
+
+def read_cache_tokens(text: str) -> int:
+    """Tokens that fit into an engine's cache; 0 where it does not say."""
+    return sum(map(int, _CACHE.findall(text)))

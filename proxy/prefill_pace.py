@@ -77,6 +77,11 @@ class PrefillPace:
             self._news += 1
 
     @property
+    def wants_more(self) -> bool:
+        """Whether too few requests are remembered to be choosy."""
+        return len(self._alone) + len(self._among_others) < WINDOW // 2
+
+    @property
     def line(self) -> Line | None:
         """What is learnt so far; None while too little is."""
         if self._news >= RENEWAL or (self._news and self._line is None):

@@ -162,7 +162,7 @@ class StoredResponses:
     def __init__(self, size: int) -> None:
         """`size` in bytes, 0 to keep nothing."""
         self._size = size
-        self._held = 0
+        self.held = 0
         self._chats: OrderedDict[str, _Stored] = OrderedDict()
 
     def put(self, chat: Chat, answer: Any, boot: str, owner: str | None = None) -> None:
@@ -178,8 +178,8 @@ class StoredResponses:
         size = len(canonical(messages)) + MESSAGE_BYTES * len(messages)
         self._forget(answer["id"])
         self._chats[answer["id"]] = _Stored(messages, boot, owner, size)
-        self._held += size
-        while self._held > self._size and self._chats:
+        self.held += size
+        while self.held > self._size and self._chats:
             self._forget(next(iter(self._chats)))
 
     def chat(self, response_id: Any) -> list[dict[str, Any]] | None:
@@ -202,4 +202,4 @@ class StoredResponses:
 
     def _forget(self, response_id: str) -> None:
         if (found := self._chats.pop(response_id, None)) is not None:
-            self._held -= found.size
+            self.held -= found.size

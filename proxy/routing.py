@@ -44,6 +44,6 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
 def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:
     """Tokens in whole match units: a shared head too short to be found again is no reason to crowd one worker."""
     holding = held.get(worker.boot)
-    if holding is None or worker.engine is None:
+    if holding is None or not worker.takes_hints:
         return 0
     return holding.tokens // worker.engine.match_unit * worker.engine.match_unit

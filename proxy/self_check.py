@@ -2,7 +2,10 @@
 
 From the cache against computed anew, judged by how far answers computed anew are from each other on that engine. A
 worker whose answers differ beyond that gets no more hints until an operator restarts the gateway or says so. However
-clients sample, replays do not. A client's request ends a check at once.
+clients sample, replays do not.
+
+A client's request ends a check; the engine's step that runs is finished first. Prompts computed anew are of no use to
+clients and take room from theirs, so between two requests of clients they fill a small part of the cache at most.
 """
 
 from __future__ import annotations
@@ -20,16 +23,16 @@ from typing import Literal, NamedTuple
 from xxhash import xxh3_64_hexdigest
 
 from proxy.body import parse_object
-from proxy.chat import CHAT, Chat
+from proxy.chat import Chat
 from proxy.dispatch import Dispatch
 from proxy.errors import BadRequest
-from proxy.finding import Finding, chat_in
+from proxy.finding import Finding, chat_in, prompt_of
 from proxy.greedy import Distance, Greedy, Unanswered, continued, distance, question
 from proxy.hot import Replay
 from proxy.metrics import Metrics
+from proxy.pace import read_running
 from proxy.render import RenderFailed
 from proxy.settings import Settings
-from proxy.tokens import Tokens
 from proxy.upstream import Broken, Unreachable, Upstream
 from proxy.workers import Worker, WorkerPool
 
@@ -38,8 +41,12 @@ logger = logging.getLogger("seamark.self_check")
 LOOK_SECONDS = 0.25  # between two looks at who is idle
 IDLE_SECONDS = 3.0  # without a request before a check
 ABORT_SECONDS = 0.02  # between two looks whether a client has come
-# A check that took a second is followed by nine of rest: at most a tenth of a worker's idle time.
-REST = 9.0
+# A check that took a second is followed by 49 of rest: at most a fiftieth of a worker's idle time.
+REST = 49.0
+CHECK_SECONDS = 120.0  # for a check; then the worker is left alone
+# Part of the cache that prompts computed anew may take between two requests of clients, 0 to 1.
+CACHE_SHARE = 1 / 16
+ANEW = 3  # times that a prompt may be computed anew for one look
 # Checks without any request between them; then a worker that nobody uses is left alone.
 MOST_IN_A_ROW = 16
 # Of the largest difference between two answers computed anew; of a step of the model's logits; and of any arithmetic.
@@ -68,6 +75,7 @@ class _Watched:
     busy_at: float = 0.0  # time.monotonic() when it last had a request
     next_at: float = 0.0  # time.monotonic() before which there is no check
     in_a_row: int = 0
+    anew: int = 0  # tokens computed anew since the last request of a client
     boot: str = ""
     noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
 
@@ -108,6 +116,10 @@ class SelfCheck:
             worker.hints_off = False
         logger.warning("hints are on again, by an operator")
 
+    def forget(self, worker: Worker) -> None:
+        """It was taken out."""
+        self._watched.pop(worker.url, None)
+
     async def run(self) -> None:
         """Check whatever is idle, for ever."""
         while self._interval:
@@ -122,7 +134,7 @@ class SelfCheck:
     def _is_due(self, worker: Worker) -> bool:
         now, seen = time.monotonic(), self._watched.setdefault(worker.url, _Watched())
         if worker.dispatched != seen.dispatched:
-            seen.dispatched, seen.busy_at, seen.in_a_row = worker.dispatched, now, 0
+            seen.dispatched, seen.busy_at, seen.in_a_row, seen.anew = worker.dispatched, now, 0, 0
         if worker.inflight:
             seen.busy_at = now
         if worker.boot != seen.boot:
@@ -130,7 +142,11 @@ class SelfCheck:
             seen.noises.clear()
         fit = worker.up and worker.engine is not None and not worker.warming and not worker.hints_off
         idle = now - seen.busy_at >= IDLE_SECONDS and now >= seen.next_at
-        return fit and idle and seen.in_a_row < MOST_IN_A_ROW
+        return fit and idle and seen.in_a_row < MOST_IN_A_ROW and seen.anew < self._allowance(worker)
+
+    def _allowance(self, worker: Worker) -> float:
+        """Tokens that may be computed anew between two requests of clients."""
+        return worker.cache_tokens * CACHE_SHARE if worker.cache_tokens else float("inf")
 
     async def _check(self, worker: Worker, seen: _Watched) -> None:
         """Judge one prompt, unless a client comes meanwhile."""
@@ -140,26 +156,26 @@ class SelfCheck:
         began = time.monotonic()
         checking = asyncio.create_task(self._judge(worker, replay, seen))
         try:
-            while not checking.done():
+            while not checking.done() and time.monotonic() < began + CHECK_SECONDS:
                 await asyncio.wait((checking,), timeout=ABORT_SECONDS)
                 if not checking.done() and worker.dispatched != seen.dispatched:
                     return
-            verdict = checking.result()
-        except (Unanswered, RenderFailed, BadRequest, Unreachable, Broken) as error:
+            verdict = checking.result() if checking.done() else None
+        except (Unanswered, RenderFailed, BadRequest, Unreachable, Broken, ExceptionGroup) as error:
             logger.info("self-check of worker %s: not judged (%s)", worker.name, type(error).__name__)
             verdict = None
         finally:
             checking.cancel()
             took = time.monotonic() - began
             seen.next_at = time.monotonic() + max(self._interval, REST * took)
-        seen.in_a_row += 1
-        self._note(worker, replay)
+            seen.in_a_row += 1
+            self._note(worker, replay)
         if verdict is not None:
             self._settle(worker, verdict)
 
     def _next(self, worker: Worker) -> Replay | None:
         """The prompt whose check is longest ago, the hottest of those never checked first."""
-        hottest = self._dispatch.hot.hottest(worker.model_ids)
+        hottest = [replay for replay in self._dispatch.hot.hottest(worker.model_ids) if replay.boundaries]
         checked = self._checked_at
         return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
 
@@ -170,12 +186,16 @@ class SelfCheck:
             self._checked_at.popitem(last=False)
 
     async def _judge(self, worker: Worker, replay: Replay, seen: _Watched) -> Verdict | None:
-        """None where nothing came from the cache. What seems to differ is looked at twice."""
+        """None where nothing came from the cache, or others use the worker. What seems to differ is looked at twice."""
+        _, told = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
+        if read_running(told.decode(errors="replace")):
+            return None  # another gateway's clients
         body = {**parse_object(replay.raw), **replay.put}
         chat = chat_in(replay.endpoint, body, self._finding.stored)
         if chat is None or _has_media(chat):
             return None
-        prompt = (await _tokens(worker, chat)).ids()[: self._most_tokens]
+        most = int(min(self._most_tokens, self._allowance(worker) / ANEW))
+        prompt = (await prompt_of(chat, worker)).ids()[:most]
         hint = [at for at in self._dispatch.positions(replay.boundaries, worker) if at <= len(prompt)]
         verdict = None
         for _ in range(2):
@@ -203,20 +223,28 @@ class SelfCheck:
         async def ask(salt: str | None, hint: Sequence[int] = ()) -> Greedy:
             return await continued(self._upstream, worker.url, question(model, prompt, salt, hint), self._timeout)
 
+        async def anew(hint: Sequence[int] = ()) -> Greedy:
+            seen.anew += len(prompt)
+            return await ask(os.urandom(16).hex(), hint)
+
         # What clients left behind, then what that resend itself leaves: vLLM's own last block, copied for whoever
         # goes on from inside it.
         cached = [answer for answer in [await ask(salt, hint), await ask(salt, hint)] if answer.cached]
         if not cached:
             return None
-        # Alone, and two in one batch, one of them cut where the first was: other shapes of the same sums, which round
-        # otherwise. Only one state is written for it.
+        # Cut where the cached one was; mostly that is all it takes.
         cut = [cached[0].cached]
-        together = await asyncio.gather(ask(_new_salt(), cut), ask(_new_salt()))
-        anew = [await ask(_new_salt()), *together]
-        if any(answer.cached for answer in anew):
+        answers = [await anew(cut)]
+        if not answers[0].cached and (verdict := judge(cached, answers, 0.0)).result == "same":
+            return verdict
+        # Two in one batch, one of them cut: other shapes of the same sums, which round otherwise.
+        async with asyncio.TaskGroup() as group:
+            together = [group.create_task(anew(cut)), group.create_task(anew())]
+        answers += [task.result() for task in together]
+        if any(answer.cached for answer in answers):
             return None
-        seen.noises.append(max(distance(one, other).error for one, other in itertools.combinations(anew, 2)))
-        return judge(cached, anew, max(seen.noises))
+        seen.noises.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
+        return judge(cached, answers, max(seen.noises))
 
     def _settle(self, worker: Worker, verdict: Verdict) -> None:
         self.checked += 1
@@ -248,18 +276,6 @@ def _error(compared: tuple[Distance, Greedy]) -> float:
     return compared[0].error
 
 
-async def _tokens(worker: Worker, chat: Chat) -> Tokens:
-    """The prompt as the worker computes it. Raises `RenderFailed`."""
-    if chat.ids is not None:
-        return Tokens.of(chat.ids)
-    try:
-        return await worker.renderer(chat.asked, chat.path)
-    except RenderFailed:
-        if chat.native is None:
-            raise
-        return await worker.renderer(chat.body, CHAT)
-
-
 def _has_media(chat: Chat) -> bool:
     contents = [message.get("content") for message in chat.messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -268,7 +284,3 @@ def _has_media(chat: Chat) -> bool:
 
 def _name(worker: Worker, replay: Replay) -> tuple[str, bytes]:
     return worker.boot, replay.boundaries[-1].key
-
-
-def _new_salt() -> str:
-    return os.urandom(16).hex()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from proxy.errors import SettingsError
 from proxy.files import read_toml
@@ -19,7 +19,7 @@ PREFIX = "SEAMARK_"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 # Values that may hold a password, and are never told.
 SECRET = frozenset({"redis"})
-TRUE = frozenset({"true", "t", "yes", "y", "on", "1"})
+_BOOL = TypeAdapter(bool)
 # What `shadow` implies where nothing else is said: each of these would change a request or an answer.
 IN_SHADOW: Mapping[str, Any] = {"ask_usage": False, "rewrite": (), "heartbeat": 0.0, "self_check_interval": 0.0}
 
@@ -104,7 +104,7 @@ class Settings(BaseModel):
         ge=0,
         description="seconds between two looks whether an idle worker's answers from the cache are right; 0: none",
     )
-    self_check_tokens: int = Field(32768, ge=256, description="tokens of a prompt that such a look takes at most")
+    self_check_tokens: int = Field(16384, ge=256, description="tokens of a prompt that such a look takes at most")
     shadow: bool = Field(
         False, description="change nothing of requests and answers, send no hints, and tell what is lost without them"
     )
@@ -116,7 +116,10 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _shadow(cls, values: Any) -> Any:
-        on = isinstance(values, dict) and str(values.get("shadow", "")).lower() in TRUE
+        try:
+            on = isinstance(values, dict) and _BOOL.validate_python(values.get("shadow", False))
+        except ValidationError:
+            return values  # the field itself says what is wrong
         return {**IN_SHADOW, **values} if on else values
 
     @field_validator("redis")
@@ -170,11 +173,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = field.description or ""
         if name == "worker":
             parser.add_argument(flag, action="append", metavar="URL", help=text)
-        elif field.annotation is bool:
-            text = f"{text} (default {field.default})"
-            parser.add_argument(flag, nargs="?", const="true", metavar=name.upper(), help=text)
-        else:
-            parser.add_argument(flag, metavar=name.upper(), help=f"{text} (default {field.default})")
+            continue
+        default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        text += "" if default is None else f" (default {str(default).lower()})"
+        values = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        parser.add_argument(flag, metavar=name.upper(), help=text, **values)
 
 
 def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
@@ -184,7 +187,9 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     config = args.config or (Path(environment[PREFIX + "CONFIG"]) if environment.get(PREFIX + "CONFIG") else None)
     if config is not None:
         values.update(read_toml("config", config))
-    values.update({name: environment[PREFIX + name.upper()] for name in names if PREFIX + name.upper() in environment})
+    told = {name: environment.get(PREFIX + name.upper()) for name in names}
+    # An empty variable is one that was left as .env.example has it; only of rules there can be none.
+    values.update({name: value for name, value in told.items() if value or (value == "" and name == "rewrite")})
     values.update({name: getattr(args, name) for name in names if getattr(args, name) is not None})
     if not values.get("worker") and not values.get("workers_file"):
         raise SettingsError(

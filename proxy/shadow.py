@@ -23,7 +23,7 @@ from proxy.call import Call
 from proxy.chat import Chat
 from proxy.directory import Directory
 from proxy.explanations import Explanation
-from proxy.finding import Finding, Looked
+from proxy.finding import Finding, Looked, prompt_of
 from proxy.metrics import Metrics
 from proxy.outcome import Usage
 from proxy.prefill_pace import NOTHING, PrefillPace, Work
@@ -55,6 +55,7 @@ class _Seen(NamedTuple):
     cached: int | None  # the same
     seconds: float | None  # to its first token; None where that cannot be told from outside
     alone: bool
+    owner: str | None  # the API key it came with
     at: float  # time.perf_counter() when it had been answered
     explanation: Explanation | None
 
@@ -95,20 +96,21 @@ class Shadow:
 
     def answered(self, call: Call, usage: Usage | None, label: Callable[[Call], str]) -> None:
         """A worker has answered; `label` gives the name to count its model under."""
-        if call.worker is None or call.worker.engine is not None or call.chat is None or call.status != 200:
+        if call.worker is None or call.worker.engine is not None or call.status != 200:
             return
         worker, now = call.worker, time.perf_counter()
         cached = usage.cached if usage is not None else None
+        if cached is not None:
+            self._of(worker).hits_told += cached
+        if call.chat is None:
+            return
         if cached is None and worker.hits is None:
             self._count("no_usage")
             return
         # A response's first event comes before it is computed.
         seconds = call.first_byte - call.placed if call.begun and call.endpoint != RESPONSES else None
-        if cached is not None:
-            known = self._of(worker)
-            known.hits_told += cached
-            if seconds is not None:
-                known.pace.took(usage.prompt, cached, seconds, call.alone)
+        if cached is not None and seconds is not None:
+            self._of(worker).pace.took(usage.prompt, cached, seconds, call.alone)
         size = len(call.raw)
         if len(self._waiting) >= MAX_WAITING or self._held + size > self._room:
             self._count("no_room")
@@ -125,6 +127,7 @@ class Shadow:
                 cached,
                 seconds,
                 call.alone,
+                call.owner,
                 now,
                 call.explanation,
             )
@@ -138,15 +141,15 @@ class Shadow:
             await self._came.wait()
             while self._waiting:
                 seen = self._waiting.popleft()
-                started, rendered = time.perf_counter(), False
+                took = 0.0
                 try:
-                    rendered = await self._judge(seen)
+                    took = await self._judge(seen)
                 except Exception as error:  # the kind alone: the message might hold prompt text
                     logger.error("judging a request: %s", type(error).__name__)
                     self._count("failed")
                 finally:
                     self._held -= seen.size
-                await asyncio.sleep((time.perf_counter() - started) * REST if rendered else 0)
+                await asyncio.sleep(took * REST)
             self._came.clear()
 
     def status(self) -> dict[str, Any]:
@@ -171,22 +174,44 @@ class Shadow:
         return {"tokens": self._tokens[CURED], "seconds": self._seconds.get(CURED, 0.0)}
 
     @property
+    def held(self) -> int:
+        """Bytes of requests that wait."""
+        return self._held
+
+    def forget(self, worker: Worker) -> None:
+        """It was taken out; what it lost before its pace was known stays without seconds."""
+        self._known.pop(worker.name, None)
+        self._unpriced = {account: work for account, work in self._unpriced.items() if account[0] != worker.name}
+
+    @property
     def judged(self) -> int:
         """Requests."""
         return self._results["judged"]
 
-    async def _judge(self, seen: _Seen) -> bool:
-        """Whether anything had to be rendered for it."""
+    async def _judge(self, seen: _Seen) -> float:
+        """Seconds that rendering for it took."""
         if seen.cached is None and not await self._looked_since(seen):
             self._count("no_usage")
-            return False
-        looked = await self._finding.look(seen.chat, seen.worker, seen.size)
+            return 0.0
+        began = time.perf_counter()
+        looked = await self._finding.look(seen.chat, seen.worker, seen.size, seen.owner)
         found = looked.found
         if found.failure is not None:
             self._count(found.failure)
-            return found.renders > 0
-        cached = seen.cached if seen.cached is not None else self._taken_for(seen, found)
-        lost = self._lost(seen, looked, cached)
+            return time.perf_counter() - began if found.renders else 0.0
+        prompt, renders = seen.prompt, found.renders
+        if prompt is None and seen.seconds is not None:
+            if found.tokens is not None:
+                prompt = len(found.tokens)
+            elif self._of(seen.worker).pace.wants_more:
+                prompt, renders = len(await prompt_of(seen.chat, seen.worker)), renders + 1
+        took = time.perf_counter() - began if renders else 0.0
+        cached = seen.cached if seen.cached is not None else self._taken_for(seen, found, prompt)
+        self._note(seen, looked, cached)
+        return took
+
+    def _note(self, seen: _Seen, looked: Looked, cached: int) -> None:
+        found, lost = looked.found, self._lost(seen, looked, cached)
         kept = worth_sending(found.boundaries, MATCH_UNIT, self._budget)
         self._directory.note([boundary for boundary in found.boundaries if boundary.tokens in kept], seen.boot)
         self._count("judged")
@@ -199,22 +224,25 @@ class Shadow:
             account = (seen.worker.name, seen.model, reason)
             self._unpriced[account] = self._unpriced.get(account, NOTHING) + Work.between(start, end)
         self._put_prices(seen.worker)
-        return found.renders > 0
 
     async def _looked_since(self, seen: _Seen) -> bool:
         """Wait until the worker has told its hits after this request; False where it will not, or has restarted."""
-        deadline = time.perf_counter() + self._patience
-        while seen.worker.looked_at <= seen.at and time.perf_counter() < deadline:
+        worker = seen.worker
+        while worker.looked_at <= seen.at and worker.boot == seen.boot:
+            if time.perf_counter() > seen.at + self._patience:
+                return False
             await asyncio.sleep(LOOK_SECONDS)
-        return seen.worker.looked_at > seen.at and seen.worker.boot == seen.boot and seen.worker.hits is not None
+        return worker.boot == seen.boot and worker.hits is not None
 
-    def _taken_for(self, seen: _Seen, found: Found) -> int:
+    def _taken_for(self, seen: _Seen, found: Found, prompt: int | None) -> int:
         """Of the worker's hits that nobody has reported, those that this request can have had, tokens."""
-        known = self._of(seen.worker)
+        known, worker = self._of(seen.worker), seen.worker
         most = max(self._directory.sent(found.prefixes, self._boots()), self._directory.ever_sent(found.prefixes))
-        taken = max(0, min(most, seen.worker.hits - known.hits_told))
+        taken = max(0, min(most, worker.hits - known.hits_told))
         known.hits_told += taken
-        prompt = seen.prompt if seen.prompt is not None else found.tokens and len(found.tokens)
+        if not worker.inflight and not any(other.worker is worker for other in self._waiting):
+            # Whatever is left was others': several samples of one prompt, clients that left, or went past the gateway.
+            known.hits_told = max(known.hits_told, worker.hits)
         if prompt is not None and seen.seconds is not None:
             known.pace.took(prompt, taken, seen.seconds, seen.alone)
         self._untold += 1

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 from proxy.errors import NoWorker
 from proxy.local_render import LocalRender
 from proxy.metrics import Metrics
-from proxy.pace import UNKNOWN, Pace, read_hits, read_pace
+from proxy.pace import UNKNOWN, Pace, read_cache_tokens, read_hits, read_pace
 from proxy.proved import ProvedRenderer
 from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
@@ -76,10 +76,12 @@ class Worker:
         None  # prompt tokens its prefix cache gave since its start, as vLLM counts; None: it does not say
     )
     hits_before: int | None = None  # of them, before the gateway saw it first
+    cache_tokens: int = 0  # that fit into its cache; 0: it does not say
     looked_at: float = 0.0  # time.perf_counter() when it said so
     models: list[dict[str, Any]] = field(default_factory=list)
     model_ids: frozenset[str] = frozenset()
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
+    mute_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
     max_inflight: int = 0  # requests at it at once, 0 for no limit
     hints_off: bool = False  # its answers from the cache were found to differ from those computed anew
     warming: bool = False  # prefixes are replayed on it; it gets requests only where no other worker can take them
@@ -93,6 +95,11 @@ class Worker:
     def name(self) -> str:
         """Label in metrics and headers: host and port."""
         return self.url.split("://", 1)[-1]
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether states can be kept on it, and may be."""
+        return self.engine is not None and not self.hints_off
 
     @property
     def has_room(self) -> bool:
@@ -269,10 +276,12 @@ class WorkerPool:
             if self.warm is not None and self._settings.replay_seconds:
                 self._spawn(self._warm(worker))
             worker.renderer_ids.clear()
+            worker.mute_models.clear()
             worker.renderer.forget_routes()
             if worker.fast is not None:
                 worker.fast.forget()
             worker.hits_before = read_hits(said)
+        worker.cache_tokens = read_cache_tokens(said)
         worker.hits, worker.looked_at = read_hits(said), looked_at
         self._metrics.engine_patched.labels(worker.name).set(engine is not None)
         if worker.engine is not None:
