@@ -7,7 +7,7 @@ demo:
 
 # The whole suite, in two processes: tests with engines, all others. `make test ARGS="-k sentinel"` for a part.
 test:
-	@./set-up.sh
+	@./set-up.sh tests
 	@.venv/bin/ruff check .
 	@.venv/bin/python -m pytest -n 2 $(ARGS)
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv ready for `make demo` and `make test`: system packages, CPU torch, locked dependencies, Seamark itself.
-# Does nothing when all of it is in place. Says what it does.
+# Makes .venv ready for `make demo`: system packages, CPU torch, locked dependencies, Seamark itself. With the argument
+# `tests` also what `make test` tests with: Redis, Prometheus and a browser. Does nothing when all of it is in place. Says
+# what it does.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -9,12 +10,7 @@ say() { echo "set-up: $*" >&2; }
 # Where torch's CPU build lives when the configured package index has only CUDA builds.
 TORCH_CPU_INDEX="${SEAMARK_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 
-wanted=$(cat requirements.lock pyproject.toml "$0" | sha256sum | cut -d' ' -f1)
-if [ "$(cat .venv/.seamark-set-up 2>/dev/null)" = "$wanted" ]; then
-    exit 0
-fi
-
-# --- what only the system can give: an interpreter with venv, the NUMA library of vLLM's CPU build, and to test with,
+# --- what only the system can give: an interpreter with venv, the NUMA library of vLLM's CPU build; and to test with,
 # Redis, Prometheus and a browser ---
 find_python() {
     for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
@@ -27,10 +23,14 @@ find_python() {
 
 missing=()
 [ -n "$(find_python)" ] || missing+=(python3 python3-venv)
-ldconfig -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
-command -v redis-server >/dev/null || missing+=(redis-server)
-command -v promtool >/dev/null || missing+=(prometheus)
-command -v chromium chromium-browser google-chrome >/dev/null || missing+=(chromium fonts-dejavu-core)
+[ -n "$(PATH=$PATH:/usr/sbin:/sbin ldconfig -p | grep 'libnuma\.so\.1')" ] || missing+=(libnuma1)
+services=()
+if [ "${1:-}" = tests ]; then
+    command -v redis-server >/dev/null || services+=(redis-server)
+    command -v promtool >/dev/null || services+=(prometheus)
+    command -v chromium chromium-browser google-chrome >/dev/null || missing+=(chromium fonts-dejavu-core)
+fi
+missing+=(${services[@]+"${services[@]}"})
 if [ ${#missing[@]} -gt 0 ]; then
     as_root=()
     [ "$(id -u)" -eq 0 ] || as_root=(sudo)
@@ -41,6 +41,16 @@ if [ ${#missing[@]} -gt 0 ]; then
     say "installing system packages: ${missing[*]}"
     "${as_root[@]}" apt-get update -qq
     "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}"
+    # Only their programs are wanted: tests start their own.
+    if [ ${#services[@]} -gt 0 ] && [ -d /run/systemd/system ]; then
+        say "switching their services off: ${services[*]}"
+        "${as_root[@]}" systemctl disable --now --quiet "${services[@]}"
+    fi
+fi
+
+wanted=$(cat requirements.lock pyproject.toml "$0" | sha256sum | cut -d' ' -f1)
+if [ "$(cat .venv/.seamark-set-up 2>/dev/null)" = "$wanted" ]; then
+    exit 0
 fi
 python=$(find_python)
 if [ -z "$python" ]; then

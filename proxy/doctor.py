@@ -9,11 +9,15 @@ import argparse
 import asyncio
 import json
 import shlex
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from proxy.chat import CHAT
 from proxy.doctor_shadow import read_shadow
+from proxy.engine_words import PATH as OUTCOMES
+from proxy.errors import SettingsError
+from proxy.files import read_secret
 from proxy.upstream import Broken, Unreachable, Upstream, base_url
 from proxy.workers import EngineInfo, read_metrics
 
@@ -21,8 +25,11 @@ TIMEOUT = 10.0
 
 CURE_UNPATCHED = """\
     pip install --no-deps /path/to/seamark   # into the environment that runs vLLM; then start it with
-    seamark worker --model {model} --port {port} -- ...   # the flags it has now in place of the dots"""
+    seamark worker --model {model}{host} --port {port} -- ...   # the flags it has now in place of the dots"""
 CURE_DETAILS = "    --enable-prompt-tokens-details       # without it, hits are never reported"
+CURE_FEED = "    --middleware engine_patches.feed.OutcomeFeed   # without it, evictions and reasons stay unheard"
+CURE_KEY = "    --worker-api-key-file FILE   # with vLLM's --api-key in it, here and for seamark serve"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 CURE_RENDER = "    --enable-scale-out                   # without it, the gateway falls back to /tokenize"
 
 
@@ -38,9 +45,21 @@ class Finding(NamedTuple):
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="seamark doctor", description="examine a vLLM worker")
     parser.add_argument("--worker", metavar="URL", required=True)
+    parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="with the API key that it wants")
     parser.add_argument("--gateway", metavar="URL", help="a gateway before it, to tell what it has seen being lost")
+    parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="with an admin's key of that gateway")
     args = parser.parse_args(argv)
-    findings, lost = asyncio.run(_both(base_url(args.worker), args.gateway and base_url(args.gateway)))
+    try:
+        keys = [
+            file and read_secret(setting, file)
+            for setting, file in (
+                ("worker_api_key_file", args.worker_api_key_file),
+                ("gateway_key_file", args.gateway_key_file),
+            )
+        ]
+    except SettingsError as error:
+        parser.error(str(error))
+    findings, lost = asyncio.run(_both(base_url(args.worker), args.gateway and base_url(args.gateway), *keys))
     for finding in findings:
         print(f"{'ok   ' if finding.fine else 'WRONG'} {finding.text}")
         if finding.cure and not finding.last:
@@ -53,20 +72,24 @@ def main(argv: list[str]) -> int:
     return 0 if all(finding.fine for finding in findings) else 1
 
 
-async def _both(worker: str, gateway: str | None) -> tuple[list[Finding], list[str]]:
-    upstream = Upstream(connect_timeout=2.0)
+async def _both(
+    worker: str, gateway: str | None, worker_key: str | None, gateway_key: str | None
+) -> tuple[list[Finding], list[str]]:
+    upstream = Upstream(connect_timeout=2.0, api_key=gateway_key)
     try:
-        return await examine(worker), await read_shadow(upstream, gateway, TIMEOUT) if gateway else []
+        return await examine(worker, worker_key), await read_shadow(upstream, gateway, TIMEOUT) if gateway else []
     finally:
         await upstream.aclose()
 
 
-async def examine(url: str) -> list[Finding]:
+async def examine(url: str, api_key: str | None = None) -> list[Finding]:
     """What is right and wrong with the worker at `url`. Sends it one request of a few tokens."""
-    upstream = Upstream(connect_timeout=2.0)
+    upstream = Upstream(connect_timeout=2.0, api_key=api_key)
     try:
         try:
             status, answer = await upstream.fetch("GET", url + "/v1/models", timeout=TIMEOUT)
+            if status in (401, 403):
+                return [Finding(False, f"{url} wants an API key", CURE_KEY)]
             entry = json.loads(answer)["data"][0]
             model = entry["id"]
             _, metrics = await upstream.fetch("GET", url + "/metrics", timeout=TIMEOUT)
@@ -74,10 +97,12 @@ async def examine(url: str) -> list[Finding]:
             return [Finding(False, f"no server answers at {url}", "    is it running, and is the port right?")]
         except (ValueError, KeyError, TypeError, IndexError):
             return [Finding(False, f"{url} is not a vLLM server: /v1/models gives no models (status {status})")]
+        engine = read_metrics(metrics.decode(errors="replace"))[1]
         return [
             Finding(True, f"serves {model}"),
             _vllm_version(await _version(upstream, url)),
-            *_engine(read_metrics(metrics.decode(errors="replace"))[1], entry.get("root") or model, url),
+            *_engine(engine, entry.get("root") or model, url),
+            *([await _feed(upstream, url)] if engine is not None else []),
             await _details(upstream, url, model),
             await _render(upstream, url, model),
         ]
@@ -100,13 +125,24 @@ def _vllm_version(version: str | None) -> Finding:
 def _engine(info: EngineInfo | None, model: str, url: str) -> list[Finding]:
     if info is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
-        cure = CURE_UNPATCHED.format(model=shlex.quote(str(model)), port=urlsplit(url).port or 8000)
+        at = urlsplit(url)
+        host = "" if at.hostname in LOOPBACK else " --host 0.0.0.0"  # it is asked for from elsewhere
+        cure = CURE_UNPATCHED.format(model=shlex.quote(str(model)), host=host, port=at.port or 8000)
         return [Finding(False, missing, cure, last=True)]
     findings = [Finding(True, f"patches are live, seamark {info.version}")]
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     coarse = info.match_unit > 64
     cure = "    --prefix-match-unit 16               # or leave it away: the plugin sets it for hybrid models"
     return [*findings, Finding(not coarse, lengths, cure if coarse else None)]
+
+
+async def _feed(upstream: Upstream, url: str) -> Finding:
+    try:
+        status, _ = await upstream.fetch("GET", url + OUTCOMES, timeout=TIMEOUT)
+    except (Unreachable, Broken):
+        status = 0
+    fine = status == 200
+    return Finding(fine, f"what the engine decides is {'' if fine else 'not '}told", None if fine else CURE_FEED)
 
 
 async def _details(upstream: Upstream, url: str, model: str) -> Finding:

@@ -70,6 +70,7 @@ class Gateway:
         self.shadow = Shadow(settings, self.finding, self.metrics, self.pool.boots)
         self.self_check = SelfCheck(settings, self.pool, self.dispatch, self.finding, self.upstream, self.metrics)
         self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
+        self.metrics.shadow_mode.set(settings.shadow)
         self.metrics.queued.set_function(lambda: len(self.admission))
         self.pool.warm = self._warm
         self.pool.taken_out = self._forget

@@ -122,6 +122,7 @@ class Metrics:
             ["fate"],
             registry=registry,
         )
+        self.shadow_mode = Gauge("seamark_shadow", "1: nothing is changed and no hint is sent", registry=registry)
         # Workers without the plugin.
         of_loss = ["model", "reason"]
         self.shadow_lost_tokens = Counter(

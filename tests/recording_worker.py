@@ -59,6 +59,7 @@ class RecordingWorker:
     cached: int = 160  # tokens it reports
     status: int = 200  # of whole answers
     outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
+    has_feed: bool = True
     hang: bool = False  # answer nothing until the client goes
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
     hang_replays: bool = False  # answer no request for a single token
@@ -94,7 +95,8 @@ class RecordingWorker:
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
             return await _answer(send, json.dumps({"object": "list", "data": data}).encode())
         if path == "/seamark/outcomes":
-            return await _answer(send, json.dumps(self.outcomes).encode())
+            status = 200 if self.has_feed else 404
+            return await _answer(send, json.dumps(self.outcomes).encode(), status=status)
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")

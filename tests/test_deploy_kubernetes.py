@@ -98,9 +98,12 @@ def test_the_gateway_gets_the_time_it_takes_to_drain():
 
 
 def test_what_asks_for_no_key_is_reached_by_the_gateway_alone():
-    guarded = {policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] for policy in POLICIES}
-    assert guarded == {"seamark-worker", "seamark-redis"}
-    for policy in POLICIES:
+    guarded = {policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]: policy for policy in POLICIES}
+    assert guarded.keys() == {"seamark-worker", "seamark-redis", "seamark-gateway"}
+    everybodys, pages = guarded.pop("seamark-gateway")["spec"]["ingress"]
+    assert "from" not in everybodys and [port["port"] for port in everybodys["ports"]] == [8080]
+    assert pages["from"] and [port["port"] for port in pages["ports"]] == [8081]
+    for policy in guarded.values():
         (rule,) = policy["spec"]["ingress"]
         ports = {port["port"] for port in rule["ports"]}
         pod = PODS[policy["metadata"]["name"]]

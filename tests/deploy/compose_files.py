@@ -13,6 +13,7 @@ BASE = "compose.yaml"
 EVERY_WAY = (
     (BASE,),
     (BASE, "compose.cpu.yaml"),
+    (BASE, "compose.beside.yaml"),
     (BASE, "compose.two-models.yaml"),
     (BASE, "compose.two-sparks.yaml"),
     (BASE, "compose.one-model-two-sparks.yaml"),
