@@ -107,7 +107,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="seamark worker",
         description="start a vLLM server with Seamark's patches",
-        epilog="everything after -- goes to vLLM",
+        epilog="Everything after -- goes to vLLM. Of the environment: SEAMARK_ENGINE=0 leaves vLLM untouched, "
+        "=reference cures its defects and no more; SEAMARK_FAN_OUT=0: nobody waits for another request's prefix; "
+        "SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_CHUNK_ENDS=1: states only "
+        "where a kernel's chunk ends.",
     )
     parser.add_argument("--model", help="model folder or name (or `model` in the file of vLLM's --config, after --)")
     parser.add_argument("--port", type=int, required=True)

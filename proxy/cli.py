@@ -38,6 +38,7 @@ FIRST_HIT = """\
 First hit, with a vLLM of your own (0.31 to 0.33):
   pip install --no-deps /path/to/seamark                 into vLLM's environment, and there:
   seamark worker --model MODEL --port 8000 -- ...        vLLM with the plugin, its own flags after --
+  pip install /path/to/seamark                           into an environment of the gateway's own, and there:
   seamark serve --worker http://127.0.0.1:8000           the gateway; base_url is http://127.0.0.1:8080/v1
   seamark doctor --worker http://127.0.0.1:8000          what is missing, and what to change
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 
 def main(argv: list[str]) -> int:
@@ -51,12 +52,21 @@ def main(argv: list[str]) -> int:
         "panels": _panels,
     }
     if not argv or argv[0] not in benchmarks:
-        print(f"usage: seamark bench {{{','.join(benchmarks)}}} ...", file=sys.stderr)
-        return 2
+        asked = bool(argv) and argv[0] in ("-h", "--help")
+        lines = (f"  {name:<11} {_what(main)}" for name, main in benchmarks.items())
+        print("usage: seamark bench NAME ...\n", *lines, sep="\n", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     return benchmarks[argv[0]](argv[1:])
 
 
+def _what(main: Callable[[list[str]], int]) -> str:
+    """What a benchmark measures: the first sentence of its module, or its own."""
+    text = main.__doc__ or sys.modules[main.__module__].__doc__ or ""
+    return text.partition("\n\n")[0].replace("\n", " ").partition(": ")[2]
+
+
 def _panels(argv: list[str]) -> int:
+    """`seamark bench panels`: every query of the dashboards, asked of a real Prometheus that scraped a real run."""
     from proxy.bench import panels  # its PromQL parser is installed for tests only
 
     return panels.main(argv)

@@ -1,4 +1,4 @@
-"""Request shapes of two coding agents, twenty turns with tools each, by what is publicly described of them.
+"""`seamark bench agents`: hits in the request shapes of two coding agents, with the default rewrite rules and without.
 
 Claude Code: /v1/messages (or, behind a converter, /v1/chat/completions); a billing header with a nonce at the head of
 the system prompt, `cache_control` on the last system block and on the newest message, reminders inside user turns.
