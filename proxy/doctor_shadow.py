@@ -29,7 +29,10 @@ def tell_shadow(shadow: Mapping[str, Any]) -> list[str]:
     """Its part of `/seamark/status` in words. Raises `KeyError` or `TypeError` for anything else."""
     results, lost = shadow["requests"], shadow["lost"]
     judged = results.get("judged", 0)
-    lines = [f"lost in {shadow['watched_seconds'] / HOUR:.1f} hours, {judged:,} requests judged:"]
+    seconds = shadow["watched_seconds"]
+    time = f"{seconds / HOUR:.1f} hours" if seconds >= HOUR else f"{seconds / 60:.0f} minutes"
+    left = f" ({waiting:,} still to be)" if (waiting := shadow["waiting"]) else ""
+    lines = [f"lost in {time}, {judged:,} requests judged{left}:"]
     for reason, loss in sorted(lost.items(), key=lambda item: -item[1]["tokens"]):
         cured = "   the plugin saves these" if reason == CURED else ""
         lines.append(f"    {loss['tokens']:>12,} tokens {loss['seconds']:>10.1f} s   {reason}{cured}")

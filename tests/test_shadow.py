@@ -217,8 +217,12 @@ def test_the_loss_in_words_says_what_the_plugin_saves_and_what_keeps_requests_un
         "lost": {"unpatched": {"tokens": 90_000, "seconds": 45.0}, "salt": {"tokens": 10, "seconds": 0.0}},
         "tokens_without_seconds": 0,
         "cached_not_told": 7,
+        "waiting": 0,
     }
     lines = tell_shadow(shadow)
     assert lines[0] == "lost in 2.0 hours, 1,200 requests judged:"
+    assert tell_shadow(shadow | {"watched_seconds": 90.0, "waiting": 5})[0].startswith(
+        "lost in 2 minutes, 1,200 requests judged (5 still to be):"
+    )
     assert "90,000 tokens" in lines[1] and "the plugin saves these" in lines[1]
     assert "plugin" not in lines[2] and "7 answers" in lines[3] and "not judged: no_usage" in lines[4]
