@@ -10,6 +10,7 @@ usage), the worker's own count of hits does: what others did not report of it is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -27,6 +28,7 @@ from proxy.finding import Finding, Looked, prompt_of
 from proxy.metrics import Metrics
 from proxy.outcome import Usage
 from proxy.prefill_pace import NOTHING, PrefillPace, Work
+from proxy.render import RenderFailed
 from proxy.responses_chat import RESPONSES
 from proxy.settings import Settings
 from proxy.workers import Worker
@@ -83,7 +85,7 @@ class Shadow:
         self._room = settings.text_bytes // 8
         self._directory = Directory(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
         self._waiting: deque[_Seen] = deque()
-        self._held = 0
+        self.held = 0  # bytes of requests that wait
         self._came = asyncio.Event()
         self._patience = 3 * settings.health_interval  # seconds for a worker's next look
         self._known: dict[str, _Known] = {}  # by worker
@@ -112,7 +114,7 @@ class Shadow:
         if cached is not None and seconds is not None:
             self._of(worker).pace.took(usage.prompt, cached, seconds, call.alone)
         size = len(call.raw)
-        if len(self._waiting) >= MAX_WAITING or self._held + size > self._room:
+        if len(self._waiting) >= MAX_WAITING or self.held + size > self._room:
             self._count("no_room")
             return
         prompt = usage.prompt if usage is not None else None
@@ -132,7 +134,7 @@ class Shadow:
                 call.explanation,
             )
         )
-        self._held += size
+        self.held += size
         self._came.set()
 
     async def run(self) -> None:
@@ -148,7 +150,7 @@ class Shadow:
                     logger.error("judging a request: %s", type(error).__name__)
                     self._count("failed")
                 finally:
-                    self._held -= seen.size
+                    self.held -= seen.size
                 await asyncio.sleep(took * REST)
             self._came.clear()
 
@@ -172,11 +174,6 @@ class Shadow:
     def would_save(self) -> dict[str, Any]:
         """What the plugin would have saved so far: tokens and, as far as these are known, seconds."""
         return {"tokens": self._tokens[CURED], "seconds": self._seconds.get(CURED, 0.0)}
-
-    @property
-    def held(self) -> int:
-        """Bytes of requests that wait."""
-        return self._held
 
     def forget(self, worker: Worker) -> None:
         """It was taken out; what it lost before its pace was known stays without seconds."""
@@ -204,7 +201,9 @@ class Shadow:
             if found.tokens is not None:
                 prompt = len(found.tokens)
             elif self._of(seen.worker).pace.wants_more:
-                prompt, renders = len(await prompt_of(seen.chat, seen.worker)), renders + 1
+                renders += 1
+                with contextlib.suppress(RenderFailed):  # then the pace is learnt from others
+                    prompt = len(await prompt_of(seen.chat, seen.worker))
         took = time.perf_counter() - began if renders else 0.0
         cached = seen.cached if seen.cached is not None else self._taken_for(seen, found, prompt)
         self._note(seen, looked, cached)

@@ -40,6 +40,12 @@ def test_a_holding_shorter_than_the_match_unit_does_not_count():
     assert choose(workers, {"a": Holding(15, b"head")}, load_slack=8).boot == "b"
 
 
+def test_a_worker_whose_answers_differed_holds_nothing_that_counts():
+    workers = [worker("a", inflight=1), worker("b")]
+    workers[0].hints_off = True
+    assert choose(workers, {"a": Holding(400, b"deep")}, load_slack=8).boot == "b"
+
+
 def test_new_prefixes_spread_over_idle_workers():
     used = worker("a")
     used.dispatched = 5

@@ -118,6 +118,22 @@ def test_answers_that_cannot_be_compared_are_not_judged_and_cost_no_hint(fleet, 
     assert b"seamark_boundaries" in replays(worker)[0]
 
 
+def test_another_sites_page_cannot_turn_hints_on_again(fleet, worker):
+    url = start_gateway(fleet, worker, flags=FLAGS).url + "/seamark/self-check/reset"
+    assert httpx.post(url, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert httpx.post(url, headers={"sec-fetch-site": "same-origin"}).status_code == 200
+    assert httpx.post(url).json() == {"hints_off": False}
+
+
+def test_a_worker_that_others_keep_busy_is_left_alone(fleet, worker):
+    worker.more_metrics = 'vllm:num_requests_running{engine="0"} 1.0\n'
+    gateway = start_gateway(fleet, worker, flags=FLAGS)
+    for question in ("one", "two"):
+        post(gateway, chat(question))
+    time.sleep(4.5)  # it would be looked at after three seconds
+    assert not replays(worker)
+
+
 @pytest.fixture
 def watched(servers: Servers, fleet: Fleet) -> Server:
     """A gateway that checks, before the engine in which defects can be planted."""

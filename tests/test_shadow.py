@@ -15,12 +15,14 @@ from proxy.bench.client import Answer
 from proxy.bench.engines import MODEL_NAME, Server
 from proxy.bench.shadow import compare, traffic
 from proxy.doctor_shadow import tell_shadow
+from proxy.ports import free_port
 from proxy.prefill_pace import PrefillPace, Work
 from proxy.settings import Settings
 from proxy.shadow import MATCH_UNIT
 from tests.conftest import Servers
 from tests.recording_worker import EVENTS, RecordingWorker, recording_worker
 from tests.test_gateway import CHAT, SYSTEM, chat, metric, post, start_gateway, wait_for
+from tests.test_keys import bearer, entry
 
 SYSTEM_END = len(f"<system>{SYSTEM['content']}<user>")  # tokens, by the recording worker's count
 LOST = "seamark_shadow_lost_tokens_total"
@@ -79,6 +81,17 @@ def test_where_answers_do_not_say_what_was_cached_the_workers_own_count_of_hits_
     told = judged(gateway, 4)
     assert told["lost"]["unpatched"]["tokens"] == 3 * lost - 160
     assert (told["requests"], told["cached_not_told"]) == ({"judged": 4}, 4)
+
+
+def test_no_client_learns_of_anothers_prompts_by_what_its_own_lost(fleet, worker, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("alice") + entry("bob"))
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys), "--admin-port", str(port := free_port())))
+    ids = [post(gateway, chat("one"), headers=bearer(name)).headers["x-request-id"] for name in ("alice", "bob", "bob")]
+    admin = f"http://127.0.0.1:{port}/seamark/requests/"
+    wait_for(lambda: httpx.get(admin + ids[-1]).json()["lost"] is not None)
+    lost = [httpx.get(admin + each).json()["lost"] for each in ids]
+    assert lost[:2] == [{}, {}] and lost[2].keys() == {"unpatched"}
 
 
 def test_a_restart_and_a_changed_prefix_are_losses_that_the_plugin_does_not_cure(fleet, worker):
