@@ -190,7 +190,7 @@ def test_a_worker_without_the_plugin_is_served_without_hints(fleet):
         gateway = start_gateway(fleet, plain)
         raw = json.dumps(chat("Tide?")).encode()
         assert post(gateway, raw).status_code == 200
-        assert plain.requests[-1].body == raw and plain.renders == 0
+        assert plain.requests[-1].body == raw
         assert metric(gateway, "seamark_engine_patched") == 0 and metric(gateway, "seamark_worker_up") == 1
         assert metric(gateway, 'seamark_miss_total{model="m",reason="unpatched"}') == 1
 

@@ -164,8 +164,8 @@ async def fill_gateway(gateway: Server, requests: int, say: Callable[[str], None
 
 def run_gateway(requests: int, entries: int, say: Callable[[str], None]) -> Grown:
     """A gateway whose routing table takes so many entries."""
-    # Half of the memory is the routing table's.
-    flags = ["--memory-bytes", str(2 * entries * ENTRY_BYTES), "--text-bytes", str(GATEWAY_TEXT_BYTES)]
+    # Three eighths of the memory are the routing table's.
+    flags = ["--memory-bytes", str(-(-8 * entries * ENTRY_BYTES // 3)), "--text-bytes", str(GATEWAY_TEXT_BYTES)]
     with tempfile.TemporaryDirectory(prefix="seamark-tables-") as folder, Fleet(Path(folder)) as fleet:
         worker = fleet.mock_worker()
         worker.wait_until_ready()

@@ -95,6 +95,7 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
         say(f"ready after {facts['up_s']} s")
         _containers_are_as_confined_as_they_say(compose)
         facts |= _the_second_chat_hits(say)
+        _the_live_page_shows_it(say)
         facts |= _prometheus_sees_it(say)
         wait_for("all are healthy", 60, lambda: _unhealthy(compose) == [])
     except BaseException:
@@ -167,6 +168,14 @@ def _the_second_chat_hits(say: Callable[[str], None]) -> dict[str, Any]:
     assert cached[0] == 0 and cached[1] > 0, f"x-seamark-cached is {cached}"
     say(f"the second chat hits: x-seamark-cached {cached[1]}")
     return {"cached": cached}
+
+
+def _the_live_page_shows_it(say: Callable[[str], None]) -> None:
+    page, live = ask(f"{PAGES}/ui"), json.loads(ask(f"{PAGES}/seamark/live").body)
+    assert page.status == 200 and b"<title>Seamark</title>" in page.body, f"{page}"
+    assert live["alarms"] == [] and live["sums"]["hour"]["delivered"] > 0, f"{live}"
+    assert ask(f"{GATEWAY}/ui").status == 404, "the gateway's pages are where its API is"
+    say("the live page shows it, on the port of its own")
 
 
 def _prometheus_sees_it(say: Callable[[str], None]) -> dict[str, Any]:
