@@ -32,6 +32,7 @@ class _Counters(NamedTuple):
     prompt: Counter
     cached: Counter
     shareable: Counter
+    shared: Counter
     predicted: Counter
     saved: Counter
     spent: Counter
@@ -79,6 +80,7 @@ class Accounting:
         counters.predicted.inc(expected.floored(expected.predicted))
         if usage.cached is None:
             return None
+        counters.shared.inc(min(expected.shareable, usage.cached))
         self.recently.add(usage.prompt, expected.floored(expected.shareable), usage.cached)
         try:
             change = self._finding.change(call) if expected.shareable < expected.would_share else None
@@ -142,6 +144,7 @@ class Accounting:
                 metrics.prompt_tokens,
                 metrics.cached_tokens,
                 metrics.shareable_tokens,
+                metrics.shared_tokens,
                 metrics.predicted_tokens,
                 metrics.seconds_saved,
                 metrics.seconds_spent,

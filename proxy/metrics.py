@@ -38,6 +38,12 @@ class Metrics:
         self.cached_tokens = Counter(
             "seamark_cached_tokens_total", "Prompt tokens the engine reports as cached", of_worker, registry=registry
         )
+        self.shared_tokens = Counter(
+            "seamark_shareable_cached_tokens_total",
+            "Of the shareable tokens those that the engine reports as cached",
+            of_worker,
+            registry=registry,
+        )
         self.seconds_saved = Counter(
             "seamark_seconds_saved_total",
             "Prefill that was not computed: cached tokens times what a token costs there, as its engine has learnt",

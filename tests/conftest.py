@@ -54,6 +54,11 @@ def _has_engines(file: str) -> bool:
     return path.stem in WITH_ENGINES or _USES_SERVERS.search(path.read_text()) is not None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What ends a server that others ask comes last."""
+    items.sort(key=lambda item: item.get_closest_marker("ends_a_server") is not None)
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Files with real engines one after another in one process of the run, everything else in the other."""

@@ -65,6 +65,7 @@ def test_a_worker_without_the_plugin_is_served_and_shown(servers):
     assert "seamark_" not in httpx.get(servers.untouched.url + "/metrics").text
 
 
+@pytest.mark.ends_a_server
 def test_a_worker_killed_in_the_middle_of_a_stream_and_then_gone(servers):
     body = chat(prose(20, 1), stream=True, max_tokens=2000, ignore_eos=True)
     text = b""
