@@ -41,8 +41,10 @@ logger = logging.getLogger("seamark.self_check")
 LOOK_SECONDS = 0.25  # between two looks at who is idle
 IDLE_SECONDS = 3.0  # without a request before a check
 ABORT_SECONDS = 0.02  # between two looks whether a client has come
-# A check that took a second is followed by 49 of rest: at most a fiftieth of a worker's idle time.
-REST = 49.0
+# A check that took a second is followed by 49 of rest: at most a fiftieth of a worker's idle time; by 9 while the
+# worker is new, as what makes answers wrong is mostly there from the start.
+REST, REST_AT_FIRST = 49.0, 9.0
+FIRST = 16  # checks
 CHECK_SECONDS = 120.0  # for a check; then the worker is left alone
 # Part of the cache that prompts computed anew may take between two requests of clients, 0 to 1.
 CACHE_SHARE = 1 / 16
@@ -75,6 +77,7 @@ class _Watched:
     busy_at: float = 0.0  # time.monotonic() when it last had a request
     next_at: float = 0.0  # time.monotonic() before which there is no check
     in_a_row: int = 0
+    checks: int = 0  # of this boot
     anew: int = 0  # tokens computed anew since the last request of a client
     boot: str = ""
     noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
@@ -138,7 +141,7 @@ class SelfCheck:
         if worker.inflight:
             seen.busy_at = now
         if worker.boot != seen.boot:
-            seen.boot = worker.boot
+            seen.boot, seen.checks = worker.boot, 0
             seen.noises.clear()
         fit = worker.up and worker.engine is not None and not worker.warming and not worker.hints_off
         idle = now - seen.busy_at >= IDLE_SECONDS and now >= seen.next_at
@@ -167,7 +170,9 @@ class SelfCheck:
         finally:
             checking.cancel()
             took = time.monotonic() - began
-            seen.next_at = time.monotonic() + max(self._interval, REST * took)
+            rest = REST if seen.checks >= FIRST else REST_AT_FIRST
+            seen.next_at = time.monotonic() + max(self._interval, rest * took)
+            seen.checks += 1
             seen.in_a_row += 1
             self._note(worker, replay)
         if verdict is not None:
