@@ -120,9 +120,12 @@ class Call:
             del self.body[name]
             self.dropped.append(name)
 
-    def body_with(self, positions: tuple[int, ...]) -> bytes:
-        """The bytes to send, `positions` in their hint; all else that is the client's is as it was written."""
-        put = self.put
+    def body_with(self, positions: tuple[int, ...], salt: str | None = None) -> bytes:
+        """The bytes to send, `positions` in their hint, under `salt` where one is given.
+
+        All else that is the client's is as it was written.
+        """
+        put = self.put if salt is None else {**self.put, "cache_salt": salt}
         if XARGS in put:
             put = {**put, XARGS: {**put[XARGS], HINT: positions}}
         elif XARGS not in self.body:

@@ -170,4 +170,4 @@ def _failure(worker: Worker) -> str | None:
     """Why a worker gets no hint whatever the request; None where it gets one."""
     if worker.engine is None:
         return "unpatched"
-    return "hint_ignored" if worker.hints_off else None
+    return None if worker.trust.in_hints else "hint_ignored"

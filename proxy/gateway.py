@@ -226,7 +226,7 @@ class Gateway:
                 call.engine_id_header,
                 *(self.upstream.own_headers if call.key is not None else ()),
             ]
-            raw = call.body_with(self.dispatch.hint(call)) if call.method == "POST" else call.raw
+            raw = self._body(call) if call.method == "POST" else call.raw
             try:
                 response = await self.upstream.send(
                     call.method, worker.url + call.target, headers, raw, self.settings.silence_timeout, resent
@@ -247,6 +247,10 @@ class Gateway:
             else:
                 worker.answered()
                 return response
+
+    def _body(self, call: Call) -> bytes:
+        """As its worker gets it."""
+        return call.body_with(self.dispatch.hint(call), call.worker.trust.salt(call.body))
 
     @staticmethod
     def _broken(call: Call, error: Broken) -> GatewayError:

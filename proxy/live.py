@@ -11,6 +11,7 @@ from proxy.workers import Worker
 
 if TYPE_CHECKING:
     from proxy.gateway import Gateway
+    from proxy.self_check import SelfCheck
 
 MOST_REQUESTS = 50
 
@@ -68,7 +69,12 @@ def self_check_told(gateway: Gateway) -> dict[str, Any] | None:
     check = gateway.self_check
     if not gateway.settings.self_check_interval:
         return None
-    return {"checked": check.checked, "differs": check.differs, "hints_off": check.hints_off}
+    return {
+        "checked": check.checked,
+        "differs": check.differs,
+        "hints_off": check.hints_off,
+        "cache_off": check.cache_off,
+    }
 
 
 def alarms(gateway: Gateway) -> list[str]:
@@ -78,7 +84,7 @@ def alarms(gateway: Gateway) -> list[str]:
     if check.differs:
         told.append(
             f"Answers differ: of {check.checked:,} prompts asked with and without cached prefixes, {check.differs:,} "
-            f"gave another answer. Hints are {'off' if check.hints_off else 'still on'}."
+            f"gave another answer. {_measures(check)}"
         )
     for worker in gateway.pool.workers:
         if not worker.up:
@@ -95,10 +101,16 @@ def warnings(gateway: Gateway) -> list[str]:
         told = [_without_plugin(worker) for worker in gateway.pool.workers if worker.up and worker.engine is None]
     check = gateway.self_check
     if check.hints_off and not check.differs:
-        told.append("Hints are off.")
+        told.append(_measures(check))
     if redis_told(gateway)["state"] == "down":
         told.append("Redis does not answer: this gateway goes on alone, and learns nothing from others.")
     return told
+
+
+def _measures(check: SelfCheck) -> str:
+    if check.cache_off:
+        return "Hints are off and nothing is taken from the cache."
+    return "Hints are off." if check.hints_off else "Hints are still on."
 
 
 def _without_plugin(worker: Worker) -> str:

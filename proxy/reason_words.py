@@ -55,6 +55,7 @@ WORDS = {
     ),
     "hint_ignored": Words(
         "worker took no hint",
-        "The engine did not look, or takes no hints for such a request (prompt logprobs, speculative decoding).",
+        "The engine did not look, takes no hints for such a request (prompt logprobs, speculative decoding), or gets "
+        "none since answers from its cache were found to differ.",
     ),
 }

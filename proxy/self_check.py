@@ -1,8 +1,9 @@
 """Whether answers from the cache are right: prompts that were shared are continued greedily in idle moments.
 
 From the cache against computed anew, judged by how far answers computed anew are from each other on that engine. A
-worker whose answers differ beyond that gets no more hints until an operator restarts the gateway or says so. However
-clients sample, replays do not.
+worker whose answers differ beyond that gets no more hints until an operator restarts the gateway or says so, and
+nothing it held is found again; where what vLLM then caches by itself differs, too, nothing is taken from its cache at
+all. However clients sample, replays do not.
 
 A client's request ends a check; the engine's step that runs is finished first. Prompts computed anew are of no use to
 clients and take room from theirs, so between two requests of clients they fill a small part of the cache at most.
@@ -111,12 +112,17 @@ class SelfCheck:
     @property
     def hints_off(self) -> bool:
         """Whether a worker gets no hints because its answers differed."""
-        return any(worker.hints_off for worker in self._pool.workers)
+        return any(not worker.trust.in_hints for worker in self._pool.workers)
+
+    @property
+    def cache_off(self) -> bool:
+        """Whether nothing is taken from a worker's cache, because they differed without hints, too."""
+        return any(not worker.trust.in_cache for worker in self._pool.workers)
 
     def reset(self) -> None:
         """An operator has seen to it: hints go out again."""
         for worker in self._pool.workers:
-            worker.hints_off = False
+            worker.trust.restore()
         logger.warning("hints are on again, by an operator")
 
     def forget(self, worker: Worker) -> None:
@@ -143,7 +149,7 @@ class SelfCheck:
         if worker.boot != seen.boot:
             seen.boot, seen.checks = worker.boot, 0
             seen.noises.clear()
-        fit = worker.up and worker.engine is not None and not worker.warming and not worker.hints_off
+        fit = worker.up and worker.engine is not None and not worker.warming and worker.trust.in_cache
         idle = now - seen.busy_at >= IDLE_SECONDS and now >= seen.next_at
         return fit and idle and seen.in_a_row < MOST_IN_A_ROW and seen.anew < self._allowance(worker)
 
@@ -176,7 +182,7 @@ class SelfCheck:
             seen.in_a_row += 1
             self._note(worker, replay)
         if verdict is not None:
-            self._settle(worker, verdict)
+            self._settle(worker, verdict, seen)
 
     def _next(self, worker: Worker) -> Replay | None:
         """The prompt whose check is longest ago, the hottest of those never checked first."""
@@ -202,9 +208,10 @@ class SelfCheck:
         most = int(min(self._most_tokens, self._allowance(worker) / ANEW))
         prompt = (await prompt_of(chat, worker)).ids()[:most]
         hint = [at for at in self._dispatch.positions(replay.boundaries, worker) if at <= len(prompt)]
+        salt = worker.trust.salt(body) or body.get("cache_salt")
         verdict = None
         for _ in range(2):
-            verdict = await self._compare(worker, replay.model, prompt, body.get("cache_salt"), hint, seen)
+            verdict = await self._compare(worker, replay.model, prompt, salt, hint, seen)
             if verdict is None or verdict.result != "differs":
                 break
         if verdict is not None and verdict.result == "differs":
@@ -251,17 +258,19 @@ class SelfCheck:
         seen.noises.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
         return judge(cached, answers, max(seen.noises))
 
-    def _settle(self, worker: Worker, verdict: Verdict) -> None:
+    def _settle(self, worker: Worker, verdict: Verdict, seen: _Watched) -> None:
         self.checked += 1
         self._results.labels(verdict.result).inc()
         if verdict.result == "differs":
             self.differs += 1
-            worker.hints_off = True
+            worker.trust.doubt()
+            seen.checks = 0  # what vLLM now caches by itself is to be looked at as closely
             self._dispatch.directory.forget_all(worker.boot)
             logger.error(
-                "worker %s gets no more hints. What it holds is still found until it is restarted. "
-                "POST /seamark/self-check/reset, or a restart of the gateway, turns them on again",
+                "worker %s gets no more hints, and %s. Restart it; POST /seamark/self-check/reset, or a restart of the "
+                "gateway, turns hints on again",
                 worker.name,
+                "nothing it held is found" if worker.trust.in_cache else "nothing is taken from its cache",
             )
 
 

@@ -20,6 +20,7 @@ from proxy.pace import UNKNOWN, Pace, read_cache_tokens, read_hits, read_pace
 from proxy.proved import ProvedRenderer
 from proxy.render import Renderer, RenderFailed, WorkerRenderer
 from proxy.settings import Settings
+from proxy.trust import Trust
 from proxy.upstream import Broken, Unreachable, Upstream
 from proxy.watched import WatchedFile
 from proxy.workers_file import read_workers
@@ -83,7 +84,7 @@ class Worker:
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
     mute_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
     max_inflight: int = 0  # requests at it at once, 0 for no limit
-    hints_off: bool = False  # its answers from the cache were found to differ from those computed anew
+    trust: Trust = field(default_factory=Trust)  # in what it holds
     warming: bool = False  # prefixes are replayed on it; it gets requests only where no other worker can take them
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
@@ -99,7 +100,7 @@ class Worker:
     @property
     def takes_hints(self) -> bool:
         """Whether states can be kept on it, and may be."""
-        return self.engine is not None and not self.hints_off
+        return self.engine is not None and self.trust.in_hints
 
     @property
     def has_room(self) -> bool:
@@ -273,6 +274,7 @@ class WorkerPool:
         boot = f"{worker.url}#{boot}"
         if boot != worker.boot:
             worker.boot, worker.failures = boot, 0
+            worker.trust.restarted()
             if self.warm is not None and self._settings.replay_seconds:
                 self._spawn(self._warm(worker))
             worker.renderer_ids.clear()

@@ -130,18 +130,21 @@ def test_a_worker_without_the_plugin_is_a_warning():
 def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> None:
     """As if the self-check had come to this."""
     own.gateway.self_check.checked, own.gateway.self_check.differs = checked, differs
-    own.gateway.pool.workers[0].hints_off = hints_off
+    own.gateway.pool.workers[0].trust.in_hints = not hints_off
 
 
 def test_answers_that_differ_are_an_alarm_and_hints_that_are_off_a_warning(worker):
     with own_gateway(worker, self_check_interval=60) as own:
         wait_for(lambda: not live(own)["alarms"])
         compared(own, 130, 0, False)
-        assert live(own)["self_check"] == {"checked": 130, "differs": 0, "hints_off": False}
+        assert live(own)["self_check"] == {"checked": 130, "differs": 0, "hints_off": False, "cache_off": False}
         assert not live(own)["alarms"] and not live(own)["warnings"]
         compared(own, 130, 2, True)
         (alarm,) = live(own)["alarms"]
         assert alarm.startswith("Answers differ") and "130" in alarm and "Hints are off" in alarm
+        own.gateway.pool.workers[0].trust.in_cache = False
+        assert live(own)["alarms"][0].endswith("nothing is taken from the cache.")
+        own.gateway.pool.workers[0].trust.restore()
         compared(own, 130, 0, True)
         assert live(own)["warnings"] == ["Hints are off."] and not live(own)["alarms"]
 

@@ -42,7 +42,7 @@ def test_a_holding_shorter_than_the_match_unit_does_not_count():
 
 def test_a_worker_whose_answers_differed_holds_nothing_that_counts():
     workers = [worker("a", inflight=1), worker("b")]
-    workers[0].hints_off = True
+    workers[0].trust.doubt()
     assert choose(workers, {"a": Holding(400, b"deep")}, load_slack=8).boot == "b"
 
 

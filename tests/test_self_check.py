@@ -10,12 +10,13 @@ import httpx
 import pytest
 
 from proxy.bench import planted, self_check
-from proxy.bench.engines import Fleet, Server
+from proxy.bench.engines import MODEL_NAME, Fleet, Server
+from proxy.bench.prompts import prose
 from proxy.greedy import Greedy, Step, distance
 from proxy.self_check import LEAST, judge
 from tests.conftest import Servers
 from tests.recording_worker import RecordingWorker, recording_worker
-from tests.test_gateway import SYSTEM, chat, post, start_gateway, wait_for
+from tests.test_gateway import CHAT, SYSTEM, chat, post, start_gateway, wait_for
 
 FLAGS = ("--self-check-interval", "0.1")
 
@@ -114,7 +115,7 @@ def test_answers_that_cannot_be_compared_are_not_judged_and_cost_no_hint(fleet, 
     assert replay["temperature"] == 0 and "seed" not in replay
     text = f"<system>{SYSTEM['content']}<user>"
     assert replay["prompt"][: len(text)] == list(map(ord, text))
-    assert checked(gateway) == {"checked": 0, "differs": 0, "hints_off": False}
+    assert checked(gateway) == {"checked": 0, "differs": 0, "hints_off": False, "cache_off": False}
     assert b"seamark_boundaries" in replays(worker)[0]
 
 
@@ -157,6 +158,51 @@ def test_a_planted_defect_is_found_within_a_minute_and_turns_hints_off(servers: 
     assert not any(word in log for word in ("harbour", "editor", "figures"))  # what the prompts are made of
     assert httpx.post(watched.url + "/seamark/self-check/reset").json() == {"hints_off": False}
     assert not checked(watched)["hints_off"]
+
+
+def told(url: str, messages: list[dict], **fields) -> tuple[int, list[float]]:
+    """Tokens that came from the cache, and the logprobs of a greedy answer."""
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True, **fields}
+    answer = httpx.post(url + CHAT, json=body, timeout=60).raise_for_status().json()
+    steps = answer["choices"][0]["logprobs"]["content"]
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], [step["logprob"] for step in steps]
+
+
+def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_does(servers: Servers, watched: Server):
+    seed = time.time_ns() % 10**6
+    system = {"role": "system", "content": prose(300, seed)}
+    first = [system, {"role": "user", "content": prose(20, seed + 1)}]
+    longer = [*first, {"role": "assistant", "content": prose(200, seed + 2)}, {"role": "user", "content": "Go on."}]
+    engine = servers.seamark.url
+
+    def anew(messages: list[dict]) -> list[float]:
+        cached, logprobs = told(engine, messages, cache_salt=f"{time.time_ns()}")
+        assert not cached
+        return logprobs
+
+    told(watched.url, [{"role": "user", "content": prose(40, seed + 3)}])  # whose state the defect takes
+    for question in ("one", "two"):
+        told(watched.url, [system, {"role": "user", "content": question}])
+    with planted.planted(servers.planted, planted.OTHER_STATE):
+        told(watched.url, longer)
+        wait_for(lambda: checked(watched)["hints_off"], self_check.FOUND_SECONDS)
+
+        # What it held is spoiled, and found by whoever asks past the gateway; not by those behind it.
+        cached, logprobs = told(engine, longer)
+        assert cached and logprobs != pytest.approx(anew(longer), abs=1e-3)
+        assert told(watched.url, longer) == (0, pytest.approx(anew(longer), abs=1e-3))
+
+        # Nor what vLLM caches by itself, once that was found to be wrong, too.
+        wait_for(lambda: checked(watched)["cache_off"], self_check.FOUND_SECONDS)
+        for _ in range(2):
+            assert told(watched.url, longer) == (0, pytest.approx(anew(longer), abs=1e-3))
+    assert httpx.post(watched.url + "/seamark/self-check/reset").json() == {"hints_off": False}
+    assert not checked(watched)["cache_off"]
+
+    # Restored, it caches anew; what was spoiled stays where it is.
+    assert told(watched.url, longer)[0] == 0
+    cached, logprobs = told(watched.url, longer)
+    assert cached and logprobs == pytest.approx(anew(longer), abs=1e-3)
 
 
 def test_honest_answers_are_never_called_different(servers: Servers, watched: Server):

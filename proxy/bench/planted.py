@@ -96,7 +96,7 @@ def _with_wrong_states(original: Callable) -> Callable:
                 wrong = next(filter(None, map(cached.get_one_block, keys)), None)
             else:
                 others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
-                wrong = cached.get_one_block(next(others))
+                wrong = next(filter(None, map(cached.get_one_block, others)), None)
             if wrong is not None:
                 blocks.blocks[group][-1] = wrong
         return found
