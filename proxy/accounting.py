@@ -18,7 +18,8 @@ from proxy.outcome import ENGINE_CAUSES, Expectation, Usage, cache_label, deepes
 from proxy.recent import Change
 from proxy.recently import Recently
 from proxy.volatile import explains
-from proxy.workers import Worker, WorkerPool
+from proxy.worker import Worker
+from proxy.workers import WorkerPool
 
 logger = logging.getLogger("seamark.gateway")
 

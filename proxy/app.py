@@ -18,7 +18,8 @@ from proxy.failures import error_headers
 from proxy.gateway import Gateway
 from proxy.live import live, redis_told, self_check_told, worker_told
 from proxy.settings import Settings
-from proxy.workers import Worker, union_of_models
+from proxy.worker import Worker
+from proxy.workers import union_of_models
 
 MODELS = "/v1/models"
 

@@ -23,7 +23,7 @@ from proxy.memory import PositionMemory
 from proxy.ports import free_port
 from proxy.render import RenderFailed, WorkerRenderer
 from proxy.upstream import Broken, Unreachable, Upstream, base_url
-from proxy.workers import identify_renderer
+from proxy.worker import identify_renderer
 
 RENDER_TIMEOUT = 60.0
 START_SECONDS = 120.0

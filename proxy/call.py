@@ -18,7 +18,7 @@ from proxy.keys import ApiKey
 from proxy.outcome import Expectation
 from proxy.recent import Recent
 from proxy.responses_chat import RESPONSES
-from proxy.workers import Worker
+from proxy.worker import Worker
 
 # Answers of these report cached tokens.
 REPORTING = HINTED

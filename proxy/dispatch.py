@@ -21,7 +21,8 @@ from proxy.outcome import Expectation
 from proxy.routing import choose
 from proxy.settings import Settings
 from proxy.upstream import Upstream
-from proxy.workers import Worker, WorkerPool
+from proxy.worker import Worker
+from proxy.workers import WorkerPool
 
 
 class Dispatch:

@@ -19,7 +19,7 @@ from proxy.engine_words import PATH as OUTCOMES
 from proxy.errors import SettingsError
 from proxy.files import read_secret
 from proxy.upstream import Broken, Unreachable, Upstream, base_url
-from proxy.workers import EngineInfo, read_metrics
+from proxy.worker import EngineInfo, read_metrics
 
 TIMEOUT = 10.0
 

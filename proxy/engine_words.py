@@ -21,7 +21,7 @@ from proxy.beliefs import Beliefs
 from proxy.boundaries import Boundary
 from proxy.directory import Directory
 from proxy.upstream import Broken, Unreachable, Upstream
-from proxy.workers import Worker
+from proxy.worker import Worker
 
 logger = logging.getLogger("seamark.engine_words")
 

@@ -25,7 +25,7 @@ from proxy.responses_chat import RESPONSES, StoredResponses, responses_request
 from proxy.rewrites import rewrite
 from proxy.settings import Settings
 from proxy.tokens import Tokens
-from proxy.workers import Worker, identify_renderer
+from proxy.worker import Worker, identify_renderer
 
 if TYPE_CHECKING:
     from proxy.call import Call

@@ -6,7 +6,6 @@ Bodies travel as bytes. Whatever fails while a boundary is sought costs the hint
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
@@ -18,22 +17,22 @@ from proxy import access, failures, wire
 from proxy.accounting import Accounting
 from proxy.admission import Admission
 from proxy.body import as_utf8, parse_object
-from proxy.call import REPORTING, Call, call_of
+from proxy.call import Call, call_of
+from proxy.delivery import Delivery, broken
 from proxy.dispatch import Dispatch
-from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooDeep, WorkerFailed, WorkerSilent
-from proxy.events import EventRelay, Pulse
+from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooDeep
+from proxy.events import Pulse
 from proxy.files import read_secret
 from proxy.finding import HINTED, Finding
 from proxy.hot import Replay, replay_all
 from proxy.keys import KeyRing
 from proxy.metrics import Metrics
-from proxy.outcome import Usage, usage_of
-from proxy.responses_chat import RESPONSES
 from proxy.self_check import SelfCheck
 from proxy.settings import Settings
 from proxy.shadow import Shadow
-from proxy.upstream import Answer, Broken, Silent, Stale, Unreachable, Upstream
-from proxy.workers import Worker, WorkerPool
+from proxy.upstream import Answer, Broken, Stale, Unreachable, Upstream
+from proxy.worker import Worker
+from proxy.workers import WorkerPool
 
 if TYPE_CHECKING:
     from proxy.sharing import Sharing
@@ -70,6 +69,7 @@ class Gateway:
         self.shadow = Shadow(settings, self.finding, self.metrics, self.pool.boots)
         self.self_check = SelfCheck(settings, self.pool, self.dispatch, self.finding, self.upstream, self.metrics)
         self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
+        self.delivery = Delivery(self.dispatch, self.finding, self.accounting, self.shadow, self.pulse)
         self.metrics.shadow_mode.set(settings.shadow)
         self.metrics.queued.set_function(lambda: len(self.admission))
         self.pool.warm = self._warm
@@ -141,7 +141,7 @@ class Gateway:
         except wire.ClientGone:
             if call is not None:
                 call.status = 499
-        except asyncio.CancelledError:  # the server's time to finish is over; a stream was told so by `_stream_events`
+        except asyncio.CancelledError:  # the server's time to finish is over; a stream was told so by `Delivery`
             await self._refuse(call, scope, Stopping("The gateway is stopping."), request_id, send)
             raise
         except GatewayError as error:
@@ -176,18 +176,11 @@ class Gateway:
         try:
             response = await self._forward(call)
             try:
-                call.status = response.status
-                kind = response.header("content-type") or ""
-                if kind.startswith("text/event-stream"):
-                    await self._stream_events(call, response, send, watch)
-                elif call.endpoint in REPORTING and kind.startswith("application/json"):
-                    await self._answer_whole(call, response, send, watch)
-                else:
-                    await self._stream(call, response, send, watch)
+                await self.delivery.deliver(call, response, send, watch)
             finally:
                 response.close()
         except Broken as error:
-            raise self._broken(call, error) from None
+            raise broken(call, error) from None
         finally:
             self.dispatch.leave(call)
 
@@ -251,97 +244,6 @@ class Gateway:
     def _body(self, call: Call) -> bytes:
         """As its worker gets it."""
         return call.body_with(self.dispatch.hint(call), call.worker.trust.salt(call.body))
-
-    @staticmethod
-    def _broken(call: Call, error: Broken) -> GatewayError:
-        name = call.worker.name
-        if isinstance(error, Silent):
-            return WorkerSilent(f"Worker {name} was silent for too long (setting silence_timeout).")
-        return WorkerFailed(f"Worker {name} broke off.")
-
-    def _response_headers(self, call: Call, response: Answer) -> wire.HeaderList:
-        headers = wire.end_to_end(response.headers, wire.OWN_RESPONSE)
-        headers.append(call.id_header)
-        if call.worker is not None:
-            headers.append((b"x-seamark-worker", call.worker.name.encode()))
-        if call.sent:
-            headers.append((b"x-seamark-boundary", ",".join(map(str, call.sent)).encode()))
-        if call.expected is not None:
-            predicted = call.expected.floored(call.expected.predicted)
-            headers.append((b"x-seamark-predicted", str(predicted).encode()))
-        return headers
-
-    async def _stream(self, call: Call, response: Answer, send: wire.Send, watch: wire.ClientWatch) -> None:
-        """Pass a body on as it comes."""
-        headers = self._response_headers(call, response)
-        if (length := response.header("content-length")) is not None:
-            headers.append((b"content-length", length.encode()))
-        await self._begin(call, headers, send)
-        async for chunk in response.chunks():
-            self.dispatch.prefilled(call)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        watch.over = True
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _stream_events(self, call: Call, response: Answer, send: wire.Send, watch: wire.ClientWatch) -> None:
-        """Pass an event stream on as it comes. A break becomes an event."""
-        await self._begin(call, self._response_headers(call, response), send)
-        relay = EventRelay(send, call.strips_usage, keeps_first=call.endpoint == RESPONSES)
-        end = b""
-        with self.pulse.watching(relay):
-            try:
-                await relay.run(response.chunks(), lambda: self._begun(call))
-            except Broken as error:
-                end = self._event(call, self._broken(call, error), relay)
-            except asyncio.CancelledError:
-                if not watch.gone:  # the server ends us
-                    await relay.finish(self._event(call, Stopping("The gateway is stopping."), relay))
-                raise
-            finally:
-                if call.endpoint == RESPONSES:
-                    self.finding.answered(call, relay.response)
-            watch.over = True
-            await relay.finish(end)
-        await self._answered(call, relay.usage)
-
-    async def _answered(self, call: Call, usage: Usage | None) -> str | None:
-        """The reason for what it got, None where the worker reports nothing."""
-        self.shadow.answered(call, usage, self.accounting.model_label)
-        return await self.accounting.answered(call, usage)
-
-    def _begun(self, call: Call) -> None:
-        call.first_byte, call.begun = time.perf_counter(), True
-        call.alone = call.alone and call.worker.dispatched == call.turn
-        self.dispatch.prefilled(call)
-
-    @staticmethod
-    def _event(call: Call, error: GatewayError, relay: EventRelay) -> bytes:
-        call.status = error.status
-        return failures.error_event(error, call.endpoint, relay.first, relay.last)
-
-    async def _answer_whole(self, call: Call, response: Answer, send: wire.Send, watch: wire.ClientWatch) -> None:
-        """Collect a JSON answer, so that what the engine reports can stand in the headers."""
-        body = await response.read()
-        call.first_byte = time.perf_counter()
-        headers = self._response_headers(call, response)
-        if call.status == 200 and response.header("content-encoding") is None:
-            try:
-                answer = json.loads(body)
-            except ValueError:
-                answer = None
-            usage = usage_of(answer)
-            if usage is not None and usage.cached is not None:
-                headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            why = await self._answered(call, usage)
-            if why is not None:
-                headers.append((b"x-seamark-reason", why.encode()))
-            self.finding.answered(call, answer)
-        call.started = watch.over = True
-        await wire.send_whole(send, call.status, headers, body)
-
-    async def _begin(self, call: Call, headers: wire.HeaderList, send: wire.Send) -> None:
-        call.started = True
-        await send({"type": "http.response.start", "status": call.status, "headers": headers})
 
     async def _warm(self, worker: Worker) -> None:
         """Replay hot prefixes on a worker that has restarted."""

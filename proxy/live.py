@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from proxy.reason_words import WORDS
-from proxy.workers import Worker
+from proxy.worker import Worker
 
 if TYPE_CHECKING:
     from proxy.gateway import Gateway

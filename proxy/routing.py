@@ -8,7 +8,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from proxy.directory import Holding
-from proxy.workers import Worker
+from proxy.worker import Worker
 
 # What a request under way weighs beside its prefill, in tokens to prefill: it takes part in every pass.
 REQUEST_TOKENS = 512

@@ -19,7 +19,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
@@ -28,14 +27,16 @@ from proxy.chat import Chat
 from proxy.dispatch import Dispatch
 from proxy.errors import BadRequest
 from proxy.finding import Finding, chat_in, prompt_of
-from proxy.greedy import Distance, Greedy, Unanswered, continued, distance, question
+from proxy.greedy import Greedy, Unanswered, continued, distance, question
 from proxy.hot import Replay
 from proxy.metrics import Metrics
 from proxy.pace import read_running
 from proxy.render import RenderFailed
 from proxy.settings import Settings
 from proxy.upstream import Broken, Unreachable, Upstream
-from proxy.workers import Worker, WorkerPool
+from proxy.verdict import Verdict, judge
+from proxy.worker import Worker
+from proxy.workers import WorkerPool
 
 logger = logging.getLogger("seamark.self_check")
 
@@ -52,22 +53,8 @@ CACHE_SHARE = 1 / 16
 ANEW = 3  # times that a prompt may be computed anew for one look
 # Checks without any request between them; then a worker that nobody uses is left alone.
 MOST_IN_A_ROW = 16
-# Of the largest difference between two answers computed anew; of a step of the model's logits; and of any arithmetic.
-NOISES, STEPS, LEAST = 3.0, 4.0, 1e-3
 REMEMBERED = 256  # prompts that were checked
 RECENT = 32  # checks whose noise counts
-Result = Literal["same", "noise", "differs"]
-
-
-class Verdict(NamedTuple):
-    """On one prompt; differences of logprobs."""
-
-    result: Result
-    off: Distance  # the cached answer that is furthest from those computed anew
-    noise: float  # largest between two answers computed anew
-    bound: float
-    cached: Greedy
-    anew: Greedy
 
 
 @dataclass
@@ -272,22 +259,6 @@ class SelfCheck:
                 worker.name,
                 "nothing it held is found" if worker.trust.in_cache else "nothing is taken from its cache",
             )
-
-
-def judge(cached: Sequence[Greedy], anew: Sequence[Greedy], noise: float) -> Verdict:
-    """The worst of the `cached` answers, each against the nearest of those computed `anew`.
-
-    `noise` is the largest difference seen between two computed anew.
-    """
-    nearest = [min(((distance(answer, other), other) for other in anew), key=_error) for answer in cached]
-    (off, other), answer = max(zip(nearest, cached, strict=True), key=lambda pair: pair[0][0].error)
-    bound = max(LEAST, NOISES * noise, STEPS * max(each.grain for each in anew))
-    result: Result = "same" if off.error <= LEAST else "noise" if off.error <= bound else "differs"
-    return Verdict(result, off, noise, bound, answer, other)
-
-
-def _error(compared: tuple[Distance, Greedy]) -> float:
-    return compared[0].error
 
 
 def _has_media(chat: Chat) -> bool:

@@ -31,7 +31,7 @@ from proxy.prefill_pace import NOTHING, PrefillPace, Work
 from proxy.render import RenderFailed
 from proxy.responses_chat import RESPONSES
 from proxy.settings import Settings
-from proxy.workers import Worker
+from proxy.worker import Worker
 
 logger = logging.getLogger("seamark.shadow")
 

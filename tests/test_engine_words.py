@@ -17,7 +17,7 @@ from proxy.boundaries import Boundary
 from proxy.directory import Directory
 from proxy.engine_words import MAX_WORDS, READS_AT_ONCE, READS_PER_SECOND, TIMEOUT, EngineWords
 from proxy.upstream import Broken
-from proxy.workers import EngineInfo, Worker
+from proxy.worker import EngineInfo, Worker
 
 
 class Feed:

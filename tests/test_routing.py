@@ -9,7 +9,8 @@ from proxy.directory import ENTRY_BYTES, HOLDER_BYTES, Directory, Holding
 from proxy.events import usage_in_stream
 from proxy.outcome import Expectation, Usage, cache_label, reason, usage_of
 from proxy.routing import choose
-from proxy.workers import EngineInfo, Worker, read_metrics, union_of_models
+from proxy.worker import EngineInfo, Worker, read_metrics
+from proxy.workers import union_of_models
 
 
 def worker(name: str, inflight: int = 0) -> Worker:

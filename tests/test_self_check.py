@@ -13,7 +13,7 @@ from proxy.bench import planted, self_check
 from proxy.bench.engines import MODEL_NAME, Fleet, Server
 from proxy.bench.prompts import prose
 from proxy.greedy import Greedy, Step, distance
-from proxy.self_check import LEAST, judge
+from proxy.verdict import LEAST, judge
 from tests.conftest import Servers
 from tests.recording_worker import RecordingWorker, recording_worker
 from tests.test_gateway import CHAT, SYSTEM, chat, post, start_gateway, wait_for

@@ -19,7 +19,7 @@ from proxy.bench.engines import MODEL_NAME
 from proxy.bench.prompts import prose
 from proxy.bench.stories import UNIT, complete, floored
 from proxy.sentinel import common_prefix
-from proxy.workers import EngineInfo, read_metrics
+from proxy.worker import EngineInfo, read_metrics
 
 WANTED = 0.99  # of all shareable tokens, by each of Seamark's two ways
 FIT_ATTEMPTS = 3

@@ -25,7 +25,7 @@ from proxy.bench.passes import PassCounter
 from proxy.bench.progress import narrator
 from proxy.bench.stories import complete
 from proxy.bench.token_requests import fresh_tokens, three_boundaries
-from proxy.workers import read_metrics
+from proxy.worker import read_metrics
 
 # One pass holds any prompt here, so that a second one has to be somebody's choice.
 FLAGS = ("--max-model-len", "12288", "--max-num-batched-tokens", "8192")
