@@ -137,11 +137,7 @@ def _engine(info: EngineInfo | None, model: str, url: str) -> list[Finding]:
 
 
 async def _feed(upstream: Upstream, url: str) -> Finding:
-    try:
-        status, _ = await upstream.fetch("GET", url + OUTCOMES, timeout=TIMEOUT)
-    except (Unreachable, Broken):
-        status = 0
-    fine = status == 200
+    fine = await _is_open(upstream, "GET", url + OUTCOMES)
     return Finding(fine, f"what the engine decides is {'' if fine else 'not '}told", None if fine else CURE_FEED)
 
 
@@ -159,11 +155,14 @@ async def _details(upstream: Upstream, url: str, model: str) -> Finding:
 
 async def _render(upstream: Upstream, url: str, model: str) -> Finding:
     request = {"model": model, "messages": [{"role": "user", "content": "Seamark"}]}
-    try:
-        status, _ = await upstream.fetch("POST", url + CHAT + "/render", json.dumps(request).encode(), timeout=TIMEOUT)
-    except (Unreachable, Broken):
-        status = 0
+    opened = await _is_open(upstream, "POST", url + CHAT + "/render", json.dumps(request).encode())
     # /tokenize renders nearly everything alike, so its use is worth a word and not an error.
-    return Finding(
-        True, f"render route {'open' if status == 200 else 'closed'}", None if status == 200 else CURE_RENDER
-    )
+    return Finding(True, f"render route {'open' if opened else 'closed'}", None if opened else CURE_RENDER)
+
+
+async def _is_open(upstream: Upstream, method: str, url: str, body: bytes = b"") -> bool:
+    try:
+        status, _ = await upstream.fetch(method, url, body, timeout=TIMEOUT)
+    except (Unreachable, Broken):
+        return False
+    return status == 200

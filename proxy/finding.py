@@ -25,7 +25,7 @@ from proxy.responses_chat import RESPONSES, StoredResponses, responses_request
 from proxy.rewrites import rewrite
 from proxy.settings import Settings
 from proxy.tokens import Tokens
-from proxy.worker import Worker, identify_renderer
+from proxy.worker import Worker
 
 if TYPE_CHECKING:
     from proxy.call import Call
@@ -117,14 +117,11 @@ class Finding:
         model = chat.body.get("model")
         if not worker.serves(model):
             return Looked(Found(failure="no_boundary"))
-        if model not in worker.renderer_ids:
-            if model in worker.mute_models:
-                return Looked(Found(failure="render_failed"))
-            renderer_id = await identify_renderer(worker.renderer, model)
-            if renderer_id is None:
-                worker.mute_models.add(model)  # else every request would ask it again
-                return Looked(Found(failure="render_failed", renders=1))
-            worker.renderer_ids[model] = renderer_id
+        if model in worker.mute_models and model not in worker.renderer_ids:
+            return Looked(Found(failure="render_failed"))
+        if not await worker.identify(model):
+            worker.mute_models.add(model)  # else every request would ask it again
+            return Looked(Found(failure="render_failed", renders=1))
         found = await self._finder.find(chat, worker.fast or worker.renderer, worker.renderer_ids[model])
         if found.renders:
             self._metrics.renders.inc(found.renders)

@@ -219,7 +219,7 @@ class Gateway:
                 call.engine_id_header,
                 *(self.upstream.own_headers if call.key is not None else ()),
             ]
-            raw = self._body(call) if call.method == "POST" else call.raw
+            raw = self._body(call)
             try:
                 response = await self.upstream.send(
                     call.method, worker.url + call.target, headers, raw, self.settings.silence_timeout, resent
@@ -243,6 +243,8 @@ class Gateway:
 
     def _body(self, call: Call) -> bytes:
         """As its worker gets it."""
+        if call.method != "POST":
+            return call.raw
         return call.body_with(self.dispatch.hint(call), call.worker.trust.salt(call.body))
 
     async def _warm(self, worker: Worker) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from proxy.metrics import Metrics
 from proxy.pace import read_running
 from proxy.render import RenderFailed
 from proxy.settings import Settings
+from proxy.trust import fresh_salt
 from proxy.upstream import Broken, Unreachable, Upstream
 from proxy.verdict import Verdict, judge
 from proxy.worker import Worker
@@ -65,7 +65,7 @@ class _Watched:
     busy_at: float = 0.0  # time.monotonic() when it last had a request
     next_at: float = 0.0  # time.monotonic() before which there is no check
     in_a_row: int = 0
-    checks: int = 0  # of this boot
+    checks: int = 0  # of this boot, since it was last doubted
     anew: int = 0  # tokens computed anew since the last request of a client
     boot: str = ""
     noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
@@ -224,7 +224,7 @@ class SelfCheck:
 
         async def anew(hint: Sequence[int] = ()) -> Greedy:
             seen.anew += len(prompt)
-            return await ask(os.urandom(16).hex(), hint)
+            return await ask(fresh_salt(), hint)
 
         # What clients left behind, then what that resend itself leaves: vLLM's own last block, copied for whoever
         # goes on from inside it.

@@ -25,7 +25,7 @@ class Trust:
         """Its answers from the cache were found to differ from those computed anew."""
         self.in_cache = self.in_hints
         self.in_hints = False
-        self._salt = _random()
+        self._salt = fresh_salt()
 
     def restore(self) -> None:
         """An operator has seen to it. What was there when it was doubted stays out of use."""
@@ -47,8 +47,9 @@ class Trust:
             given = ""
         elif not isinstance(given, str) or not given:
             return None  # the worker's to refuse
-        return given + (self._salt if self.in_cache else _random())
+        return given + (self._salt if self.in_cache else fresh_salt())
 
 
-def _random() -> str:
+def fresh_salt() -> str:
+    """Under which nothing is in any cache."""
     return os.urandom(SALT_BYTES).hex()

@@ -94,6 +94,14 @@ class Worker:
         """Whether `model` is one of its models."""
         return isinstance(model, str) and model in self.model_ids
 
+    async def identify(self, model: Any) -> bool:
+        """Whether it is known what `model` is rendered with; asks for it where it is not yet."""
+        if model not in self.renderer_ids:
+            renderer_id = await identify_renderer(self.renderer, model)
+            if renderer_id is not None:
+                self.renderer_ids[model] = renderer_id
+        return model in self.renderer_ids
+
 
 async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
     """A hash of what the probes render to; None where none of them renders."""

@@ -18,7 +18,7 @@ from proxy.render import WorkerRenderer
 from proxy.settings import Settings
 from proxy.upstream import Broken, Unreachable, Upstream
 from proxy.watched import WatchedFile
-from proxy.worker import Worker, identify_renderer, read_metrics
+from proxy.worker import Worker, read_metrics
 from proxy.workers_file import read_workers
 
 logger = logging.getLogger("seamark.workers")
@@ -204,17 +204,11 @@ class WorkerPool:
         self._metrics.engine_patched.labels(worker.name).set(engine is not None)
         if worker.engine is not None:
             for entry in worker.models:
-                await self._identify_renderer(worker, entry["id"])
+                await worker.identify(entry["id"])
         return True
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         return await self._upstream.fetch("GET", worker.url + path, timeout=LOOK_TIMEOUT)
-
-    async def _identify_renderer(self, worker: Worker, model: Any) -> None:
-        if model not in worker.renderer_ids:
-            renderer_id = await identify_renderer(worker.renderer, model)
-            if renderer_id is not None:
-                worker.renderer_ids[model] = renderer_id
 
     def _set_up(self, worker: Worker, up: bool) -> None:
         if up != worker.up:

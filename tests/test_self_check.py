@@ -10,13 +10,14 @@ import httpx
 import pytest
 
 from proxy.bench import planted, self_check
-from proxy.bench.engines import MODEL_NAME, Fleet, Server
+from proxy.bench.client import Answer, ask, open_client
+from proxy.bench.engines import Fleet, Server
 from proxy.bench.prompts import prose
 from proxy.greedy import Greedy, Step, distance
 from proxy.verdict import LEAST, judge
 from tests.conftest import Servers
 from tests.recording_worker import RecordingWorker, recording_worker
-from tests.test_gateway import CHAT, SYSTEM, chat, post, start_gateway, wait_for
+from tests.test_gateway import SYSTEM, chat, post, start_gateway, wait_for
 
 FLAGS = ("--self-check-interval", "0.1")
 
@@ -162,10 +163,13 @@ def test_a_planted_defect_is_found_within_a_minute_and_turns_hints_off(servers: 
 
 def told(url: str, messages: list[dict], **fields) -> tuple[int, list[float]]:
     """Tokens that came from the cache, and the logprobs of a greedy answer."""
-    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True, **fields}
-    answer = httpx.post(url + CHAT, json=body, timeout=60).raise_for_status().json()
-    steps = answer["choices"][0]["logprobs"]["content"]
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], [step["logprob"] for step in steps]
+
+    async def asked() -> Answer:
+        async with open_client() as client:
+            return await ask(client, url, messages, 8, **fields)
+
+    answer = asyncio.run(asked())
+    return answer.cached_tokens, [step.logprob for step in answer.steps]
 
 
 def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_does(servers: Servers, watched: Server):

@@ -10,7 +10,7 @@ import time
 
 import httpx
 
-from proxy.bench.client import Messages, open_client, tokens_of
+from proxy.bench.client import Messages, open_client, status_of, tokens_of
 from proxy.bench.engines import MODEL_NAME, Server
 from proxy.bench.models import generated_model
 from proxy.bench.prompts import prose
@@ -79,7 +79,7 @@ async def stream(client: httpx.AsyncClient, gateway: Server, number: int, begun:
 
 
 async def workers_of(client: httpx.AsyncClient, gateway: Server) -> dict[str, dict]:
-    listed = (await client.get(gateway.url + "/seamark/status")).json()["workers"]
+    listed = (await status_of(client, gateway.url))["workers"]
     return {each["url"]: each for each in listed}
 
 

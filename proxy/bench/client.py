@@ -101,6 +101,11 @@ async def ask_all(
     return list(await asyncio.gather(*(one(messages) for messages in prompts)))
 
 
+async def status_of(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """What the gateway at `url` says of itself."""
+    return (await client.get(url + "/seamark/status")).json()
+
+
 async def tokens_of(client: httpx.AsyncClient, url: str, messages: Messages) -> list[int]:
     """The prompt as the engine tokenises it."""
     response = await client.post(url + "/tokenize", json={"model": MODEL_NAME, "messages": messages})

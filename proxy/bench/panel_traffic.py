@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.client import open_client
+from proxy.bench.client import open_client, status_of
 from proxy.bench.engines import MODEL_NAME, Server
 from proxy.bench.prompts import prose
 from proxy.bench.sending import CHAT, COMPLETION
@@ -98,14 +98,10 @@ async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
     for question in ("High tide?", "Low tide?", "Slack water?"):
         await _chat(client, url, system, question)
     deadline = time.monotonic() + CHECKED_SECONDS
-    while not await _checked(client, url):
+    while not (await status_of(client, url))["self_check"]["checked"]:
         if time.monotonic() > deadline:
             raise RuntimeError("no answer was compared")
         await asyncio.sleep(0.2)
-
-
-async def _checked(client: httpx.AsyncClient, url: str) -> int:
-    return (await client.get(url + "/seamark/status")).json()["self_check"]["checked"]
 
 
 def _messages(system: str | None, question: str) -> list[Mapping[str, str]]:

@@ -93,10 +93,9 @@ def _with_wrong_states(original: Callable) -> Callable:
                 # One unit where the request before left a state there, else as few as there are.
                 units = range(hit // self.block_pool.hash_block_size - 2, -1, -1)
                 keys = (make_block_hash_with_group_id(request.block_hashes[unit], group) for unit in units)
-                wrong = next(filter(None, map(cached.get_one_block, keys)), None)
             else:
-                others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
-                wrong = next(filter(None, map(cached.get_one_block, others)), None)
+                keys = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
+            wrong = next(filter(None, map(cached.get_one_block, keys)), None)
             if wrong is not None:
                 blocks.blocks[group][-1] = wrong
         return found

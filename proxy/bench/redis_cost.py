@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from proxy.bench.client import status_of
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.mock_worker import MODEL
 from proxy.bench.progress import narrator
@@ -145,7 +146,7 @@ async def run_phase(
 
 async def state_of_redis(client: httpx.AsyncClient, gateway: Server) -> str:
     """As the gateway tells it."""
-    return (await client.get(gateway.url + "/seamark/status")).json()["redis"]["state"]
+    return (await status_of(client, gateway.url))["redis"]["state"]
 
 
 async def measure(fleet: Fleet, redis: RedisServer, way: LateWay, pairs: int, say: Callable) -> list[Phase]:

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from proxy.bench import planted
-from proxy.bench.client import open_client, tokens_of
+from proxy.bench.client import open_client, status_of, tokens_of
 from proxy.bench.engines import MODEL_NAME, Fleet, Server
 from proxy.bench.models import MATCH_UNITS, NEMOTRON_H, generated_model
 from proxy.bench.progress import narrator
@@ -148,7 +148,7 @@ def _request(seed: int, system: int, number: int) -> Mapping[str, Any]:
 
 
 async def _told(client: httpx.AsyncClient, gateway: Server) -> Mapping[str, Any]:
-    return (await client.get(gateway.url + "/seamark/status")).json()["self_check"]
+    return (await status_of(client, gateway.url))["self_check"]
 
 
 def render(phases: list[Phase]) -> str:

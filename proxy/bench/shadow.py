@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from proxy.bench.client import Answer, Messages, ask, open_client
+from proxy.bench.client import Answer, Messages, ask, open_client, status_of
 from proxy.bench.engines import Fleet, Server
 from proxy.bench.models import NEMOTRON_H, generated_model
 from proxy.bench.progress import narrator
@@ -130,7 +130,7 @@ async def _judged(client: httpx.AsyncClient, gateway: Server, requests: int) -> 
     """The shadow's status once it has judged so many. Raises `RuntimeError` if that takes too long."""
     deadline = time.monotonic() + JUDGED_SECONDS
     while True:
-        shadow = (await client.get(gateway.url + "/seamark/status")).json()["shadow"]
+        shadow = (await status_of(client, gateway.url))["shadow"]
         if sum(shadow["requests"].values()) >= requests:
             return shadow
         if time.monotonic() > deadline:
