@@ -16,13 +16,14 @@ def print_patches(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    from engine_patches import gpu_check, model, worker
+    from engine_patches.commands import model, worker
+    from engine_patches.gpu_check import command
 
     commands = {
         "worker": worker.main,
         "model": model.main,
         "patches": print_patches,
-        "gpu-check": gpu_check.main,
+        "gpu-check": command.main,
     }
     if not argv or argv[0] not in commands:
         print(f"usage: python -m engine_patches {{{','.join(commands)}}} ...", file=sys.stderr)

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+_live = False
+
 MARK = "__seamark_original__"  # on a replacement: what it replaced
+
 NAME = "__seamark_patch__"  # on a replacement: whose it is
 
 
@@ -161,3 +164,14 @@ def apply(patches: Sequence[Patch]) -> None:
 
 def _loaded(names: Sequence[str]) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def patches_live() -> bool:
+    """Whether checkpoints work in this process: all features of the ledger are in place."""
+    return _live
+
+
+def mark_live(live: bool) -> None:
+    """Note whether all features of the ledger are in place in this process."""
+    global _live
+    _live = live

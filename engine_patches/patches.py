@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from functools import partial
 
-from engine_patches.chunks import end_chunk
-from engine_patches.cures import (
+from engine_patches.forward.layers import (
+    cpu_gdn_in_pieces,
+    gdn_in_pieces,
+    hold_all_to_the_promise,
+    mamba2_in_pieces,
+    promise_exports,
+)
+from engine_patches.forward.segments import follow_steps, leave_exports, note_batch, plan_pieces, plan_pieces_of_group
+from engine_patches.ledger import Patch, Role, Shape, exists
+from engine_patches.reporting.stats_channel import report_with_stats
+from engine_patches.scheduler.cache_keys import (
+    avoid_unwritten_rows,
+    avoid_unwritten_rows_with_a_connector,
+    keep_hinted_keys,
+)
+from engine_patches.scheduler.chunks import end_chunk
+from engine_patches.scheduler.fan_out import hold_followers
+from engine_patches.scheduler.hooks import forget_with_the_cache, leave_to_writes, note_hits, set_up_checkpoints
+from engine_patches.scheduler.match_unit import default_to_fine_unit
+from engine_patches.scheduler.state_events import notice_what_is_taken_back
+from engine_patches.scheduler.state_writes import keep_only_true_states, learn_pace, write_after_scheduling
+from engine_patches.upstream_fixes import (
     copy_largest_view_first,
     keep_enlarged_block_size,
     promises_export_on_cpu,
@@ -17,33 +37,17 @@ from engine_patches.cures import (
     store_checkpoints_without_triton,
     take_back_uncomputed_keys,
 )
-from engine_patches.findable import notice_what_is_taken_back
-from engine_patches.gate import hold_followers
-from engine_patches.keys import avoid_unwritten_rows, avoid_unwritten_rows_with_a_connector, keep_hinted_keys
-from engine_patches.layers import (
-    cpu_gdn_in_pieces,
-    gdn_in_pieces,
-    hold_all_to_the_promise,
-    mamba2_in_pieces,
-    promise_exports,
-)
-from engine_patches.ledger import Patch, Role, Shape, exists
-from engine_patches.match_unit import default_to_fine_unit
-from engine_patches.pieces import follow_steps, leave_exports, note_batch, plan_pieces, plan_pieces_of_group
-from engine_patches.scheduling import (
-    forget_with_the_cache,
-    leave_to_writes,
-    note_hits,
-    report_with_stats,
-    set_up_checkpoints,
-)
-from engine_patches.writing import keep_only_true_states, learn_pace, write_after_scheduling
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
 MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+
 KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+
 POOL = "vllm.v1.core.block_pool:BlockPool"
+
 NO_UPSTREAM = "none: depends on hints"
+
 SPLIT_PARAMETERS = (
     "self",
     "request",
@@ -65,13 +69,21 @@ CACHE_PARTIAL_BLOCK = Shape(
     ),
     mentions=("block.block_hash_num_tokens < num_hash_blocks * self.hash_block_size",),
 )
+
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+
 MAMBA2_BUILDER = "vllm.v1.attention.backends.mamba2_attn:Mamba2AttentionMetadataBuilder"
+
 BASE_BUILDER = "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadataBuilder"
+
 GDN_BUILDER = "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder"
+
 MAMBA_BASE = "vllm.model_executor.layers.mamba.abstract:MambaBase"
+
 MAMBA2 = "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2"
+
 GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
 
 

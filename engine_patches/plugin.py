@@ -9,24 +9,14 @@ import logging
 import os
 
 from engine_patches import ledger
-
-MODE_VARIABLE = "SEAMARK_ENGINE"
-FULL, REFERENCE, OFF = "1", "reference", "0"
+from engine_patches.settings import FULL, MODE_VARIABLE, OFF, REFERENCE
 
 # vLLM configures only its own tree of loggers; a line outside it would be lost.
 logger = logging.getLogger("vllm.seamark")
 
-_live = False
-
-
-def patches_live() -> bool:
-    """Whether checkpoints work in this process: all features of the ledger are in place."""
-    return _live
-
 
 def register() -> None:
     """Apply what `SEAMARK_ENGINE` asks for: `1` (default) everything, `reference` only the cures, `0` nothing."""
-    global _live
     mode = os.environ.get(MODE_VARIABLE, FULL).strip().lower()
     if mode == OFF:
         return
@@ -39,9 +29,9 @@ def register() -> None:
         wanted = [patch for patch in PATCHES if mode == FULL or patch.role is ledger.Role.CURE]
         ledger.apply(wanted)
     except Exception as error:
-        _live = False
+        ledger.mark_live(False)
         logger.error("seamark: vLLM is left untouched, no checkpoints: %s", error)
         return
-    if mode == FULL and not _live:
+    if mode == FULL and not ledger.patches_live():
         logger.info("seamark: %d patches live", sum(patch.applies() for patch in wanted))
-    _live = mode == FULL
+    ledger.mark_live(mode == FULL)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import os
 
-from engine_patches.retention import DEFAULT_SHARE
+MODE_VARIABLE = "SEAMARK_ENGINE"
+
+FULL, REFERENCE, OFF = "1", "reference", "0"
+
+DEFAULT_SHARE = 0.5  # of all cache blocks
 
 logger = logging.getLogger("vllm.seamark")
 
 FAN_OUT = "SEAMARK_FAN_OUT"  # 0: nobody waits for another request's prefix
+
 STATE_SHARE = "SEAMARK_STATE_SHARE"  # part of the cache's blocks that states may hold, 0..1
+
 CHUNK_ENDS = "SEAMARK_CHUNK_ENDS"  # 1: states only where a kernel's chunk ends; 0: on any match unit
 
 

@@ -13,14 +13,16 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("proxy.serve", "the gateway"),
-    "key": Command("proxy.key_command", "a new API key for the gateway, and its entry in the keys file"),
-    "worker": Command("engine_patches.worker", "a vLLM server with the patches and the flags they need"),
-    "model": Command("engine_patches.model", "write a small random hybrid model"),
-    "boundary": Command("proxy.boundary_command", "where the shared part of a chat request ends, as JSON"),
-    "doctor": Command("proxy.doctor", "whether a worker's patches are live, and what to change"),
-    "gpu-check": Command("engine_patches.gpu_check", "whether this machine's GPU answers exactly from the cache"),
-    "bench": Command("proxy.bench", "stories against real engines, measured side by side"),
+    "serve": Command("proxy.commands.serve", "the gateway"),
+    "key": Command("proxy.commands.key", "a new API key for the gateway, and its entry in the keys file"),
+    "worker": Command("engine_patches.commands.worker", "a vLLM server with the patches and the flags they need"),
+    "model": Command("engine_patches.commands.model", "write a small random hybrid model"),
+    "boundary": Command("proxy.commands.boundary", "where the shared part of a chat request ends, as JSON"),
+    "doctor": Command("proxy.commands.doctor", "whether a worker's patches are live, and what to change"),
+    "gpu-check": Command(
+        "engine_patches.gpu_check.command", "whether this machine's GPU answers exactly from the cache"
+    ),
+    "bench": Command("proxy.bench.menu", "stories against real engines, measured side by side"),
 }
 
 

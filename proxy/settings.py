@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from proxy.config_files import read_toml, worker_url
 from proxy.errors import SettingsError
-from proxy.files import read_toml
-from proxy.rewrites import RULES
-from proxy.workers_file import worker_url
 
 PREFIX = "SEAMARK_"
+
+RewriteRule = Literal["billing_header", "tools_sorted"]
+REWRITE_RULES: tuple[RewriteRule, ...] = get_args(RewriteRule)
+
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+
 # Values that may hold a password, and are never told.
 SECRET = frozenset({"redis"})
+
 _BOOL = TypeAdapter(bool)
+
 # What `shadow` implies where nothing else is said: each of these would change a request or an answer.
 IN_SHADOW: Mapping[str, Any] = {"ask_usage": False, "rewrite": (), "heartbeat": 0.0, "self_check_interval": 0.0}
 
@@ -53,7 +58,8 @@ class Settings(BaseModel):
     )
     boundary_budget: int = Field(6, gt=0, le=16, description="most positions in the hint of one request")
     rewrite: tuple[str, ...] = Field(
-        ("billing_header",), description=f"rewrite rules to apply, out of {', '.join(RULES)}; none: an empty text"
+        ("billing_header",),
+        description=f"rewrite rules to apply, out of {', '.join(REWRITE_RULES)}; none: an empty text",
     )
     tokenizer: Path | None = Field(
         None,
@@ -160,8 +166,8 @@ class Settings(BaseModel):
     def _rules(cls, value: Any) -> tuple[str, ...]:
         names = value.split(",") if isinstance(value, str) else value
         names = tuple(name.strip() for name in names if name.strip())
-        if unknown := [name for name in names if name not in RULES]:
-            raise ValueError(f"no rule is called {unknown[0]}, only {', '.join(RULES)}")
+        if unknown := [name for name in names if name not in REWRITE_RULES]:
+            raise ValueError(f"no rule is called {unknown[0]}, only {', '.join(REWRITE_RULES)}")
         return names
 
 

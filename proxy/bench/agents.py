@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.engines import MODEL_NAME
-from proxy.sentinel import common_prefix
+from proxy.bench.harness.servers import MODEL_NAME
+from proxy.boundaries.token_ids import common_prefix
 
 TURNS = 20
+
 EPHEMERAL = {"type": "ephemeral"}
+
 WORDS = ["file", "test", "line", "change", "read", "write", "branch", "commit", "import", "value", "module", "fix"]
 
 
@@ -185,8 +187,7 @@ def main(argv: list[str]) -> int:
     import tempfile
     from pathlib import Path
 
-    from proxy.bench.demo import generated_model
-    from proxy.bench.engines import Fleet
+    from proxy.bench.harness.servers import Fleet, generated_model
 
     parser = argparse.ArgumentParser(prog="seamark bench agents", description="hit efficiency by agents' requests")
     parser.parse_args(argv)

@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.client import ask, tokens_of
-from proxy.bench.engines import MODEL_NAME
-from proxy.bench.prompts import prose
+from proxy.bench.harness.client import ask, tokens_of
+from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.servers import MODEL_NAME
 from proxy.bench.stories import UNIT, complete, floored
-from proxy.sentinel import common_prefix
-from proxy.worker import EngineInfo, read_metrics
+from proxy.boundaries.token_ids import common_prefix
+from proxy.fleet.worker_metrics import EngineInfo, read_metrics
 
 WANTED = 0.99  # of all shareable tokens, by each of Seamark's two ways
+
 FIT_ATTEMPTS = 3
+
 OPENINGS = ("What", "Please")  # of the two own parts: they part at their first token
 
 
@@ -65,6 +67,7 @@ class Plan:
 
 # The curve ends below the 2,048 tokens of a step, so that no hit on it depends on where a step ends.
 FULL = Plan((50, 75, 110, 163, 260, 430, 800, 1500, 3000, 6000), (5, 12, 30, 75, 190, 480, 1200, 3000), 75, 1920)
+
 QUICK = Plan((50, 163, 469, 1200), (5, 75, 600), 75, 0)
 
 

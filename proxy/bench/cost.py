@@ -17,21 +17,24 @@ from typing import Any
 
 import httpx
 
-from proxy.bench.client import open_client
-from proxy.bench.cpu_time import CpuTime
-from proxy.bench.engines import Fleet, Server
-from proxy.bench.models import generated_model
-from proxy.bench.pass_rows import BASELINE, FLAGS
-from proxy.bench.progress import narrator
-from proxy.bench.ratios import Comparison, Pair, Spread, pooled, spread, told
-from proxy.bench.token_requests import fresh_tokens, request, three_boundaries
+from proxy.bench.harness.client import fresh_tokens, open_client, request, three_boundaries
+from proxy.bench.harness.counters import CpuTime
+from proxy.bench.harness.ratios import Comparison, Pair, Spread, pooled, spread, told
+from proxy.bench.harness.servers import Fleet, Server, generated_model, narrator
+from proxy.bench.passes import BASELINE, FLAGS
 
 MOST = 1.02  # CPU time over that of vLLM alone
+
 BATCHES = {100: 10, 300: 6, 1000: 3, 3000: 2, 8000: 1}  # prompt tokens -> requests that make one sample
+
 ANSWER_TOKENS = 4
+
 PAIRS = 24
+
 WARM_UP = (300, 8000)  # prompt tokens; a process's first requests pay for set-up
+
 KINDS = NO_HINTS, THREE_HINTS = ("no hints", "three hints, never shared")
+
 WORDS = (
     "ratio: CPU time (user and system, all processes of the server) over that of vLLM alone, median of the pairs and\n"
     "quartiles; calm: the lower quartile of each side over the other's, where the machine was least disturbed;\n"

@@ -17,13 +17,12 @@ from typing import Any
 
 from proxy.bench import picture
 from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Mode, Plan, measure_baseline, measure_seamark
-from proxy.bench.client import open_client
-from proxy.bench.engines import Fleet
-from proxy.bench.models import generated_model
-from proxy.bench.progress import narrator
+from proxy.bench.harness.client import open_client
+from proxy.bench.harness.servers import Fleet, generated_model, narrator
 from proxy.bench.stories import UNIT
 
 CONTEXT_FLAGS = ("--max-model-len", "12288")
+
 BASELINES = {"vLLM alone": (), "vLLM, unit 16": ("--prefix-match-unit", "16")}
 
 

@@ -10,20 +10,29 @@ from proxy.bench.cells import Family, Mode
 from proxy.bench.stories import UNIT
 
 WIDTH = 920
+
 HEAD = 74  # title and subtitle
+
 CURVE = 318  # curve with legend and axis, where there is one
+
 MAP = 258  # a row of two maps
+
 CARD = 12  # between the edge of the picture and its card
 
 LEFT, RIGHT = 76, WIDTH - 40
+
 MAP_WIDTH, ROW = 370, 22
 
 LIGHT = {"card": "#ffffff", "edge": "#d5dade", "text": "#1d2730", "faint": "#5b6873", "rule": "#e3e7ea"}
+
 DARK = {"card": "#12181e", "edge": "#303a43", "text": "#e8edf1", "faint": "#9fadb8", "rule": "#28323b"}
+
 # Of the lines, in light and dark; the first of Seamark's modes and the baselines have a curve.
 LINES = (("#11808f", "#4fc4d3"), ("#e07a50", "#e07a50"), ("#4b2a8c", "#efe6ff"))
+
 # Where the baselines agree, the thin dashes of the second lie on the first.
 STROKES = ('stroke-width="3.5"', 'stroke-width="4"', 'stroke-width="2" stroke-dasharray="4 5"')
+
 # Of the maps: nothing, half, everything delivered. They differ for every kind of colour vision.
 LOW, MIDDLE, HIGH = (0xD0, 0x58, 0x2F), (0xF2, 0xDF, 0xB2), (0x11, 0x80, 0x8F)
 

@@ -18,20 +18,21 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.client import open_client
 from proxy.bench.cost import Metered
-from proxy.bench.cpu_time import CpuTime
-from proxy.bench.engines import Fleet
-from proxy.bench.models import generated_model
-from proxy.bench.pass_rows import BASELINE, FLAGS, OURS
-from proxy.bench.progress import narrator
-from proxy.bench.ratios import Comparison, Pair, Spread, spread, told
-from proxy.bench.token_requests import fresh_tokens, request, three_boundaries
+from proxy.bench.harness.client import fresh_tokens, open_client, request, three_boundaries
+from proxy.bench.harness.counters import CpuTime
+from proxy.bench.harness.ratios import Comparison, Pair, Spread, spread, told
+from proxy.bench.harness.servers import Fleet, generated_model, narrator
+from proxy.bench.passes import BASELINE, FLAGS, OURS
 
 MOST = 1.15  # a warm first token over the first token of the own part alone
+
 SHARED, OWN = 2700, 300  # tokens; the workload that mlx-lm has published a factor for
+
 MLX_LM = "2.9 to 3.1"  # its factor, cold over warm
+
 PAIRS = 24
+
 WORDS = (
     "first token: wall time of a request for one token, as a client sees it; CPU: user and system, all processes of\n"
     f"the server. {BASELINE}: SEAMARK_ENGINE=reference, prefix caching on. On a CPU and a toy model; mlx-lm's factor\n"

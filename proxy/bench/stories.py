@@ -10,19 +10,25 @@ from typing import Any
 
 import httpx
 
-from proxy.bench import exact, planted
-from proxy.bench.client import Answer, Messages, ask, ask_all, tokens_of
-from proxy.bench.passes import PassCounter
-from proxy.bench.prompts import Shared, prose, with_shared_tokens
-from proxy.bench.sending import COMPLETION, judgeable, send
-from proxy.sentinel import common_prefix
+from proxy.bench.harness import exact, planted
+from proxy.bench.harness.client import Answer, Messages, ask, ask_all, tokens_of
+from proxy.bench.harness.counters import PassCounter
+from proxy.bench.harness.prompts import Shared, prose, with_shared_tokens
+from proxy.bench.harness.sending import COMPLETION, judgeable, send
+from proxy.boundaries.token_ids import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
+
 SIZES = (130, 163, 469, 1864, 6000)
+
 LONG = 1000  # shared tokens from which a cold start takes long enough to be steady
+
 FAN_OUT = 4
+
 TURNS = 4
+
 SHORT = 2  # tokens of an answer that is only timed
+
 JUDGED = (0, 1)  # requests of a series whose answers are compared: a cold one and a warm one
 
 

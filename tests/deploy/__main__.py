@@ -21,7 +21,9 @@ from tests.deploy import story, tools
 from tests.deploy.engine import Engine, machine_state, remove_cgroups, within_namespaces
 
 PROJECT = Path(__file__).resolve().parents[2]
+
 CACHE = PROJECT / ".cache" / "test-deploy"
+
 CANNOT = 2
 
 

@@ -9,6 +9,7 @@ from typing import Any
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 BASE = "compose.yaml"
+
 # The sets of files that a user can run together.
 EVERY_WAY = (
     (BASE,),
@@ -18,6 +19,7 @@ EVERY_WAY = (
     (BASE, "compose.two-sparks.yaml"),
     (BASE, "compose.one-model-two-sparks.yaml"),
 )
+
 # What has no default, because it is the user's own network: needed by the overlays for two Sparks.
 OF_THE_USER = {"SECOND_SPARK": "192.168.100.11", "FIRST_SPARK": "192.168.100.10", "CONNECTX_INTERFACE": "enp1s0f1np1"}
 

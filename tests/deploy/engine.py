@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.deploy.tools import Unavailable, run
 
 START_SECONDS = 60.0
+
 # What the namespaces keep from the machine, looked at before and after.
 WATCHED = ("/proc/sys/net/ipv4/ip_forward", "/proc/net/dev", "/proc/net/route", "/proc/net/ip_tables_names")
 

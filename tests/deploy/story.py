@@ -17,7 +17,9 @@ from tests.deploy.engine import Compose, Engine, wait_for
 from tests.deploy.tools import run
 
 GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "http://127.0.0.1:9090"
+
 STARTED = ("worker", "gateway", "redis", "prometheus")  # all but Grafana
+
 SYSTEM = "You keep the log of a lighthouse. " * 60
 
 # Base images, all of one root file system, as the compose files name them.
@@ -111,7 +113,7 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
 def _look_into_the_images(engine: Engine) -> None:
     """Each holds its half of the project, and the gateway's no torch."""
     within = ["run", "--rm", "--network", "none", "--entrypoint", "python3"]
-    engine.docker(*within, "seamark-gateway", "-c", "import proxy.app, jinja2, tokenizers")
+    engine.docker(*within, "seamark-gateway", "-c", "import proxy.server.uvicorn_server.app, jinja2, tokenizers")
     for module in ("engine_patches", "torch", "vllm", "pip"):
         engine.fails(*within, "seamark-gateway", "-c", f"import {module}")
     engine.docker(*within, "seamark-worker-cpu", "-c", "import engine_patches.plugin")

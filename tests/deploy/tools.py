@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ENGINE = ("docker.io", "iptables", "iproute2", "mmdebstrap")
+
 # Debian 12's own Compose is 1.29, which knows neither `name:` nor profiles as they are used today.
 PLUGINS = ("docker-compose", "docker-buildx")
+
 PLUGINS_SUITE = "trixie"
+
 # Of one root file system that stands in for every base image.
 ROOT_PACKAGES = ("python3", "python3-venv", "python3-pip", "libnuma1", "libgomp1", "redis-server", "prometheus")
 

@@ -13,7 +13,9 @@ import sys
 import torch
 
 BLOCKS, ATTENTION_PAGE, MAMBA_PAGE = 4, 100, 60  # the pages in floats; both start where a block starts
+
 PROMPT, NEW, MATCH_UNIT = 200, 24, 16  # tokens
+
 BOUND = 1e-3  # of a logprob
 
 

@@ -14,6 +14,7 @@ import sys
 import torch
 
 BLOCK, UNIT = 64, 16  # tokens
+
 MAMBA = 0  # its cache group
 
 

@@ -14,6 +14,7 @@ import sys
 
 # Steps shorter than a block keep clear of another defect, see cpu_checkpoint_export.py.
 FIRST, SECOND, STEP, NEW = 600, 385, 256, 24  # tokens; a block of tiny_hybrid.py's model has 384
+
 BOUND = 1e-3  # of a logprob
 
 

@@ -12,6 +12,7 @@ import sys
 import traceback
 
 PROMPT, NEW = 600, 24  # tokens; a block of tiny_hybrid.py's model has 384
+
 BOUND = 1e-3  # of a logprob
 
 

@@ -17,9 +17,13 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+
 SCRIPTS = ("block_copy", "cpu_checkpoint_export", "cpu_block_size", "block_edge_stop")
+
 UNTOUCHED, CURED = "0", "reference"  # values of SEAMARK_ENGINE
+
 IMPORTED = ("vllm.entrypoints.llm", "vllm.sampling_params", "vllm.v1.worker.cpu_worker")
+
 SECONDS = 300  # per run
 
 

@@ -18,6 +18,7 @@ import pytest
 from tests.upstream.preloaded import CURED, SCRIPTS, UNTOUCHED
 
 HERE = Path(__file__).parent
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 VOCABULARY = 4096
+
 # Matrices drawn with the usual 0.02 give almost flat logits, where greedy decoding hides a damaged state.
 WEIGHT_STD = 0.08
 

@@ -1,0 +1,218 @@
+"""`seamark model`: a small random hybrid model with tokenizer and chat template, made in seconds.
+
+Its answers are noise, but every layer kind, cache path and block shape of a real hybrid is there, so that a CPU can
+check what a GPU will rely on. The same seed gives the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VOCABULARY = 4096
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+# Matrices drawn with the usual 0.02 give almost flat logits, where greedy decoding hides a damaged state.
+WEIGHT_STD = 0.08
+
+# Gated delta heads drawn the usual way forget within a token, so that a lost state would go unnoticed: tokens a head
+# remembers at the least and at the most, by its decay alone.
+MEMORY_TOKENS = (200.0, 3000.0)
+
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
+{{- '# Tools\\n' }}
+{%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if not (loop.first and tools and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{- message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def train_tokenizer():
+    """A byte-level BPE tokenizer of `VOCABULARY` entries, trained on the English text Python carries with it.
+
+    Returns a `transformers` fast tokenizer whose end-of-turn token is also the end-of-sequence token.
+    """
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def nemotron_h_config():
+    """NemotronH with the real family's layer pattern (Mamba2, MLP, attention) at 4.5 million parameters."""
+    from transformers import NemotronHConfig
+
+    return NemotronHConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        layers_block_type=[
+            "linear_attention",
+            "mlp",
+            "linear_attention",
+            "full_attention",
+            "mlp",
+            "linear_attention",
+            "full_attention",
+            "mlp",
+        ],
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_num_heads=16,
+        mamba_head_dim=32,
+        ssm_state_size=64,
+        n_groups=2,
+        chunk_size=64,
+        max_position_embeddings=32768,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+
+
+def qwen3_next_config():
+    """Qwen3-Next with the real pattern (three gated delta nets, one attention), twice, at 7 million parameters.
+
+    One layer has experts, because vLLM refuses the family without, and it has one expert: between several, rounding
+    alone would now and then send a token elsewhere and hide what a check looks for.
+    """
+    from transformers import Qwen3NextConfig
+
+    layers = 8
+    return Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        num_hidden_layers=layers,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,  # with it a cache block is 384 tokens: small, and whole chunks (64) of the recurrent kernels
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=256,
+        mlp_only_layers=list(range(layers - 1)),
+        initializer_range=WEIGHT_STD,  # for what is no matrix: convolutions and experts
+        max_position_embeddings=32768,
+        pad_token_id=0,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+
+
+class Family(NamedTuple):
+    """How one family's tiny model is made."""
+
+    config: Callable[[], Any]
+    dtype: str  # of the weights; what vLLM computes in where the family leaves no choice
+    slow_decay: bool  # redraw the decay of the recurrent heads, see `MEMORY_TOKENS`
+
+
+FAMILIES = {
+    "nemotron_h": Family(nemotron_h_config, "float32", slow_decay=False),
+    "qwen3_next": Family(qwen3_next_config, "bfloat16", slow_decay=True),
+}
+
+
+def draw_weights(model: Any, seed: int, slow_decay: bool) -> None:
+    """Redraw what the usual initialisation leaves too weak to be seen in the answers."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    shortest, longest = (math.log(tokens) for tokens in MEMORY_TOKENS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+            elif slow_decay and name.endswith(".A_log"):
+                # A token's log decay is -exp(A_log) * softplus(gate + 1), where gates are drawn around 0.
+                per_token = math.log1p(math.e)
+                parameter.uniform_(shortest, longest, generator=generator).add_(math.log(per_token)).neg_()
+
+
+def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
+    """Write weights, config, tokenizer and chat template into the folder `out` (under 20 MB).
+
+    Raises `ValueError` for a family that is not in `FAMILIES`.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"--family: {family!r} is not one of {', '.join(FAMILIES)}")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    recipe = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(recipe.config(), dtype=torch.float32)
+    draw_weights(model, seed, recipe.slow_decay)
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(getattr(torch, recipe.dtype)).save_pretrained(out, safe_serialization=True)
+    train_tokenizer().save_pretrained(out)
+    # Greedy decoding is the comparison every check makes; the family's sampling defaults would undo it.
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
+    return out
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="seamark model", description="write a small random hybrid model")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="nemotron_h")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out: {args.out} is a file, a folder is needed")
+    try:
+        print(write_model(args.out, args.family, args.seed))
+    except ModuleNotFoundError as error:
+        # transformers names no module where one of its own cannot be imported: mostly torchvision, built for CUDA.
+        wrong = f"{error.name} is not installed here" if error.name else f"transformers does not work here: {error}"
+        cure = "without a GPU, set-up.sh in Seamark's source makes a .venv where it does"
+        print(f"seamark model: {wrong} ({cure})", file=sys.stderr)
+        return 1
+    return 0

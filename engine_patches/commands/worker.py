@@ -1,0 +1,138 @@
+"""`seamark worker`: a vLLM server with the patches and the flags they need. It becomes vLLM: same process and exit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+# Flags without which hits stay invisible (prompt-tokens-details) or the gateway cannot ask for tokens (scale-out).
+NEEDED_FLAGS: Mapping[str, str | None] = {
+    "--enable-prefix-caching": None,
+    "--enable-prompt-tokens-details": None,
+    "--enable-scale-out": None,
+    # The gateway reads its feed up to 20 times a second.
+    "--disable-access-log-for-endpoints": "/seamark/outcomes",
+}
+
+# The gateway learns here why each request hit or missed. vLLM takes the flag more than once.
+MIDDLEWARE = ("--middleware", "engine_patches.reporting.events_api.OutcomeFeed")
+
+# Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
+CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
+
+# The CPU kernels of gated delta nets compute in bfloat16 only. Their state may be wider: left to vLLM, that depends on
+# the CPU at hand, and with it the block size.
+CPU_GDN_FLAGS: Mapping[str, str | None] = {
+    **CPU_FLAGS,
+    "--dtype": "bfloat16",
+    "--mamba-ssm-cache-dtype": "float32",
+}
+
+GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `model_type`
+
+# Eager means eager: a few helpers of the sampler would still be compiled, which wants a C++ compiler and 20 seconds.
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+def cpu_flags(model_type: str) -> Mapping[str, str | None]:
+    """What a model of this type needs on a CPU."""
+    return CPU_GDN_FLAGS if model_type.startswith(GDN_MODEL_TYPES) else CPU_FLAGS
+
+
+def model_type_of(model: str) -> str:
+    """`model_type` in the config of a model folder or name, empty where that cannot be read: vLLM will say why."""
+    path = Path(model) / "config.json"
+    try:
+        if not path.is_file():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(model, "config.json"))
+        return str(json.loads(path.read_text())["model_type"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+
+
+def vllm_arguments(
+    model: str | None, host: str, port: int, extra: Sequence[str], for_cpu: Mapping[str, str | None] = {}
+) -> list[str]:
+    """The command line of vLLM's OpenAI server. What the user gave in `extra` is never given twice.
+
+    `model`: folder or name; None where vLLM's own `--config` among `extra` names it.
+    """
+    given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
+    defaults = {**NEEDED_FLAGS, **for_cpu}
+    arguments = ["--host", host, "--port", str(port), *MIDDLEWARE]
+    if model is not None:
+        arguments = ["--model", model, *arguments]
+    for flag, value in defaults.items():
+        negation = flag.replace("--", "--no-", 1)
+        if flag not in given and negation not in given:
+            arguments += [flag] if value is None else [flag, value]
+    return arguments + list(extra)
+
+
+def vllm_environment(environment: Mapping[str, str], on_cpu: bool) -> dict[str, str]:
+    """Environment of the server: CPU defaults where unset, and our plugin among those a user admits."""
+    wanted = {**(CPU_ENVIRONMENT if on_cpu else {}), **environment}
+    admitted = wanted.get("VLLM_PLUGINS")
+    if admitted is not None and "seamark" not in admitted.split(","):
+        wanted["VLLM_PLUGINS"] = f"{admitted},seamark".strip(",")
+    return wanted
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is a CPU build, by its name and version alone: importing it takes seconds.
+
+    Raises `PackageNotFoundError` where there is none.
+    """
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        metadata.version("vllm-cpu")
+        return True
+
+
+def main(argv: list[str]) -> int:
+    own, extra = argv, []
+    if "--" in argv:
+        split = argv.index("--")
+        own, extra = argv[:split], argv[split + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="seamark worker",
+        description="start a vLLM server with Seamark's patches",
+        epilog="Everything after -- goes to vLLM. Of the environment: SEAMARK_ENGINE=0 leaves vLLM untouched, "
+        "=reference cures its defects and no more; SEAMARK_FAN_OUT=0: nobody waits for another request's prefix; "
+        "SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_CHUNK_ENDS=1: states only "
+        "where a kernel's chunk ends.",
+    )
+    parser.add_argument("--model", help="model folder or name (or `model` in the file of vLLM's --config, after --)")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    args = parser.parse_args(own)
+    if args.model is None and "--config" not in extra:  # `--config=FILE` is no spelling vLLM knows
+        parser.error("the following arguments are required: --model")
+    try:
+        on_cpu = is_cpu_build()
+    except metadata.PackageNotFoundError:
+        cure = "without a GPU, set-up.sh in Seamark's source makes a .venv where it is"
+        print(f"seamark worker: vLLM is not installed here ({cure})", file=sys.stderr)
+        return 1
+    os.environ.update(vllm_environment(os.environ, on_cpu))
+    flags = cpu_flags(model_type_of(args.model) if args.model else "") if on_cpu else {}
+    sys.argv = [SERVER, *vllm_arguments(args.model, args.host, args.port, extra, flags)]
+    # Run inside this process and not as its main module: the engine's processes import the main module again, and
+    # ours is light where the server's takes ten seconds.
+    runpy.run_module(SERVER, run_name="__main__")
+    return 0

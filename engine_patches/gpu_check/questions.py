@@ -1,0 +1,169 @@
+"""What `seamark gpu-check` asks: prompts around every edge that a state or a block can have, and the hits they owe.
+
+Prompts are random token ids, so two share exactly what they are given to share, and no tokenizer has a say. Most that
+resume do so a few tokens before their end: a model this small forgets a wrong state within twenty.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine_patches.commands.model import SPECIAL_TOKENS, VOCABULARY
+
+NEW_TOKENS = 32  # greedy tokens of every compared answer
+
+PARALLEL = 8  # questions asked at once
+
+OTHER_STATE, EARLY_STATE = "another prefix's state", "a state one unit early"
+
+DEFECTS = (OTHER_STATE, EARLY_STATE)
+
+EXACT, ALIGNED, RESEND = "exact", "aligned", "resend"  # sections; every defect is one more
+
+SCAN_CHUNK = 256  # tokens: a multiple of the chunks (64, 128, 256) that recurrent kernels scan in
+
+
+class Geometry(NamedTuple):
+    """What an engine says of its cache and its passes, in tokens."""
+
+    block: int
+    alignment: int  # states are kept at multiples of it
+    budget: int  # of one pass
+
+
+class Question(NamedTuple):
+    """One prompt, and what its answer has to show."""
+
+    case: str
+    tokens: Sequence[int]
+    hints: Sequence[int]  # positions, tokens
+    hit: int | None  # tokens to come from the cache; None where the order of things decides
+
+
+Wave = list[Question]  # asked at once; waves follow each other
+
+
+class Prompts:
+    """Draws prompts: the same seed, the same prompts."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self._draw.randrange(len(SPECIAL_TOKENS), VOCABULARY) for _ in range(count)]
+
+    def between(self, low: int, high: int) -> int:
+        return self._draw.randint(low, high)
+
+
+def sections(geometry: Geometry, quick: bool, seed: int = 0) -> dict[str, list[Wave]]:
+    """All questions, by section; the last wave of a defect's section is the one to be asked with the defect."""
+    prompts = Prompts(seed)
+    exact = _shared_prefixes(prompts, geometry, quick)
+    exact += _several_boundaries(prompts, geometry)
+    for _ in range(1 if quick else 4):
+        exact += _burst(prompts, geometry, size=3 if quick else 6)
+    asked = {
+        EXACT: [part for wave in exact for part in _parts(wave)],
+        ALIGNED: _aligned(prompts, geometry, quick),
+        RESEND: _resend(prompts, geometry, (5, 9) if quick else (3, 5, 7, 9)),
+    }
+    return asked | {defect: _for_defect(prompts, geometry, 2 if quick else 3) for defect in DEFECTS}
+
+
+def _parts(wave: Wave) -> list[Wave]:
+    return [wave[start : start + PARALLEL] for start in range(0, len(wave), PARALLEL)]
+
+
+def _floor(position: int, geometry: Geometry) -> int:
+    return position // geometry.alignment * geometry.alignment
+
+
+def _shared_prefixes(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
+    """Cold, warm (a shared prefix, another end) and resent, around the edges of units, blocks and passes."""
+    unit, block, budget = geometry.alignment, geometry.block, geometry.budget
+    lengths = {block - 1, block, block + 1}
+    if not quick:
+        lengths |= {unit - 1, unit, unit + 1, 5 * unit + 3, block + 5 * unit + 7}
+        lengths |= {2 * block - 1, 2 * block, 2 * block + 1, budget + unit + 3}
+    cold, warm, again = [], [], []
+    for shared in sorted(lengths):
+        prefix = prompts.tokens(shared)
+        own = prompts.tokens(prompts.between(20, 60))
+        cold.append(Question(f"cold, {shared} shared", [*prefix, *own], [shared], 0))
+        whole = [*prefix, *prompts.tokens(prompts.between(1, 4))]
+        hints = [shared, len(whole) - 1]
+        warm.append(Question(f"warm, {shared} shared", whole, hints, _floor(shared, geometry)))
+        again.append(Question(f"resent, {len(whole)} tokens", whole, hints, _floor(len(whole) - 1, geometry)))
+    for length in (block,) if quick else (block - 1, block, block + 1):
+        whole = prompts.tokens(length)
+        hints = [length - 1, length]
+        cold.append(Question(f"cold, ends after {length}", whole, hints, 0))
+        again.append(Question(f"resent, ends after {length}", whole, hints, _floor(length - 1, geometry)))
+        longer = [*whole, *prompts.tokens(2)]
+        again.append(Question(f"goes on after {length}", longer, [length], _floor(length, geometry)))
+    return [cold, warm, again]
+
+
+def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[Wave]:
+    """One request leaves four states; four others, sharing more and more, find one each."""
+    unit, block = geometry.alignment, geometry.block
+    whole = prompts.tokens(2 * block + unit + 7)
+    hints = [2 * unit + 3, block - unit, block + unit + 5, 2 * block]
+    kept = [_floor(hint, geometry) for hint in hints]
+    found = []
+    for shared in (2 * unit + 9, block + 3, block + 2 * unit + 1, 2 * block + 5):
+        hit = max(position for position in kept if position <= shared)
+        found.append(Question(f"one of four, {shared} shared", [*whole[:shared], *prompts.tokens(2)], [], hit))
+    return [[Question("four boundaries", whole, hints, 0)], found]
+
+
+def _burst(prompts: Prompts, geometry: Geometry, size: int) -> list[Wave]:
+    """Prompts of all lengths at once, three times: cold, the same again, and others with the same beginning."""
+    shared = prompts.between(geometry.alignment, 2 * geometry.block)
+    prefix = prompts.tokens(shared)
+
+    def siblings(longest: int) -> list[list[int]]:
+        return [[*prefix, *prompts.tokens(prompts.between(1, longest))] for _ in range(size)]
+
+    first, second = siblings(geometry.block), siblings(8)
+    return [
+        [Question(f"burst, cold, {shared} shared", whole, [shared, len(whole) - 1], None) for whole in first],
+        [
+            Question(f"burst, resent, {len(whole)} tokens", whole, [shared], _floor(len(whole) - 1, geometry))
+            for whole in first
+        ],
+        [Question(f"burst, warm, {shared} shared", whole, [shared], _floor(shared, geometry)) for whole in second],
+    ]
+
+
+def _aligned(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
+    """Cut only where every kernel's chunk ends, and asked alone: nothing differs but where the state comes from."""
+    waves = []
+    for shared in (SCAN_CHUNK,) if quick else (SCAN_CHUNK, 3 * SCAN_CHUNK):
+        prefix = prompts.tokens(shared)
+        for case, hit in (("cold", 0), ("warm", _floor(shared, geometry))):
+            whole = [*prefix, *prompts.tokens(2)]  # so near the end no further state is kept
+            waves.append([Question(f"{case}, {shared} shared, alone", whole, [shared], hit)])
+    return waves
+
+
+def _resend(prompts: Prompts, geometry: Geometry, tenths: Sequence[int]) -> list[Wave]:
+    """Identical prompts that end inside their first block: vLLM alone, blind to hints, resumes there too."""
+    drawn = [prompts.tokens(geometry.block * share // 10 + 5) for share in tenths]
+    again = [Question(f"resent, {len(p)} tokens", p, [len(p) - 1], _floor(len(p) - 1, geometry)) for p in drawn]
+    return [[Question(f"cold, {len(p)} tokens", p, [len(p) - 1], 0) for p in drawn], again]
+
+
+def _for_defect(prompts: Prompts, geometry: Geometry, count: int) -> list[Wave]:
+    """Requests that resume from a state which has a neighbour one unit earlier."""
+    unit = geometry.alignment
+    shared = max(8 * unit, 160) // unit * unit
+    cold, warm = [], []
+    for _ in range(count):
+        prefix = prompts.tokens(shared)
+        cold.append(Question("cold", [*prefix, *prompts.tokens(2)], [shared - unit, shared], 0))
+        warm.append(Question("warm", [*prefix, *prompts.tokens(2)], [shared], shared))
+    return [cold, warm]

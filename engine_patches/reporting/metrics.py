@@ -1,0 +1,134 @@
+"""Seamark's numbers on the worker's `/metrics`: a vLLM stat logger, loaded in the process of the API server."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+from typing import Any, ClassVar
+
+import vllm
+from prometheus_client import Counter, Gauge
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from engine_patches import ledger
+from engine_patches.reporting.events_api import feed
+from engine_patches.reporting.stats_channel import NEWS, detach, news_in
+from engine_patches.scheduler import match_unit
+from engine_patches.scheduler.state_events import Gone
+
+
+class Families:
+    """The metric families; a Prometheus registry admits each name once per process."""
+
+    def __init__(self) -> None:
+        self.info = Gauge(
+            "seamark_engine_info",
+            "1 while Seamark's patches are live; lengths in tokens",
+            ["version", "vllm", "match_unit", "block_size"],
+            multiprocess_mode="max",
+        )
+        self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
+        self.evicted = Counter(
+            "seamark_checkpoints_evicted_total", "Recurrent states of hinted requests that can be found no more"
+        )
+        self.bytes = Gauge(
+            "seamark_checkpoint_bytes", "Bytes of recurrent states held in the cache", multiprocess_mode="max"
+        )
+        self.hits = Counter("seamark_checkpoint_hits_total", "Requests that resumed from a recurrent state")
+        self.hit_tokens = Counter("seamark_checkpoint_hit_tokens_total", "Prompt tokens those requests did not compute")
+        self.ignored = Counter("seamark_hints_ignored_total", "Hint entries without effect", ["reason"])
+        self.outcomes = Counter(
+            "seamark_engine_requests_total", "Requests by why they did or did not resume from the cache", ["reason"]
+        )
+        self.followers = Counter(
+            "seamark_followers_total", "Requests whose prefix another one was computing: held back, or not", ["fate"]
+        )
+        self.saved = Counter("seamark_seconds_saved_total", "Prefill not computed, at the pace learnt, seconds")
+        self.spent = Counter("seamark_seconds_spent_total", "Time that checkpoints cost requests, seconds")
+        self.pass_seconds = Gauge(
+            "seamark_pass_seconds", "Learnt time of a pass over hardly any tokens", multiprocess_mode="max"
+        )
+        self.token_seconds = Gauge(
+            "seamark_token_seconds", "Learnt time that a prompt token adds to a pass", multiprocess_mode="max"
+        )
+
+
+families = cache(Families)
+
+
+def own_version() -> str:
+    """Version of the installed distribution, "unknown" when run from a bare copy."""
+    try:
+        return metadata.version("seamark")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class EngineMetrics(StatLoggerBase):
+    """One per engine of this API server. Exports nothing where the patches are not live."""
+
+    _engines: ClassVar[set[int]] = set()  # of this process
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.shown: tuple[str, str] | None = None
+        # Several API servers each hear a part; several engines are several caches, and a name may be in any of them.
+        EngineMetrics._engines.add(engine_index)
+        if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1 or len(EngineMetrics._engines) > 1:
+            feed.hears_all = False
+        if ledger.patches_live():
+            # Until the engine core has run its first step, what the same code in this process would decide.
+            self._show(match_unit.expected(vllm_config), vllm_config.cache_config.block_size)
+
+    def _show(self, unit: int, block_size: int) -> None:
+        lengths = (str(unit), str(block_size))
+        if lengths == self.shown:
+            return
+        self._hide()
+        families().info.labels(own_version(), vllm.__version__, *lengths).set(1)
+        self.shown = lengths
+
+    def _hide(self) -> None:
+        if self.shown is not None:
+            families().info.remove(own_version(), vllm.__version__, *self.shown)
+            self.shown = None
+
+    def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0) -> None:
+        """Take the engine core's report out of `scheduler_stats` and add it up."""
+        if scheduler_stats is None:
+            return
+        report = detach(scheduler_stats)
+        if not report:
+            self._hide()  # the engine core runs unpatched, whatever this process did
+            return
+        self._show(report.pop("match_unit"), report.pop("block_size"))
+        if not report:
+            return
+        metrics = families()
+        metrics.bytes.set(report.pop("bytes"))
+        metrics.hits.inc(report.pop("hits"))
+        metrics.hit_tokens.inc(report.pop("hit_tokens"))
+        metrics.saved.inc(report.pop("saved_ns") / 1e9)
+        metrics.spent.inc(report.pop("spent_ns") / 1e9)
+        metrics.pass_seconds.set(report.pop("pass_ns") / 1e9)
+        metrics.token_seconds.set(report.pop("token_ns") / 1e9)
+        labelled = {
+            "written": metrics.written,
+            "ignored": metrics.ignored,
+            "outcome": metrics.outcomes,
+            "follower": metrics.followers,
+        }
+        for name, count in report.items():
+            group, _, label = name.partition("/")
+            if group == "request":
+                reason, _, request_id = label.partition("/")
+                feed.add(request_id, reason, hit_tokens=count)
+            elif group == NEWS:
+                number, news = news_in(label)
+                metrics.evicted.inc(isinstance(news, Gone))
+                feed.add_news(engine_idx, number, news)
+            else:
+                labelled[group].labels(label).inc(count)
+        feed.publish()
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: vLLM's own loggers describe the engine."""

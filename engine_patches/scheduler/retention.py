@@ -1,0 +1,145 @@
+"""Which states the cache keeps when it cannot keep all. Counted in blocks and bytes: a state can be 170 MB.
+
+A state is an ordinary cached block, and vLLM evicts the least recently used first. Three things differ. A turn of a
+conversation that has moved on goes first. What many requests start from (a system prompt, a document) counts as used
+whenever something deeper is. And all states together hold at most a share of the cache. Only blocks that no request
+holds are touched, so no request ever waits for a state.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_patches.settings import DEFAULT_SHARE
+
+
+@dataclass
+class State:
+    """A recurrent state in the cache: one block for each recurrent cache group."""
+
+    blocks: Sequence[Any]  # vLLM's KVCacheBlock
+    turn: bool  # the end of somebody's turn, rather than the end of something shared
+    uses: int = 0  # requests that resumed from it
+
+    @property
+    def free(self) -> bool:
+        """No request and no running step holds it."""
+        return all(block.ref_cnt == 0 for block in self.blocks)
+
+
+class Retention:
+    """All states that one scheduler has written and the cache still holds, least recently used first."""
+
+    def __init__(self, pool: Any, share: float = DEFAULT_SHARE) -> None:
+        self._pool = pool
+        self._limit = int(share * pool.num_gpu_blocks)  # blocks
+        self._states: OrderedDict[bytes, State] = OrderedDict()  # by the key of the first recurrent group
+        self._num_blocks = 0
+        self._superseded: dict[bytes, None] = {}
+        self._pruned = False  # in this step
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._states
+
+    def add(self, key: bytes, blocks: Sequence[Any], turn: bool) -> None:
+        """A state was given to the cache."""
+        self._forget(key)
+        self._states[key] = State(blocks, turn)
+        self._num_blocks += len(blocks)
+
+    def resumed(self, key: bytes) -> bool:
+        """A request resumes from a state; whether it is one of ours."""
+        state = self._states.get(key)
+        if state is None:
+            return False
+        state.uses += 1
+        self._superseded.pop(key, None)
+        self._states.move_to_end(key)
+        return True
+
+    def supersede(self, key: bytes) -> None:
+        """The only conversation that used this state has moved on to a later one."""
+        state = self._states.get(key)
+        if state is not None and state.turn and state.uses <= 1:
+            self._superseded[key] = None
+
+    def refresh(self, keys: Iterable[bytes]) -> None:
+        """Something deeper was used: what it builds on is as fresh."""
+        for key in keys:
+            state = self._states.get(key)
+            if state is not None:
+                self._states.move_to_end(key)
+                for block in state.blocks:
+                    if block.ref_cnt == 0 and not block.is_null:
+                        self._pool.free_block_queue.remove(block)
+                        self._pool.free_block_queue.append(block)
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Let go of states until `num_blocks` more fit into the share. False where even that does not help."""
+        if num_blocks > self._limit:
+            return False
+        if self._num_blocks + num_blocks > self._limit and not self._pruned:
+            self._pruned = True
+            self.prune()
+        while self._num_blocks + num_blocks > self._limit:
+            victim = self._next_victim()
+            if victim is None:
+                return False
+            self._drop(victim)
+        return True
+
+    def prune(self) -> None:
+        """Forget what vLLM has evicted."""
+        for key in [key for key, state in self._states.items() if state.blocks[0].block_hash != key]:
+            self._forget(key)
+
+    def offer_superseded(self) -> None:
+        """A step begins: superseded states are the next free blocks that the cache takes, and are found until then."""
+        self._pruned = False
+        for key in list(self._superseded):
+            state = self._states.get(key)
+            if state is None or state.blocks[0].block_hash != key:
+                del self._superseded[key]
+            elif state.free:
+                del self._superseded[key]
+                self._states.move_to_end(key, last=False)
+                self._to_front(state)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._states.clear()
+        self._superseded.clear()
+        self._num_blocks = 0
+
+    def _next_victim(self) -> bytes | None:
+        shared = None
+        for key, state in self._states.items():
+            if state.free:
+                if state.turn and state.uses <= 1:
+                    return key
+                shared = shared or key
+        return shared
+
+    def _drop(self, key: bytes) -> None:
+        state = self._states[key]
+        for block in state.blocks:
+            self._pool._maybe_evict_cached_block(block)
+        self._to_front(state)
+        self._forget(key)
+
+    def _to_front(self, state: State) -> None:
+        for block in state.blocks:
+            self._pool.free_block_queue.remove(block)
+        self._pool.free_block_queue.prepend_n(list(state.blocks))
+
+    def _forget(self, key: bytes) -> None:
+        state = self._states.pop(key, None)
+        if state is not None:
+            self._num_blocks -= len(state.blocks)
+            self._superseded.pop(key, None)

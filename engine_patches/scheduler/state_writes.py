@@ -1,0 +1,133 @@
+"""States written inside a pass, seen from the scheduler: a block for each, its keys, and the word to the worker.
+
+Everything happens once a step is planned to its end, so a state is promised only for requests that are really in the
+step, its blocks are taken only from those that nobody needed, and nobody can resume from it before it is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine_patches.forward.segments import WRITES, Write
+from engine_patches.scheduler.cache_keys import keep_attention_keys, key_at
+from engine_patches.scheduler.hints import HINTED
+from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT
+from engine_patches.scheduler.state_events import tell_what_is_planned
+
+
+def write_after_scheduling(original: Callable) -> Callable:
+    """Replacement of `Scheduler.schedule`."""
+
+    def schedule(self, *args, **kwargs):
+        checkpoints = self.seamark
+        checkpoints.begin_step(self.kv_cache_manager.block_pool, self.requests)
+        output = original(self, *args, **kwargs)
+        if checkpoints.exporting:
+            setattr(output, WRITES, _plan_writes(self, output))
+        if checkpoints.findable is not None:
+            tell_what_is_planned(self, output)
+        output.seamark_planned_at = time.monotonic()
+        self._seamark_last_planned = output
+        return output
+
+    return schedule
+
+
+def learn_pace(original: Callable) -> Callable:
+    """Replacement of `Scheduler.update_from_output`: what comes back tells how long the step took."""
+
+    def update_from_output(self, scheduler_output, model_runner_output, *args, **kwargs):
+        now = time.monotonic()
+        # Steps may be planned before the last one is done: then this one ran from that one's end.
+        began = max(getattr(scheduler_output, "seamark_planned_at", now), getattr(self, "_seamark_step_end", 0.0))
+        self._seamark_step_end = now
+        counts = scheduler_output.num_scheduled_tokens.values()
+        if counts:
+            self.seamark.pace.step_took(sum(counts), now - began, prefill=max(counts) > 1)
+        if scheduler_output is getattr(self, "_seamark_last_planned", None):  # there may be no further step to do it
+            self.seamark.release(self.kv_cache_manager.block_pool)
+        return original(self, scheduler_output, model_runner_output, *args, **kwargs)
+
+    return update_from_output
+
+
+def _plan_writes(scheduler: Any, output: Any) -> dict[str, list[Write]]:
+    writes: dict[str, list[Write]] = {}
+    for name, num_tokens in output.num_scheduled_tokens.items():
+        request = scheduler.requests[name]
+        end = request.num_computed_tokens  # vLLM has advanced it already
+        start = end - num_tokens
+        if start < request.num_prompt_tokens:
+            planned = _writes_of(scheduler, request, start, end)
+            if planned:
+                writes[name] = planned
+    return writes
+
+
+def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write]:
+    """The states of one chunk, positions in (start, end]."""
+    checkpoints = scheduler.seamark
+    pool = scheduler.kv_cache_manager.block_pool
+    planned, positions = [], []
+    for wanted in checkpoints.wanted(request):
+        position = wanted.position
+        if not start < position <= end:
+            continue
+        if not _is_cached(checkpoints, pool, request, position):
+            miss = EVICTED
+            if not checkpoints.worth_writing(position):
+                checkpoints.tally.ignored["not_worth_it"] += 1
+                miss = NOT_WORTH_IT
+            elif end - start == 1:
+                # A step of single tokens may be replayed as one graph of kernels, in which no layer is run in pieces.
+                checkpoints.tally.ignored["single_token"] += 1
+            elif (blocks := checkpoints.reserve(pool, request, wanted)) is None:
+                checkpoints.tally.ignored["no_room"] += 1
+                if checkpoints.gate is not None:
+                    checkpoints.gate.room_is_short()
+            else:
+                groups = zip(checkpoints.recurrent_groups, blocks, strict=True)
+                planned.append(Write(position - start, {group: block.block_id for group, block in groups}))
+                positions.append(position)
+            if wanted.kind == HINTED:
+                checkpoints.outcomes.saw(request, position, miss)
+        else:
+            positions.append(position)
+    if positions:
+        checkpoints.note_keys(request, positions)
+        for manager in checkpoints.attention_managers:
+            keep_attention_keys(manager, request, positions)
+    return planned
+
+
+def _is_cached(checkpoints: Any, pool: Any, request: Any, position: int) -> bool:
+    cached = pool.cached_block_hash_to_block
+    keys = (key_at(request, position, checkpoints.match_unit, group) for group in checkpoints.recurrent_groups)
+    return all(cached.get_one_block(key) is not None for key in keys)
+
+
+def keep_only_true_states(original: Callable) -> Callable:
+    """Replacement of `MambaManager.cache_blocks`.
+
+    vLLM registers every block that a chunk has passed; of those only one that ends where the chunk ends holds the
+    state its key promises. vLLM gets by on ending chunks at block edges; ours run on.
+    """
+
+    def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries):
+        checkpoints = getattr(self, "seamark", None)
+        passed = num_tokens // self.block_size
+        first = self.num_cached_block.get(request.request_id, 0)
+        if checkpoints is None or not checkpoints.exporting or passed <= first:
+            return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+        blocks = self.req_to_blocks[request.request_id]
+        whole = passed if num_tokens % self.block_size else passed - 1
+        hidden = blocks[first:whole]
+        blocks[first:whole] = [self._null_block] * len(hidden)
+        try:
+            return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+        finally:
+            blocks[first:whole] = hidden
+
+    return cache_blocks

@@ -1,0 +1,86 @@
+"""Exactness: an answer equals the reference engine's. float32: every token, and the top logprobs within a bound; where
+the reference's two best are nearer to each other than sums in float32 can tell, either of them.
+
+bfloat16 rounds by what else is in a batch, cache or not: a token may be another where the reference's two best are
+nearly tied, in a small share of the answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from proxy.bench.harness.client import Answer, Step
+from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT
+
+LOGPROB_BOUND = 1e-4
+
+MIN_TOKENS = 32
+
+
+class Difference(NamedTuple):
+    """The first place where two answers part, or the largest logprob error where none does."""
+
+    position: int | None  # of the first differing token
+    largest_error: float  # of a logprob, up to there
+    gap: float = math.inf  # logprob between the reference's two best tokens at `position`
+
+    @property
+    def exact(self) -> bool:
+        """Whether float32 answers count as equal."""
+        return FLOAT32.accepts(self)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What counts as equal in one precision."""
+
+    bound: float  # of a logprob's error
+    tie: float = 0.0  # a gap below it may be taken either way
+    share: float = 0.0  # of the answers that may do so
+
+    def accepts(self, difference: Difference) -> bool:
+        """Whether one answer may pass."""
+        if difference.position is None:
+            return difference.largest_error <= self.bound
+        return difference.gap < self.tie
+
+    def accepts_all(self, differences: Sequence[Difference]) -> bool:
+        """Whether these answers may pass together."""
+        parted = sum(difference.position is not None for difference in differences)
+        return all(map(self.accepts, differences)) and parted <= self.share * len(differences)
+
+
+FLOAT32 = Rule(bound=LOGPROB_BOUND, tie=1e-5, share=0.01)
+
+BFLOAT16 = Rule(bound=0.25, tie=0.1, share=0.01)
+
+RULES: Mapping[str, Rule] = {NEMOTRON_H: FLOAT32, QWEN3_NEXT: BFLOAT16}  # by family of the generated model, on a CPU
+
+
+def compare(answer: Answer, reference: Answer) -> Difference:
+    """How `answer` differs from the reference engine's. Compares as many tokens as `answer` has."""
+    error = 0.0
+    for position, (step, wanted) in enumerate(zip(answer.steps, reference.steps, strict=False)):
+        if step.token != wanted.token:
+            best, second, *_ = sorted(wanted.top.values(), reverse=True)
+            return Difference(position, max(error, _error(step, wanted)), best - second)
+        error = max(error, _error(step, wanted))
+    if len(answer.steps) > len(reference.steps):
+        return Difference(len(reference.steps), error)
+    return Difference(None, error)
+
+
+def _error(step: Step, wanted: Step) -> float:
+    # The fifth and sixth best can change places within the bound, so only tokens both lists name are compared.
+    common = step.top.keys() & wanted.top.keys()
+    if len(common) < len(wanted.top) - 1:
+        return math.inf
+    return max(abs(step.top[token] - wanted.top[token]) for token in common)
+
+
+def worst(differences: Sequence[Difference]) -> Difference:
+    """The one that speaks most against exactness."""
+    return max(differences, key=lambda difference: (difference.position is not None, difference.largest_error))

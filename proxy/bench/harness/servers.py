@@ -1,0 +1,196 @@
+"""Real servers for a benchmark or a test: vLLM engines and gateways on free loopback ports, all ended at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from proxy.commands.render_server import free_port
+
+MODEL_NAME = "tiny-hybrid"
+
+START_SECONDS = 420.0
+
+STOP_SECONDS = 20.0
+
+# One thread per engine: on a small machine more of them wait for each other. The executor inside the engine's process
+# saves a process, and its imports, per engine.
+ENGINE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+# One line per engine iteration: the only way to count forward passes of an engine that is not ours.
+ENGINE_FLAGS = (
+    "--served-model-name",
+    MODEL_NAME,
+    "--max-model-len",
+    "8192",
+    "--max-num-seqs",
+    "8",
+    "--enable-logging-iteration-details",
+)
+
+
+@dataclass
+class Server:
+    """A started server. `log` grows while it runs."""
+
+    name: str
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def wait_until_ready(self, path: str = "/health", seconds: float = START_SECONDS) -> None:
+        """Return once `path` answers 200. Raises `RuntimeError` with the log's end if it dies or takes too long."""
+        deadline = time.monotonic() + seconds
+        with httpx.Client(timeout=5.0) as client:
+            while time.monotonic() < deadline:
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"{self.name} ended with {self.process.returncode}:\n{self.log_end()}")
+                with contextlib.suppress(httpx.HTTPError):
+                    if client.get(self.url + path).status_code == 200:
+                        return
+                time.sleep(0.1)
+        raise RuntimeError(f"{self.name} was not ready after {seconds:.0f} s:\n{self.log_end()}")
+
+    def log_end(self, lines: int = 40) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the server and the processes it started."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Fleet:
+    """Servers that end together, whatever happens. Use as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        """Logs go into `folder`."""
+        self._folder = folder
+        self.servers: list[Server] = []
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with _interrupts_ignored():
+            for server in self.servers:
+                if server.process.poll() is None:
+                    server.process.terminate()
+            for server in self.servers:
+                server.stop()
+
+    def engine(
+        self,
+        name: str,
+        model: Path,
+        mode: str = "1",
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+        port: int | None = None,
+    ) -> Server:
+        """Start a vLLM server with `SEAMARK_ENGINE=mode`, on a free port where none is given."""
+        port = port or free_port()
+        command = ["-m", "engine_patches", "worker", "--model", str(model), "--port", str(port), "--"]
+        settings = {**ENGINE_ENVIRONMENT, "SEAMARK_ENGINE": mode, **environment}
+        return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
+
+    def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
+        """Start `seamark serve` in front of `workers`, without self-checks: they would be measured as well."""
+        port = free_port()
+        command = ["-m", "proxy.cli", "serve", "--port", str(port), "--self-check-interval", "0", *flags]
+        for worker in workers:
+            command += ["--worker", worker.url]
+        return self._start("gateway", port, command, {})
+
+    def mock_worker(self, step_ms: int = 0) -> Server:
+        """Start a worker without an engine, which streams a chunk each `step_ms`; 0: as fast as it can."""
+        port = free_port()
+        flags = ["--port", str(port), "--step-ms", str(step_ms)]
+        return self._start("mock-worker", port, ["-m", "tests.harness.mock_worker", *flags], {})
+
+    def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
+        return self.start(name, port, [sys.executable, *arguments], environment)
+
+    def start(self, name: str, port: int, command: Sequence[str], environment: Mapping[str, str]) -> Server:
+        """Start any server that `command` lets listen on the loopback `port`."""
+        log = self._folder / f"{name}-{port}.log"
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("SEAMARK_")}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**inherited, **environment},
+                start_new_session=True,  # its own process group: vLLM's engine processes end with it
+            )
+        server = Server(name, f"http://127.0.0.1:{port}", log, process)
+        self.servers.append(server)
+        return server
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    previous: Callable | int | None = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def narrator() -> Callable[[str], None]:
+    """Prints lines to stderr with the seconds since this call. From here on `kill` ends all just as Ctrl-C does."""
+    began = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+CACHE = Path(".cache")
+
+NEMOTRON_H, QWEN3_NEXT = "nemotron_h", "qwen3_next"
+
+# Match unit (tokens) that the plugin chooses: a delta net's kernels scan in chunks of 64.
+MATCH_UNITS: Mapping[str, int] = {NEMOTRON_H: 16, QWEN3_NEXT: 64}
+
+
+def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H) -> Path:
+    """The generated model of `family`, made anew whenever its generator has changed."""
+    source = importlib.util.find_spec("engine_patches.commands.model")
+    if source is None or source.origin is None:
+        raise SystemExit("seamark bench: engine_patches is not installed here")
+    version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
+    folder = CACHE / f"{family}-{version}"
+    if not folder.exists():
+        say(f"generating a small {family} in {folder}")
+        CACHE.mkdir(exist_ok=True)
+        # Others may want it at the same time: whoever is first gives it its name.
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="model-") as being_made:
+            command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", being_made + "/m"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
+            with contextlib.suppress(OSError):
+                Path(being_made, "m").rename(folder)
+    return folder.resolve()

@@ -1,0 +1,210 @@
+"""The places in a chat where a prefix may end that others share, each with the variant that shows where it lies.
+
+A variant is the chat with something else behind the place: what it has in common with the prompt is the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from proxy.boundaries.sentinel import (
+    first_user_text,
+    is_open,
+    last_open_text,
+    role_of,
+    sentinel_for,
+    text_of,
+    with_text,
+)
+from proxy.chat.canonical import MARKS, Keys, canonical, chat_keys, digest, without_marks
+from proxy.chat.chat import TOOLS, Chat, Mark
+
+Kind = Literal["system", "history", "turn", "explicit", "learned"]
+
+
+class Place(NamedTuple):
+    """One of them."""
+
+    kind: Kind
+    key: bytes  # of the content before it, and of whatever else decides its position
+    variant: Mapping[str, Any]  # a chat request
+    text: int | None  # index of the message whose text follows; None where the template's own words follow
+
+
+class Layout(NamedTuple):
+    """A chat taken apart."""
+
+    chat: Chat
+    keys: Keys
+    first: int | None  # first user text
+    last: int  # last user or tool text
+    key: bytes  # of the chat before its last text
+    generates: bool  # the worker adds the words that ask for an answer
+    system_key: bytes  # of tools and system prompt; another one where turns follow, see `alone`
+
+    @property
+    def alone(self) -> bool:
+        """Nothing was said before the last text. Some templates put the system prompt into the *last* user message."""
+        return self.first == self.last
+
+    @property
+    def prefixes(self) -> tuple[bytes, ...]:
+        """Content keys of everything this prompt starts with, shortest first."""
+        return (
+            self.system_key,
+            *self.keys.after[: self.last],
+            self.key,
+            *self.keys.after[self.last :],
+        )
+
+    @property
+    def last_size(self) -> int:
+        """Characters of the last text."""
+        return len(text_of(self.chat.messages[self.last]) or "")
+
+    @property
+    def turn_key(self) -> bytes | None:
+        """Of the whole chat; None where no turn ends."""
+        return self.keys.after[-1] if self.generates and is_open(self.chat.messages[-1]) else None
+
+
+def lay_out(chat: Chat, renderer_id: bytes) -> Layout | None:
+    """The chat taken apart; None where it has no text that others could differ in."""
+    last = last_open_text(chat.messages)
+    if last is None:
+        return None
+    keys = chat_keys(chat.body, chat.messages, renderer_id)
+    key = keys.before[last]
+    if last + 1 < len(chat.messages):
+        key = digest("history", key, canonical(chat.messages[last + 1 :]))
+    first = first_user_text(chat.messages)
+    system_key = key if first == last else digest("system", keys.head if first is None else keys.before[first])
+    generates = bool(chat.body.get("add_generation_prompt", True)) and not chat.body.get("continue_final_message")
+    return Layout(chat, keys, first, last, key, generates, system_key)
+
+
+def history_place(layout: Layout) -> Place:
+    """The start of the last user or tool text."""
+    return Place("history", layout.key, with_last_text(layout, None), layout.last)
+
+
+def system_place(layout: Layout) -> Place | None:
+    """The end of tools and system prompt; None where that is the history, or nothing is."""
+    if layout.first is None or layout.alone:
+        return None
+    return Place("system", layout.system_key, _cut(layout, layout.first, 0), layout.first)
+
+
+def turn_place(layout: Layout) -> Place | None:
+    """The end of the last turn, before the words that ask for an answer."""
+    if layout.turn_key is None:
+        return None
+    return Place("turn", layout.turn_key, {**layout.chat.body, "add_generation_prompt": False}, None)
+
+
+def user_place(layout: Layout) -> Place | None:
+    """After a tool loop the end of the last user message: thinking models render the loop anew in the next turn."""
+    index = _user_before_loop(layout)
+    return _end_of(layout, index, "turn") if index is not None else None
+
+
+def user_key(layout: Layout) -> bytes | None:
+    """Content key of that place."""
+    index = _user_before_loop(layout)
+    return layout.keys.after[index] if index is not None else None
+
+
+def _user_before_loop(layout: Layout) -> int | None:
+    messages = layout.chat.messages
+    if messages[layout.last].get("role") == "user":
+        return None
+    return next((i for i in range(layout.last - 1, -1, -1) if role_of(messages[i]) == "user"), None)
+
+
+def marked_place(layout: Layout, mark: Mark) -> Place | None:
+    """Where a client marked the end of something to cache; None where nothing can be told apart there."""
+    messages = layout.chat.messages
+    if mark.message == TOOLS:
+        if role_of(messages[0]) == "system" and text_of(messages[0]) is not None:
+            return Place("explicit", digest("tools", layout.keys.before[0]), _cut(layout, 0, 0), 0)
+        return system_place(layout)
+    message = messages[mark.message]
+    if mark.characters is not None:
+        return cut_place(layout, mark.message, mark.characters, "explicit")
+    content = message.get("content")
+    following = [
+        number
+        for number, part in enumerate(content if isinstance(content, list) else ())
+        if mark.part is not None and number > mark.part and isinstance(part, dict) and isinstance(part.get("text"), str)
+    ]
+    if following:
+        number = following[0]
+        part = {**content[number], "text": sentinel_for(content[number]["text"])}
+        changed = {**message, "content": [*content[:number], part]}
+        before = layout.keys.after[mark.message - 1] if mark.message else layout.keys.head
+        # Its role and other fields too; where the marks stand moves nothing.
+        beside = {name: value for name, value in message.items() if name not in ("content", *MARKS)}
+        shape = canonical([beside, [without_marks(each) for each in content[:number]]])
+        key = digest("part", before, shape, str(mark.message == layout.last).encode())
+        return Place("explicit", key, _truncated(layout, [*messages[: mark.message], changed]), mark.message)
+    if layout.first is not None and mark.message < layout.first:
+        if mark.message + 1 == layout.first:
+            return system_place(layout)
+        return None
+    return _end_of(layout, mark.message, "explicit") if mark.message < len(messages) - 1 else None
+
+
+def cut_place(layout: Layout, index: int, characters: int, kind: Kind) -> Place | None:
+    """So many characters into the text of message `index`."""
+    text = text_of(layout.chat.messages[index])
+    if text is None or not 0 < characters < len(text):
+        return None
+    key = cut_key(layout, index, xxh3_128_digest(text[:characters].encode(errors="surrogatepass")))
+    if index == layout.last:
+        return Place(kind, key, with_last_text(layout, text[:characters] + sentinel_for(text[characters:])), index)
+    return Place(kind, key, _cut(layout, index, characters), index)
+
+
+def cut_key(layout: Layout, index: int, head: bytes) -> bytes:
+    """Content key of a beginning of the text of message `index`, `head` being the hash of it."""
+    return digest("cut", layout.keys.before[index], b"last" if index == layout.last else b"earlier", head)
+
+
+def with_last_text(layout: Layout, text: str | None) -> dict[str, Any]:
+    """The chat with its last text replaced, by a sentinel where `text` is None."""
+    messages = list(layout.chat.messages)
+    message = messages[layout.last]
+    messages[layout.last] = with_text(message, sentinel_for(text_of(message) or "") if text is None else text)
+    return {**layout.chat.body, "messages": messages}
+
+
+def with_text_at(layout: Layout, index: int, text: str) -> dict[str, Any]:
+    """The chat with another text in message `index`; what follows goes, unless it follows the last text."""
+    if index == layout.last:
+        return with_last_text(layout, text)
+    messages = layout.chat.messages
+    return _truncated(layout, [*messages[:index], with_text(messages[index], text)])
+
+
+def _cut(layout: Layout, index: int, characters: int) -> dict[str, Any]:
+    text = text_of(layout.chat.messages[index]) or ""
+    return with_text_at(layout, index, text[:characters] + sentinel_for(text[characters:]))
+
+
+def _end_of(layout: Layout, index: int, kind: Kind) -> Place:
+    body = {**layout.chat.body, "messages": list(layout.chat.messages[: index + 1]), "add_generation_prompt": False}
+    body.pop("continue_final_message", None)
+    return Place(kind, layout.keys.after[index], body, None)
+
+
+def _truncated(layout: Layout, messages: Sequence[Any]) -> dict[str, Any]:
+    messages = list(messages)
+    if role_of(messages[-1]) == "system":
+        messages.append({"role": "user", "content": "Quartz"})  # templates want one to answer
+    body = {**layout.chat.body, "messages": messages}
+    if not layout.generates:
+        body.pop("continue_final_message", None)
+    return body

@@ -1,0 +1,118 @@
+"""Learned boundaries: long text shared *inside* messages, found where recent requests actually diverged.
+
+Documents, few-shot blocks, a system prompt whose last line changes: the first request of a kind is remembered, the
+second diverges from it and so shows where the shared text ends, the third finds a checkpoint there.
+
+Texts are kept in memory for this, bounded in bytes, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from sys import getsizeof
+from typing import NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from proxy.boundaries.candidates import Layout
+from proxy.boundaries.sentinel import text_of
+from proxy.boundaries.token_ids import common_prefix
+
+# Shorter shared beginnings are not worth a state of their own: some hundred tokens.
+MIN_CHARACTERS = 512
+
+MAX_TEXTS = 8  # recent texts in one place
+
+MAX_CUTS = 4  # places inside them
+
+# How far back the last line break is looked for: a line that changed once will change again, perhaps earlier in it.
+LINE_CHARACTERS = 240
+
+PLACE_BYTES = 600  # of an entry beside its texts
+
+
+class Cut(NamedTuple):
+    """A beginning of a text that several requests share."""
+
+    text: str
+    key: bytes
+
+
+class _Node:
+    """Recent texts in one place of one prefix."""
+
+    __slots__ = ("cuts", "size", "texts")
+
+    def __init__(self) -> None:
+        self.texts: OrderedDict[bytes, str] = OrderedDict()  # by the key after them
+        self.cuts: list[Cut] = []  # beginnings that several of them share, most recently used last
+        self.size = PLACE_BYTES
+
+
+class Learner:
+    """Recent texts by what stands before them; the least recently used place is forgotten first."""
+
+    def __init__(self, size: int) -> None:
+        """`size` in bytes; 0 keeps nothing and learns nothing."""
+        self._size = size
+        self.held = 0
+        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+
+    def cuts(self, layout: Layout, first: int = 0) -> list[tuple[int, Cut]]:
+        """Beginnings of texts from message `first` on that were shared before, learning from where this chat diverges.
+
+        Each comes with the index of its message.
+        """
+        if not self._size:
+            return []
+        found: list[tuple[int, Cut]] = []
+        keys = layout.keys
+        for index in range(first, layout.last + 1):
+            text = text_of(layout.chat.messages[index])
+            if text is None or len(text) < MIN_CHARACTERS:
+                continue
+            node = self._nodes.get(keys.before[index])
+            if node is None:
+                node = self._nodes[keys.before[index]] = _Node()
+                self.held += node.size
+            else:
+                self._nodes.move_to_end(keys.before[index])
+                if keys.after[index] not in node.texts:
+                    self._diverged(node, text)
+            self._keep(node, keys.after[index], text)
+            found += [(index, cut) for cut in node.cuts if len(cut.text) < len(text) and text.startswith(cut.text)]
+        while self.held > self._size and self._nodes:
+            _, oldest = self._nodes.popitem(last=False)
+            self.held -= oldest.size
+        return found
+
+    def _diverged(self, node: _Node, text: str) -> None:
+        """A new text: where it leaves the recent one it is most alike is a place worth remembering."""
+        shared = max((common_prefix(text, other) for other in node.texts.values()), default=0)
+        line = text.rfind("\n", max(0, shared - LINE_CHARACTERS), shared) + 1
+        for length in (line, shared):
+            if length < MIN_CHARACTERS or length >= len(text):
+                continue
+            head = text[:length]
+            cut = Cut(head, xxh3_128_digest(head.encode(errors="surrogatepass")))
+            if cut in node.cuts:
+                node.cuts.remove(cut)
+            else:
+                self._grow(node, getsizeof(head))
+            node.cuts.append(cut)
+            if len(node.cuts) > MAX_CUTS:
+                self._grow(node, -getsizeof(node.cuts.pop(0).text))
+
+    def _keep(self, node: _Node, key: bytes, text: str) -> None:
+        if key in node.texts:
+            node.texts.move_to_end(key)
+            return
+        node.texts[key] = text
+        self._grow(node, getsizeof(text))
+        if len(node.texts) > MAX_TEXTS:
+            _, oldest = node.texts.popitem(last=False)
+            self._grow(node, -getsizeof(oldest))
+
+    def _grow(self, node: _Node, size: int) -> None:
+        node.size += size
+        self.held += size

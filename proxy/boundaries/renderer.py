@@ -1,0 +1,119 @@
+"""Asking a worker which tokens a chat becomes. The worker is the reference: it renders what it is going to compute."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from xxhash import xxh3_128_digest
+
+from proxy.boundaries.token_ids import Tokens
+from proxy.chat.chat import CHAT
+from proxy.http.client import Broken, Unreachable, Upstream
+
+# Rendered once for each boot: its tokens stand for tokenizer and template, so that a position learnt from one template
+# is never used with another. The second serves templates without a system role.
+PROBES: tuple[list[dict[str, str]], ...] = (
+    [
+        {"role": "system", "content": "Seamark 1"},
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", "content": "answer"},
+        {"role": "user", "content": "again"},
+    ],
+    [{"role": "user", "content": "probe"}],
+)
+
+TOKENIZE = "/tokenize"
+
+# `/tokenize` refuses nothing it does not know, but these are the fields of a chat it reads.
+TOKENIZE_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+)
+
+# Not needed for rendering, and apt to make a render fail or stream.
+DROPPED_FIELDS = ("stream", "stream_options", "vllm_xargs", "n", "logprobs", "top_logprobs", "prompt_logprobs")
+
+
+class RenderFailed(Exception):
+    """The worker could not or would not render. The message holds no prompt text; `answer`, the worker's own, might."""
+
+    def __init__(self, message: str, answer: bytes = b"") -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class Renderer(Protocol):
+    """Token ids of a request."""
+
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+        """`body` as it would be sent to `path`. Raise `RenderFailed` where there are none."""
+
+
+class WorkerRenderer:
+    """Renders through one worker: by its render routes, or by `/tokenize` where those are switched off."""
+
+    def __init__(self, upstream: Upstream, url: str, timeout: float) -> None:
+        """`timeout` in seconds for one render."""
+        self._upstream = upstream
+        self._url = url
+        self._timeout = timeout
+        self._has_render_route = True
+        self.asked = 0  # renders
+        self._writing = asyncio.Lock()
+
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+        self.asked += 1
+        if self._has_render_route:
+            wanted = {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
+            status, answer = await self._post(path + "/render", wanted)
+            if status not in (403, 404, 405):
+                return self._tokens(status, answer, "token_ids")
+        if path != CHAT:
+            raise RenderFailed(f"no route renders {path}")
+        status, answer = await self._post(TOKENIZE, {name: body[name] for name in TOKENIZE_FIELDS if name in body})
+        tokens = self._tokens(status, answer, "tokens")
+        self._has_render_route = False  # the refusal was of the route: this request itself is fine
+        return tokens
+
+    def forget_routes(self) -> None:
+        """The worker has restarted, perhaps with other routes."""
+        self._has_render_route = True
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        async with self._writing:  # the variants of a long chat one by one, so that others get their turn in between
+            raw = json.dumps(body).encode()
+            await asyncio.sleep(0)
+        try:
+            return await self._upstream.fetch("POST", self._url + path, raw, timeout=self._timeout)
+        except (Unreachable, Broken) as error:
+            raise RenderFailed(f"{path}: {type(error).__name__}") from error
+
+    @staticmethod
+    def _tokens(status: int, answer: bytes, field: str) -> Tokens:
+        if status != 200:
+            raise RenderFailed(f"status {status}", answer)
+        tokens = Tokens.in_answer(answer, field)
+        if tokens is None:
+            raise RenderFailed(f"an answer without {field}")
+        return tokens
+
+
+async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
+    """A hash of what the probes render to; None where none of them renders."""
+    for messages in PROBES:
+        try:
+            tokens = await renderer({"model": model, "messages": messages})
+        except RenderFailed:
+            continue
+        return xxh3_128_digest(tokens.raw)
+    return None

@@ -1,0 +1,115 @@
+"""Token ids as the worker spells them, `1,22,333`: compared, counted and hashed as bytes.
+
+Reading the ids of a prompt of 100,000 tokens as Python integers would hold up the event loop for many milliseconds;
+comparing two such texts takes microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from xxhash import xxh3_128
+
+
+class Tokens:
+    """The ids of one prompt; immutable."""
+
+    __slots__ = ("_count", "_ends", "local", "raw")
+
+    def __init__(self, raw: bytes, local: bool = False) -> None:
+        """`raw` holds decimal ids with a comma between them and nothing else; `local`: no worker was asked."""
+        self.raw = raw
+        self.local = local
+        self._count: int | None = None
+        self._ends: dict[int, int] = {}  # where so many tokens end in `raw`; counting is what costs
+
+    @classmethod
+    def of(cls, ids: Iterable[int]) -> Tokens:
+        """The tokens with these ids."""
+        return cls(",".join(map(str, ids)).encode())
+
+    @classmethod
+    def in_answer(cls, answer: bytes, field: str) -> Tokens | None:
+        """The one list of ids named `field` in a JSON answer; None where there is none, or more than one."""
+        _, found, rest = answer.partition(b'"%b":' % field.encode())
+        ids, closed, rest = rest.partition(b"]")
+        ids = ids.lstrip()
+        if not found or not closed or not ids.startswith(b"[") or b'"%b":[' % field.encode() in rest:
+            return None
+        raw = ids[1:].translate(None, b" \r\n\t")
+        return cls(raw) if raw and not raw.strip(b"0123456789,") else None
+
+    def __len__(self) -> int:
+        if self._count is None:
+            self._count = self.raw.count(b",") + 1 if self.raw else 0
+        return self._count
+
+    def ids(self) -> list[int]:
+        """The ids as integers."""
+        return [int(part) for part in self.raw.split(b",")] if self.raw else []
+
+    def common_prefix(self, other: Tokens) -> int:
+        """Length (tokens) of the longest common prefix."""
+        left, right = self.raw, other.raw
+        end = common_prefix(left, right)
+        if not end:
+            return 0
+        whole = (end == len(left) or left[end] == COMMA) and (end == len(right) or right[end] == COMMA)
+        if not whole:  # the last id compared goes on in one of them
+            end = left.rfind(b",", 0, end)
+            if end < 0:
+                return 0
+        # The shorter side is counted: what follows is mostly the last text.
+        tokens = len(self) - left.count(b",", end) if 2 * end > len(left) else left.count(b",", 0, end) + 1
+        self._ends[tokens] = other._ends[tokens] = end
+        return tokens
+
+    def key(self, tokens: int, *parts: bytes) -> bytes:
+        """128-bit name of the first `tokens` ids; `parts` is what else tells two such prefixes apart."""
+        hashed = xxh3_128(b"\0".join(parts))
+        hashed.update(memoryview(self.raw)[: self._offset(tokens)])
+        return hashed.digest()
+
+    def tail(self, tokens: int, count: int) -> bytes:
+        """The last `count` ids of the first `tokens`, spelled the same way."""
+        end = self._offset(tokens)
+        return b",".join(self.raw[max(0, end - 12 * (count + 1)) : end].split(b",")[-count:])
+
+    def _offset(self, tokens: int) -> int:
+        """Where the first `tokens` ids end in `raw`, by halving."""
+        if tokens <= 0:
+            return 0
+        if (end := self._ends.get(tokens)) is not None:
+            return end
+        if (end := self._ends.get(tokens + 1)) is not None:
+            return self.raw.rindex(b",", 0, end)
+        if tokens >= len(self):
+            return len(self.raw)
+        low, high, before = 0, len(self.raw), 0  # the wanted comma lies in [low, high); `before` commas before low
+        while high - low > 1:
+            middle = (low + high) // 2
+            inside = self.raw.count(b",", low, middle)
+            if before + inside >= tokens:
+                high = middle
+            else:
+                low, before = middle, before + inside
+        return low
+
+
+COMMA = ord(",")
+
+
+def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two lists or texts, by halving."""
+    limit = min(len(left), len(right))
+    if left[:limit] == right[:limit]:
+        return limit
+    low, high = 0, limit  # left[:low] agrees, left[:high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

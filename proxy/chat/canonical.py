@@ -1,0 +1,159 @@
+"""Canonical keys: 128-bit hashes of everything that can move a boundary, chained message by message.
+
+Two requests that render alike get one key. Keys are for remembering only; what is forwarded never passes through here.
+A wrong match costs a hit, not an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
+
+# Fields beside the messages that a chat template or vLLM's renderer can see, and the salt that parts the caches.
+HEAD_FIELDS = (
+    "model",
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "documents",
+    "reasoning_effort",
+    "response_format",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_special_tokens",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "cache_salt",
+)
+
+# What clients write on content for a cache, and no template reads.
+MARKS = ("cache_control", "prompt_cache_breakpoint")
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class Keys(NamedTuple):
+    """Keys of one chat, a value per message."""
+
+    head: bytes
+    before: tuple[bytes, ...]  # everything before the message's last text, its own shape included
+    after: tuple[bytes, ...]  # everything up to the end of the message
+
+
+def digest(kind: str, *parts: bytes) -> bytes:
+    """A key of its own kind from other keys and canonical bytes."""
+    return xxh3_128_digest(b"\0".join((kind.encode(), *parts)))
+
+
+def canonical(value: Any) -> bytes:
+    """One spelling for JSON values that differ only in white space and escapes. Key order is kept: templates see it."""
+    return _encode(value).encode(errors="surrogatepass")
+
+
+def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes) -> Keys:
+    """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it."""
+    head = _head(body, renderer)
+    before, after = [], []
+    key = head
+    for message in messages:
+        shape, text = _parts(message)
+        chained = xxh3_128(key + shape + b"\0")  # the shape ends here, whatever the text begins with
+        before.append(chained.digest())
+        chained.update(text)
+        chained.update(b"\0")  # after an empty text is not before it
+        key = chained.digest()
+        after.append(key)
+    return Keys(head, tuple(before), tuple(after))
+
+
+def _head(body: Mapping[str, Any], renderer: bytes) -> bytes:
+    """Key of everything beside the messages. Most requests have a model and perhaps a salt: those are remembered."""
+    fields = tuple(field for field in HEAD_FIELDS if field in body)
+    if fields in _SHORT_HEADS:
+        values = tuple(body[field] for field in fields)
+        if all(type(value) is str and len(value) <= MAX_REMEMBERED for value in values):
+            return _short_head(renderer, fields, values)
+    return xxh3_128_digest(renderer + canonical({field: body[field] for field in fields}))
+
+
+MAX_REMEMBERED = 256  # characters of a model's name, or a salt
+
+_SHORT_HEADS = (("model",), ("model", "cache_salt"))
+
+
+@lru_cache(1024)
+def _short_head(renderer: bytes, fields: tuple[str, ...], values: tuple[str, ...]) -> bytes:
+    return xxh3_128_digest(renderer + canonical(dict(zip(fields, values, strict=True))))
+
+
+def own_hash(message: Any) -> int:
+    """64-bit hash of a message alone, whatever stands before it."""
+    shape, text = _parts(message)
+    return xxh3_64_intdigest(text, xxh3_64_intdigest(shape))
+
+
+def _parts(message: Any) -> tuple[bytes, bytes]:
+    """Everything of a message except its last text, with a mark that tells "" from no text; and that text."""
+    if not isinstance(message, Mapping):
+        return b"?", canonical(message)
+    content = message.get("content")
+    if type(content) is str and len(message) == 2 and type(role := message.get("role")) is str:
+        return b"\x02" + role.encode(errors="surrogatepass"), content.encode(errors="surrogatepass")
+    if isinstance(content, list):
+        content, text = _listed(content)
+    else:
+        content, text = (None, content) if isinstance(content, str) else (content, None)
+    # Templates get a field by its name, and vLLM drops what is null.
+    rest = {name: message[name] for name in sorted(message) if name != "content" and message[name] not in (None, [])}
+    if "tool_calls" in rest:
+        rest["tool_calls"] = _calls(rest["tool_calls"])
+    for name in MARKS:
+        rest.pop(name, None)
+    role = rest.pop("role", None)
+    # One text alone, however it is written, is one and the same message.
+    head = role.encode(errors="surrogatepass") if isinstance(role, str) else canonical(role)
+    shape = head + (canonical([content, rest]) if content is not None or rest else b"")
+    return (b"\x01" + shape, b"") if text is None else (b"\x02" + shape, text.encode(errors="surrogatepass"))
+
+
+def _listed(content: list[Any]) -> tuple[Any, str | None]:
+    """The parts of a list content without its last text, None where that text is all there is; and the text."""
+    parts = [without_marks(part) for part in content]
+    texts = [i for i, part in enumerate(parts) if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if not texts:
+        return parts, None
+    last = texts[-1]
+    text = parts[last]["text"]
+    if len(parts) == 1 and parts[last].keys() == {"type", "text"}:
+        return None, text
+    parts[last] = {**parts[last], "text": None}
+    return parts, text
+
+
+def without_marks(part: Any) -> Any:
+    if not isinstance(part, dict) or not any(name in part for name in MARKS):
+        return part
+    return {name: value for name, value in part.items() if name not in MARKS}
+
+
+def _calls(calls: Any) -> Any:
+    """Tool calls with their arguments parsed, as vLLM hands them to a template."""
+    if not isinstance(calls, list):
+        return calls
+    read = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                call = {**call, "function": {**function, "arguments": json.loads(arguments)}}
+        read.append(call)
+    return read

@@ -1,0 +1,207 @@
+"""A request to /v1/responses as a chat, the way vLLM turns it into one, and what a stored response adds to the next."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from proxy.chat.canonical import canonical
+from proxy.chat.chat import RESPONSES, Chat, Mark, listed, marked
+
+CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+MESSAGE_BYTES = 500  # of a stored message beside its text
+
+# What vLLM shows a template of a tool that takes free text.
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = None) -> Chat | None:
+    """The chat in a request to /v1/responses; None where there is none.
+
+    `previous` are the chat messages of the response that `previous_response_id` names.
+    """
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given)
+    messages: list[Any] = []
+    if isinstance(instructions := body.get("instructions"), str) and instructions:
+        messages.append({"role": "system", "content": instructions})
+    # Instructions do not carry over from one response to the next.
+    messages += [message for message in previous or () if message.get("role") != "system"]
+    # As at vLLM's: an item never joins a message that stood before the input, and stored messages stay as they are.
+    made: list[dict[str, Any]] = []
+    marks: list[Mark] = []
+    for item in items:
+        _add(made, marks, item)
+    marks = [mark._replace(message=mark.message + len(messages)) for mark in marks]
+    messages += made
+    if not items or not messages:
+        return None
+    chat: dict[str, Any] = {"model": body.get("model"), "messages": messages}
+    tools = [made for tool in listed(body.get("tools")) if isinstance(tool, dict) for made in _tools(tool)]
+    if tools:
+        chat["tools"] = tools
+        chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
+    kwargs = body.get("chat_template_kwargs") if isinstance(body.get("chat_template_kwargs"), dict) else {}
+    effort = body["reasoning"].get("effort") if isinstance(body.get("reasoning"), dict) else None
+    if effort is not None:
+        chat["reasoning_effort"] = effort
+        kwargs = {"enable_thinking": effort != "none", **kwargs}
+    if kwargs:
+        chat["chat_template_kwargs"] = kwargs
+    if body.get("cache_salt") is not None:
+        chat["cache_salt"] = body["cache_salt"]
+    if _continues(items[-1]):
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
+    if previous is not None:  # the worker renders no stored history; the chat that stands for it is all there is then
+        return Chat(chat, messages, tuple(marks))
+    return Chat(chat, messages, tuple(marks), RESPONSES, body)
+
+
+def _add(messages: list[dict[str, Any]], marks: list[Mark], item: Any) -> None:
+    """Append one input item; calls, reasoning and text of one assistant turn come together in one message."""
+    if not isinstance(item, dict):
+        return
+    kind = item.get("type", "message")
+    before = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
+    if kind in ("function_call", "custom_tool_call"):
+        arguments = item.get("arguments") or ""
+        if kind == "custom_tool_call":
+            arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
+        function = {"name": _name(item), "arguments": arguments}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if before is None:
+            messages.append({"role": "assistant", "tool_calls": [call]})
+        else:
+            before.setdefault("tool_calls", []).append(call)
+    elif kind in CALL_OUTPUTS:
+        messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+    elif kind == "reasoning":
+        texts = _texts((*listed(item.get("content")), *listed(item.get("summary"))))
+        if before is not None and "reasoning" not in before:
+            before["reasoning"] = texts[0] if texts else ""
+        else:
+            messages.append({"role": "assistant", "reasoning": texts[0] if texts else ""})
+    elif item.get("role") == "assistant":
+        content = item.get("content")
+        text = content if isinstance(content, str) else next(iter(_texts(listed(content))), None)
+        if before is not None and "content" not in before:
+            before["content"] = text
+        elif text is not None:
+            messages.append({"role": "assistant", "content": text})
+    elif "role" in item:
+        content = item.get("content")
+        if isinstance(content, list):
+            marks += [Mark(len(messages), part) for part, block in enumerate(content) if marked(block)]
+            content = [_part(part) for part in content]
+        messages.append({"role": item["role"], "content": content})
+
+
+def _part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") in TEXT_PARTS:
+        return {"type": "text", "text": part.get("text")}
+    if part.get("type") == "input_image":
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    return part
+
+
+def _texts(parts: Sequence[Any]) -> list[Any]:
+    return [part.get("text") for part in parts if isinstance(part, dict)]
+
+
+def _name(item: Mapping[str, Any]) -> Any:
+    space = item.get("namespace")
+    return f"{space}__{item.get('name')}" if isinstance(space, str) and space else item.get("name")
+
+
+def _tools(tool: Mapping[str, Any], space: Any = None) -> list[dict[str, Any]]:
+    """The functions that vLLM shows a template for one tool: several for a namespace, none for what it runs itself."""
+    if tool.get("type") == "namespace":
+        inner = [each for each in listed(tool.get("tools")) if isinstance(each, dict)]
+        return [function for each in inner for function in _tools(each, tool.get("name"))]
+    name = _name({"name": tool.get("name"), "namespace": space})
+    if tool.get("type") == "custom":
+        made = {"name": name, "description": tool.get("description"), "parameters": CUSTOM_PARAMETERS}
+        return [{"type": "function", "function": made}]
+    if tool.get("type") != "function":
+        return []
+    return [{"type": "function", "function": {**{k: v for k, v in tool.items() if k != "type"}, "name": name}}]
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice if isinstance(choice, str) else "auto"
+
+
+def _continues(item: Any) -> bool:
+    if not isinstance(item, dict) or item.get("type", "message") not in ("message", "reasoning"):
+        return False
+    return item.get("status") in ("in_progress", "incomplete")
+
+
+class _Stored(NamedTuple):
+    messages: list[dict[str, Any]]
+    boot: str
+    owner: str | None
+    size: int  # bytes
+
+
+class StoredResponses:
+    """The chat behind each response a client may continue, bounded in bytes; prompt text, in memory only."""
+
+    def __init__(self, size: int) -> None:
+        """`size` in bytes, 0 to keep nothing."""
+        self._size = size
+        self.held = 0
+        self._chats: OrderedDict[str, _Stored] = OrderedDict()
+
+    def put(self, chat: Chat, answer: Any, boot: str, owner: str | None = None) -> None:
+        """Remember the chat of a finished response (`answer`, parsed) of the worker booted as `boot` to `owner`."""
+        if not self._size or not isinstance(answer, dict) or not isinstance(answer.get("id"), str):
+            return
+        if not self.may_see(answer["id"], owner):
+            return
+        messages = list(chat.messages)
+        for item in listed(answer.get("output")):
+            if isinstance(item, dict) and item.get("type") == "message":  # vLLM carries over the texts only
+                messages += [{"role": "assistant", "content": text} for text in _texts(listed(item.get("content")))]
+        size = len(canonical(messages)) + MESSAGE_BYTES * len(messages)
+        self._forget(answer["id"])
+        self._chats[answer["id"]] = _Stored(messages, boot, owner, size)
+        self.held += size
+        while self.held > self._size and self._chats:
+            self._forget(next(iter(self._chats)))
+
+    def chat(self, response_id: Any) -> list[dict[str, Any]] | None:
+        """The messages up to the end of that response, None if unknown."""
+        found = self._get(response_id)
+        return found.messages if found is not None else None
+
+    def boot(self, response_id: Any) -> str | None:
+        """The worker that stores that response: another one would not know it."""
+        found = self._get(response_id)
+        return found.boot if found is not None else None
+
+    def may_see(self, response_id: Any, owner: str | None) -> bool:
+        """Whether a response is not known to be another's. Where nothing is known its name, a random one, has to do."""
+        found = self._get(response_id)
+        return found is None or found.owner == owner
+
+    def _get(self, response_id: Any) -> _Stored | None:
+        return self._chats.get(response_id) if isinstance(response_id, str) else None
+
+    def _forget(self, response_id: str) -> None:
+        if (found := self._chats.pop(response_id, None)) is not None:
+            self.held -= found.size

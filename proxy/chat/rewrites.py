@@ -1,0 +1,103 @@
+"""Rewrite rules: they change what the model sees. Named, switchable, counted, and off unless they remove what no model
+reads. Keys are made from what is forwarded, after the rules; nothing here belongs to hashing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from proxy.chat.anthropic import BILLING_HEADER
+from proxy.chat.chat import MESSAGES, listed
+from proxy.http.json_body import Edit, Path
+
+# Names and values on a line of their own, and nothing else: a prompt that only speaks of the header is left alone.
+_HEADER = re.compile(rf"{BILLING_HEADER}:(?:[ \t]*[\w-]+=[^;\s]*(?:;|(?=\s|\Z)))*[ \t]*(?:\r?\n|\Z)")
+
+
+class Rule(NamedTuple):
+    """One rule."""
+
+    name: str
+    edits: Callable[[Mapping[str, Any]], list[Edit]]  # what it would change in a body; nothing where it does not apply
+    not_at: frozenset[str] = frozenset()  # endpoints where vLLM does it itself
+
+
+def _billing_header(body: Mapping[str, Any]) -> list[Edit]:
+    """`x-anthropic-billing-header: ...` at the head of a system prompt holds a nonce, new on every request.
+
+    vLLM takes it out itself, but on /v1/messages only.
+    """
+    edits: list[Edit] = []
+    for index, message in enumerate(listed(body.get("messages"))):
+        if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
+            break
+        path: Path = ("messages", index, "content")
+        content = message.get("content")
+        if isinstance(content, str):
+            edits += _headless(path, content)
+        for number, part in enumerate(listed(content)):
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                edits += _headless((*path, number, "text"), part["text"])
+    if isinstance(instructions := body.get("instructions"), str):
+        edits += _headless(("instructions",), instructions)
+    return edits
+
+
+def _headless(path: Path, text: str) -> list[Edit]:
+    if (header := _HEADER.match(text)) is None:
+        return []
+    return [Edit(path, json.dumps(text[header.end() :]))]
+
+
+def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
+    """Tools in the order of their names, where a client lists them in another order each time."""
+    tools = body.get("tools")
+    ordered = sorted_by_name(tools)
+    if not ordered or [tool_name(tool) for tool in ordered] == [tool_name(tool) for tool in tools]:
+        return []
+    return [Edit(("tools",), json.dumps(ordered))]
+
+
+RULES = {
+    rule.name: rule
+    for rule in (Rule("billing_header", _billing_header, frozenset({MESSAGES})), Rule("tools_sorted", _tools_sorted))
+}
+
+
+class Rewritten(NamedTuple):
+    """A body after the rules."""
+
+    edits: tuple[Edit, ...]
+    applied: tuple[str, ...]  # rules that changed it
+    could: tuple[str, ...]  # rules that are off and would have
+
+
+def rewrite(body: Mapping[str, Any], switched_on: frozenset[str], endpoint: str) -> Rewritten:
+    """What the rules make of a request to `endpoint`; `switched_on` holds names out of `RULES`."""
+    edits: list[Edit] = []
+    applied, could = [], []
+    for name, rule in RULES.items():
+        if endpoint in rule.not_at or not (changes := rule.edits(body)):
+            continue
+        if name in switched_on:
+            edits += changes
+            applied.append(name)
+        else:
+            could.append(name)
+    return Rewritten(tuple(edits), tuple(applied), tuple(could))
+
+
+def sorted_by_name(tools: Any) -> Any:
+    """The tools in the order of their names; None where they are no list of tools."""
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        return None
+    return sorted(tools, key=tool_name)
+
+
+def tool_name(tool: Any) -> str:
+    """The name a tool has in any of the APIs."""
+    function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+    return str(function.get("name"))

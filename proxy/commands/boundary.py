@@ -1,0 +1,157 @@
+"""`seamark boundary`: where the shared part of a chat request ends, by a worker's or a model's own renderer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from proxy.boundaries.boundary import Found
+from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.positions import PositionMemory
+from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
+from proxy.chat.reader import chat_request
+from proxy.commands.render_server import free_port
+from proxy.config_files import base_url
+from proxy.errors import BadRequest
+from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.json_body import parse_object
+
+RENDER_TIMEOUT = 60.0
+
+START_SECONDS = 120.0
+
+MEMORY_BYTES = 100_000
+
+
+class CannotSay(Exception):
+    """No boundary can be told; `status` is the exit status: 2 where the input is at fault, 1 where a server is."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="seamark boundary", description="print where the shared part of a chat request ends"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--worker", metavar="URL", help="a running vLLM server")
+    source.add_argument("--model", metavar="PATH", type=Path, help="a model folder with tokenizer and chat template")
+    parser.add_argument("file", metavar="FILE", help="a chat request as JSON, - for standard input")
+    args = parser.parse_args(argv)
+    try:
+        body = _read(args.file)
+        print(json.dumps(asyncio.run(_tell(args, body))))
+    except CannotSay as error:
+        print(f"seamark boundary: {error}", file=sys.stderr)
+        return error.status
+    return 0
+
+
+def _read(name: str) -> dict[str, Any]:
+    try:
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        body = parse_object(raw)
+    except OSError as error:
+        raise CannotSay(f"FILE: {name} cannot be read ({error.strerror})", 2) from None
+    except BadRequest as error:
+        raise CannotSay(f"FILE: {error}", 2) from None
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise CannotSay("messages: a list with at least one message is needed", 2)
+    return body
+
+
+async def _tell(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any]:
+    upstream = Upstream(connect_timeout=2.0)
+    try:
+        if args.worker is not None:
+            return await _ask(upstream, base_url(args.worker), body)
+        async with _render_server(upstream, args.model, body.get("model")) as url:
+            return await _ask(upstream, url, body)
+    finally:
+        await upstream.aclose()
+
+
+async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    renderer = WorkerRenderer(upstream, url, RENDER_TIMEOUT)
+    # The prompt itself first: why it cannot be rendered is for the user to read.
+    try:
+        _, answer = await upstream.fetch("GET", url + "/v1/models", timeout=RENDER_TIMEOUT)
+        models = [entry["id"] for entry in json.loads(answer)["data"]]
+        body = {**body, "model": body.get("model") or models[0]}
+    except (Unreachable, Broken, ValueError, KeyError, TypeError, IndexError):
+        raise CannotSay(f"--worker: no vLLM server answers at {url}", 1) from None
+    if body["model"] not in models:
+        raise CannotSay(f"model: {body['model']!r} is not served there, only {', '.join(models)}", 2)
+    try:
+        prompt = await renderer(body)
+    except RenderFailed as error:
+        raise CannotSay(f"messages: the server does not render this chat: {_words(error)}", 2) from None
+    renderer_id = await identify_renderer(renderer, body["model"])
+    found = await BoundaryFinder(PositionMemory(MEMORY_BYTES)).find(chat_request(body), renderer, renderer_id or b"")
+    return _as_json(found, len(prompt))
+
+
+def _words(error: RenderFailed) -> str:
+    """What the server says is wrong, where it says so."""
+    try:
+        return str(json.loads(error.answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error)
+
+
+def _as_json(found: Found, prompt_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "boundaries": [{"tokens": boundary.tokens, "kind": boundary.kind} for boundary in found.boundaries],
+        "key": found.key.hex(),
+    }
+
+
+@contextlib.asynccontextmanager
+async def _render_server(upstream: Upstream, model: Path, served_name: Any) -> AsyncIterator[str]:
+    """vLLM's render server for `model`, ended on leaving."""
+    if not (model / "config.json").is_file():
+        raise CannotSay(f"--model: {model} is not a model folder (no config.json)", 2)
+    port = free_port()
+    command = [sys.executable, "-m", "proxy.commands.render_server", "--model", str(model), "--host", "127.0.0.1"]
+    # Without a parser vLLM refuses chats that offer tools; which one does not matter, nothing is generated.
+    command += ["--port", str(port), "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    if isinstance(served_name, str) and served_name:
+        command += ["--served-model-name", served_name]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as log:
+        environment = {**os.environ, "SEAMARK_ENGINE": "0", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not await _is_up(upstream, url):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    lines = log.read().decode(errors="replace").strip().splitlines()
+                    raise CannotSay(f"--model: vLLM's render server did not start: {lines[-1] if lines else ''}", 1)
+                await asyncio.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+
+async def _is_up(upstream: Upstream, url: str) -> bool:
+    try:
+        status, _ = await upstream.fetch("GET", url + "/health", timeout=5.0)
+    except (Unreachable, Broken):
+        return False
+    return status == 200

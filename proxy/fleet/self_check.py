@@ -1,0 +1,280 @@
+"""Whether answers from the cache are right: prompts that were shared are continued greedily in idle moments.
+
+From the cache against computed anew, judged by how far answers computed anew are from each other on that engine. A
+worker whose answers differ beyond that gets no more hints until an operator restarts the gateway or says so, and
+nothing it held is found again; where what vLLM then caches by itself differs, too, nothing is taken from its cache at
+all. However clients sample, replays do not.
+
+A client's request ends a check; the engine's step that runs is finished first. Prompts computed anew are of no use to
+clients and take room from theirs, so between two requests of clients they fill a small part of the cache at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_hexdigest
+
+from proxy.boundaries.renderer import RenderFailed
+from proxy.chat.chat import Chat
+from proxy.chat.reader import chat_in
+from proxy.errors import BadRequest
+from proxy.fleet.answer_compare import Greedy, Unanswered, Verdict, continued, distance, judge, question
+from proxy.fleet.pool import WorkerPool
+from proxy.fleet.warmup import Replay
+from proxy.fleet.worker import Worker, fresh_salt, prompt_of
+from proxy.fleet.worker_metrics import read_running
+from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.json_body import parse_object
+from proxy.metrics import Metrics
+from proxy.pipeline.dispatch import Dispatch
+from proxy.pipeline.prompt_reader import Finding
+from proxy.settings import Settings
+
+logger = logging.getLogger("seamark.self_check")
+
+LOOK_SECONDS = 0.25  # between two looks at who is idle
+
+IDLE_SECONDS = 3.0  # without a request before a check
+
+ABORT_SECONDS = 0.02  # between two looks whether a client has come
+
+# A check that took a second is followed by 49 of rest: at most a fiftieth of a worker's idle time; by 9 while the
+# worker is new, as what makes answers wrong is mostly there from the start.
+REST, REST_AT_FIRST = 49.0, 9.0
+
+FIRST = 16  # checks
+
+CHECK_SECONDS = 120.0  # for a check; then the worker is left alone
+
+# Part of the cache that prompts computed anew may take between two requests of clients, 0 to 1.
+CACHE_SHARE = 1 / 16
+
+ANEW = 3  # times that a prompt may be computed anew for one look
+
+# Checks without any request between them; then a worker that nobody uses is left alone.
+MOST_IN_A_ROW = 16
+
+REMEMBERED = 256  # prompts that were checked
+
+RECENT = 32  # checks whose noise counts
+
+
+@dataclass
+class _Watched:
+    """What is known of a worker here."""
+
+    dispatched: int = -1
+    busy_at: float = 0.0  # time.monotonic() when it last had a request
+    next_at: float = 0.0  # time.monotonic() before which there is no check
+    in_a_row: int = 0
+    checks: int = 0  # of this boot, since it was last doubted
+    anew: int = 0  # tokens computed anew since the last request of a client
+    boot: str = ""
+    noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
+
+
+class SelfCheck:
+    """One per gateway."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pool: WorkerPool,
+        dispatch: Dispatch,
+        finding: Finding,
+        upstream: Upstream,
+        metrics: Metrics,
+    ) -> None:
+        self._interval = settings.self_check_interval
+        self._most_tokens = settings.self_check_tokens
+        self._timeout = settings.silence_timeout
+        self._pool = pool
+        self._dispatch = dispatch
+        self._finding = finding
+        self._upstream = upstream
+        self._results = metrics.self_checks
+        self._watched: dict[str, _Watched] = {}
+        self._checked_at: OrderedDict[tuple[str, bytes], float] = OrderedDict()  # by boot and key of the prefix
+        self.checked = 0  # prompts judged
+        self.differs = 0  # of them, beyond the noise
+
+    @property
+    def hints_off(self) -> bool:
+        """Whether a worker gets no hints because its answers differed."""
+        return any(not worker.trust.in_hints for worker in self._pool.workers)
+
+    @property
+    def cache_off(self) -> bool:
+        """Whether nothing is taken from a worker's cache, because they differed without hints, too."""
+        return any(not worker.trust.in_cache for worker in self._pool.workers)
+
+    def reset(self) -> None:
+        """An operator has seen to it: hints go out again."""
+        for worker in self._pool.workers:
+            worker.trust.restore()
+        logger.warning("hints are on again, by an operator")
+
+    def forget(self, worker: Worker) -> None:
+        """It was taken out."""
+        self._watched.pop(worker.url, None)
+
+    async def run(self) -> None:
+        """Check whatever is idle, for ever."""
+        while self._interval:
+            await asyncio.sleep(LOOK_SECONDS)
+            for worker in self._pool.workers:
+                if self._is_due(worker):
+                    try:
+                        await self._check(worker, self._watched[worker.url])
+                    except Exception as error:  # the kind alone: the message might hold prompt text
+                        logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
+
+    def _is_due(self, worker: Worker) -> bool:
+        now, seen = time.monotonic(), self._watched.setdefault(worker.url, _Watched())
+        if worker.dispatched != seen.dispatched:
+            seen.dispatched, seen.busy_at, seen.in_a_row, seen.anew = worker.dispatched, now, 0, 0
+        if worker.inflight:
+            seen.busy_at = now
+        if worker.boot != seen.boot:
+            seen.boot, seen.checks = worker.boot, 0
+            seen.noises.clear()
+        fit = worker.up and worker.engine is not None and not worker.warming and worker.trust.in_cache
+        idle = now - seen.busy_at >= IDLE_SECONDS and now >= seen.next_at
+        return fit and idle and seen.in_a_row < MOST_IN_A_ROW and seen.anew < self._allowance(worker)
+
+    def _allowance(self, worker: Worker) -> float:
+        """Tokens that may be computed anew between two requests of clients."""
+        return worker.cache_tokens * CACHE_SHARE if worker.cache_tokens else float("inf")
+
+    async def _check(self, worker: Worker, seen: _Watched) -> None:
+        """Judge one prompt, unless a client comes meanwhile."""
+        replay = self._next(worker)
+        if replay is None:
+            return
+        began = time.monotonic()
+        checking = asyncio.create_task(self._judge(worker, replay, seen))
+        try:
+            while not checking.done() and time.monotonic() < began + CHECK_SECONDS:
+                await asyncio.wait((checking,), timeout=ABORT_SECONDS)
+                if not checking.done() and worker.dispatched != seen.dispatched:
+                    return
+            verdict = checking.result() if checking.done() else None
+        except (Unanswered, RenderFailed, BadRequest, Unreachable, Broken, ExceptionGroup) as error:
+            logger.info("self-check of worker %s: not judged (%s)", worker.name, type(error).__name__)
+            verdict = None
+        finally:
+            checking.cancel()
+            took = time.monotonic() - began
+            rest = REST if seen.checks >= FIRST else REST_AT_FIRST
+            seen.next_at = time.monotonic() + max(self._interval, rest * took)
+            seen.checks += 1
+            seen.in_a_row += 1
+            self._note(worker, replay)
+        if verdict is not None:
+            self._settle(worker, verdict, seen)
+
+    def _next(self, worker: Worker) -> Replay | None:
+        """The prompt whose check is longest ago, the hottest of those never checked first."""
+        hottest = [replay for replay in self._dispatch.hot.hottest(worker.model_ids) if replay.boundaries]
+        checked = self._checked_at
+        return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
+
+    def _note(self, worker: Worker, replay: Replay) -> None:
+        self._checked_at[_name(worker, replay)] = time.monotonic()
+        self._checked_at.move_to_end(_name(worker, replay))
+        if len(self._checked_at) > REMEMBERED:
+            self._checked_at.popitem(last=False)
+
+    async def _judge(self, worker: Worker, replay: Replay, seen: _Watched) -> Verdict | None:
+        """None where nothing came from the cache, or others use the worker. What seems to differ is looked at twice."""
+        _, told = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
+        if read_running(told.decode(errors="replace")):
+            return None  # another gateway's clients
+        body = {**parse_object(replay.raw), **replay.put}
+        chat = chat_in(replay.endpoint, body, self._finding.stored)
+        if chat is None or _has_media(chat):
+            return None
+        most = int(min(self._most_tokens, self._allowance(worker) / ANEW))
+        prompt = (await prompt_of(chat, worker)).ids()[:most]
+        hint = [at for at in self._dispatch.positions(replay.boundaries, worker) if at <= len(prompt)]
+        salt = worker.trust.salt(body) or body.get("cache_salt")
+        verdict = None
+        for _ in range(2):
+            verdict = await self._compare(worker, replay.model, prompt, salt, hint, seen)
+            if verdict is None or verdict.result != "differs":
+                break
+        if verdict is not None and verdict.result == "differs":
+            logger.error(
+                "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than computed anew: "
+                "answer %s against %s, first other token %s, logprobs off by %.3g, noise %.3g",
+                worker.name,
+                xxh3_64_hexdigest(repr(prompt).encode()),
+                len(prompt),
+                verdict.cached.hash,
+                verdict.anew.hash,
+                verdict.off.position,
+                verdict.off.error,
+                verdict.noise,
+            )
+        return verdict
+
+    async def _compare(
+        self, worker: Worker, model: str, prompt: Sequence[int], salt: str | None, hint: Sequence[int], seen: _Watched
+    ) -> Verdict | None:
+        async def ask(salt: str | None, hint: Sequence[int] = ()) -> Greedy:
+            return await continued(self._upstream, worker.url, question(model, prompt, salt, hint), self._timeout)
+
+        async def anew(hint: Sequence[int] = ()) -> Greedy:
+            seen.anew += len(prompt)
+            return await ask(fresh_salt(), hint)
+
+        # What clients left behind, then what that resend itself leaves: vLLM's own last block, copied for whoever
+        # goes on from inside it.
+        cached = [answer for answer in [await ask(salt, hint), await ask(salt, hint)] if answer.cached]
+        if not cached:
+            return None
+        # Cut where the cached one was; mostly that is all it takes.
+        cut = [cached[0].cached]
+        answers = [await anew(cut)]
+        if not answers[0].cached and (verdict := judge(cached, answers, 0.0)).result == "same":
+            return verdict
+        # Two in one batch, one of them cut: other shapes of the same sums, which round otherwise.
+        async with asyncio.TaskGroup() as group:
+            together = [group.create_task(anew(cut)), group.create_task(anew())]
+        answers += [task.result() for task in together]
+        if any(answer.cached for answer in answers):
+            return None
+        seen.noises.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
+        return judge(cached, answers, max(seen.noises))
+
+    def _settle(self, worker: Worker, verdict: Verdict, seen: _Watched) -> None:
+        self.checked += 1
+        self._results.labels(verdict.result).inc()
+        if verdict.result == "differs":
+            self.differs += 1
+            worker.trust.doubt()
+            seen.checks = 0  # what vLLM now caches by itself is to be looked at as closely
+            self._dispatch.directory.forget_all(worker.boot)
+            logger.error(
+                "worker %s gets no more hints, and %s. Restart it; POST /seamark/self-check/reset, or a restart of the "
+                "gateway, turns hints on again",
+                worker.name,
+                "nothing it held is found" if worker.trust.in_cache else "nothing is taken from its cache",
+            )
+
+
+def _has_media(chat: Chat) -> bool:
+    contents = [message.get("content") for message in chat.messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and not isinstance(part.get("text"), str) for part in parts)
+
+
+def _name(worker: Worker, replay: Replay) -> tuple[str, bytes]:
+    return worker.boot, replay.boundaries[-1].key

@@ -1,0 +1,170 @@
+"""API keys: who may ask, how much at once, and whose prefixes are whose.
+
+The file holds SHA-256 hashes; a key itself is seen for the length of one comparison. Each key gets a cache salt of its
+own, because a shared prefix cache tells by its speed what others have asked; keys with one `share` have one salt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from base64 import urlsafe_b64encode
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from proxy.config_files import WatchedFile, read_model
+from proxy.errors import Forbidden, NotFound, Unauthorized
+from proxy.http import asgi
+
+SALT_BYTES = 24
+
+
+class KeyEntry(BaseModel):
+    """What the file says of one key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: tuple[str, ...] = Field(min_length=1)  # several while one is exchanged for another
+    max_inflight: int = Field(0, ge=0)  # requests at workers at once, 0: no limit of its own
+    max_queued: int = Field(64, ge=0)  # requests waiting in the gateway
+    share: str | None = None  # keys that name the same group share cached prefixes
+    admin: bool = False  # may read /seamark/* and /metrics, and change the worker's LoRA adapters
+
+    @field_validator("sha256", mode="before")
+    @classmethod
+    def _hashes(cls, value: object) -> object:
+        found = [value] if isinstance(value, str) else value
+        if isinstance(found, list | tuple):
+            for each in found:
+                if not isinstance(each, str) or len(each) != 64 or set(each.lower()) - set("0123456789abcdef"):
+                    raise ValueError("a SHA-256 has 64 hexadecimal digits; `seamark key NAME` makes one")
+            return tuple(each.lower() for each in found)
+        return value
+
+
+class KeyFile(BaseModel):
+    """`[keys.NAME]` for each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keys: dict[str, KeyEntry]
+
+
+@dataclass(eq=False)
+class ApiKey:
+    """A key as the gateway counts it. It lives on when the file is read again."""
+
+    name: str
+    entry: KeyEntry
+    salt: str = field(repr=False)
+    inflight: int = 0
+    queued: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request of it may go to a worker."""
+        return not self.entry.max_inflight or self.inflight < self.entry.max_inflight
+
+
+class KeyRing:
+    """All keys of a file."""
+
+    def __init__(self, path: Path, secret: str | None) -> None:
+        """Salts are derived from `secret`, a random one where it is None. Raises `SettingsError` for the file."""
+        self._secret = (secret or secrets.token_hex(32)).encode()
+        self._file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile))
+        self._keys: dict[str, ApiKey] = {}
+        self._by_hash: dict[bytes, ApiKey] = {}
+        self._take()
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        if self._file.refresh():
+            self._take()
+
+    def who(self, scope: asgi.Scope) -> ApiKey:
+        """Whose request this is. Raises `Unauthorized`."""
+        presented = _presented(scope)
+        if presented is None:
+            raise Unauthorized("No API key was given. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.")
+        digest = hashlib.sha256(presented).digest()
+        # Which hash is stored cannot be steered towards by trying, so finding it may take its time; comparing may not.
+        key = self._by_hash.get(digest)
+        known = (hmac.compare_digest(digest, bytes.fromhex(each)) for each in key.entry.sha256) if key else ()
+        if key is None or not any(list(known)):
+            raise Unauthorized("The API key is not known here.")
+        return key
+
+    def _take(self) -> None:
+        previous, self._keys, self._by_hash = self._keys, {}, {}
+        for name, entry in self._file.value.keys.items():
+            key = previous.get(name) or ApiKey(name, entry, "")
+            key.entry, key.salt = (
+                entry,
+                self._salt(f"group:{entry.share}" if entry.share is not None else f"key:{name}"),
+            )
+            self._keys[name] = key
+            self._by_hash.update((bytes.fromhex(each), key) for each in entry.sha256)
+
+    def _salt(self, owner: str) -> str:
+        mac = hmac.digest(self._secret, b"seamark cache salt\0" + owner.encode(errors="surrogatepass"), "sha256")
+        return urlsafe_b64encode(mac[:SALT_BYTES]).decode()
+
+
+def _presented(scope: asgi.Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+        if name == b"x-api-key":
+            return value.strip()
+    return None
+
+
+# Adapters are loaded by paths on the worker's disk.
+ADMIN_OF_WORKERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
+TELLS_THE_SALT = ("/render", "/render/")
+
+OPEN = frozenset({"/health", "/ready"})
+
+EXPLANATIONS = "/seamark/requests/"
+
+PAGE = "/ui"
+
+LIVE = "/seamark/live"
+
+
+def is_for_operators(path: str) -> bool:
+    """Whether `path` is one of the gateway's own pages that tell of all clients."""
+    return path in ("/metrics", PAGE) or path.startswith(("/seamark/", PAGE + "/"))
+
+
+def client(scope: asgi.Scope, keys: KeyRing) -> ApiKey:
+    """The key of a request for a worker. Raises `Unauthorized` or `Forbidden`."""
+    key = keys.who(scope)
+    path = scope["path"]
+    if (path in ADMIN_OF_WORKERS or path.endswith(TELLS_THE_SALT)) and not key.entry.admin:
+        raise Forbidden("This API key may not use this path (admin = true in the keys file).")
+    return key
+
+
+def admit(scope: asgi.Scope, keys: KeyRing | None, own_address: bool, at_own_address: bool) -> ApiKey | None:
+    """The key of a request for a page of the gateway; None where none is needed.
+
+    `own_address`: such pages have an address of their own; `at_own_address`: the request came there. Raises `NotFound`,
+    `Unauthorized` or `Forbidden`.
+    """
+    path = scope["path"]
+    if at_own_address or path in OPEN:
+        return None
+    if is_for_operators(path) and own_address:
+        raise NotFound(f"No such path: {path}")
+    if keys is None or path in (PAGE, PAGE + "/"):
+        return None
+    key = keys.who(scope)
+    if is_for_operators(path) and not key.entry.admin and not path.startswith(EXPLANATIONS):
+        raise Forbidden("This API key may not read pages for operators (admin = true in the keys file).")
+    return key

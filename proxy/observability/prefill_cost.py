@@ -1,0 +1,137 @@
+"""What prompts cost a worker, learnt from outside: seconds to the first token over the tokens that had to be computed.
+
+A token costs the more the further behind it stands, as attention reads all before it: token p costs a (1 + growth p).
+For each of some growths Theil and Sen's line: its slope is the median of the slopes between pairs of requests (the
+wider apart, the more they count), so a request that had to wait for others moves nothing. The growth that leaves the
+least behind is taken. Requests alone at their worker are used once they suffice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+# Requests remembered of each sort: some two thousand pairs, a few milliseconds to fit.
+WINDOW = 64
+
+# Requests, and pairs of them at least so many tokens apart, before a line is believed.
+ENOUGH = 6
+
+APART = 64
+
+# New requests after which a line that is known is drawn anew.
+RENEWAL = 8
+
+# By how much each token before it makes a token dearer: from not at all to twice as dear after 512.
+GROWTHS = (0.0, *(2.0**-power for power in range(18, 8, -1)))
+
+
+class Work(NamedTuple):
+    """Prompt tokens computed, or not: their number, and the sum of their positions."""
+
+    tokens: float
+    positions: float
+
+    @classmethod
+    def between(cls, start: int, end: int) -> Work:
+        """Tokens from position `start` up to `end`."""
+        return cls(end - start, (end**2 - start**2) / 2)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.positions + other.positions)
+
+    def at(self, growth: float) -> float:
+        """In tokens at the very beginning."""
+        return self.tokens + growth * self.positions
+
+
+NOTHING = Work(0, 0)
+
+
+class Line(NamedTuple):
+    """Seconds to a first token: `floor_seconds` + `token_seconds` x (tokens computed + `growth` x their positions)."""
+
+    floor_seconds: float
+    token_seconds: float
+    growth: float
+    requests: int  # it was learnt from
+    alone: bool  # these had the worker to themselves
+
+    def seconds(self, work: Work) -> float:
+        """What that takes, the floor left away."""
+        return self.token_seconds * work.at(self.growth)
+
+
+class PrefillPace:
+    """Of one worker."""
+
+    def __init__(self) -> None:
+        self._alone: deque[tuple[Work, float]] = deque(maxlen=WINDOW)
+        self._among_others: deque[tuple[Work, float]] = deque(maxlen=WINDOW)
+        self._news = 0
+        self._line: Line | None = None
+
+    def took(self, prompt: int, cached: int, seconds: float, alone: bool) -> None:
+        """A request's first token came after `seconds`; tokens of its prompt, and those of them from the cache."""
+        if prompt > cached and seconds > 0:
+            (self._alone if alone else self._among_others).append((Work.between(cached, prompt), seconds))
+            self._news += 1
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether too few requests are remembered to be choosy."""
+        return len(self._alone) + len(self._among_others) < WINDOW // 2
+
+    @property
+    def line(self) -> Line | None:
+        """What is learnt so far; None while too little is."""
+        if self._news >= RENEWAL or (self._news and self._line is None):
+            self._news = 0
+            self._line = _line(self._alone, True) or _line([*self._alone, *self._among_others], False) or self._line
+        return self._line
+
+
+def _line(requests: Sequence[tuple[Work, float]], alone: bool) -> Line | None:
+    if len(requests) < ENOUGH:
+        return None
+    best = min(GROWTHS, key=lambda growth: _left_behind(_at(requests, growth)))
+    points = _at(requests, best)
+    slope = _slope(combinations(points, 2), ENOUGH)
+    if slope is None:
+        return None
+    floor = statistics.median(seconds - slope * tokens for tokens, seconds in points)
+    return Line(max(0.0, floor), slope, best, len(requests), alone)
+
+
+def _at(requests: Iterable[tuple[Work, float]], growth: float) -> list[tuple[float, float]]:
+    """The requests' work as one number, in its order, and their seconds."""
+    return sorted((work.at(growth), seconds) for work, seconds in requests)
+
+
+def _left_behind(points: Sequence[tuple[float, float]]) -> float:
+    """How far a request typically is from a line through `points`, seconds: drawn from each and the one half-way on."""
+    half = len(points) // 2
+    slope = _slope(zip(points, points[half:], strict=False), ENOUGH // 2)
+    if slope is None:
+        return float("inf")
+    rests = [seconds - slope * tokens for tokens, seconds in points]
+    middle = statistics.median(rests)
+    return statistics.median(abs(rest - middle) for rest in rests)
+
+
+def _slope(pairs: Iterable[tuple[tuple[float, float], tuple[float, float]]], least: int) -> float | None:
+    """Median of slopes, weighted by the points' distance; None where it falls, or fewer than `least` are far enough."""
+    slopes = sorted(
+        ((late - soon) / (many - few), many - few) for (few, soon), (many, late) in pairs if many - few >= APART
+    )
+    if len(slopes) < least:
+        return None
+    half = sum(weight for _, weight in slopes) / 2
+    for slope, weight in slopes:
+        half -= weight
+        if half <= 0:
+            return slope if slope > 0 else None
+    return None

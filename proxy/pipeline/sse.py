@@ -1,0 +1,221 @@
+"""An event stream on its way to the client: every byte as it came, but whole events only.
+
+So a stream that breaks off can be told to have done so, a comment can be put between two events, and the usage that
+the gateway asked for itself can be taken out again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from prometheus_client import Counter
+
+from proxy.chat.usage import Usage, usage_of
+from proxy.http import asgi
+
+HEARTBEAT = b": keep-alive\n\n"
+
+# An event this long is passed on in pieces.
+MAX_HELD_BYTES = 2**22
+
+_ENDS = (b"\n\n", b"\n\r\n")
+
+_FINISHED = b'"finish_reason":"'  # in the event that ends a choice
+
+
+class EventRelay:
+    """One stream."""
+
+    def __init__(self, send: asgi.Send, strips_usage: bool, keeps_first: bool) -> None:
+        """`strips_usage`: take out the event that holds nothing but usage. `keeps_first`: `first` is wanted."""
+        self._send = send
+        self._strips = strips_usage
+        self._keeps = keeps_first
+        self._held = b""  # the beginning of an event
+        self._terminal = b""  # a whole event that the usage may have to go into
+        self._closed = False
+        self._whole = True  # what was passed on ends with an event's end
+        self._with_usage = b""
+        self.first = b""  # its first event
+        self.last = b""  # its last few
+        self.moved = time.monotonic()  # when something was last sent
+        self.sending = False
+
+    async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
+        """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
+        first = True
+        async for chunk in chunks:
+            if first:
+                first = False
+                begun()
+            if self._held:
+                chunk = self._held + chunk
+                self._held = b""
+            if not chunk.endswith(_ENDS):
+                chunk = self._hold(chunk)
+            if self._strips:
+                chunk = self._stripped(chunk)
+            elif b'"usage"' in chunk:
+                self._with_usage = chunk
+            if not chunk:
+                continue
+            if self._keeps:
+                self.first = self.first or chunk[: _end_of_event(chunk, 0)]
+                self.last = chunk
+            await self._pass_on(chunk)
+        self._terminal += self._held
+        self._held = b""
+
+    async def finish(self, event: bytes = b"") -> None:
+        """End the stream, with one more event if there is one."""
+        self._closed = True
+        if event and not self._whole:
+            event = b"\n\n" + event
+        await self._send({"type": "http.response.body", "body": self._terminal + event})
+
+    async def beat(self) -> None:
+        """A comment, between two events."""
+        if self._whole and not self._closed and not self.sending:
+            await self._pass_on(HEARTBEAT)
+
+    @property
+    def response(self) -> Any:
+        """Of a stream of /v1/responses: the response as it was told last, whole if the stream was."""
+        for events in (self.last, self.first):
+            response = data_of_last(events).get("response")
+            if response is not None:
+                return response
+        return None
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the stream reported of its tokens."""
+        return usage_in_stream(self._with_usage)
+
+    async def _pass_on(self, chunk: bytes) -> None:
+        self.sending = True
+        self._whole = chunk.endswith(_ENDS)
+        try:
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            self.sending = False
+            self.moved = time.monotonic()
+
+    def _hold(self, chunk: bytes) -> bytes:
+        """Keep back the event that is not complete yet; what can go."""
+        cut = _start_of_event(chunk, len(chunk))
+        if len(chunk) - cut > MAX_HELD_BYTES:
+            return chunk
+        self._held = chunk[cut:]
+        return chunk[:cut]
+
+    def _stripped(self, events: bytes) -> bytes:
+        """What of `events` can go on, without the one that holds nothing but usage."""
+        if self._terminal:
+            events = self._terminal + events
+            self._terminal = b""
+        if b'"usage"' in events:
+            self._with_usage = events
+            return _without_usage(events)
+        if _FINISHED in events:
+            start = _start_of_event(events, len(events) - 2)
+            if _FINISHED in events[start:]:
+                self._terminal = events[start:]
+                return events[:start]
+        return events
+
+
+def _without_usage(events: bytes) -> bytes:
+    """`events` as they would be had nobody asked: vLLM stamps a stream's last event, and that is another one then."""
+    at = events.rindex(b'"usage"')
+    start, end = _start_of_event(events, at), _end_of_event(events, at)
+    usage = _usage_alone(events[start:end])
+    if usage is None:
+        return events
+    before = events[:start]
+    stamp = usage.get("system_fingerprint")
+    if stamp is not None and _FINISHED in before and b'"system_fingerprint"' not in before:
+        brace = before.rindex(b"}")
+        before = b'%b,"system_fingerprint":%b%b' % (before[:brace], json.dumps(stamp).encode(), before[brace:])
+    return before + events[end:]
+
+
+def _start_of_event(events: bytes, at: int) -> int:
+    return max((found + len(end) for end in _ENDS if (found := events.rfind(end, 0, at)) >= 0), default=0)
+
+
+def _end_of_event(events: bytes, at: int) -> int:
+    return min((found + len(end) for end in _ENDS if (found := events.find(end, at)) >= 0), default=len(events))
+
+
+def data_of_last(events: bytes) -> dict[str, Any]:
+    """The data of the last event in some; empty where it is no object."""
+    for line in reversed(events.splitlines()):
+        if line.startswith(b"data:"):
+            with contextlib.suppress(ValueError):
+                data = json.loads(line[5:])
+                return data if isinstance(data, dict) else {}
+            return {}
+    return {}
+
+
+def usage_in_stream(events: bytes) -> Usage | None:
+    """Usage out of events, the last that has some."""
+    at = len(events)
+    while (at := events.rfind(b'"usage"', 0, at)) >= 0:
+        start = events.rfind(b"\n", 0, at) + 1
+        line = events[start:].partition(b"\n")[0]
+        at = start
+        if line.startswith(b"data:"):
+            with contextlib.suppress(ValueError):
+                if (usage := usage_of(json.loads(line[5:]))) is not None:
+                    return usage
+    return None
+
+
+def _usage_alone(event: bytes) -> dict[str, Any] | None:
+    """The event's data, where it is nothing but usage."""
+    if not event.startswith(b"data:"):
+        return None
+    try:
+        data = json.loads(event[5:])
+    except ValueError:
+        return None
+    alone = isinstance(data, dict) and data.get("choices") == [] and isinstance(data.get("usage"), dict)
+    return data if alone else None
+
+
+class Pulse:
+    """Comments on streams that have been silent for a while: clients and what lies between give up on silence."""
+
+    def __init__(self, interval: float, sent: Counter) -> None:
+        """`interval` in seconds, 0 for never; `sent` counts the comments."""
+        self._interval = interval
+        self._sent = sent
+        self._streams: set[EventRelay] = set()
+        self._beats: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def watching(self, stream: EventRelay) -> Iterator[None]:
+        """While it is entered."""
+        self._streams.add(stream)
+        try:
+            yield
+        finally:
+            self._streams.discard(stream)
+
+    async def run(self) -> None:
+        """Look at all streams, for ever."""
+        while self._interval:
+            await asyncio.sleep(self._interval / 4)
+            silent = time.monotonic() - self._interval
+            for stream in [each for each in self._streams if each.moved <= silent and not each.sending]:
+                self._sent.inc()
+                task = asyncio.create_task(stream.beat())
+                self._beats.add(task)
+                task.add_done_callback(self._beats.discard)

@@ -1,0 +1,149 @@
+"""What the directory believes, corrected by what one worker's engine tells of its states.
+
+A state has the engine's name; a prefix has the gateway's key. A request that the engine has told of ties the two: its
+boundaries are known here, where their states lie is known there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.boundaries.boundary import Boundary
+from proxy.routing.prefix_index import Directory
+
+# Requests sent of which the engine has not told all, and prefixes tied to a state; per worker, some 500 bytes each.
+MAX_PENDING = 8192
+
+MAX_TIED = 16_384
+
+
+@dataclass
+class _Pending:
+    """A request on its way."""
+
+    boot: str
+    boundaries: tuple[Boundary, ...]
+    new: list[bytes] = field(default_factory=list)  # keys of those that were not believed to be held
+    states: dict[int, str] = field(default_factory=dict)  # told so far, those that are found
+
+
+@dataclass
+class _State:
+    """A state that the engine holds."""
+
+    boot: str
+    tokens: int  # its position
+    keys: set[bytes] = field(default_factory=set)  # of the prefixes for which it is the deepest
+
+
+class Beliefs:
+    """Of one worker, by its engine's own word. Whatever cannot be known is not believed."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._pending: OrderedDict[str, _Pending] = OrderedDict()
+        self._states: OrderedDict[str, _State] = OrderedDict()
+        self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
+
+    def sent(self, request_id: str, boundaries: Sequence[Boundary], boot: str) -> None:
+        """A request goes to the worker; its boundaries are going to be noted in the directory."""
+        if not boundaries:
+            return
+        new = [boundary.key for boundary in boundaries if not self._directory.holds(boundary.key, boot)]
+        self._pending[request_id] = _Pending(boot, tuple(boundaries), new)
+        self._pending.move_to_end(request_id)
+        if len(self._pending) > MAX_PENDING:
+            _, oldest = self._pending.popitem(last=False)
+            self._not_held(oldest.new, oldest.boot)
+
+    def refused(self, request_id: str) -> None:
+        """The worker has not computed the request: what was new in it is not there."""
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            self._not_held(pending.new, pending.boot)
+
+    def left(self, request_id: str) -> None:
+        """Its client has left: perhaps it was computed, then the engine tells of it; until then it is not believed."""
+        pending = self._pending.get(request_id)
+        if pending is not None:
+            self._not_held(pending.new, pending.boot)
+
+    def apply(self, states: Iterable[Sequence[Any]], boot: str) -> None:
+        """What the feed tells, in its order. Raises `ValueError`, `TypeError`, `KeyError` or `IndexError` on nonsense.
+
+        `boot` is what the worker is known as now.
+        """
+        for kind, *told in states:
+            if kind == "came":
+                request_id, end, positions = told
+                self._came(request_id, int(end), {int(position): str(name) for position, name in positions if name})
+            elif kind == "gone":
+                self._gone(*told)
+            elif kind == "cleared":
+                self.forget_all(boot)
+
+    def forget_all(self, boot: str) -> None:
+        """Nothing is known of what the worker holds; `boot` is what it is known as now."""
+        for boot_of_state in {boot, *(state.boot for state in self._states.values())}:
+            self._directory.forget_all(boot_of_state)
+        self._states.clear()
+        self._tied.clear()
+
+    def fell_short(self, prefixes: Sequence[bytes], left: Container[bytes], tokens: int, unit: int, boot: str) -> None:
+        """A request that starts with `prefixes` found `tokens`, of an engine that matches in `unit`s: no more is there.
+
+        But for what it has `left` behind itself, and for what the engine has told and not taken back.
+        """
+        for key in prefixes:
+            if self._directory.holds(key, boot) // unit * unit > tokens and key not in left:
+                self._not_held((key,), boot)
+
+    def _came(self, request_id: str, end: int, states: dict[int, str]) -> None:
+        pending = self._pending.get(request_id)
+        if pending is None:  # another gateway's
+            return
+        pending.states.update(states)
+        later = []
+        for boundary in pending.boundaries:
+            if boundary.tokens > end:
+                later.append(boundary)
+                continue
+            deepest = max((position for position in pending.states if position <= boundary.tokens), default=0)
+            if deepest:
+                self._tie(boundary.key, deepest, pending.states[deepest], pending.boot)
+            else:
+                self._not_held((boundary.key,), pending.boot)
+        pending.boundaries = tuple(later)
+        if not later:
+            del self._pending[request_id]
+
+    def _tie(self, key: bytes, tokens: int, name: str, boot: str) -> None:
+        tied = self._tied.get(key)
+        if tied is not None and tied != name:
+            known = self._states[tied]
+            if known.tokens >= tokens and known.boot == boot:
+                return  # a deeper one that this request did not ask for
+            known.keys.discard(key)
+            if not known.keys:
+                del self._states[tied]
+        state = self._states.setdefault(name, _State(boot, tokens))
+        state.boot = boot
+        state.keys.add(key)
+        self._states.move_to_end(name)
+        self._tied[key] = name
+        self._directory.hold(key, boot, tokens)
+        while len(self._tied) > MAX_TIED:
+            self._gone(next(iter(self._states)))  # it could not be told of any more
+
+    def _not_held(self, keys: Iterable[bytes], boot: str) -> None:
+        self._directory.forget((key for key in keys if key not in self._tied), boot)
+
+    def _gone(self, name: str) -> None:
+        state = self._states.pop(name, None)
+        if state is not None:
+            for key in state.keys:
+                self._tied.pop(key, None)
+            self._directory.forget(state.keys, state.boot)

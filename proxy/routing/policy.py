@@ -1,0 +1,49 @@
+"""Choosing a worker: the one that holds the longest prefix, unless it has much more to do than the least busy one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from proxy.fleet.worker import Worker
+from proxy.routing.prefix_index import Holding
+
+# What a request under way weighs beside its prefill, in tokens to prefill: it takes part in every pass.
+REQUEST_TOKENS = 512
+
+
+def load(worker: Worker) -> int:
+    """What a worker has to do, in tokens to prefill. Counted when requests are sent, so a burst sees itself."""
+    return worker.prefill_tokens + worker.inflight * REQUEST_TOKENS
+
+
+def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: int, together: Any = None) -> Worker:
+    """One of `workers` (not empty). `held` is by boot identity; `load_slack` in requests under way.
+
+    A worker may exceed the least loaded one by `load_slack` requests and by what its prefix saves: to wait that long
+    costs no more than to compute it elsewhere. Requests with the same `together` (a client's `prompt_cache_key`) go to
+    one worker where nothing else speaks.
+    """
+    if len(workers) == 1:
+        return workers[0]
+    usable = {worker.url: _usable(worker, held) for worker in workers}
+    bound = min(map(load, workers)) + load_slack * REQUEST_TOKENS
+    near = [worker for worker in workers if load(worker) <= bound + usable[worker.url]]
+
+    def longest_then_idlest(worker: Worker) -> tuple[int, int, int, int]:
+        # The third spreads new prefixes over workers that are equally idle.
+        named = f"{together} {worker.url}".encode(errors="surrogatepass") if isinstance(together, str) else None
+        drawn = xxh3_64_intdigest(named) if named is not None else 0
+        return (-usable[worker.url], 0 if drawn else load(worker), drawn, worker.dispatched)
+
+    return min(near, key=longest_then_idlest)
+
+
+def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:
+    """Tokens in whole match units: a shared head too short to be found again is no reason to crowd one worker."""
+    holding = held.get(worker.boot)
+    if holding is None or not worker.takes_hints:
+        return 0
+    return holding.tokens // worker.engine.match_unit * worker.engine.match_unit

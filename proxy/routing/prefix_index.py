@@ -1,0 +1,127 @@
+"""Which worker has been sent which prefix, and how much of it its engine still holds.
+
+A request that goes out is believed to leave its prefixes behind; what the engine then says is the truth.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from prometheus_client import Counter
+
+from proxy.boundaries.boundary import Boundary
+
+# Of one prefix: its key, its place in the table, its first worker; and of each further worker. Measured, rounded up.
+ENTRY_BYTES = 450
+
+HOLDER_BYTES = 100
+
+
+class Holding(NamedTuple):
+    """The longest prefix of a request that a worker holds."""
+
+    tokens: int  # that a request finds; what the engine rounds down to its match unit until it has said
+    key: bytes
+
+
+class Directory:
+    """Prefix key to its length and the workers (by boot identity) that were sent it; bounded, oldest use goes first."""
+
+    def __init__(self, size: int, evictions: Counter | None = None) -> None:
+        """`size` in bytes; `evictions` counts the prefixes that had to go for others."""
+        self._size = size
+        self._evictions = evictions
+        self._bytes = 0
+        # Tokens of the prefix; for each worker that was ever sent it, tokens of it that are held, 0 for none.
+        self._prefixes: OrderedDict[bytes, tuple[int, dict[str, int]]] = OrderedDict()
+        # Told of what this gateway learns by itself; on a request's path, so they may only take note of it.
+        self.on_note: Callable[[Sequence[Boundary], str], None] | None = None
+        self.on_forget: Callable[[Sequence[bytes], str], None] | None = None
+
+    def note(self, boundaries: Sequence[Boundary], boot: str) -> None:
+        """A request with these boundaries goes to the worker that booted as `boot`, which will hold them."""
+        for boundary in boundaries:
+            self._note(boundary.key, boundary.tokens, boot)
+        if self.on_note is not None:
+            self.on_note(boundaries, boot)
+
+    def hear(self, key: bytes, tokens: int, boot: str) -> None:
+        """Another gateway sent a prefix to the worker that booted as `boot`; a length that is known here stands."""
+        known = self._prefixes.get(key)
+        self._note(key, tokens if known is None else known[0], boot)
+
+    def _note(self, key: bytes, tokens: int, boot: str) -> None:
+        entry = self._prefixes.get(key)
+        if entry is None:
+            entry = self._prefixes[key] = (tokens, {})
+            self._bytes += ENTRY_BYTES - HOLDER_BYTES
+        else:
+            self._prefixes.move_to_end(key)
+        if boot not in entry[1]:
+            self._bytes += HOLDER_BYTES
+        entry[1][boot] = entry[1].get(boot) or tokens
+        while self._bytes > self._size and len(self._prefixes) > 1:
+            _, (_, holders) = self._prefixes.popitem(last=False)
+            self._bytes -= ENTRY_BYTES + (len(holders) - 1) * HOLDER_BYTES
+            if self._evictions is not None:
+                self._evictions.inc()
+
+    def hold(self, key: bytes, boot: str, tokens: int) -> None:
+        """Of a prefix that was noted for `boot`, its engine holds `tokens`."""
+        _, holders = self._prefixes.get(key, (0, {}))
+        if boot in holders:
+            holders[boot] = tokens
+
+    def forget(self, keys: Iterable[bytes], boot: str, *, heard: bool = False) -> None:
+        """Nothing of these prefixes is held by `boot` any more; that they were sent is remembered.
+
+        `heard`: another gateway says so.
+        """
+        keys = list(keys)
+        for key in keys:
+            self.hold(key, boot, 0)
+        if self.on_forget is not None and not heard:
+            self.on_forget(keys, boot)
+
+    def forget_all(self, boot: str) -> None:
+        """Whatever was believed of `boot` is doubtful. Walks over everything: for rare events."""
+        self.forget([key for key, (_, holders) in self._prefixes.items() if holders.get(boot)], boot)
+
+    def holds(self, key: bytes, boot: str) -> int:
+        """Tokens that `boot` holds of the prefix `key`."""
+        entry = self._prefixes.get(key)
+        return entry[1].get(boot, 0) if entry is not None else 0
+
+    def longest(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> dict[str, Holding]:
+        """The most that each of `boots` holds of `prefixes` (shortest first), of the deepest it holds anything of."""
+        wanted = set(boots)
+        found: dict[str, Holding] = {}
+        for key in reversed(prefixes):
+            if not wanted:
+                break
+            entry = self._prefixes.get(key)
+            if entry is None:
+                continue
+            for boot, tokens in entry[1].items():
+                if tokens and boot in wanted:
+                    found[boot] = Holding(tokens, key)
+                    wanted.discard(boot)
+        return found
+
+    def sent(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> int:
+        """Tokens of the deepest of `prefixes` that any of `boots` was sent, held or not; 0 if none was."""
+        wanted = set(boots)
+        for key in reversed(prefixes):
+            entry = self._prefixes.get(key)
+            if entry is not None and not wanted.isdisjoint(entry[1]):
+                return entry[0]
+        return 0
+
+    def ever_sent(self, prefixes: Sequence[bytes]) -> int:
+        """Tokens of the deepest of `prefixes` that any worker, running or gone, was ever sent; 0 if none was."""
+        return next((self._prefixes[key][0] for key in reversed(prefixes) if key in self._prefixes), 0)
+
+    def __len__(self) -> int:
+        return len(self._prefixes)

@@ -1,0 +1,114 @@
+"""Who goes on to a worker now, and who waits: limits per worker and per key, a bounded queue, first come first served.
+
+A place is taken and given back without an await in between, so no two requests see the same free place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+from prometheus_client import Histogram
+
+from proxy.errors import GatewayError, KeyBusy, NoWorker, Overloaded
+from proxy.http.auth import ApiKey
+
+P = TypeVar("P")
+
+
+class _Waiting:
+    __slots__ = ("future", "key", "take", "wants")
+
+    def __init__(self, key: ApiKey | None, wants: Hashable, take: Callable[[], object | None]) -> None:
+        self.key = key
+        self.wants = wants
+        self.take = take
+        self.future: asyncio.Future = asyncio.get_running_loop().create_future()
+
+
+class Admission:
+    """The queue before the workers."""
+
+    def __init__(self, most: int, timeout: float, seconds: Histogram) -> None:
+        """At most `most` requests wait, each `timeout` seconds; `seconds` observes how long they did."""
+        self._most = most
+        self._timeout = timeout
+        self._seconds = seconds
+        self._queue: dict[_Waiting, None] = {}  # in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    async def place(
+        self, key: ApiKey | None, wants: Hashable, take: Callable[[], P | None], give_back: Callable[[P], None]
+    ) -> P:
+        """The place that `take` finds, now or once there is one.
+
+        `take` returns None where there is no room, and raises where there never will be; requests with equal `wants`
+        find room in the same places. `give_back` gets a place that was found for a request which had just left.
+        Raises `KeyBusy` or `Overloaded`.
+        """
+        if self._is_next(key, wants) and (found := take()) is not None:
+            return found
+        self._refuse_if_full(key)
+        waiting = _Waiting(key, wants, take)
+        self._queue[waiting] = None
+        if key is not None:
+            key.queued += 1
+        started = time.perf_counter()
+        found = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                found = await waiting.future
+                return found
+        except TimeoutError:
+            raise self._refusal(key, f"No place became free within {self._timeout:g} seconds") from None
+        finally:
+            self._forget(waiting)
+            self._seconds.observe(time.perf_counter() - started)
+            if found is None and waiting.future.done() and not waiting.future.cancelled():
+                give_back(waiting.future.result())
+
+    def wake(self) -> None:
+        """A place may have become free."""
+        full: set[Hashable] = set()
+        for waiting in list(self._queue):
+            if waiting.future.done() or waiting.wants in full or not _may_go(waiting.key):
+                continue
+            try:
+                found = waiting.take()
+            except NoWorker:  # none for now; whoever arrives is told so, whoever waits goes on waiting
+                found = None
+            if found is None:
+                full.add(waiting.wants)
+            else:
+                self._forget(waiting)
+                waiting.future.set_result(found)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        if waiting in self._queue:
+            del self._queue[waiting]
+            if waiting.key is not None:
+                waiting.key.queued -= 1
+
+    def _is_next(self, key: ApiKey | None, wants: Hashable) -> bool:
+        """Whether nobody waits for the same who could go before: who waits for a key's own limit could not."""
+        return _may_go(key) and not any(waiting.wants == wants and _may_go(waiting.key) for waiting in self._queue)
+
+    def _refuse_if_full(self, key: ApiKey | None) -> None:
+        if key is not None and key.queued >= key.entry.max_queued:
+            raise KeyBusy(f"{key.queued} requests of this API key are waiting already (max_queued in the keys file).")
+        if len(self._queue) >= self._most:
+            raise self._refusal(key, f"{len(self._queue)} requests are waiting already")
+
+    @staticmethod
+    def _refusal(key: ApiKey | None, why: str) -> GatewayError:
+        if key is not None and not key.has_room:
+            return KeyBusy(f"{why}, and it may have {key.entry.max_inflight} under way.")
+        return Overloaded(f"{why}: all workers are busy.")
+
+
+def _may_go(key: ApiKey | None) -> bool:
+    return key is None or key.has_room

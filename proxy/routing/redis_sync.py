@@ -1,0 +1,316 @@
+"""Sharing what gateways learn through Redis: news is collected here, written and read by a task in the background.
+
+No request ever waits for Redis: what others learnt is put into this gateway's own tables before it is asked for. While
+Redis is away everything goes on with what is known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import struct
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from xxhash import xxh3_128_hexdigest
+
+from proxy.boundaries.boundary import Boundary
+from proxy.boundaries.positions import Position, PositionMemory
+from proxy.metrics import Metrics
+from proxy.routing.prefix_index import Directory
+
+logger = logging.getLogger("seamark.redis")
+
+CONNECT_SECONDS = 0.1
+
+ANSWER_SECONDS = 0.05
+
+# Between two exchanges: while all is read, and while there is more to read or write than one exchange takes.
+INTERVAL_SECONDS = 0.05
+
+CATCH_UP_SECONDS = 0.005
+
+# That many errors one after the other, and Redis counts as down: from then on one try every so often.
+ERRORS_TO_DOWN = 3
+
+RETRY_SECONDS = 2.0
+
+# Entries of one stream; Redis keeps about a hundred more. At most 1.4 kB (holdings) or 2.3 kB (positions) each.
+STREAM_ENTRIES = 8192
+
+STREAM_SECONDS = 6 * 3600  # without news until it expires
+
+# Of one exchange, over all streams. Event loops wait for the reading of one reply.
+READ_ENTRIES = 32
+
+WRITE_RECORDS = 256
+
+# Applied in one go; a microsecond each.
+APPLY_RECORDS = 256
+
+# Events that wait to be written; the oldest are dropped while Redis is away.
+WAITING_EVENTS = 10_000
+
+# What was said lately is not said again, for this long: streams are trimmed, so what is in use is repeated.
+REPEAT_SECONDS = 60.0
+
+SAID_LATELY = 20_000
+
+
+class Sharing:
+    """One per gateway. Listens to its tables from the start, exchanges news while `run` runs."""
+
+    def __init__(
+        self,
+        url: str,
+        directory: Directory,
+        memory: PositionMemory,
+        metrics: Metrics,
+        boots: Callable[[], Iterable[str]],
+    ) -> None:
+        """`boots` names the workers that this gateway has now: only of them the news is read."""
+        # RESP2: no greeting that a connection would have to wait for.
+        self._redis = Redis.from_url(
+            url,
+            protocol=2,
+            decode_responses=False,
+            max_connections=1,
+            socket_connect_timeout=CONNECT_SECONDS,
+            socket_timeout=ANSWER_SECONDS,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._directory, self._memory, self._boots = directory, memory, boots
+        self._up, self._errors = metrics.redis_up, metrics.redis_errors
+        self._sent, self._heard, self._dropped, self._refused = (
+            metrics.redis_news.labels(fate) for fate in ("sent", "heard", "dropped", "refused")
+        )
+        self._up.set(0)
+        self.state = "connecting"  # or "up", "down"
+        self._failures = 0  # since Redis last answered
+        self._waiting: deque[tuple[str | None, Sequence[tuple[Any, ...]]]] = deque(maxlen=WAITING_EVENTS)
+        self._outgoing: dict[bytes, list[tuple[Any, ...]]] = {}  # taken from there, not known to be written
+        self._said: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
+        self._start_over()
+        directory.on_note, directory.on_forget, memory.on_put = self._noted, self._forgot, self._put
+
+    async def run(self) -> None:
+        """Exchange news, for ever. Whatever fails is Redis's fault and never ends it."""
+        while True:
+            try:
+                more = await self._exchange()
+            except Exception as error:
+                pause = self._failed(error)
+            else:
+                self._answered()
+                pause = CATCH_UP_SECONDS if more else INTERVAL_SECONDS
+            await asyncio.sleep(pause)
+
+    async def aclose(self) -> None:
+        """Stop listening and close the connection."""
+        self._directory.on_note = self._directory.on_forget = self._memory.on_put = None
+        await self._redis.aclose()
+
+    def status(self) -> dict[str, Any]:
+        """For the status page."""
+        return {"state": self.state, "waiting": len(self._waiting), "streams_read": len(self._cursors)}
+
+    # On the path of requests: nothing but an append.
+
+    def _noted(self, boundaries: Sequence[Boundary], boot: str) -> None:
+        self._append((boot, boundaries))
+
+    def _forgot(self, keys: Sequence[bytes], boot: str) -> None:
+        for start in range(0, len(keys), MAX_RECORDS):
+            self._append((boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]]))
+
+    def _put(self, key: bytes, position: Position) -> None:
+        self._append((None, ((key, position.key, position.tokens),)))
+
+    def _append(self, event: tuple[str | None, Sequence[tuple[Any, ...]]]) -> None:
+        if len(self._waiting) == WAITING_EVENTS:
+            self._dropped.inc()
+        self._waiting.append(event)
+
+    # In the background.
+
+    async def _exchange(self) -> bool:
+        """Write what waits and read what is new, in one round trip. Returns whether there is more of either."""
+        self._take()
+        streams = {POSITIONS_STREAM: None, **{holdings_stream(boot): boot for boot in self._boots()}}
+        self._cursors = {stream: self._cursors.get(stream, b"0") for stream in streams}
+        count = max(1, READ_ENTRIES // len(streams))
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for stream, records in self._outgoing.items():
+                form = POSITIONS if stream == POSITIONS_STREAM else HOLDINGS
+                for start in range(0, len(records), MAX_RECORDS):
+                    packed = pack(form, self._writer, records[start : start + MAX_RECORDS])
+                    pipeline.xadd(stream, {b"n": packed}, maxlen=STREAM_ENTRIES, approximate=True)
+                pipeline.expire(stream, STREAM_SECONDS)
+            pipeline.xread(self._cursors, count)
+            replies = await pipeline.execute()
+        self._sent.inc(sum(map(len, self._outgoing.values())))
+        self._outgoing.clear()
+        more, applied = bool(self._waiting), 0
+        for stream, entries in replies[-1]:
+            more |= len(entries) == count
+            for number, fields in entries:
+                applied += self._hear(streams[stream], fields.get(b"n", b""))
+                self._cursors[stream] = number
+                if applied >= APPLY_RECORDS:
+                    applied = 0
+                    await asyncio.sleep(0)
+        return more
+
+    def _take(self) -> None:
+        """Sort what waits by streams, as much as one exchange takes."""
+        taken = sum(map(len, self._outgoing.values()))
+        now = time.monotonic()
+        while self._waiting and taken < WRITE_RECORDS:
+            boot, event = self._waiting.popleft()
+            stream = POSITIONS_STREAM if boot is None else holdings_stream(boot)
+            records = event if boot is None else self._unsaid(stream, event, now)
+            if records := list(records):
+                self._outgoing.setdefault(stream, []).extend(records)
+                taken += len(records)
+
+    def _unsaid(self, stream: bytes, event: Sequence[tuple[Any, ...]], now: float) -> Iterable[tuple[Any, ...]]:
+        """Records of what a worker holds, or no longer holds, without those that were told lately."""
+        for item in event:
+            if isinstance(item, Boundary):
+                if self._is_new(stream, item.key, now):
+                    yield (HELD, item.key, item.tokens)
+            else:
+                self._said.pop((stream, item[1]), None)
+                yield item
+
+    def _is_new(self, stream: bytes, key: bytes, now: float) -> bool:
+        """Whether this was not said lately; from now on it was."""
+        if now - self._said.get((stream, key), -REPEAT_SECONDS) < REPEAT_SECONDS:
+            return False
+        self._said[stream, key] = now
+        self._said.move_to_end((stream, key))
+        if len(self._said) > SAID_LATELY:
+            self._said.popitem(last=False)
+        return True
+
+    def _hear(self, boot: str | None, raw: bytes) -> int:
+        """Put another gateway's batch into the tables. Returns the number of records."""
+        batch = unpack(POSITIONS if boot is None else HOLDINGS, raw)
+        if batch is None:
+            self._refused.inc()
+            return 1
+        if batch.writer == self._writer:
+            return 1
+        if boot is None:
+            for key, name, tokens in batch.records:
+                self._memory.hear(key, Position(tokens, name))
+        else:
+            for kind, key, tokens in batch.records:
+                if kind == HELD:
+                    self._directory.hear(key, tokens, boot)
+                else:
+                    self._directory.forget((key,), boot, heard=True)
+        self._heard.inc(len(batch.records))
+        return len(batch.records)
+
+    def _start_over(self) -> None:
+        """Redis may be another now, or empty: read all of it, and say again what was said.
+
+        Under a new name, so that what this gateway wrote itself keeps its place among what others wrote.
+        """
+        self._writer = secrets.token_bytes(WRITER_BYTES)
+        self._cursors: Mapping[bytes, bytes] = {}
+        self._said.clear()
+
+    def _answered(self) -> None:
+        self._failures = 0
+        if self.state != "up":
+            self.state = "up"
+            self._up.set(1)
+            logger.info("redis is up")
+
+    def _failed(self, error: Exception) -> float:
+        """Count an error. Returns the seconds until the next try."""
+        self._errors.inc()
+        self._failures += 1
+        if self._failures < ERRORS_TO_DOWN and self.state != "down":
+            return INTERVAL_SECONDS
+        if self.state != "down":
+            self.state = "down"
+            self._up.set(0)
+            # Its kind alone: the text might tell the address, and with it a password.
+            logger.warning("redis is down (%s); what is learnt is not shared", type(error).__name__)
+            self._start_over()
+        return RETRY_SECONDS
+
+
+KEY_BYTES = 16
+
+WRITER_BYTES = 8
+
+# Of one batch: applying it stays far below a millisecond.
+MAX_RECORDS = 64
+
+# Longer prompts than any engine takes are garbage.
+MAX_TOKENS = 2**24
+
+# Kinds of records in a stream of what a worker holds.
+HELD, GONE = 1, 2
+
+
+class Form(NamedTuple):
+    """What the batches of a stream look like: magic, writer, records whose last field is a number of tokens."""
+
+    magic: bytes  # with the version: batches of another one are refused
+    record: struct.Struct
+
+
+HOLDINGS = Form(b"smh1", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix, tokens (0 where gone)
+
+POSITIONS = Form(b"smp1", struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sI"))  # content key, key of the prefix, tokens
+
+_HEADER = struct.Struct(f"<4s{WRITER_BYTES}s")
+
+POSITIONS_STREAM = b"seamark:positions:1"
+
+
+def holdings_stream(boot: str) -> bytes:
+    """The stream about the worker that booted as `boot`; a restarted worker has another."""
+    return b"seamark:held:" + xxh3_128_hexdigest(boot.encode()).encode()
+
+
+class Batch(NamedTuple):
+    """One entry of a stream."""
+
+    writer: bytes  # names the gateway, at random
+    records: tuple[tuple[Any, ...], ...]
+
+
+def pack(form: Form, writer: bytes, records: Iterable[tuple[Any, ...]]) -> bytes:
+    """The batch as bytes; `records`, at most `MAX_RECORDS`, as `form` has them."""
+    return b"".join((_HEADER.pack(form.magic, writer), *(form.record.pack(*record) for record in records)))
+
+
+def unpack(form: Form, raw: bytes) -> Batch | None:
+    """The batch in these bytes; None where they are none."""
+    length = len(raw) - _HEADER.size
+    if not 0 < length <= MAX_RECORDS * form.record.size or length % form.record.size:
+        return None
+    magic, writer = _HEADER.unpack_from(raw)
+    if magic != form.magic:
+        return None
+    records = tuple(form.record.iter_unpack(memoryview(raw)[_HEADER.size :]))
+    if any(record[-1] > MAX_TOKENS for record in records):
+        return None
+    if form is HOLDINGS and any((kind, tokens > 0) not in _SOUND for kind, _, tokens in records):
+        return None
+    return Batch(writer, records)
+
+
+_SOUND = frozenset({(HELD, True), (GONE, False)})

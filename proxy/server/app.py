@@ -1,0 +1,181 @@
+"""The FastAPI application: the gateway's own pages, and a way past it all for what goes to a worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from proxy.errors import Forbidden, GatewayError, NotFound, NoWorker
+from proxy.fleet.pool import union_of_models
+from proxy.fleet.worker import Worker
+from proxy.http import auth
+from proxy.pipeline.error_responses import error_headers
+from proxy.pipeline.gateway import Gateway
+from proxy.server import live_page
+from proxy.server.status import live, redis_told, self_check_told, worker_told
+from proxy.settings import Settings
+
+MODELS = "/v1/models"
+
+
+class App(FastAPI):
+    """Requests for a worker never enter FastAPI's stack: they are not its to parse, and each layer costs time."""
+
+    def __init__(self, gateway: Gateway, pages_only: bool, **options: Any) -> None:
+        """`pages_only`: nothing is forwarded to workers."""
+        super().__init__(docs_url=None, redoc_url=None, openapi_url=None, title="Seamark", **options)
+        self.gateway = gateway
+        self._pages_only = pages_only
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and not self._pages_only and _is_forwarded(scope["path"], scope["method"]):
+            await self.gateway(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def _is_forwarded(path: str, method: str) -> bool:
+    if path.startswith("/v1/"):
+        return path != MODELS or method != "GET"
+    return path in ("/tokenize", "/detokenize")
+
+
+def build(settings: Settings) -> App:
+    """The application for these settings. Workers are looked at from its start-up to its end.
+
+    Raises `SettingsError` for a file that cannot be used.
+    """
+    gateway = Gateway(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gateway.start()
+        try:
+            yield
+        finally:
+            await gateway.stop()
+
+    return _with_pages(gateway, pages_only=False, lifespan=lifespan)
+
+
+def build_pages(gateway: Gateway) -> App:
+    """The gateway's own pages alone, for an address of their own; `gateway` is started and stopped elsewhere."""
+    return _with_pages(gateway, pages_only=True)
+
+
+def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsyncContextManager] | Any = None) -> App:
+    app = App(gateway, pages_only, lifespan=lifespan)
+    own_address = gateway.settings.admin_port is not None
+
+    async def serving() -> list[Worker]:
+        workers = await gateway.pool.ready()
+        if not workers:
+            raise NoWorker("No worker is ready.")
+        return workers
+
+    @app.middleware("http")
+    async def admitted(request: Request, call_next: Any) -> Response:
+        try:
+            request.state.key = auth.admit(request.scope, gateway.keys, own_address, pages_only)
+        except GatewayError as error:
+            return error_response(error)
+        return await call_next(request)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return JSONResponse({"status": "ready", "workers": [worker.name for worker in await serving()]})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get(MODELS)
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": union_of_models(await serving())})
+
+    @app.get("/seamark/status")
+    async def status() -> dict[str, Any]:
+        return {
+            "workers": [worker_told(worker) for worker in gateway.pool.workers],
+            "directory_entries": len(gateway.dispatch.directory),
+            "known_positions": len(gateway.finding.memory),
+            "hot_prefixes": len(gateway.dispatch.hot),
+            "text_bytes_held": _text_held(gateway),
+            "self_check": self_check_told(gateway),
+            "shadow": gateway.shadow.status(),
+            "redis": redis_told(gateway),
+        }
+
+    @app.get(auth.PAGE)
+    async def page() -> Response:
+        return Response(live_page.HTML, headers=live_page.HEADERS, media_type="text/html")
+
+    @app.get(auth.LIVE)
+    async def live_figures() -> Response:
+        return _plain_json(live(gateway))
+
+    @app.post("/seamark/self-check/reset")
+    async def reset_self_check(request: Request) -> dict[str, bool]:
+        # A browser says whose page asks; any page may post to an address that only this machine reaches.
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise Forbidden("Another site's page cannot turn hints on again.")
+        gateway.self_check.reset()
+        return {"hints_off": gateway.self_check.hints_off}
+
+    @app.get(auth.EXPLANATIONS + "{request_id}")
+    async def request_explained(request: Request, request_id: str) -> Response:
+        told = gateway.finding.explanations.get(request_id)
+        key = request.state.key
+        # Of another client's request not even its existence is told.
+        hidden = told is not None and key is not None and not key.entry.admin and told.owner != key.name
+        if told is None or hidden:
+            raise NotFound(f"No request with the id {request_id} is remembered.")
+        return _plain_json(told.as_json())
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        known = (
+            NotFound(f"No such path: {request.url.path}") if error.status_code == 404 else GatewayError(error.detail)
+        )
+        known.status = error.status_code
+        if error.status_code < 500:
+            known.type = "invalid_request_error"
+        return error_response(known)
+
+    @app.exception_handler(GatewayError)
+    async def told(request: Request, error: GatewayError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(GatewayError("The gateway failed to handle this request."))
+
+    return app
+
+
+def _text_held(gateway: Gateway) -> int:
+    """Bytes of prompts in memory."""
+    finding = gateway.finding
+    parts = (finding.learner, finding.recent, finding.stored, gateway.dispatch.hot, gateway.shadow)
+    return sum(part.held for part in parts)
+
+
+def _plain_json(value: Any) -> Response:
+    """JSON in ASCII: what clients wrote may hold halves of characters, which UTF-8 has no bytes for."""
+    return Response(json.dumps(value), headers={"cache-control": "no-store"}, media_type="application/json")
+
+
+def error_response(error: GatewayError) -> Response:
+    """The error in OpenAI's envelope."""
+    return Response(error.body(), error.status, error_headers(error))

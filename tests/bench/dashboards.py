@@ -1,0 +1,175 @@
+"""The dashboards in `grafana/`: every query of every panel, as Grafana would send it to Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import promql_parser
+
+FOLDER = Path(__file__).parents[2] / "grafana"
+
+# Grafana's own variables: names and what they stand for are its, see `filled_in`.
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
+
+
+class Query(NamedTuple):
+    """One query of a panel."""
+
+    dashboard: str
+    panel: str
+    description: str
+    unit: str  # Grafana's name of it
+    legend: str
+    expression: str  # with Grafana's variables
+    over_time: bool  # a line, not a single value
+
+    def filled_in(self, range_seconds: float, scrape_seconds: float) -> str:
+        """As Grafana sends it for a time range, everything chosen of what there is to choose from."""
+        values = {
+            "__range": f"{max(1, round(range_seconds))}s",
+            "__rate_interval": f"{4 * scrape_seconds:g}s",
+            "model": ".+",
+            "worker": ".+",
+            "instance": ".+",
+        }
+        return _VARIABLE.sub(lambda match: values[match[1] or match[2]], self.expression)
+
+    @property
+    def tree(self) -> promql_parser.Expr:
+        """The query, parsed."""
+        return promql_parser.parse(self.filled_in(3600, 15))
+
+
+def dashboards(folder: Path = FOLDER) -> Mapping[str, dict[str, Any]]:
+    """Every dashboard by the name of its file."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((folder / "dashboards").glob("*.json"))}
+
+
+def queries(folder: Path = FOLDER) -> Iterator[Query]:
+    """Every query of every panel, in the order they are shown."""
+    for name, dashboard in dashboards(folder).items():
+        for panel in dashboard["panels"]:
+            for target in panel.get("targets", ()):
+                yield Query(
+                    name,
+                    panel["title"],
+                    panel["description"],
+                    panel["fieldConfig"]["defaults"]["unit"],
+                    target["legendFormat"],
+                    target["expr"],
+                    target["range"],
+                )
+
+
+def metrics_in(tree: promql_parser.Expr) -> set[str]:
+    """Names of the series that a query reads."""
+    found: set[str] = set()
+
+    def look(node: Any) -> None:
+        selector = node.vector_selector if isinstance(node, promql_parser.MatrixSelector) else node
+        if isinstance(selector, promql_parser.VectorSelector):
+            found.add(selector.name)
+
+    promql_parser.walk(tree, look)
+    return found
+
+
+def family_of(series: str) -> str:
+    """The metric that a series belongs to: histograms have three."""
+    return re.sub(r"_(bucket|sum|count)$", "", series)
+
+
+Dimension = Mapping[str, int]  # exponents; {} is a mere number
+
+SECONDS, BYTES, TOKENS, THINGS = "s", "B", "tok", "n"
+
+RATIO: Dimension = {}
+
+RATE_OF_TOKENS: Dimension = {TOKENS: 1, SECONDS: -1}
+
+RATE_OF_THINGS: Dimension = {THINGS: 1, SECONDS: -1}
+
+# Of Grafana's units, and those that the dashboards spell out.
+UNITS: Mapping[str, Dimension] = {
+    "s": {SECONDS: 1},
+    "bytes": {BYTES: 1},
+    "short": {THINGS: 1},
+    "percentunit": RATIO,
+    "reqps": RATE_OF_THINGS,
+    "suffix: s/s": RATIO,
+    "suffix: tok/s": RATE_OF_TOKENS,
+    "suffix: states/s": RATE_OF_THINGS,
+    "suffix: entries/s": RATE_OF_THINGS,
+    "suffix: passes/s": RATE_OF_THINGS,
+    "suffix: preemptions/s": RATE_OF_THINGS,
+}
+
+# By the metric's name, the first that fits: Prometheus' naming rules, and vLLM's names that do not tell.
+_NAMES: tuple[tuple[str, Dimension], ...] = (
+    (r"_count$", {THINGS: 1}),
+    (r"_seconds(_saved|_spent)?(_total|_sum|_bucket)?$", {SECONDS: 1}),
+    (r"_bytes$", {BYTES: 1}),
+    (r"_tokens(_total|_sum|_bucket)?$|^vllm:(prefix_cache_(hits|queries)|iteration_tokens)_total", {TOKENS: 1}),
+    (r"_perc$", RATIO),
+    (r"", {THINGS: 1}),
+)
+
+
+class Incommensurable(ValueError):
+    """An expression adds or compares what cannot be; the message is the expression."""
+
+
+def dimension(tree: promql_parser.Expr) -> Dimension:
+    """Of what a query yields. Raises `Incommensurable`, and `NotImplementedError` for what no dashboard uses yet."""
+    match tree:
+        case promql_parser.ParenExpr() | promql_parser.AggregateExpr():
+            return dimension(tree.expr)
+        case promql_parser.VectorSelector():
+            return next(found for pattern, found in _NAMES if re.search(pattern, tree.name))
+        case promql_parser.MatrixSelector():
+            return dimension(tree.vector_selector)
+        case promql_parser.NumberLiteral():
+            return RATIO
+        case promql_parser.Call():
+            return _of_call(tree)
+        case promql_parser.BinaryExpr():
+            return _of_pair(tree)
+    raise NotImplementedError(tree.prettify())
+
+
+def _of_call(tree: promql_parser.Call) -> Dimension:
+    name = tree.func.name
+    if name == "histogram_quantile":
+        return dimension(tree.args[1])
+    if name == "rate" and _is_of_buckets(tree):
+        return dimension(tree.args[0])  # a distribution: only a quantile is taken of it, whatever its rate
+    if name == "rate":
+        return _times(dimension(tree.args[0]), {SECONDS: -1})
+    if name == "increase":
+        return dimension(tree.args[0])
+    raise NotImplementedError(name)
+
+
+def _is_of_buckets(tree: promql_parser.Call) -> bool:
+    return tree.args[0].vector_selector.name.endswith("_bucket")
+
+
+def _of_pair(tree: promql_parser.BinaryExpr) -> Dimension:
+    left, right = dimension(tree.lhs), dimension(tree.rhs)
+    operator = str(tree.op)
+    if operator in ("*", "/"):
+        return _times(left, right if operator == "*" else {unit: -power for unit, power in right.items()})
+    if isinstance(tree.rhs, promql_parser.NumberLiteral) and operator in (">", "<", "==", "!=", ">=", "<="):
+        return left
+    if operator != "and" and left != right:
+        raise Incommensurable(tree.prettify())
+    return left
+
+
+def _times(left: Dimension, right: Dimension) -> Dimension:
+    powers = {unit: left.get(unit, 0) + right.get(unit, 0) for unit in {*left, *right}}
+    return {unit: power for unit, power in powers.items() if power}

@@ -1,0 +1,270 @@
+"""`seamark bench fuzz`: broken HTTP and broken bodies on the gateway's sockets, for as long as one likes.
+
+Exit status 1 when the gateway answers a 5xx of its own, leaves a connection hanging, hands a worker anything that the
+client did not frame as one request, logs an error, keeps growing, or no longer serves at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from proxy.bench.harness.servers import Fleet, Server, narrator
+from tests.bench.aborts import started
+from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, case, complaint, name_of
+from tests.bench.fuzz_framing import SMUGGLED
+from tests.bench.soak import bad_lines, resident_bytes
+from tests.harness.raw_http import Connection, Cut, request
+from tests.harness.strict_worker import StrictWorker
+
+PARALLEL = 8
+
+ANSWER_SECONDS = 15.0  # then it hangs
+
+QUIET_SECONDS = 0.3  # given to what may be incomplete, before the client says that nothing more will come
+
+SHOWN_BYTES = 400
+
+TOLD = 20  # failures in full
+
+GROWTH_BYTES = 64 * 2**20
+
+# Small tables, so that they are full soon and what grows then is a leak.
+GATEWAY_FLAGS = ("--memory-bytes", "8000000", "--text-bytes", "8000000")
+
+_RESPONSE = re.compile(rb"HTTP/1\.[01] (\d{3})[^\r\n]*\r\n(.*?)\r\n\r\n", re.S)
+
+
+class Failure(NamedTuple):
+    """A case that went wrong."""
+
+    case: Case
+    why: str
+
+
+@dataclass(frozen=True)
+class Fuzzed:
+    """A whole run."""
+
+    seed: int
+    seconds: float
+    kinds: Mapping[str, int]  # cases by kind
+    statuses: Mapping[int, int]  # answers by status
+    reached: int  # requests that the worker got
+    failures: Sequence[Failure]
+    wrongs: Sequence[str]  # of the gateway as a whole
+    first_bytes: float  # resident: mean of the run's second third, then of its last
+    last_bytes: float
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing went wrong."""
+        return not self.failures and not self.wrongs
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="seamark bench fuzz", description="broken requests on the gateway's sockets")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=1, help="of the stream of cases")
+    parser.add_argument("--case", type=int, action="append", help="only the case with this number (repeat)")
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    say = narrator()
+    folder = Path(tempfile.mkdtemp(prefix="seamark-fuzz-"))
+    with Fleet(folder) as fleet:
+        say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
+        result = asyncio.run(fuzz(fleet, args.seed, args.seconds, args.case))
+    print(json.dumps(report(result), indent=1) if args.json else render(result))
+    for failure in result.failures[:TOLD]:
+        path = folder / f"case-{failure.case.number}.bin"
+        path.write_bytes(failure.case.data)
+    if not result.held:
+        say(f"logs, and the bytes of what failed, are in {folder}")
+    return 0 if result.held else 1
+
+
+async def fuzz(fleet: Fleet, seed: int, seconds: float, only: Sequence[int] | None = None) -> Fuzzed:
+    """Send cases to a gateway before a strict worker until time is up, or `only` those with these numbers."""
+    numbers = iter(only) if only else itertools.count()
+    began = time.monotonic()
+    failures: list[Failure] = []
+    kinds: Counter[str] = Counter()
+    memory: list[int] = []
+    async with StrictWorker() as worker:
+        gateway = await started(fleet.gateway(worker, flags=GATEWAY_FLAGS))
+        run = Run(gateway, worker, seed)
+
+        async def send_some() -> None:
+            for number in numbers:
+                if time.monotonic() > began + seconds and not only:
+                    return
+                each = case(seed, number)
+                kinds[each.kind if each.verdict != REFUSED else "ambiguous"] += 1
+                if why := await run.judged(each):
+                    failures.append(Failure(each, why))
+                if number % 50 == 0:
+                    memory.append(resident_bytes(gateway.process.pid))
+
+        await asyncio.gather(*(send_some() for _ in range(PARALLEL)))
+        wrongs = await run.left_behind()
+    third = max(1, len(memory) // 3)
+    means = [sum(part) / max(1, len(part)) for part in (memory[third : 2 * third], memory[-third:])]
+    if means[0] and means[1] > means[0] + GROWTH_BYTES:
+        wrongs.append(f"resident memory grew from {means[0] / 2**20:.0f} to {means[1] / 2**20:.0f} MiB")
+    return Fuzzed(
+        seed, time.monotonic() - began, kinds, run.statuses, run.reached, failures, wrongs, means[0], means[1]
+    )
+
+
+class Run:
+    """One gateway under fire, and what has been counted so far."""
+
+    def __init__(self, gateway: Server, worker: StrictWorker, seed: int) -> None:
+        self._gateway, self._worker, self._seed = gateway, worker, seed
+        self.statuses: Counter[int] = Counter()
+        self.reached = 0
+
+    async def judged(self, each: Case) -> str:
+        """Send one case; what is wrong with what became of it."""
+        try:
+            connection = await Connection.open(self._gateway)
+        except OSError as error:
+            return f"no connection: {error}"
+        try:
+            for piece in each.pieces:
+                await connection.send(piece)
+                await asyncio.sleep(0)
+            if each.leaves:
+                return ""
+            if each.verdict == ANSWERED:
+                return await self._answered(connection, each)
+            return await self._ended(connection, each)
+        except Cut as error:
+            return f"cut off: {error}"
+        finally:
+            connection.close()
+
+    async def _answered(self, connection: Connection, each: Case) -> str:
+        for position, sent in enumerate(each.requests):
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    response = await connection.response(to_head=sent.method == "HEAD")
+            except TimeoutError:
+                return f"request {position} hangs: no answer in {ANSWER_SECONDS:g} s"
+            if response is None:
+                return f"request {position} was not answered: the connection was closed"
+            marked = response.headers.get("x-mock") == "answer"
+            seen = self._worker.pop(sent.name)
+            self.reached += len(seen)
+            self.statuses[response.status] += 1
+            if not marked and response.status >= 500:
+                return f"request {position}: a {response.status} of the gateway's own: {response.body[:300]!r}"
+            if len(seen) != marked:
+                return f"request {position}: a {response.status}, and the worker got it {len(seen)} times"
+            if seen and (wrong := complaint(sent, seen[0])):
+                return f"request {position}: {wrong}"
+            if response.headers.get("connection") == "close":
+                return ""
+        return ""
+
+    async def _ended(self, connection: Connection, each: Case) -> str:
+        """Read until the server closes, which it must soon after the client has said that nothing more will come."""
+        answered = b""
+        try:
+            async with asyncio.timeout(QUIET_SECONDS):
+                while True:
+                    answered += await connection.some()
+        except (Cut, ConnectionError):
+            pass
+        except TimeoutError:
+            connection.finish()
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    while True:
+                        answered += await connection.some()
+            except (Cut, ConnectionError):
+                pass
+            except TimeoutError:
+                return f"the connection is still open {ANSWER_SECONDS:g} s after its end"
+        seen = self._worker.pop(name_of(self._seed, each.number))
+        self.reached += len(seen)
+        for status, fields in _RESPONSE.findall(answered):
+            self.statuses[int(status)] += 1
+            if int(status) >= 500 and b"x-mock: answer" not in fields:
+                return f"a {int(status)} of the gateway's own"
+        if any(it.target.startswith(SMUGGLED) for it in seen) and each.verdict == REFUSED:
+            return "the request hidden inside reached the worker"
+        if seen and each.verdict == REFUSED:
+            return f"it is ambiguous, and reached the worker: {seen[0].method!r} {seen[0].target!r} {seen[0].body!r}"
+        return ""
+
+    async def left_behind(self) -> list[str]:
+        """What is wrong with the gateway when all is over."""
+        wrongs = [f"the worker got what is no request ({it.why}): {it.data[:300]!r}" for it in self._worker.malformed]
+        if self._gateway.process.poll() is not None:
+            return [*wrongs, f"the gateway has ended with {self._gateway.process.returncode}"]
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                connection = await Connection.open(self._gateway)
+                await connection.send(request("POST", "/v1/chat/completions", {"x-mock-id": "last"}, _CHAT))
+                response = await connection.response()
+                connection.close()
+        except (OSError, TimeoutError, Cut) as error:
+            return [*wrongs, f"the gateway no longer serves: {type(error).__name__}"]
+        if response is None or response.status != 200:
+            wrongs.append(f"the gateway no longer serves: {response}")
+        return wrongs + _short(bad_lines(self._gateway, 0))
+
+
+_CHAT = b'{"model":"m","messages":[{"role":"user","content":"Tide?"}]}'
+
+
+def _short(lines: Iterable[str]) -> list[str]:
+    listed = list(lines)
+    more = [f"and {len(listed) - TOLD} more lines that speak of an error"] if len(listed) > TOLD else []
+    return listed[:TOLD] + more
+
+
+def render(result: Fuzzed) -> str:
+    """What was sent, what came back, and how to repeat what failed."""
+    lines = [
+        f"seed {result.seed}, {result.seconds:.0f} s: {sum(result.kinds.values())} cases "
+        f"({', '.join(f'{count} {kind}' for kind, count in sorted(result.kinds.items()))})",
+        f"  {result.reached} requests reached the worker; answers: "
+        + ", ".join(f"{count} x {status}" for status, count in sorted(result.statuses.items())),
+        f"  memory (resident) {result.first_bytes / 2**20:.0f} MiB, then {result.last_bytes / 2**20:.0f} MiB",
+    ]
+    for failure in result.failures[:TOLD]:
+        data = failure.case.data
+        shown = f"{data[:SHOWN_BYTES]!r}" + (f" and {len(data) - SHOWN_BYTES} bytes more" if data[SHOWN_BYTES:] else "")
+        lines.append(f"  case {failure.case.number} ({failure.case.kind}): {failure.why}")
+        lines.append(f"    seamark bench fuzz --seed {result.seed} --case {failure.case.number}")
+        lines.append(f"    {shown}")
+    if len(result.failures) > TOLD:
+        lines.append(f"  and {len(result.failures) - TOLD} more cases")
+    return "\n".join([*lines, *(f"  {wrong}" for wrong in result.wrongs)])
+
+
+def report(result: Fuzzed) -> Mapping[str, object]:
+    """The same for machines."""
+    return {
+        "held": result.held,
+        "seed": result.seed,
+        "seconds": result.seconds,
+        "kinds": result.kinds,
+        "statuses": result.statuses,
+        "reached": result.reached,
+        "failures": [{"case": it.case.number, "kind": it.case.kind, "why": it.why} for it in result.failures],
+        "wrongs": list(result.wrongs),
+        "memory": [result.first_bytes, result.last_bytes],
+    }

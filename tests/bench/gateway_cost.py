@@ -1,0 +1,354 @@
+"""`seamark bench gateway`: what a request costs in the gateway, beside the gateways of others and none at all.
+
+All stand before one worker without an engine and take turns. Chats share their system prompt and history and end in a
+question of their own, so Seamark finds the boundaries in its memory, sends them on and accounts for every answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvloop
+
+from proxy.bench.harness.client import open_client
+from proxy.bench.harness.counters import CpuTime, samples_of
+from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.ratios import Pair, Spread, spread
+from proxy.bench.harness.servers import Fleet, Server, narrator
+from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start
+from tests.harness.load import connect, request, send_all
+from tests.harness.mock_worker import MODEL
+
+REQUESTS, ROUNDS = 400, 5
+
+LARGE_SHARE = 4  # of large chats only that part of the requests is sent
+
+SLOW_SHARE = 10  # and to the slowest peer
+
+SLOW = "litellm"
+
+WARM_UP = 20  # requests of each kind
+
+HISTORY = 20  # messages of a large chat behind its system prompt
+
+BYTES_PER_WORD = 6
+
+WORDS = (
+    "CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.\n"
+    "Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the\n"
+    "worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes\n"
+    "nothing; streams have 64 chunks, each written on its own, at once unless --step-ms says otherwise: a slow reader\n"
+    "finds many together. Both routers run their default, cache-aware policy.\n"
+    "sglang-router holds back a stream's beginning at one client, by Nagle's algorithm."
+)
+
+
+@dataclass
+class Contestant:
+    """A gateway under measurement, or none: `direct`."""
+
+    name: str
+    server: Server
+    cpu: CpuTime | None
+    share: int = 1  # it gets one of so many requests
+    batches: dict[Case, list[Batch]] = field(default_factory=dict)
+    failure: str = ""  # why it was given up
+
+    async def measure(self, case: Case, bodies: Sequence[bytes]) -> Batch:
+        """One batch. Every connection has answered a request before it starts."""
+        url = self.server.url
+        requests = [request(url, body) for body in bodies]
+        clients = [await connect(url) for _ in range(case.clients)]
+        try:
+            for client, first in zip(clients, requests, strict=False):
+                await client.ask(first)
+            before = await self.cpu.settled() if self.cpu is not None else 0.0
+            samples = await send_all(clients, requests[case.clients :])
+            used = await self.cpu.settled() - before if self.cpu is not None else None
+        finally:
+            for client in clients:
+                client.close()
+        return Batch(
+            used / len(samples) if used is not None else None,
+            statistics.median(sample.last for sample in samples),
+            percentile([sample.last for sample in samples], 0.99),
+            statistics.median(sample.first for sample in samples),
+        )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so many of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def chats(case: Case) -> Iterator[bytes]:
+    """Bodies of about the case's size, alike but for their last question, for ever."""
+    parts = 1 if case.size == SMALL else HISTORY + 1
+    words = (case.size - 150) // parts // BYTES_PER_WORD
+    texts = [prose(words, seed=case.size + part) for part in range(parts)]
+    messages = [{"role": "system", "content": texts[0]}]
+    messages += [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts[1:])]
+    for number in itertools.count():
+        question = {"role": "user", "content": f"{number}: what has changed since the last report?"}
+        body = {"model": MODEL, "messages": [*messages, question], "max_tokens": 64}
+        if case.streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        yield json.dumps(body).encode()
+
+
+async def compare(
+    contestants: Sequence[Contestant], cases: Sequence[Case], requests: int, rounds: int, say: Callable[[str], None]
+) -> None:
+    """`rounds` batches of every case for every contestant, the order turned on from round to round."""
+    bodies = {case: chats(case) for case in cases}
+    for number in range(-1, rounds):  # the first warms up
+        say("warming up" if number < 0 else f"round {number + 1} of {rounds}")
+        for case in cases:
+            wanted = requests // (1 if case.size == SMALL else LARGE_SHARE)
+            turn = max(number, 0) % len(contestants)
+            for contestant in [*contestants[turn:], *contestants[:turn]]:
+                if contestant.failure:
+                    continue
+                count = WARM_UP if number < 0 else max(1, wanted // contestant.share)
+                taken = list(itertools.islice(bodies[case], case.clients + max(count, case.clients)))
+                try:
+                    batch = await contestant.measure(case, taken)
+                except (RuntimeError, OSError) as error:  # ended, too slow, or never at rest
+                    if contestant.name in (DIRECT, SEAMARK):
+                        raise
+                    contestant.failure = f"{case}: {error or type(error).__name__}"
+                    say(f"{contestant.name} is given up: {contestant.failure}")
+                    continue
+                if number >= 0:
+                    contestant.batches.setdefault(case, []).append(batch)
+
+
+async def run(
+    peers: Sequence[Peer], cases: Sequence[Case], requests: int, rounds: int, step_ms: int, say: Callable[[str], None]
+) -> Report:
+    """Start everything, and compare; `step_ms` as the worker takes it."""
+    with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Fleet(Path(folder)) as fleet:
+        worker = fleet.mock_worker(step_ms)
+        worker.wait_until_ready()
+        gateway = fleet.gateway(worker)
+        gateway.wait_until_ready("/ready", seconds=30)
+        contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
+        missing = {}
+        for peer in peers:
+            server, failure = start(fleet, peer, worker, Path(folder), say)[1:]
+            if server is None:
+                missing[peer.name] = failure
+                continue
+            share = SLOW_SHARE if peer.name == SLOW else 1
+            contestants.append(Contestant(peer.name, server, CpuTime(server.process.pid), share))
+        async with open_client(30) as client:
+            before = await samples_of(client, gateway)
+            await compare(contestants, cases, requests, rounds, say)
+            after = await samples_of(client, gateway)
+        missing |= {contestant.name: contestant.failure for contestant in contestants if contestant.failure}
+        lasting = {contestant.name: contestant for contestant in contestants if not contestant.failure}
+        grown = {name: after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total")}
+    rows = [_row(contestant, case, lasting) for case in cases for contestant in lasting.values()]
+    return Report(tuple(rows), missing, grown["seamark_renders_total"], int(grown["seamark_requests_total"]))
+
+
+def _row(contestant: Contestant, case: Case, lasting: dict[str, Contestant]) -> Row:
+    router = lasting.get(VLLM_ROUTER)
+    return Row(
+        contestant.name,
+        case,
+        tuple(contestant.batches[case]),
+        tuple(lasting[DIRECT].batches[case]),
+        tuple(router.batches[case]) if router is not None else (),
+    )
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="seamark bench gateway", description="CPU time and latency of the gateway, beside those of others"
+    )
+    names = {peer.name: peer for peer in PEERS}
+    parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"in a batch ({REQUESTS})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
+    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
+    parser.add_argument("--no-peers", action="store_true", help="Seamark alone; no target beside others is judged")
+    parser.add_argument("--size", type=int, choices=sorted({case.size for case in CASES}), help="of chats, only this")
+    parser.add_argument(
+        "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    if args.requests < 1 or args.rounds < 1:
+        parser.error("--requests, --rounds: at least 1")
+    peers = [] if args.no_peers else [names[name] for name in dict.fromkeys(args.peer or names)]
+    cases = [case for case in CASES if args.size in (None, case.size)]
+    report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
+    judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
+    if args.json:
+        print(json.dumps(as_json(report, judged), indent=1))
+    else:
+        print("\n".join([render(report), *(target.told() for target in judged), "", WORDS]))
+    return 0 if all(target.held for target in judged) else 1
+
+
+DIRECT, SEAMARK = "direct", "seamark"
+
+SMALL, LARGE = 2_000, 200_000  # bytes of a chat
+
+ONE, MANY = 1, 16  # clients
+
+PLAIN_LIMIT, STREAM_LIMIT = 2.5, 1.2  # times vllm-router's CPU time, 2 kB, many clients
+
+ADDED_LIMIT = 0.7e-3  # seconds, p50, 2 kB plain, one client
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of traffic."""
+
+    size: int  # bytes of a chat
+    streamed: bool
+    clients: int  # at once
+
+    def __str__(self) -> str:
+        kind = "stream" if self.streamed else "plain"
+        return f"{self.size // 1000} kB, {kind}, {self.clients} client{'s' if self.clients > 1 else ''}"
+
+
+CASES = tuple(Case(size, streamed, n) for size in (SMALL, LARGE) for streamed in (False, True) for n in (ONE, MANY))
+
+
+class Batch(NamedTuple):
+    """Requests that one gateway was sent in one round; seconds."""
+
+    cpu: float | None  # of all its processes, for each request; None: there is no gateway
+    p50: float  # from sent to the answer's end
+    p99: float
+    first: float  # to the first byte of the answer's body, median
+
+
+@dataclass(frozen=True)
+class Row:
+    """One gateway, one kind of traffic; a batch for each round, those of the others from the same rounds."""
+
+    gateway: str
+    case: Case
+    batches: tuple[Batch, ...]
+    direct: tuple[Batch, ...]
+    router: tuple[Batch, ...]  # of vllm-router; empty where it does not run
+
+    @property
+    def cpu(self) -> Spread | None:
+        """CPU seconds for a request."""
+        return spread([batch.cpu for batch in self.batches]) if self.batches[0].cpu is not None else None
+
+    def added(self, figure: str) -> float:
+        """Seconds added to that figure of a batch, median of the rounds."""
+        pairs = zip(self.batches, self.direct, strict=True)
+        return statistics.median(getattr(own, figure) - getattr(other, figure) for own, other in pairs)
+
+    @property
+    def ratio(self) -> Spread | None:
+        """CPU time over vllm-router's, round by round."""
+        if self.cpu is None or not self.router:
+            return None
+        pairs = zip(self.batches, self.router, strict=True)
+        return spread([Pair(own.cpu, other.cpu).ratio for own, other in pairs])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure of ours, and what it may be."""
+
+    name: str
+    value: float | None  # None: it could not be taken
+    limit: float
+    unit: str = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether it is as good as it has to be."""
+        return self.value is not None and self.value <= self.limit
+
+    def told(self) -> str:
+        """The verdict in words."""
+        value = "not taken" if self.value is None else f"{self.value:.2f}{self.unit}"
+        return f"{'held' if self.held else 'NOT HELD'}: {self.name}: {value}, at most {self.limit:g}{self.unit} wanted"
+
+
+class Report(NamedTuple):
+    """A whole run."""
+
+    rows: tuple[Row, ...]
+    missing: Mapping[str, str]  # why a gateway has no rows, by its name
+    renders: float  # asked of the worker by Seamark during its batches
+    requests: int  # of these batches
+
+
+def targets(report: Report, with_router: bool) -> list[Target]:
+    """Those of the gateway; `with_router`: those beside vllm-router too."""
+    ours = {row.case: row for row in report.rows if row.gateway == SEAMARK}
+    found = []
+    for streamed, limit in ((False, PLAIN_LIMIT), (True, STREAM_LIMIT)):
+        case = Case(SMALL, streamed, MANY)
+        if with_router and case in ours:
+            ratio = ours[case].ratio
+            found.append(Target(f"CPU over {VLLM_ROUTER}, {case}", ratio.median if ratio else None, limit))
+    if (row := ours.get(Case(SMALL, False, ONE))) is not None:
+        found.append(Target(f"added p50, {row.case}", 1000 * row.added("p50"), 1000 * ADDED_LIMIT, " ms"))
+    return found
+
+
+def render(report: Report) -> str:
+    """A block for each kind of traffic."""
+    head = f"  {'gateway':<15}{'CPU us':>8}  {'quartiles':<16}{'added p50':>10}{'p99':>9}{'first byte':>12}  over "
+    lines = []
+    for case in dict.fromkeys(row.case for row in report.rows):
+        lines += [f"{case} (latencies in ms, added to the worker's own)", head + VLLM_ROUTER]
+        lines += [_line(row) for row in report.rows if row.case == case]
+        lines += [f"  {name:<15} is missing: {why}" for name, why in report.missing.items()]
+        lines.append("")
+    lines.append(f"seamark asked for {report.renders:.0f} renders in {report.requests} requests")
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    if row.cpu is None:
+        own = [statistics.median(getattr(batch, figure) for batch in row.batches) for figure in ("p50", "p99", "first")]
+        p50, p99, first = (f"({1000 * seconds:.2f})" for seconds in own)
+        return f"  {row.gateway:<15}{'':>8}  {'':<16}{p50:>10}{p99:>9}{first:>12}"
+    lower, median, upper = (1e6 * seconds for seconds in row.cpu)
+    added = [f"{1000 * row.added(figure):+.2f}" for figure in ("p50", "p99", "first")]
+    ratio = f"{row.ratio.median:.2f}" if row.ratio is not None else ""
+    quartiles = f"{lower:.0f}..{upper:.0f}"
+    return f"  {row.gateway:<15}{median:>8.0f}  {quartiles:<16}{added[0]:>10}{added[1]:>9}{added[2]:>12}  {ratio}"
+
+
+def as_json(report: Report, judged: Sequence[Target]) -> dict[str, Any]:
+    """Everything measured, for machines; seconds."""
+    return {
+        "rows": [
+            {
+                "gateway": row.gateway,
+                **asdict(row.case),
+                "cpu_seconds": row.cpu._asdict() if row.cpu is not None else None,
+                "added_seconds": {figure: row.added(figure) for figure in ("p50", "p99", "first")},
+                "cpu_over_vllm_router": row.ratio._asdict() if row.ratio is not None else None,
+                "rounds": [batch._asdict() for batch in row.batches],
+            }
+            for row in report.rows
+        ],
+        "missing": dict(report.missing),
+        "renders": report.renders,
+        "requests": report.requests,
+        "targets": [{**asdict(target), "held": target.held} for target in judged],
+    }

@@ -1,0 +1,237 @@
+"""`seamark bench panels`: every query of every dashboard panel, asked of a real Prometheus that scraped a real run.
+
+An engine, two gateways in front of it, and traffic that gives every panel something to show. Exit status 1 where a
+query yields nothing but zeros, or what it yields does not fit the unit of its panel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from proxy.bench.harness.client import open_client, status_of
+from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.sending import CHAT, COMPLETION
+from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server, generated_model, narrator
+from tests.bench.dashboards import UNITS, Query, dimension, queries
+from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus, prometheus
+
+# What a value of that unit can be in a run like this one; seconds shown as milliseconds would not be.
+PLAUSIBLE = {"s": (1e-6, 600.0), "percentunit": (1e-3, 1.05), "bytes": (1024.0, 2.0**36), "suffix: s/s": (1e-7, 60.0)}
+
+ANYTHING = (1e-3, 1e6)
+
+# Lines that a legend has to stand for: hit, partial, miss.
+LINES = {"{{cache}}": 3}
+
+MOST_ROUNDS = 6  # of traffic; on a machine with nothing else to do two are enough
+
+
+class Row(NamedTuple):
+    """One query, evaluated."""
+
+    query: Query
+    series: int
+    peak: float  # the largest value of any series at any time
+    problem: str | None  # why it is not proved
+
+
+def evaluated(server: Prometheus) -> list[Row]:
+    """All queries, as they are at this moment."""
+    return [_row(server, query) for query in queries()]
+
+
+def _row(server: Prometheus, query: Query) -> Row:
+    asked = query.filled_in(time.time() - server.started, SCRAPE_SECONDS)
+    found = server.over_time(asked) if query.over_time else server.at(asked)
+    peak = max((value for each in found for value in each.values if math.isfinite(value)), default=0.0)
+    return Row(query, len(found), peak, _problem(query, len(found), peak))
+
+
+def _problem(query: Query, series: int, peak: float) -> str | None:
+    if peak <= 0:
+        return "nothing but zero"
+    if series < LINES.get(query.legend.partition(" ")[0], 1):
+        return "a line is missing"
+    if dimension(query.tree) != UNITS.get(query.unit):
+        return f"measures {dict(dimension(query.tree))}"
+    least, most = PLAUSIBLE.get(query.unit, ANYTHING)
+    return None if least <= peak <= most else f"not a plausible value of {query.unit}"
+
+
+def proved(server: Prometheus, rig: Rig, say: Callable[[str], None]) -> list[Row]:
+    """Send traffic until every query has something to show, or it is clear that some never will."""
+    rows: list[Row] = []
+    for number in range(MOST_ROUNDS):
+        asyncio.run(one_round(rig, number))
+        rows = evaluated(server)
+        open_rows = sum(row.problem is not None for row in rows)
+        say(f"round {number + 1}: {len(rows) - open_rows} of {len(rows)} queries proved")
+        if not open_rows:
+            break
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people."""
+    lines = [("dashboard", "panel", "line", "series", "largest", "unit", "")]
+    lines += [
+        (
+            row.query.dashboard,
+            row.query.panel,
+            row.query.legend,
+            str(row.series),
+            f"{row.peak:.4g}",
+            row.query.unit.removeprefix("suffix: "),
+            row.problem or "ok",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="seamark bench panels", description="the dashboards' queries on a real run")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
+    args = parser.parse_args(argv)
+    say = narrator()
+    model = generated_model(say)
+    with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Fleet(Path(name)) as fleet:
+        say("starting an engine")
+        engine = fleet.engine("tight", model, flags=TIGHT)
+        engine.wait_until_ready()
+        rig = Rig(engine, *(fleet.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)))
+        _, *gateways = rig
+        for gateway in gateways:
+            gateway.wait_until_ready("/ready", seconds=30)
+        jobs = {"seamark": gateways, "vllm": (engine,)}
+        rows = proved(prometheus(fleet, Path(name), jobs), rig, say)
+    if args.json:
+        print(json.dumps([{**row.query._asdict(), **row._asdict(), "query": row.query.expression} for row in rows]))
+    else:
+        print(table(rows))
+    return 0 if all(row.problem is None for row in rows) else 1
+
+
+# The engine's: room for some ten long prompts, of which each takes many steps.
+TIGHT = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
+
+# The gateways'
+IN_TURN = ("--max-inflight", "3")  # some wait there
+
+IN_SHADOW = ("--shadow",)
+
+CAREFUL = ("--self-check-interval", "1")
+
+CHECKED_SECONDS = 30.0  # for an idle engine to be looked at
+
+FOLLOWERS = 6  # more than that gateway lets through at once
+
+PRESSING = 12  # more than an engine runs at once
+
+# Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
+LONG_WORDS, PRESSING_WORDS = 2600, 1500
+
+PRESSING_ANSWER = 200  # tokens
+
+USAGE = {"include_usage": True}
+
+ODD_HINTS: tuple[Any, ...] = ([-16, 10**9, 64], "64", [3])
+
+
+class Rig(NamedTuple):
+    """What the traffic goes to."""
+
+    engine: Server  # with hardly any room
+    gateway: Server  # before it, which lets only a few requests through at once
+    wide_gateway: Server  # before it, which lets all through
+    shadow: Server  # before it, which sends no hints
+    careful: Server  # before it, which compares its answers in idle moments
+
+
+async def one_round(rig: Rig, number: int) -> None:
+    """All of it once, the same for the same number. Raises `httpx.HTTPStatusError` where an answer is an error."""
+    async with open_client() as client:
+        await _hits_and_misses(client, rig.gateway.url, number)
+        await _odd_requests(client, rig, number)
+        await _followers(client, rig.gateway.url, number)
+        await _pressure(client, rig.wide_gateway.url, number)
+        await _without_hints(client, rig.shadow.url, number)
+        await _compared(client, rig.careful.url, number)
+
+
+async def _hits_and_misses(client: httpx.AsyncClient, url: str, number: int) -> None:
+    system = f"Round {number}. {prose(300, number)}"
+    for question in ("What is the tide?", "And the wind?"):
+        await _chat(client, url, system, question)
+    for year in (2026, 2027):  # what changes from day to day costs the hit
+        await _chat(client, url, f"{system} Today is {year}-11-{number % 28 + 1:02}. {prose(40, number)}", "Which day?")
+    for words in (4, 200):  # steps of every length, for the engine to learn from
+        await _chat(client, url, prose(words, number), "Yes?", max_tokens=8)
+
+
+async def _odd_requests(client: httpx.AsyncClient, rig: Rig, number: int) -> None:
+    for hint in ODD_HINTS:
+        body = {"prompt": f"{number} {prose(100, number)}", "max_tokens": 4, "vllm_xargs": {"seamark_boundaries": hint}}
+        (await client.post(rig.engine.url + COMPLETION, json={"model": MODEL_NAME, **body})).raise_for_status()
+    body = {"model": f"nobody's {number}", "messages": _messages(None, "?")}
+    if (await client.post(rig.gateway.url + CHAT, json=body)).status_code != 404:
+        raise RuntimeError("a model that nobody serves was answered")
+
+
+async def _followers(client: httpx.AsyncClient, url: str, number: int) -> None:
+    long = f"Round {number}. {prose(LONG_WORDS, 1000 + number)}"
+    await asyncio.gather(*(_chat(client, url, long, f"{each}?", stream=True) for each in range(FOLLOWERS)))
+
+
+async def _pressure(client: httpx.AsyncClient, url: str, number: int) -> None:
+    """A conversation whose last turn is gone when it goes on, while what all share is still there."""
+    system = f"Pressure {number}. {prose(200, 500 + number)}"
+    first = _messages(system, prose(PRESSING_WORDS, 600 + number))
+    await _send(client, url, {"messages": first})
+    others = (prose(PRESSING_WORDS, 700 + 50 * number + each) for each in range(PRESSING))
+    await asyncio.gather(*(_chat(client, url, system, other, max_tokens=PRESSING_ANSWER) for other in others))
+    await _send(client, url, {"messages": [*first, {"role": "assistant", "content": "Yes."}, *_messages(None, "So?")]})
+
+
+async def _without_hints(client: httpx.AsyncClient, url: str, number: int) -> None:
+    """Streams of every length, for the shadow to learn from."""
+    system = f"Shadow {number}. {prose(200, 900 + number)}"
+    for words in (5, 40, 80, 120, 160, 240, 320, 400):
+        await _chat(client, url, system, prose(words, number + words), stream=True, stream_options=USAGE)
+
+
+async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
+    """A shared prompt, and quiet until something has been looked at. Raises `RuntimeError` where it never is."""
+    system = f"Careful {number}. {prose(200, 950 + number)}"
+    for question in ("High tide?", "Low tide?", "Slack water?"):
+        await _chat(client, url, system, question)
+    deadline = time.monotonic() + CHECKED_SECONDS
+    while not (await status_of(client, url))["self_check"]["checked"]:
+        if time.monotonic() > deadline:
+            raise RuntimeError("no answer was compared")
+        await asyncio.sleep(0.2)
+
+
+def _messages(system: str | None, question: str) -> list[Mapping[str, str]]:
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return [*first, {"role": "user", "content": question}]
+
+
+async def _chat(client: httpx.AsyncClient, url: str, system: str, question: str, **fields: Any) -> None:
+    await _send(client, url, {"messages": _messages(system, question), **fields})
+
+
+async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> None:
+    body = {"model": MODEL_NAME, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **body}
+    (await client.post(url + CHAT, json=body)).raise_for_status()

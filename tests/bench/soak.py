@@ -1,0 +1,395 @@
+"""`seamark bench soak`: random traffic on real engines for minutes or hours, and nothing may be left of it.
+
+Exit status 1 when a request failed, a sampled answer differs from the reference engine's, two salts shared, an engine's
+log holds an error, or requests or cache blocks are still held once the traffic has stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from proxy.bench.harness import exact
+from proxy.bench.harness.client import Answer, open_client
+from proxy.bench.harness.counters import samples_of
+from proxy.bench.harness.sending import Left, send
+from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Fleet, Server, generated_model, narrator
+from tests.bench.traffic import Request, Traffic
+
+TOLD = 5  # failures, differences and log lines that are repeated in full
+
+TIGHT_FLAGS = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
+
+
+@dataclass(frozen=True)
+class KindLine:
+    """The requests of one kind; lengths in tokens."""
+
+    kind: str
+    sent: int
+    left_early: int  # before the first token
+    left_later: int
+    failed: int
+    judged: int
+    differing: int
+    largest_error: float  # of a logprob
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Soak:
+    """The result for one engine."""
+
+    driven: Driven
+    lines: Sequence[KindLine]
+    complaints: Sequence[str] = field(default=())
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="seamark bench soak", description="random traffic on real engines")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of traffic, on two engines side by side")
+    parser.add_argument("--family", choices=MATCH_UNITS, default=NEMOTRON_H, help="of the generated model")
+    parser.add_argument("--seed", type=int, default=1, help="of the stream of requests")
+    parser.add_argument("--seeds", action="store_true", help="sampling with seeds too: an upstream crash on CPUs")
+    parser.add_argument("--json", action="store_true", help="print the report instead of the tables")
+    args = parser.parse_args(argv)
+    say = narrator()
+    model = generated_model(say, args.family)
+    folder = Path(tempfile.mkdtemp(prefix="seamark-soak-"))
+    with Fleet(folder) as fleet:
+        say("starting two engines: one with room, one with 64 cache blocks and 320 tokens per step")
+        engines = {"room": fleet.engine("room", model), "tight": fleet.engine("tight", model, flags=TIGHT_FLAGS)}
+        subjects = [Subject(name, engine, fleet.gateway(engine)) for name, engine in engines.items()]
+        for subject in subjects:
+            subject.engine.wait_until_ready()
+            subject.gateway.wait_until_ready("/ready", seconds=30)
+        say(f"{args.minutes:g} minutes of traffic, seed {args.seed}")
+        driven = asyncio.run(drive_all(subjects, Traffic(args.seed, args.seeds), 60 * args.minutes))
+        for server in fleet.servers:
+            server.stop()
+        say("the reference engine answers the sample")
+        reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
+        reference.wait_until_ready()
+        soaks = asyncio.run(judge_all(driven, reference.url, exact.RULES[args.family]))
+    held = not any(soak.complaints for soak in soaks)
+    print(json.dumps(report(soaks, args.seed), indent=1) if args.json else "\n\n".join(map(render, soaks)))
+    if held:
+        shutil.rmtree(folder)
+        say("nothing failed, nothing differed, nothing is left")
+    else:
+        say(f"something is wrong; the servers' logs are in {folder}")
+    return 0 if held else 1
+
+
+async def judge_all(driven: Sequence[Driven], reference: str, rule: exact.Rule = exact.FLOAT32) -> list[Soak]:
+    """Compare the judged answers with the reference engine's, asked once for each distinct question."""
+    questions = {
+        outcome.request.question: outcome.request
+        for each in driven
+        for outcome in each.outcomes
+        if outcome.request.judged and isinstance(outcome.result, Answer)
+    }
+    gate = asyncio.Semaphore(PARALLEL)
+    async with open_client(REQUEST_SECONDS) as client:
+
+        async def right(request: Request) -> Answer:
+            async with gate:
+                answer = await send(client, reference, request.path, request.body)
+                assert isinstance(answer, Answer)
+                return answer
+
+        answers = await asyncio.gather(*map(right, questions.values()))
+    rights = dict(zip(questions, answers, strict=True))
+    return [judge(each, rights, rule) for each in driven]
+
+
+def judge(driven: Driven, rights: Mapping[str, Answer], rule: exact.Rule = exact.FLOAT32) -> Soak:
+    """Add up what happened to the requests of each kind; `rights` are the reference's answers by question."""
+    differing: list[str] = []
+    lines = []
+    everything: list[exact.Difference] = []
+    by_kind: dict[str, list[Outcome]] = {}
+    for outcome in driven.outcomes:
+        by_kind.setdefault(outcome.request.kind, []).append(outcome)
+    for kind in sorted(by_kind):
+        outcomes = by_kind[kind]
+        differences: list[exact.Difference] = []
+        for outcome in outcomes:
+            if outcome.request.judged and isinstance(outcome.result, Answer):
+                wanted = rights[outcome.request.question]
+                difference = exact.compare(outcome.result, wanted)
+                if len(outcome.result.steps) < len(wanted.steps):
+                    difference = exact.Difference(len(outcome.result.steps), difference.largest_error)
+                differences.append(difference)
+                if not rule.accepts(difference):
+                    differing.append(f"{_told(outcome)}: {difference}")
+        everything += differences
+        answers = [outcome.result for outcome in outcomes if isinstance(outcome.result, Answer)]
+        left = [outcome.result for outcome in outcomes if isinstance(outcome.result, Left)]
+        lines.append(
+            KindLine(
+                kind,
+                sent=len(outcomes),
+                left_early=sum(not it.events for it in left),
+                left_later=sum(it.events > 0 for it in left),
+                failed=sum(bool(outcome.failure) for outcome in outcomes),
+                judged=len(differences),
+                differing=sum(not rule.accepts(difference) for difference in differences),
+                largest_error=max((difference.largest_error for difference in differences), default=0.0),
+                prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+                cached_tokens=sum(answer.cached_tokens or 0 for answer in answers),
+            )
+        )
+    if not differing and not rule.accepts_all(everything):
+        differing.append(f"more than {rule.share:.0%} of {len(everything)} answers took the other side of a tie")
+    return Soak(driven, lines, complaints(driven, differing))
+
+
+def complaints(driven: Driven, differing: Sequence[str]) -> list[str]:
+    """What went wrong, in words."""
+    failed = [f"{_told(outcome)}: {outcome.failure}" for outcome in driven.outcomes if outcome.failure]
+    shared = [
+        f"{_told(outcome)}: {outcome.result.cached_tokens} tokens from the cache"
+        for outcome in driven.outcomes
+        if outcome.shared_wrongly
+    ]
+    found = []
+    for title, entries in (
+        ("requests failed", failed),
+        ("answers differ from the reference engine's", differing),
+        ("requests with a salt of their own shared", shared),
+        ("lines of the logs speak of an error", driven.log_lines),
+        ("gauges are not back at zero", [f"{name}: {value}" for name, value in driven.leftovers.items()]),
+    ):
+        if entries:
+            found.append(f"{len(entries)} {title}:")
+            found += [f"  {entry}" for entry in entries[:TOLD]]
+    if not any(outcome.request.judged and isinstance(outcome.result, Answer) for outcome in driven.outcomes):
+        found.append("no answer was judged")
+    return found
+
+
+def _told(outcome: Outcome) -> str:
+    request = outcome.request
+    prompt = request.body.get("prompt")
+    size = f"{len(prompt)} tokens" if prompt else f"{len(request.body['messages'])} messages"
+    fields = {name: value for name, value in request.body.items() if name not in ("prompt", "messages")}
+    return f"{request.kind}, {size}, {json.dumps(fields)}"
+
+
+def render(soak: Soak) -> str:
+    """A table for people."""
+    driven = soak.driven
+    total = KindLine(
+        "all",
+        *(sum(getattr(line, name) for line in soak.lines) for name in ("sent", "left_early", "left_later", "failed")),
+        *(sum(getattr(line, name) for line in soak.lines) for name in ("judged", "differing")),
+        max((line.largest_error for line in soak.lines), default=0.0),
+        *(sum(getattr(line, name) for line in soak.lines) for name in ("prompt_tokens", "cached_tokens")),
+    )
+    lines = [f"{driven.name}, {driven.seconds:.0f} s"]
+    lines.append(
+        f"  {'kind':<16}{'sent':>7}{'left early':>12}{'mid-stream':>12}{'failed':>8}{'judged':>8}{'differ':>8}"
+        f"{'error':>10}{'prompt tokens':>15}{'cached':>8}"
+    )
+    for line in (*soak.lines, total):
+        cached = line.cached_tokens / max(1, line.prompt_tokens)
+        lines.append(
+            f"  {line.kind:<16}{line.sent:>7}{line.left_early:>12}{line.left_later:>12}{line.failed:>8}{line.judged:>8}"
+            f"{line.differing:>8}{line.largest_error:>10.0e}{line.prompt_tokens:>15}{cached:>8.0%}"
+        )
+    lines.append("  " + ", ".join(f"{name} {count}" for name, count in driven.counted.items()))
+    first, last = (value / 2**20 for value in driven.memory)
+    lines.append(f"  memory (resident) first third {first:.0f} MiB, last third {last:.0f} MiB, {last / first - 1:+.1%}")
+    lines.append(f"  left over: {', '.join(driven.leftovers) or 'nothing'}; logs: {len(driven.log_lines)} errors")
+    lines += [f"  {complaint}" for complaint in soak.complaints]
+    return "\n".join(lines)
+
+
+def report(soaks: Sequence[Soak], seed: int) -> Mapping[str, object]:
+    """Everything but the single answers, for machines."""
+    engines = []
+    for soak in soaks:
+        figures = {name: getattr(soak.driven, name) for name in ("name", "seconds", "counted", "leftovers")}
+        memory = soak.driven.memory._asdict()
+        engines.append({**figures, "memory": memory, "kinds": [asdict(line) for line in soak.lines]})
+        engines[-1]["complaints"] = list(soak.complaints)
+    return {"seed": seed, "held": not any(soak.complaints for soak in soaks), "engines": engines}
+
+
+# More than an engine runs at once, so that requests wait, and are left while they wait.
+PARALLEL = 12
+
+REQUEST_SECONDS = 120.0
+
+SETTLE_SECONDS = 30.0
+
+SAMPLE_SECONDS = 1.0
+
+# What must be zero on an engine's /metrics, and on its gateway's, when nothing is going on.
+ENGINE_ZEROS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+GATEWAY_ZEROS = ("seamark_inflight",)
+
+COUNTED = {
+    "preemptions": "vllm:num_preemptions_total",
+    "resumed from a state": "seamark_checkpoint_hits_total",
+    "states written": "seamark_checkpoints_written_total",
+}
+
+_BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback \(most recent call last\)")
+
+
+class Subject(NamedTuple):
+    """An engine under test and the gateway in front of it."""
+
+    name: str
+    engine: Server
+    gateway: Server
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request."""
+
+    request: Request
+    result: Answer | Left | None = None
+    failure: str = ""
+
+    @property
+    def shared_wrongly(self) -> bool:
+        """Whether something came from the cache that nobody with this salt had put there."""
+        return self.request.must_miss and isinstance(self.result, Answer) and bool(self.result.cached_tokens)
+
+
+class Memory(NamedTuple):
+    """Resident bytes of an engine's processes, means."""
+
+    first_third: float
+    last_third: float
+
+
+@dataclass(frozen=True)
+class Driven:
+    """Everything seen of one engine while and after the traffic ran."""
+
+    name: str
+    seconds: float
+    outcomes: Sequence[Outcome]
+    memory: Memory
+    counted: Mapping[str, int]
+    leftovers: Mapping[str, float | None]  # what should have been zero in the end; None: not to be had
+    log_lines: Sequence[str]  # that speak of an error
+
+
+async def drive_all(subjects: Sequence[Subject], traffic: Traffic, seconds: float) -> list[Driven]:
+    """The same stream of requests on every engine, side by side."""
+    return list(await asyncio.gather(*(drive(subject, traffic, seconds) for subject in subjects)))
+
+
+async def drive(subject: Subject, traffic: Traffic, seconds: float) -> Driven:
+    """Send `traffic` for `seconds`, then wait until the engine holds nothing."""
+    servers = (subject.engine, subject.gateway)
+    log_sizes = [server.log.stat().st_size for server in servers]
+    began = time.monotonic()
+    numbers = itertools.count()
+    outcomes: list[Outcome] = []
+    async with open_client(REQUEST_SECONDS) as client:
+        before = await counters(client, subject)
+
+        async def sender() -> None:
+            while time.monotonic() < began + seconds and subject.engine.process.poll() is None:
+                event = traffic.event(next(numbers))
+                if event.at_once:
+                    outcomes.extend(await asyncio.gather(*(one(client, subject, it) for it in event.requests)))
+                else:
+                    for request in event.requests:
+                        outcomes.append(await one(client, subject, request))
+
+        samples: list[int] = []
+        watching = asyncio.create_task(watch(subject.engine, samples))
+        await asyncio.gather(*(sender() for _ in range(PARALLEL)))
+        watching.cancel()
+        leftovers = await settled(client, subject)
+        after = await counters(client, subject)
+    third = max(1, len(samples) // 3)
+    return Driven(
+        name=subject.name,
+        seconds=time.monotonic() - began,
+        outcomes=outcomes,
+        memory=Memory(*(sum(part) / third for part in (samples[:third], samples[-third:]))),
+        counted={name: int(after[name] - before[name]) for name in COUNTED},
+        leftovers=leftovers,
+        log_lines=[line for server, size in zip(servers, log_sizes, strict=True) for line in bad_lines(server, size)],
+    )
+
+
+async def one(client: httpx.AsyncClient, subject: Subject, request: Request) -> Outcome:
+    """Send one request where it belongs."""
+    url = (subject.gateway if request.through_gateway else subject.engine).url
+    try:
+        answer = await send(client, url, request.path, request.body, request.leave)
+    except (RuntimeError, httpx.HTTPError, ValueError, LookupError) as error:
+        return Outcome(request, failure=f"{type(error).__name__}: {error}")
+    if isinstance(answer, Answer) and not request.judged:
+        answer = answer._replace(steps=())  # hours of them would fill the memory
+    return Outcome(request, answer)
+
+
+async def watch(server: Server, samples: list[int]) -> None:
+    """Append the resident bytes of a server's processes to `samples` until cancelled."""
+    while True:
+        samples.append(resident_bytes(server.process.pid))
+        await asyncio.sleep(SAMPLE_SECONDS)
+
+
+def resident_bytes(group: int) -> int:
+    """Of all processes of a process group, shared pages counted for each. 0 where /proc does not tell."""
+    pages = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) == group:
+                pages += int((process / "statm").read_text().split()[1])
+        except OSError:
+            continue  # it has ended meanwhile
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+async def settled(client: httpx.AsyncClient, subject: Subject) -> Mapping[str, float | None]:
+    """What should be zero and is not for `SETTLE_SECONDS`, None where nothing answers; empty when all is well."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        engine, gateway = await samples_of(client, subject.engine), await samples_of(client, subject.gateway)
+        values = {name: engine.get(name) for name in ENGINE_ZEROS} | {name: gateway.get(name) for name in GATEWAY_ZEROS}
+        leftovers = {name: value for name, value in values.items() if value != 0}
+        if not leftovers or time.monotonic() > deadline:
+            return leftovers
+        await asyncio.sleep(0.2)
+
+
+async def counters(client: httpx.AsyncClient, subject: Subject) -> Mapping[str, float]:
+    """The engine's counters that tell whether the traffic has reached the corners."""
+    found = await samples_of(client, subject.engine)
+    return {name: found[metric] for name, metric in COUNTED.items()}
+
+
+def bad_lines(server: Server, offset: int) -> list[str]:
+    """Lines of the log after byte `offset` that speak of an error."""
+    with server.log.open("rb") as log:
+        log.seek(offset)
+        lines = log.read().decode(errors="replace").splitlines()
+    return [f"{server.name}: {line}" for line in lines if _BAD_LINE.search(line)]

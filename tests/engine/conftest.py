@@ -1,0 +1,48 @@
+"""Real engines shared by the whole run, started when the first test asks for one and ended with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proxy.bench.harness import planted
+from proxy.bench.harness.planted import plugin_environment
+from proxy.bench.harness.servers import QWEN3_NEXT, Fleet
+from tests.harness.engines import FLOAT32_DELTA, Servers
+
+
+@pytest.fixture(scope="session")
+def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """All of them, started at once: each takes half a minute alone. They compute in float32."""
+    folder = tmp_path_factory.mktemp("servers")
+    needed, flags = (FLOAT32_DELTA, ("--dtype", "float32")) if family == QWEN3_NEXT else ({}, ())
+    environment = plugin_environment(folder / "plugins", needed)
+    with Fleet(folder) as fleet:
+        # A parser, without which vLLM refuses requests that offer tools.
+        tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+        store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+        seamark = fleet.engine(
+            "seamark", model, "1", (*flags, *tools), {**planted.environment(folder / "planted", needed), **store}
+        )
+        tight_flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
+        tight = fleet.engine("tight", model, flags=(*flags, *tools, *tight_flags), environment=environment)
+        off = ("--no-enable-prefix-caching",)
+        reference = fleet.engine("reference", model, "reference", (*flags, *tools, *off), environment)
+        untouched = fleet.engine("untouched", model, "0", flags, environment)
+        started = Servers(
+            seamark,
+            folder / "planted",
+            tight,
+            reference,
+            untouched,
+            fleet.gateway(seamark),
+            fleet.gateway(tight),
+            fleet.gateway(untouched),
+        )
+        for engine in (seamark, tight, reference, untouched):
+            engine.wait_until_ready()
+        for gateway in (started.gateway, started.tight_gateway, started.untouched_gateway):
+            gateway.wait_until_ready("/ready", seconds=30)
+        yield started

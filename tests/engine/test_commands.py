@@ -1,0 +1,197 @@
+"""The commands on real servers, with good and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from engine_patches.commands.model import write_model
+from proxy.bench.harness.servers import MODEL_NAME
+from proxy.commands.doctor import _engine
+from tests.harness.api_keys import entry, secret
+from tests.harness.engines import Servers
+from tests.harness.gateways import start_gateway
+
+REQUEST = {
+    "model": MODEL_NAME,
+    "messages": [
+        {"role": "system", "content": "You pilot ships into the harbour."},
+        {"role": "user", "content": "High tide?"},
+        {"role": "assistant", "content": "At nine."},
+        {"role": "user", "content": "Low tide?"},
+    ],
+}
+
+
+def seamark(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "proxy.cli", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def request_file(tmp_path):
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps(REQUEST))
+    return str(path)
+
+
+def test_boundary_tells_the_same_by_worker_and_by_model(servers: Servers, model, request_file):
+    by_worker = seamark("boundary", "--worker", servers.seamark.url, request_file)
+    by_model = seamark("boundary", "--model", str(model), request_file)
+    assert (by_worker.returncode, by_model.returncode) == (0, 0), by_worker.stderr + by_model.stderr
+    told = json.loads(by_worker.stdout)
+    assert told == json.loads(by_model.stdout)
+    assert [boundary["kind"] for boundary in told["boundaries"]] == ["system", "history", "turn"]
+    tokens = [boundary["tokens"] for boundary in told["boundaries"]]
+    assert 0 < tokens[0] < tokens[1] < tokens[2] < told["prompt_tokens"]
+    assert len(bytes.fromhex(told["key"])) == 16
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("{", "JSON"),
+        ("[]", "object"),
+        ("{}", "messages"),
+        ('{"messages":[]}', "messages"),
+        ('{"messages":"text"}', "messages"),
+        ('{"model":"made-up","messages":[{"role":"user","content":"x"}]}', "model"),
+        ('{"messages":[{"role":"nobody"}],"temperature":-3}', "messages"),
+    ],
+)
+def test_boundary_names_what_is_wrong_with_the_input(servers, content, named):
+    done = seamark("boundary", "--worker", servers.seamark.url, "-", stdin=content)
+    assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_boundary_without_file_model_or_worker(servers, request_file, tmp_path):
+    missing = seamark("boundary", "--worker", servers.seamark.url, str(tmp_path / "none.json"))
+    assert missing.returncode == 2 and "FILE" in missing.stderr
+    no_model = seamark("boundary", "--model", str(tmp_path), request_file)
+    assert no_model.returncode == 2 and "--model" in no_model.stderr
+    assert seamark("boundary", request_file).returncode == 2
+    nobody = seamark("boundary", "--worker", "http://127.0.0.1:9", request_file)
+    assert nobody.returncode == 1 and "--worker" in nobody.stderr
+
+
+def test_doctor_finds_a_patched_worker_well(servers):
+    done = seamark("doctor", "--worker", servers.seamark.url)
+    assert done.returncode == 0, done.stdout
+    assert "patches are live" in done.stdout and "0.32.0" in done.stdout
+    assert "cache block 384 tokens, match unit 16 tokens" in done.stdout
+
+
+def test_doctor_says_what_an_untouched_vllm_lacks_and_the_two_lines_that_cure_it(servers):
+    done = seamark("doctor", "--worker", servers.untouched.url, "--gateway", servers.untouched_gateway.url)
+    assert done.returncode == 1 and "WRONG patches are not live" in done.stdout
+    assert re.search(r"^lost in [\d.]+ (?:hours|minutes), [\d,]+ requests judged:$", done.stdout, re.M)
+    install, start = done.stdout.splitlines()[-2:]
+    assert "pip install" in install and "seamark worker" in start
+    assert start.count(servers.untouched.url.rpartition(":")[2]) == 1  # its own port
+
+
+def test_doctor_beside_a_gateway_that_is_none_or_away(servers):
+    for gateway, told in (("http://127.0.0.1:9", "no gateway answers"), (servers.untouched.url, "does not show")):
+        done = seamark("doctor", "--worker", servers.seamark.url, "--gateway", gateway)
+        assert told in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:9/v1"])
+def test_doctor_without_a_server(url):
+    done = seamark("doctor", "--worker", url)
+    assert done.returncode == 1 and "no server answers" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_doctor_shows_a_key_where_one_is_wanted(fleet, worker, tmp_path):
+    keys, key = tmp_path / "keys.toml", tmp_path / "key"
+    keys.write_text(entry("vllm", admin=True))
+    guarded = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
+    done = seamark("doctor", "--worker", guarded.url)
+    assert done.returncode == 1 and "wants an API key" in done.stdout and "--worker-api-key-file" in done.stdout
+    key.write_text(secret("vllm") + "\n")
+    done = seamark(
+        *("doctor", "--worker", guarded.url, "--worker-api-key-file", str(key)),
+        *("--gateway", guarded.url, "--gateway-key-file", str(key)),
+    )
+    assert "serves m" in done.stdout and "lost in 0 minutes" in done.stdout
+    done = seamark("doctor", "--worker", guarded.url, "--worker-api-key-file", str(tmp_path / "none"))
+    assert done.returncode == 2 and "worker_api_key_file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_misses_the_feed_without_which_reasons_stay_unheard(worker):
+    assert "what the engine decides is told" in seamark("doctor", "--worker", worker.url).stdout
+    worker.has_feed = False
+    done = seamark("doctor", "--worker", worker.url)
+    assert done.returncode == 1 and "--middleware engine_patches.reporting.events_api.OutcomeFeed" in done.stdout
+
+
+def test_the_cure_lets_a_worker_be_reached_from_where_it_is_asked_for():
+    (finding,) = _engine(None, "m", "http://192.168.100.10:8000")
+    assert "--host 0.0.0.0 --port 8000" in finding.cure
+    (finding,) = _engine(None, "m", "http://127.0.0.1:8000")
+    assert "--host" not in finding.cure
+
+
+def test_doctor_in_front_of_something_else(servers):
+    done = seamark("doctor", "--worker", servers.gateway.url)
+    assert done.returncode == 1 and "patches are not live" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("serve",), ("serve", "--worker", "nonsense")])
+def test_a_wrong_command_line_exits_with_2_and_says_why(arguments):
+    done = seamark(*arguments)
+    assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
+
+
+def test_model_refuses_an_unknown_family(tmp_path):
+    done = seamark("model", "--out", str(tmp_path), "--family", "made-up")
+    assert done.returncode == 2 and "--family" in done.stderr
+
+
+def test_the_same_seed_makes_the_same_model(tmp_path, model):
+    assert seamark("model", "--out", str(tmp_path / "again")).returncode == 0
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_a_gated_delta_model_is_small_and_made_the_same_from_the_same_seed(tmp_path):
+    folders = [write_model(tmp_path / name, "qwen3_next", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    a, b, c = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert a == b != c
+    assert sum(file.stat().st_size for file in folders[0].iterdir()) < 40e6
+    config = json.loads((folders[0] / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("qwen3_next", "bfloat16")
+
+
+def test_a_gated_delta_model_remembers_for_hundreds_of_tokens(tmp_path):
+    """Otherwise a state that was lost or mixed up could not be told by the answers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "model", "qwen3_next"), dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    tail = torch.randint(3, 4096, (1, 400), generator=draw)
+    states = []
+    for _ in range(2):
+        head = torch.randint(3, 4096, (1, 64), generator=draw)
+        with torch.no_grad():
+            cache = model(torch.cat([head, tail], dim=1), use_cache=True).past_key_values
+        states.append(cache.layers[0].recurrent_states[0])  # the first layer sees tokens only, no attention over them
+    assert (states[0] - states[1]).norm() > 0.05 * states[0].norm()
+
+
+def test_boundary_of_a_chat_with_tools_needs_no_parser_of_the_user(model, tmp_path):
+    tools = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}]
+    done = seamark("boundary", "--model", str(model), "-", stdin=json.dumps({**REQUEST, "tools": tools}))
+    assert done.returncode == 0, done.stderr
+    assert [boundary["kind"] for boundary in json.loads(done.stdout)["boundaries"]] == ["system", "history", "turn"]
+
+
+def test_boundary_repeats_what_the_worker_says_is_wrong(servers):
+    content = json.dumps({**REQUEST, "temperature": -3})
+    done = seamark("boundary", "--worker", servers.seamark.url, "-", stdin=content)
+    assert done.returncode == 2 and "temperature" in done.stderr

@@ -1,0 +1,160 @@
+"""The dashboards and alerts, tried: on a real Prometheus that scraped a real run, and by Grafana's own schema."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from proxy.bench.harness.servers import MODEL_NAME, Fleet
+from tests.bench.dashboards import FOLDER, dashboards
+from tests.bench.panels import CAREFUL, IN_SHADOW, IN_TURN, Rig, Row, proved, table
+from tests.harness.documented_metrics import ENGINE, GATEWAY
+from tests.harness.engines import Servers
+from tests.harness.prometheus_server import Prometheus, installed, prometheus
+
+PROVISIONING = FOLDER / "provisioning"
+
+
+class Run(NamedTuple):
+    """What is left of it."""
+
+    rows: list[Row]
+    prometheus: Prometheus
+    worker: str  # the patched one, as metrics name it
+
+
+@pytest.fixture(scope="module")
+def run(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("dashboards")
+    with Fleet(folder) as fleet:
+        own = [fleet.gateway(servers.tight, flags=flags) for flags in (IN_TURN, IN_SHADOW, CAREFUL)]
+        for gateway in own:
+            gateway.wait_until_ready("/ready", seconds=30)
+        rig = Rig(servers.tight, own[0], servers.tight_gateway, *own[1:])
+        jobs = {"seamark": (*own, servers.tight_gateway, servers.untouched_gateway)}
+        server = prometheus(fleet, folder, {**jobs, "vllm": (servers.tight, servers.untouched)})
+        yield Run(proved(server, rig, print), server, servers.tight.url.removeprefix("http://"))
+
+
+def test_every_query_of_every_panel_yields_something_in_its_unit(run: Run):
+    print("\n" + table(run.rows))
+    assert [row for row in run.rows if row.problem is not None] == []
+
+
+def test_the_first_token_is_told_apart_by_hit_partial_and_miss(run: Run):
+    found = run.prometheus.at("sum by (cache) (seamark_first_token_seconds_count)")
+    assert {each.labels["cache"] for each in found if each.values[0] > 0} == {"hit", "partial", "miss"}
+
+
+def test_whatever_is_scraped_is_documented_and_its_labels_are_bounded(run: Run):
+    """The traffic names a new model each round, and hints at will."""
+    labels = {
+        "gateway": {name: {*labels, "le"} for name, labels in GATEWAY},
+        "engine": {name: set(labels) for name, labels in ENGINE},
+    }
+    for each in run.prometheus.at('{__name__=~"seamark_.+"}'):
+        told = dict(each.labels)
+        name, job = told.pop("__name__"), told.pop("job")
+        del told["instance"]
+        if name.endswith("_created"):
+            continue
+        documented = labels["gateway" if job == "seamark" else "engine"]
+        family = name if name in documented else name.rpartition("_")[0]
+        assert told.keys() <= documented[family], name
+        assert told.get("model", MODEL_NAME) in (MODEL_NAME, "unknown")
+        assert told.get("worker", "") == "" or told["worker"].startswith("127.0.0.1:")
+
+
+def test_seconds_saved_as_gateways_and_engine_count_them_agree(run: Run):
+    """The engine gets all its hits of this run through two gateways, whose pace is a look old at most."""
+    gateways = run.prometheus.at(f'sum(increase(seamark_seconds_saved_total{{worker="{run.worker}"}}[1h]))')
+    engine = run.prometheus.at(f'sum(increase(seamark_seconds_saved_total{{worker="", instance="{run.worker}"}}[1h]))')
+    assert gateways[0].values[0] == pytest.approx(engine[0].values[0], rel=0.5)
+
+
+def test_alert_rules_are_valid_and_fire_when_they_should():
+    promtool = installed("promtool")
+    for command in (["check", "rules", "rules.yml"], ["test", "rules", "rules.test.yml"]):
+        done = subprocess.run([promtool, *command], cwd=FOLDER, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    tried = yaml.safe_load((FOLDER / "rules.test.yml").read_text())["tests"]
+    fired = {test["alertname"] for each in tried for test in each["alert_rule_test"] if test["exp_alerts"]}
+    silent = {test["alertname"] for each in tried for test in each["alert_rule_test"] if not test["exp_alerts"]}
+    rules = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]
+    assert fired == silent == {rule["alert"] for rule in rules}
+
+
+def test_alert_rules_are_evaluated_on_the_real_run_without_error(run: Run):
+    for rule in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]:
+        run.prometheus.at(rule["expr"])
+
+
+def lost(given: Any, kept: Any, where: str = "") -> Iterator[str]:
+    """What of `given` is not in `kept`: paths of fields that a schema does not know."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for name, value in given.items():
+            if name not in kept:
+                yield f"{where}.{name}"
+            else:
+                yield from lost(value, kept[name], f"{where}.{name}")
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for number, (one, other) in enumerate(zip(given, kept, strict=True)):
+            yield from lost(one, other, f"{where}[{number}]")
+    elif given != kept:
+        yield where
+
+
+@pytest.mark.parametrize("name", dashboards())
+def test_grafanas_own_schema_knows_every_field(name):
+    """Read by Grafana's published models and written again: what they do not know would be lost."""
+    register_default_plugins()
+    given = dashboards()[name]
+    kept = json.loads(json.dumps(Dashboard.from_json(given), cls=JSONEncoder))
+    assert list(lost(given, kept)) == []
+
+
+def test_a_field_that_grafana_does_not_have_would_be_noticed():
+    register_default_plugins()
+    given = dashboards()["overview"]
+    given["panels"][1]["fieldConfig"]["defaults"]["units"] = "s"
+    kept = json.loads(json.dumps(Dashboard.from_json(given), cls=JSONEncoder))
+    assert list(lost(given, kept)) == [".panels[1].fieldConfig.defaults.units"]
+
+
+@pytest.mark.parametrize("name", dashboards())
+def test_dashboards_keep_to_the_conventions(name):
+    """Any datasource can be chosen, empty panels say so, panels do not overlap, ids are there once."""
+    dashboard = dashboards()[name]
+    source = dashboard["templating"]["list"][0]
+    assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
+    shown = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    for panel in shown:
+        assert panel["fieldConfig"]["defaults"]["noValue"] and panel["description"]
+        assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in dashboard["panels"])
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+
+
+def test_what_is_provisioned_fits_together():
+    (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
+    for dashboard in dashboards().values():
+        assert dashboard["templating"]["list"][0]["current"]["value"] == source["uid"]
+    assert source["jsonData"]["timeInterval"].removesuffix("s").isdigit()
+    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "seamark.yml").read_text())["providers"]
+    assert Path(provider["options"]["path"]).name == "dashboards"

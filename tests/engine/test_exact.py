@@ -1,0 +1,270 @@
+"""On real engines: hits, and answers equal to those of an engine that caches nothing.
+
+`pytest tests/engine/test_exact.py --family qwen3_next` runs it on gated delta nets instead of Mamba2,
+their kernels replaced by formulas in float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Sequence
+
+import httpx
+import pytest
+
+from proxy.bench import stories
+from proxy.bench.harness import exact
+from proxy.bench.harness.client import Answer, Messages, ask, ask_all, open_client, tokens_of
+from proxy.bench.harness.counters import PassCounter, samples_of
+from proxy.bench.harness.prompts import prose, with_shared_tokens
+from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
+from proxy.bench.stories import Told, floored
+from tests.harness.engines import Servers
+
+CHATS = 60
+
+SYSTEM_PROMPTS = 5
+
+PARALLEL = 8
+
+
+def random_chats(seed: int) -> list[Messages]:
+    """Chats of 1 to 3 turns on a few system prompts, of lengths from a line to several cache blocks."""
+    draw = random.Random(seed)
+    systems = [prose(draw.choice((20, 70, 150, 400, 700)), seed + number) for number in range(SYSTEM_PROMPTS)]
+    chats = []
+    for number in range(CHATS):
+        messages = [{"role": "system", "content": draw.choice(systems)}]
+        for turn in range(draw.randint(1, 3)):
+            if turn:
+                messages.append({"role": "assistant", "content": prose(draw.randint(3, 80), seed + draw.randint(0, 9))})
+            text = f"{draw.choice('ABCDEFGH')}{number}: {prose(draw.choice((4, 15, 60, 200)), seed + number + turn)}"
+            messages.append({"role": "user", "content": text})
+        chats.append(messages)
+    return chats
+
+
+async def metric(client: httpx.AsyncClient, server: Server, name: str) -> float:
+    lines = (await client.get(server.url + "/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and not line.startswith("#"))
+
+
+def check_exact(answers: Answer | Sequence[Answer], right: Answer | Sequence[Answer]) -> None:
+    """Raise `AssertionError` where answers are not the right ones."""
+    if isinstance(answers, Answer):
+        answers, right = [answers], [right]
+    found = [exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True)]
+    assert all(len(answer.steps) == len(wanted.steps) for answer, wanted in zip(answers, right, strict=True))
+    assert not [(number, each) for number, each in enumerate(found) if not each.exact]
+
+
+@pytest.fixture(scope="module")
+def unit(family: str) -> int:
+    """Match unit, tokens."""
+    return MATCH_UNITS[family]
+
+
+@pytest.fixture
+async def block(client, servers: Servers) -> int:
+    """Cache block, tokens."""
+    found = await samples_of(client, servers.seamark)
+    (size,) = filter(None, (re.fullmatch(r'seamark_engine_info\{block_size="(\d+)"\}', name) for name in found))
+    return int(size[1])
+
+
+@pytest.fixture
+async def client():
+    async with open_client(300) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("room", "shares"),
+    [
+        ("room", (0.3, 0.9)),  # the second round finds nearly all of the first
+        ("64 blocks and 320 tokens per step", (0.1, 0.1)),  # constant eviction
+    ],
+)
+async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: Servers, room, shares):
+    engine, gateway = (servers.seamark, servers.gateway) if room == "room" else (servers.tight, servers.tight_gateway)
+    chats = random_chats(seed=7)
+    right = await ask_all(client, servers.reference.url, chats, exact.MIN_TOKENS, PARALLEL)
+    hits_before = await metric(client, engine, "seamark_checkpoint_hits_total")
+    for round_number in (1, 2):
+        answers = await ask_all(client, gateway.url, chats, exact.MIN_TOKENS, PARALLEL)
+        check_exact(answers, right)
+        prompt, cached = (
+            sum(values) for values in zip(*((a.prompt_tokens, a.cached_tokens) for a in answers), strict=True)
+        )
+        print(f"{room}, round {round_number}: {cached} of {prompt} prompt tokens cached")
+        assert cached > shares[round_number - 1] * prompt
+    assert await metric(client, engine, "seamark_checkpoint_hits_total") > hits_before + CHATS // 4
+    assert await metric(client, engine, 'seamark_checkpoints_written_total{kind="hinted"}') > 0
+    assert await metric(client, gateway, 'seamark_miss_total{model="tiny-hybrid",reason="render_failed"}') == 0
+
+
+async def test_the_second_request_hits_at_the_seam_and_in_another_process_too(client, servers, unit):
+    shared = await with_shared_tokens(client, servers.reference.url, 163, seed=101)
+    right = await ask_all(client, servers.reference.url, shared.prompts[:3], exact.MIN_TOKENS, 3)
+    answers = [await ask(client, servers.gateway.url, prompt, exact.MIN_TOKENS) for prompt in shared.prompts[:3]]
+    assert [answer.cached_tokens for answer in answers] == [0, floored(163, unit), floored(163, unit)]
+    check_exact(answers, right)
+
+
+async def test_a_cold_fan_out_on_a_long_prefix_shares_one_prefill(client, servers, unit):
+    shared = await with_shared_tokens(client, servers.reference.url, 3600, seed=102, questions=stories.SECTIONS)
+    right = await ask_all(client, servers.reference.url, shared.prompts, exact.MIN_TOKENS, 4)
+    answers = await ask_all(client, servers.gateway.url, shared.prompts, exact.MIN_TOKENS, 4)
+    assert max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
+    assert sorted(answer.cached_tokens for answer in answers) == [0, *[floored(3600, unit)] * 3]
+    check_exact(answers, right)
+
+
+async def test_hints_of_several_positions_are_all_kept(client, servers, unit):
+    """One request writes three states; three later ones, sharing less and less, find them."""
+    prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(500, 103)}])
+    await complete(client, servers.seamark, prompt, [100, 400, 700])
+    for shared, hinted in ((110, 100), (500, 400), (720, 700)):
+        other = [*prompt[:shared], *reversed(prompt[:60])]
+        answer = await complete(client, servers.seamark, other, None)
+        assert answer.cached_tokens == floored(hinted, unit)
+        check_exact(answer, await complete(client, servers.reference, other, None))
+
+
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+async def test_prompts_that_end_around_a_boundary_and_a_block_edge(client, servers, unit, block, blocks, edge):
+    length = blocks * block or 2 * unit
+    prompt = await tokens_of(
+        client, servers.reference.url, [{"role": "user", "content": prose(600, 104 + length + edge)}]
+    )
+    ends = [*prompt[: length + edge]]
+    await complete(client, servers.seamark, ends, [length])
+    for again in (ends, [*ends, *prompt[:30]]):
+        answer = await complete(client, servers.seamark, again, [length])
+        if edge >= 0 or length > block:  # a hint beyond a prompt that is shorter than a block leaves nothing to keep
+            assert answer.cached_tokens >= floored(length - 2, unit) - unit
+        check_exact(answer, await complete(client, servers.reference, again, None))
+
+
+async def test_bad_hints_change_no_answer_and_are_counted(client, servers):
+    prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(60, 105)}])
+    right = await complete(client, servers.reference, prompt, None)
+    before = await metric(client, servers.seamark, "seamark_hints_ignored_total")
+    for hint in ([-16], [0], [10**9], [64, 32], ["64"], [3]):
+        check_exact(await complete(client, servers.seamark, prompt, hint), right)
+    assert await metric(client, servers.seamark, "seamark_hints_ignored_total") == before + 6
+
+
+async def test_two_salts_never_share(client, servers, unit):
+    shared = await with_shared_tokens(client, servers.reference.url, 163, seed=106)
+    for number, (salt, expected) in enumerate((("one", 0), ("two", 0), ("one", floored(163, unit)))):
+        prompt = shared.prompts[number]
+        answer = await ask(client, servers.gateway.url, prompt, exact.MIN_TOKENS, cache_salt=salt)
+        assert answer.cached_tokens == expected
+
+
+async def test_a_state_costs_no_pass(client, servers, block):
+    """Cold and warm, with three boundaries and with none, one pass; prompts below and above a cache block."""
+    counter = PassCounter(servers.seamark.log)
+    for length, seed in ((200, 107), (900, 108)):
+        prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(length, seed)}])
+        for hint in ([length // 2, length // 2 + 20, len(prompt) - 5], None):
+            begins = [len(hint or ()), *prompt]  # a prefix of its own
+            for ends in ([*begins, 7, 8, 9], [*begins, 10, 11, 12]):
+                answer = await complete(client, servers.seamark, ends, hint)
+                assert counter.after([answer]).with_prompt == 1
+                assert answer.cached_tokens == (0 if ends[-1] == 9 else answer.cached_tokens)
+            assert (answer.cached_tokens > 0) == (hint is not None or len(begins) > block)
+
+
+async def test_variable_lengths_in_one_batch_do_not_mix_their_states(client, servers, unit):
+    """The failure of mlx-lm #1006: one offset for a whole batch stored keys that did not match the states."""
+    head = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(300, 109)}])
+    for trial in range(20):
+        draw = random.Random(trial)
+        shared = head[: draw.randint(40, len(head))]
+        prompts = [[*shared, *(draw.randrange(10, 4000) for _ in range(draw.randint(1, 200)))] for _ in range(6)]
+        hints = [[len(shared), len(prompt) - 2] for prompt in prompts]
+        for _ in range(2):
+            answers = await asyncio.gather(
+                *(complete(client, servers.seamark, p, h, tokens=8) for p, h in zip(prompts, hints, strict=True))
+            )
+        right = await asyncio.gather(*(complete(client, servers.reference, p, None, tokens=8) for p in prompts))
+        check_exact(answers, right)
+        assert all(answer.cached_tokens >= floored(len(shared), unit) for answer in answers)
+
+
+async def test_identical_prompts_that_resume_in_one_step(client, servers):
+    """Both resume inside a block; the second must not copy the first one's private block, filled in this very step."""
+    head = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(90, 112)}])
+    await complete(client, servers.seamark, head, [100], tokens=1)
+    for number in range(8):
+        prompt = [*head[:100], *(10 + number, 11, 12) * (5 + number)]
+        right = await complete(client, servers.reference, prompt, None)
+        body = {"model": MODEL_NAME, "prompt": [prompt] * 4, "max_tokens": exact.MIN_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "return_tokens_as_token_ids": True, "logprobs": 1}
+        body |= {"vllm_xargs": {"seamark_boundaries": [100]}}
+        choices = (await client.post(servers.seamark.url + "/v1/completions", json=body)).json()["choices"]
+        assert [choice["logprobs"]["tokens"] for choice in choices] == [[step.token for step in right.steps]] * 4
+
+
+async def test_cold_hot_evicted_and_hot_again(client, servers):
+    """In 64 blocks: an answer is the same whatever the cache holds."""
+    prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(400, 110)}])
+    right = await complete(client, servers.reference, prompt, None)
+    for round_number in range(3):
+        for again in range(2):
+            answer = await complete(client, servers.tight, prompt, [100, 300, len(prompt) - 4])
+            check_exact(answer, right)
+            assert (answer.cached_tokens > 0) == bool(again)
+        for number in range(12):  # fills the cache with others
+            other = await tokens_of(
+                client,
+                servers.reference.url,
+                [{"role": "user", "content": prose(900, 500 + 20 * round_number + number)}],
+            )
+            await complete(client, servers.tight, other, [len(other) // 2], tokens=1)
+
+
+async def test_two_seeded_answers_to_one_prompt_and_prompt_logprobs(client, servers):
+    prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(150, 111)}])
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 24, "n": 2, "seed": 5, "temperature": 1.0}
+    body |= {"return_tokens_as_token_ids": True, "logprobs": 1, "ignore_eos": True}
+    hint = {"vllm_xargs": {"seamark_boundaries": [100, len(prompt) - 3]}}
+    answers = []
+    for server, extra in ((servers.reference, {}), (servers.seamark, hint), (servers.seamark, hint)):
+        choices = (await client.post(server.url + "/v1/completions", json={**body, **extra})).json()["choices"]
+        answers.append(sorted(tuple(choice["logprobs"]["tokens"]) for choice in choices))
+    assert answers[0] == answers[1] == answers[2]
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 1, "temperature": 0}
+    listed = []
+    for server, extra in ((servers.reference, {}), (servers.seamark, hint)):
+        choice = (await client.post(server.url + "/v1/completions", json={**body, **extra})).json()["choices"][0]
+        listed.append([entry["logprob"] for place in choice["prompt_logprobs"][1:] for entry in place.values()])
+    assert listed[0] == pytest.approx(listed[1], abs=1e-4)
+
+
+async def test_the_exactness_check_notices_planted_defects(client, servers, unit):
+    told = Told(client, servers.reference.url, (), seed=5000)
+    defects = await stories.planted_defects(told, servers.seamark.url, servers.planted, unit)
+    assert {defect.defect: defect.caught for defect in defects} == {
+        "none": False,
+        "another prefix's state": True,
+        "a state one unit early": True,
+        "the copy cure off": True,
+    }
+
+
+async def test_states_are_counted_in_bytes(client, servers):
+    assert await metric(client, servers.seamark, "seamark_checkpoint_bytes") > 0
+
+
+async def complete(client, server: Server, prompt: Sequence[int], hint: object, tokens: int | None = None) -> Answer:
+    """A completion of token ids with a hint of the test's own."""
+    fields = {} if hint is None else {"vllm_xargs": {"seamark_boundaries": hint}}
+    if tokens is not None:
+        fields["max_tokens"] = tokens
+    return await stories.complete(client, server.url, prompt, **fields)

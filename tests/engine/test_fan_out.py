@@ -1,0 +1,113 @@
+"""`seamark bench fan-out` with a shorter shared part, on one engine of its own: the others run a prompt in one step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from proxy.bench import fan_out
+from proxy.bench.fan_out import (
+    MOST_COMPUTED,
+    SHORT_TOKENS,
+    WARM_UP,
+    FanOut,
+    Line,
+    Plan,
+    judged,
+    leaving_time,
+    right_answers,
+    run_wave,
+)
+from proxy.bench.harness.client import open_client
+from proxy.bench.harness.counters import samples_of
+from proxy.bench.harness.ratios import Comparison, Pair
+from proxy.bench.harness.sending import Leave, Left
+from proxy.bench.harness.servers import Fleet, Server
+from tests.harness.engines import Servers
+
+PLAN = Plan(shared=2000, own=30, size=4, decoders=2, decoded=6000)
+
+FLAGS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "128")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Fleet(tmp_path_factory.mktemp("fan-out")) as fleet:
+        started = fleet.engine("fan-out", model, flags=FLAGS)
+        started.wait_until_ready()
+        yield started
+
+
+@pytest.fixture
+async def client():
+    async with open_client(300) as opened:
+        yield opened
+
+
+async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leaders_leave(
+    client, engine: Server, servers: Servers
+):
+    await run_wave(client, engine, replace(WARM_UP, decoded=PLAN.decoded), "warm up")
+    cold = await run_wave(client, engine, PLAN, "cold", short=True)
+    leave = Leave(seconds=leaving_time(cold))
+    left = await run_wave(client, engine, PLAN, "left", leave=leave)
+    held = (await samples_of(client, engine))['seamark_followers_total{fate="held"}']
+    right = await right_answers(client, servers.reference, PLAN, [cold, left])
+    cold_line, left_line = (judged("", PLAN, wave, right) for wave in (cold, left))
+    print(cold_line, left_line, leave, f"{held:.0f} held", f"{len(cold.short_ttfts)} short", sep="\n")
+    shorts = SHORT_TOKENS * len(cold.short_ttfts)
+    assert cold_line.computed - shorts <= MOST_COMPUTED * PLAN.ideal
+    assert [sum(not answer.cached_tokens for answer in cold.answers), len(cold.answers)] == [2, 8]
+    assert [result for result in left.results[:2] if result != Left(0)] == []
+    assert (left_line.left_early, left_line.answered) == (2, 6)
+    assert left_line.computed <= MOST_COMPUTED * PLAN.ideal + PLAN.groups * PLAN.shared
+    assert cold_line.differing == left_line.differing == 0
+    assert held >= 6
+
+
+def test_groups_are_interleaved_and_share_what_they_are_to_share():
+    prompts = PLAN.prompts("any")
+    assert len(prompts) == 8 and {len(prompt) for prompt in prompts} == {2030}
+    first, second, third, fourth = prompts[:4]
+    assert first[:2000] == third[:2000] != second[:2000] == fourth[:2000]
+    assert first[2000:] != third[2000:]
+    assert PLAN.prompts("any") == prompts and PLAN.prompts("other") != prompts
+    assert PLAN.ideal == 2 * (2000 + 4 * 30)
+
+
+def result(computed: int = 8000, differing: int = 0, p99: float = 0.1) -> FanOut:
+    """A made-up run, well but for the arguments."""
+    plan = Plan(shared=3600, own=50)
+    ours = Line("Seamark", computed, plan.ideal, 0, 0, 16, 1.0, 2.0, 1.5, 0, 1e-6)
+    left = replace(ours, engine="leaders leave", computed=9000, left_early=2, answered=14, differing=differing)
+    short = Comparison("p99", (Pair(p99, 0.1),) * 5, fan_out.MOST_DELAY)
+    return FanOut([ours, replace(ours, engine="gate off", computed=29600)], left, plan, short, 28, 50, Pair(2.0, 6.0))
+
+
+@pytest.mark.parametrize(
+    ("made_up", "failing"),
+    [
+        (result(), []),
+        (result(computed=8500), ["8500 prompt tokens computed, 1.062 of the ideal, at most 1.05"]),
+        (result(differing=1), ["every answer equals the reference engine's"]),
+        (result(p99=0.12), ["p99: 1.20 of the gate off, at most 1.1"]),
+        (
+            replace(result(), left=replace(result().left, left_early=1, answered=14)),
+            ["1 leaders left before their first token, 14 others answered"],
+        ),
+        (
+            replace(result(), left=replace(result().left, computed=26412)),
+            ["26412 prompt tokens computed where the leaders left, at most 15600"],
+        ),
+    ],
+)
+def test_what_is_not_as_good_as_it_has_to_be_is_told(made_up: FanOut, failing):
+    printed = fan_out.render(made_up).splitlines()
+    assert [line.removeprefix("NOT HELD  ") for line in printed if line.startswith("NOT HELD")] == failing
+    told = json.loads(json.dumps(fan_out.report(made_up)))
+    assert told["held"] is not bool(failing)
+    assert told["waves"][1]["ratio"] == 3.7

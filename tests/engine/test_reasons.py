@@ -1,0 +1,174 @@
+"""The table of reasons: each provoked on a real engine, and told by label, header and explanation alike.
+
+`unpatched` is in tests/engine/test_failures.py, beside the engine that it ends.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+
+import httpx
+import pytest
+
+from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server
+from proxy.observability.reasons import deepest
+from tests.harness.changed_requests import changed_requests
+from tests.harness.engines import Servers
+from tests.harness.recording_worker import recording_worker
+
+CHAT = "/v1/chat/completions"
+
+LONG = "You pilot ships into the harbour, and you name the tide before you name the berth. " * 6
+
+
+@pytest.fixture
+def new() -> str:
+    """A system prompt nobody sent before."""
+    return f"{uuid.uuid4().hex} {LONG}"
+
+
+def ask(gateway: Server, system: str | None, question: str, path: str = CHAT, **fields) -> httpx.Response:
+    messages = [{"role": "system", "content": system}] if system else []
+    body = {"model": MODEL_NAME, "messages": [*messages, {"role": "user", "content": question}], "max_tokens": 1}
+    answer = httpx.post(gateway.url + path, json={**body, **fields}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def explained(gateway: Server, answer: httpx.Response) -> dict:
+    told = httpx.get(f"{gateway.url}/seamark/requests/{answer.headers['x-request-id']}").json()
+    assert told["reason"] == answer.headers["x-seamark-reason"]
+    return told
+
+
+def test_cold_then_hit(servers: Servers, new):
+    assert explained(servers.gateway, ask(servers.gateway, new, "High tide?"))["reason"] == "cold"
+    told = explained(servers.gateway, ask(servers.gateway, new, "And low?"))
+    assert told["reason"] == "hit"
+    assert told["shareable"] == told["predicted"] == told["delivered"] > 64
+    assert {boundary["kind"] for boundary in told["boundaries"]} >= {"system", "history"}
+
+
+def test_below_unit(servers: Servers):
+    assert explained(servers.gateway, ask(servers.gateway, None, "?"))["reason"] == "below_unit"
+
+
+def test_no_boundary(servers: Servers):
+    body = {"messages": [{"role": "assistant", "content": "Only the model has spoken. " * 20}]}
+    assert explained(servers.gateway, ask(servers.gateway, None, "", **body))["reason"] == "no_boundary"
+
+
+def test_salt(servers: Servers, new):
+    ask(servers.gateway, new, "High tide?", cache_salt="one tenant")
+    told = explained(servers.gateway, ask(servers.gateway, new, "High tide?", cache_salt="another"))
+    assert told["reason"] == "salt" and told["delivered"] == 0
+
+
+def test_evicted(servers: Servers, new):
+    ask(servers.tight_gateway, new, "High tide?")
+    for _ in range(40):  # 64 blocks of 384 tokens, and states hold half of them
+        ask(servers.tight_gateway, f"{uuid.uuid4().hex} {LONG * 4}", "High tide?")
+    assert explained(servers.tight_gateway, ask(servers.tight_gateway, new, "And low?"))["reason"] == "evicted"
+
+
+def test_hint_ignored(servers: Servers, new):
+    """Prompt logprobs want every token computed, whatever the cache holds: only the engine knows."""
+    ask(servers.gateway, new, "High tide?")
+    told = explained(servers.gateway, ask(servers.gateway, new, "And low?", prompt_logprobs=1))
+    assert told["reason"] == "hint_ignored" and told["predicted"] > 64 and told["delivered"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_not_worth_it(fleet: Fleet, stream):
+    """An engine whose passes are dear: its answers are recorded ones, its word of this request is what counts."""
+    with recording_worker(cached=0) as worker:
+        gateway = fleet.gateway(worker)
+        gateway.wait_until_ready("/ready", seconds=30)
+        body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
+        httpx.post(gateway.url + CHAT, json=body)
+        worker.outcomes = {"boot": "b", "cursor": 1, "outcomes": [["dear", "not_worth_it", 0]]}
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        httpx.post(gateway.url + CHAT, json={**body, **options}, headers={"x-request-id": "dear"})
+        assert httpx.get(f"{gateway.url}/seamark/requests/dear").json()["reason"] == "not_worth_it"
+        assert 'seamark_miss_total{model="m",reason="not_worth_it"} 1.0' in httpx.get(gateway.url + "/metrics").text
+        # What is not worth it is not kept: nobody expects it again.
+        assert httpx.post(gateway.url + CHAT, json=body).headers["x-seamark-predicted"] == "0"
+
+
+def test_render_failed(servers: Servers, fleet: Fleet, new):
+    gateway = fleet.gateway(servers.seamark, flags=("--render-timeout", "0.0001"))
+    gateway.wait_until_ready("/ready", seconds=30)
+    assert explained(gateway, ask(gateway, new, "Tide?"))["reason"] == "render_failed"
+
+
+def test_another_worker_has_more(servers: Servers, fleet: Fleet, new):
+    gateway = fleet.gateway(servers.seamark, servers.tight, flags=("--load-slack", "0"))
+    gateway.wait_until_ready("/ready", seconds=30)
+    first = ask(gateway, new, "High tide?")
+    holder = first.headers["x-seamark-worker"]
+    # A long answer keeps the holder busy; with no slack at all the next request has to go elsewhere.
+    body = {"model": MODEL_NAME, "prompt": "Tide", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.Client(timeout=120) as client:
+        for _ in range(8):
+            with client.stream("POST", gateway.url + "/v1/completions", json=body) as busy:
+                if busy.headers["x-seamark-worker"] != holder:
+                    continue
+                answer = ask(gateway, new, "And low?")
+                assert answer.headers["x-seamark-worker"] != holder
+                assert explained(gateway, answer)["reason"] == "other_worker"
+                return
+    raise AssertionError("the holder was never chosen for the long answer")
+
+
+def test_worker_restarted(fleet: Fleet):
+    """The one case a real engine takes too long to show: its answers are recorded ones."""
+    with recording_worker() as worker:
+        gateway = fleet.gateway(worker, flags=("--health-interval", "0.1"))
+        gateway.wait_until_ready("/ready", seconds=30)
+        body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
+        httpx.post(gateway.url + CHAT, json=body)
+        worker.boot, worker.cached = "1.8e+09", 0
+        deadline = time.monotonic() + 20
+        while not httpx.get(gateway.url + "/seamark/status").json()["workers"][0]["boot"].endswith("#1.8e+09"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        answer = httpx.post(gateway.url + CHAT, json=body)
+        assert answer.headers["x-seamark-reason"] == "worker_restarted"
+
+
+def test_prefix_changed_names_the_right_part(servers: Servers):
+    for case in changed_requests(
+        15, random.Random(17)
+    ):  # fifty without an engine: tests/unit/observability/test_request_diff.py
+        salt = {"cache_salt": uuid.uuid4().hex}
+        ask(servers.gateway, None, "", **case.first, **salt)
+        told = explained(servers.gateway, ask(servers.gateway, None, "", **case.second, **salt))
+        assert told["reason"] == "prefix_changed", case.told
+        changed = told["changed"]
+        assert (changed["what"], changed["index"]) == (case.what, case.index), case.told
+        assert 0 < changed["token"] < told["prompt"]
+
+
+def test_the_page_knows_no_request_it_was_not_sent(servers: Servers):
+    answer = httpx.get(servers.gateway.url + "/seamark/requests/made-up")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("gateway", "engine", "word"),
+    [
+        ("hit", "hit", "hit"),
+        ("evicted", "not_worth_it", "not_worth_it"),
+        ("evicted", "evicted", "evicted"),
+        ("evicted", "cold", "evicted"),
+        ("cold", "not_worth_it", "cold"),
+        ("cold", "hint_ignored", "hint_ignored"),
+        ("other_worker", "evicted", "other_worker"),
+        ("prefix_changed", "cold", "prefix_changed"),
+        ("evicted", None, "evicted"),
+    ],
+)
+def test_the_deeper_of_two_reasons_is_told(gateway, engine, word):
+    assert deepest(gateway, engine) == word

@@ -1,0 +1,66 @@
+"""On vLLM's own scheduler: every cache key leads to the state it promises, in every situation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness.scheduler_process import run_apart
+
+ROOM = {"blocks": 200}
+
+TIGHT = {"blocks": 30, "running": 4}
+
+
+@pytest.mark.parametrize(
+    "cores",
+    [
+        [ROOM, TIGHT, {**TIGHT, "budget": 50}, {**TIGHT, "policy": "priority"}],
+        [{**ROOM, "overlap": True}, {**TIGHT, "overlap": True}],
+        [{**ROOM, "pieces": False, "export": False}, {**TIGHT, "pieces": False, "export": True}],
+    ],
+    ids=["states inside the pass", "the next step planned ahead", "states at chunk ends"],
+)
+def test_every_key_leads_to_what_it_promises(model: Path, cores):
+    for found in run_apart("scheduler_audit", str(model), json.dumps({"seeds": [1, 2], "chats": 80, "cores": cores})):
+        assert found["errors"] == []
+        assert found["hit_tokens"] > 400
+
+
+def test_the_audit_notices_evictions_that_nobody_tells_of(model: Path):
+    audited = {"seeds": [1], "chats": 60, "cores": [TIGHT]}
+    (told,) = run_apart("scheduler_audit", str(model), json.dumps(audited))
+    (untold,) = run_apart("scheduler_audit", str(model), json.dumps({**audited, "without": ["taken-back"]}))
+    assert told["gone"] > 20 and told["errors"] == []
+    assert any("said to be there" in error for error in untold["errors"]) and not untold["gone"]
+
+
+# What is preempted in the very step that was to compute it leaves keys of what nobody computes: seeds that show it.
+PREEMPTED = {
+    "seeds": [114, 116],
+    "chats": 50,
+    "cores": [
+        {"policy": "priority", "blocks": 26, "running": 4, "budget": 90, "overlap": True},
+        {"policy": "priority", "blocks": 20, "running": 5, "budget": 200},
+    ],
+}
+
+
+def test_keys_of_what_was_never_computed_are_taken_back(model: Path):
+    for found in run_apart("scheduler_audit", str(model), json.dumps(PREEMPTED)):
+        assert found["errors"] == []
+
+
+@pytest.mark.parametrize(
+    ("without", "audited"),
+    [
+        ("true-states", {"seeds": [1, 2], "chats": 60, "cores": [ROOM]}),
+        ("block-edge-stop", {"seeds": [1, 2], "chats": 60, "cores": [{**ROOM, "pieces": False, "export": True}]}),
+        ("preempted-keys", PREEMPTED),
+    ],
+)
+def test_the_audit_notices_what_is_left_out(model: Path, without, audited):
+    for found in run_apart("scheduler_audit", str(model), json.dumps({**audited, "without": [without]})):
+        assert any("wrong" in error for error in found["errors"])

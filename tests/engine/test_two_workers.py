@@ -1,0 +1,148 @@
+"""Two real workers behind one gateway: one is killed in the middle of everything, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import httpx
+
+from proxy.bench.harness.client import Messages, open_client, status_of, tokens_of
+from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.servers import MODEL_NAME, Server, generated_model
+from proxy.boundaries.token_ids import common_prefix
+
+CHAT = "/v1/chat/completions"
+
+SYSTEMS = [prose(150 + 40 * number, 700 + number) for number in range(6)]
+
+STREAMS = 100
+
+REPLAY_SECONDS = 30.0
+
+UNIT = 16
+
+FLAGS = ("--max-num-seqs", "32")
+
+
+def chat(system: int, question: str) -> Messages:
+    return [{"role": "system", "content": SYSTEMS[system]}, {"role": "user", "content": question}]
+
+
+def kill(server: Server) -> None:
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+
+
+async def ask_once(client: httpx.AsyncClient, gateway: Server, messages: Messages) -> httpx.Response:
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 2}
+    return await client.post(gateway.url + CHAT, json=body)
+
+
+async def oracle_hits(client: httpx.AsyncClient, worker: Server) -> list[int]:
+    """For each system prompt, what of it the second request can hit at best: tokens."""
+    hits = []
+    for number in range(len(SYSTEMS)):
+        one, other = [await tokens_of(client, worker.url, chat(number, text)) for text in ("A tide?", "Which wind?")]
+        hits.append(common_prefix(one, other) // UNIT * UNIT)
+    return hits
+
+
+async def efficiency(client: httpx.AsyncClient, gateway: Server, oracle: list[int], name: str) -> float:
+    """Delivered over possible, one request for each system prompt."""
+    delivered = 0
+    for number in range(len(SYSTEMS)):
+        answer = await ask_once(client, gateway, chat(number, f"{name} {number}?"))
+        assert answer.status_code == 200, answer.text
+        delivered += min(int(answer.headers["x-seamark-cached"]), oracle[number])
+    return delivered / sum(oracle)
+
+
+async def stream(client: httpx.AsyncClient, gateway: Server, number: int, begun: list[int]) -> tuple[str, str]:
+    """The worker's name, and how a long stream ended: `whole`, `told` of an error, or `cut`."""
+    body = {"model": MODEL_NAME, "messages": chat(number % len(SYSTEMS), f"{number}?"), "stream": True}
+    async with client.stream(
+        "POST", gateway.url + CHAT, json={**body, "max_tokens": 200, "ignore_eos": True}
+    ) as answer:
+        name = answer.headers.get("x-seamark-worker", "")
+        if answer.status_code != 200:
+            told = json.loads(await answer.aread())
+            return name, "told" if told["error"]["code"] in ("worker_failed", "no_worker") else "cut"
+        text = b""
+        async for chunk in answer.aiter_raw():
+            if not text:
+                begun.append(number)
+            text += chunk
+    last = text.split(b"\n\n")[-2].removeprefix(b"data: ")
+    if last == b"[DONE]":
+        return name, "whole"
+    return name, "told" if json.loads(last).get("error", {}).get("code") == "worker_failed" else "cut"
+
+
+async def workers_of(client: httpx.AsyncClient, gateway: Server) -> dict[str, dict]:
+    listed = (await status_of(client, gateway.url))["workers"]
+    return {each["url"]: each for each in listed}
+
+
+async def until(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.05)
+
+
+async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
+    model = generated_model(print)
+    first, second = fleet.engine("first", model, flags=FLAGS), fleet.engine("second", model, flags=FLAGS)
+    first.wait_until_ready()
+    second.wait_until_ready()
+    flags = ("--health-interval", "0.3", "--replay-seconds", f"{REPLAY_SECONDS:g}")
+    gateway = fleet.gateway(first, second, flags=flags)
+    gateway.wait_until_ready("/ready", seconds=30)
+    async with open_client() as client:
+        await until(lambda: _all_up(client, gateway), 30)
+        oracle = await oracle_hits(client, first)
+        for name in ("cold", "warm", "warmer"):
+            before = await efficiency(client, gateway, oracle, name)
+        assert before > 0.95
+
+        begun: list[int] = []
+        streams = [asyncio.create_task(stream(client, gateway, number, begun)) for number in range(STREAMS)]
+        await until(lambda: _is(len(begun) > STREAMS // 4), 120)
+        kill(first)
+        ends = await asyncio.gather(*streams)
+        dead = first.url.removeprefix("http://")
+        assert {how for _, how in ends} <= {"whole", "told"}
+        assert any(how == "told" for name, how in ends if name == dead)
+        assert all(how == "whole" for name, how in ends if name and name != dead)
+        after = await ask_once(client, gateway, chat(0, "And now?"))
+        assert after.status_code == 200 and after.headers["x-seamark-worker"] != dead
+
+        restarted = fleet.engine("restarted", model, flags=FLAGS, port=int(first.url.rsplit(":", 1)[1]))
+        restarted.wait_until_ready()
+        seen_up = time.monotonic()
+        await until(lambda: _ready(client, gateway, restarted.url), REPLAY_SECONDS + 10)
+        took = time.monotonic() - seen_up
+        kill(second)  # from now on only what was replayed can be hit
+        back = await efficiency(client, gateway, oracle, "back")
+        print(
+            f"\nhit efficiency {before:.3f} before, {back:.3f} after {took:.1f} s of replay; ends of streams:",
+            {how: sum(each == how for _, each in ends) for how in ("whole", "told")},
+        )
+        assert back >= 0.95 * before and took <= REPLAY_SECONDS + 2
+
+
+async def _all_up(client: httpx.AsyncClient, gateway: Server) -> bool:
+    return all(each["up"] for each in (await workers_of(client, gateway)).values())
+
+
+async def _ready(client: httpx.AsyncClient, gateway: Server, url: str) -> bool:
+    worker = (await workers_of(client, gateway))[url]
+    return worker["up"] and not worker["warming"]
+
+
+async def _is(value: bool) -> bool:
+    return value

@@ -1,0 +1,169 @@
+"""All patches or none, once, and only where vLLM looks as expected. Each case patches a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import io, logging
+logging.getLogger("vllm.seamark").setLevel(logging.INFO)
+logging.getLogger("vllm.seamark").addHandler(logging.StreamHandler(log := io.StringIO()))
+from engine_patches import ledger, plugin
+
+def applicable():
+    # for this vLLM and platform; asked before any is applied
+    from engine_patches.patches import PATCHES
+    return [patch for patch in PATCHES if patch.applies()]
+
+def replaced():
+    from engine_patches.patches import PATCHES
+    return [patch.name for patch in PATCHES if ledger.is_applied(patch)]
+"""
+
+
+def run(code: str, mode: str | None = None) -> str:
+    """Output of `code` in a process of its own with `SEAMARK_ENGINE=mode`."""
+    environment = {name: value for name, value in os.environ.items() if name != "SEAMARK_ENGINE"}
+    if mode is not None:
+        environment["SEAMARK_ENGINE"] = mode
+    done = subprocess.run([sys.executable, "-c", PRELUDE + code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_switched_off_nothing_of_vllm_is_even_imported():
+    out = run("import sys; plugin.register(); print(ledger.patches_live(), 'vllm' in sys.modules, log.getvalue())", "0")
+    assert out.split() == ["False", "False"]
+
+
+def test_an_unknown_mode_leaves_vllm_untouched_with_one_line():
+    out = run("plugin.register(); print(ledger.patches_live(), replaced(), len(log.getvalue().splitlines()))", "2")
+    assert out.split() == ["False", "[]", "1"]
+
+
+def test_as_reference_only_the_cures_are_applied():
+    out = run(
+        """
+cures = [patch.name for patch in applicable() if patch.role is ledger.Role.CURE]
+plugin.register()
+print(ledger.patches_live(), replaced() == cures, len(cures))
+""",
+        "reference",
+    )
+    assert out.split() == ["False", "True", "6"]
+
+
+def test_loaded_twice_every_patch_is_applied_once():
+    out = run(
+        """
+patches = applicable()
+plugin.register(); plugin.register()
+names = []
+for target in {patch.target for patch in patches}:
+    function = ledger.resolve(target).value
+    while hasattr(function, ledger.MARK):
+        names.append(getattr(function, ledger.NAME))
+        function = getattr(function, ledger.MARK)
+print(ledger.patches_live(), len(replaced()) == len(patches), len(names) > len(patches))
+print(len(log.getvalue().splitlines()))
+"""
+    )
+    assert out.split() == ["True", "True", "False", "1"]
+
+
+def test_a_function_imported_by_name_is_rebound():
+    out = run(
+        """
+import vllm.v1.worker.gpu_model_runner as runner, vllm.v1.worker.utils as utils, vllm.v1.engine.core as core
+import vllm.v1.core.kv_cache_utils as cache
+plugin.register()
+print(runner.copy_kv_cache_blocks_inplace is utils.copy_kv_cache_blocks_inplace)
+print(core.resolve_kv_cache_block_sizes is cache.resolve_kv_cache_block_sizes)
+"""
+    )
+    assert out.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("how", ["another shape", "gone"])
+def test_whichever_function_differs_vllm_stays_untouched_with_one_line(how):
+    """Every target in turn takes another shape, or is gone; nothing at all may be replaced."""
+    out = run(
+        f"""
+how = {how!r}
+patches = applicable()
+# A vLLM in which these differ has cured the defect, keeps the method in another class, or has no use for it.
+shape, gone = ["cpu-block-size"], ["cpu-block-size", "mamba2-promise", "written-rows-connector"]
+fine = {{"another shape": shape, "gone": gone}}[how]
+for patch in patches:
+    if patch.name in fine:
+        continue
+    target = ledger.resolve(patch.target)
+    if how == "gone":
+        delattr(target.owner, target.name)
+    else:
+        setattr(target.owner, target.name, lambda something_else: None)
+    plugin.register()
+    setattr(target.owner, target.name, target.stored)
+    lines = log.getvalue().splitlines()
+    log.truncate(0); log.seek(0)
+    function = patch.target.split(":")[1]
+    assert replaced() == [], patch.name
+    assert not ledger.patches_live()
+    assert len(lines) == 1 and function in lines[0] and "untouched" in lines[0], (patch.name, lines)
+plugin.register()
+print(ledger.patches_live(), len(replaced()) == len(patches))
+"""
+    )
+    assert out.split() == ["True", "True"]
+
+
+def test_a_failure_while_applying_takes_everything_back():
+    out = run(
+        """
+import dataclasses
+patches = applicable()
+def fails(original):
+    raise RuntimeError("planned")
+broken = [*patches[:-1], dataclasses.replace(patches[-1], build=fails)]
+try:
+    ledger.apply(broken)
+except RuntimeError:
+    print(replaced())
+"""
+    )
+    assert out.split() == ["[]"]
+
+
+def test_every_patch_says_why_and_until_when():
+    from engine_patches.patches import PATCHES
+
+    assert len({patch.name for patch in PATCHES}) == len(PATCHES)
+    for patch in PATCHES:
+        assert all((patch.why, patch.upstream, patch.until)), patch.name
+
+
+def test_the_ledger_can_be_printed():
+    done = subprocess.run([sys.executable, "-m", "engine_patches", "patches"], capture_output=True, text=True)
+    assert done.returncode == 0 and "block-copy (cure)" in done.stdout
+
+
+def test_a_model_without_a_kv_cache_is_served_as_before():
+    out = run(
+        """
+from vllm.pooling_params import PoolingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+plugin.register()
+lengths = dict(max_model_len=100, max_in_flight_tokens=100, scheduler_block_size=16, hash_block_size=16)
+config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+manager = KVCacheManager(config, enable_caching=False, log_stats=True, **lengths)
+manager.record_prefix_cache_stats(Request("r", [1, 2, 3], None, PoolingParams()), 0)
+print(ledger.patches_live())
+"""
+    )
+    assert out.split() == ["True"]

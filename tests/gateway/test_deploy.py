@@ -1,0 +1,196 @@
+"""The files of deploy/ say what the code knows. That they run is `make test-deploy`: it wants a container engine."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine_patches import plugin
+from engine_patches import settings as engine_settings
+from proxy.settings import Settings
+from tests.deploy.compose_files import BASE, DEPLOY, EVERY_WAY, OF_THE_USER, example, read
+
+FILES = sorted({name for way in EVERY_WAY for name in way})
+
+GATEWAYS = {f"SEAMARK_{name.upper()}" for name in Settings.model_fields} | {"SEAMARK_CONFIG"}
+
+ENGINES = {value for value in vars(engine_settings).values() if isinstance(value, str) and value.startswith("SEAMARK_")}
+
+ENGINES |= {plugin.MODE_VARIABLE}
+
+# Where the container listens is fixed; what of it is published is not.
+FIXED = {"SEAMARK_HOST", "SEAMARK_PORT", "SEAMARK_ADMIN_HOST", "SEAMARK_ADMIN_PORT"}
+
+# Read by Compose itself.
+COMPOSES = {"COMPOSE_FILE", "COMPOSE_PROFILES"}
+
+
+def defaults_in(name: str) -> dict[str, str | None]:
+    """Variables that a compose file interpolates, with their defaults; None where there is none."""
+    found = re.findall(r"\$\{([A-Z0-9_]+)(?::([-?])([^}]*))?\}", (DEPLOY / name).read_text())
+    return {variable: default if kind == "-" else None for variable, kind, default in reversed(found)}
+
+
+def passed_through(name: str) -> set[str]:
+    """Variables that a compose file hands to a container or a build as they are."""
+    handed = set()
+    for service in read(name)["services"].values():
+        for values in (service.get("environment") or {}, (service.get("build") or {}).get("args") or {}):
+            handed |= {variable for variable, value in values.items() if value is None}
+    return handed
+
+
+def test_every_file_belongs_to_a_way_that_is_tried():
+    assert sorted(path.name for path in DEPLOY.glob("compose*.yaml")) == FILES
+
+
+def test_every_variable_is_in_the_example_and_nothing_else_is():
+    used = set(chain.from_iterable(set(defaults_in(name)) | passed_through(name) for name in FILES))
+    assert set(example()) == used | GATEWAYS | ENGINES | COMPOSES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_example_shows_the_defaults_of_the_compose_files(name):
+    shown = example()
+    for variable, default in defaults_in(name).items():
+        # An overlay may have another model, or another worker, in mind.
+        if default is not None and not (variable == "MODEL_FILE" and name != BASE) and variable not in GATEWAYS:
+            assert shown[variable] == default, variable
+
+
+def test_what_has_no_default_is_told_to_be_the_users():
+    wanted = {variable for name in FILES for variable, default in defaults_in(name).items() if default is None}
+    assert wanted == set(OF_THE_USER)
+
+
+@pytest.mark.parametrize("field", Settings.model_fields)
+def test_the_example_shows_the_defaults_of_the_gateway(field):
+    shown, default = example()[f"SEAMARK_{field.upper()}"], Settings.model_fields[field].get_default()
+    if shown == "":
+        assert default in (None, ())
+    else:
+        told = Settings(**{"worker": "http://a", field: shown})
+        assert getattr(told, field) == default
+
+
+def test_each_half_is_given_its_own_settings_and_no_secrets_of_the_other():
+    services = read(BASE)["services"]
+    assert {name for name in services["gateway"]["environment"] if name.startswith("SEAMARK_")} == GATEWAYS
+    assert {name for name in services["worker"]["environment"] if name.startswith("SEAMARK_")} == ENGINES
+    assert set(services["gateway"]["environment"]) == GATEWAYS
+    assert {
+        name for name, value in services["gateway"]["environment"].items() if value and "$" not in str(value)
+    } == FIXED
+    assert not any("env_file" in service for service in services.values())
+
+
+def test_no_default_of_the_plugin_is_shown_wrong(monkeypatch):
+    shown = example()
+    for name in ENGINES:
+        monkeypatch.delenv(name, raising=False)
+    assert shown[engine_settings.FAN_OUT] == str(int(engine_settings.fan_out()))
+    assert float(shown[engine_settings.STATE_SHARE]) == engine_settings.state_share()
+    assert shown[plugin.MODE_VARIABLE] == plugin.FULL and shown[engine_settings.CHUNK_ENDS] == ""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_published_to_the_network_unasked(name):
+    for service in read(name)["services"].values():
+        for port in service.get("ports", ()):
+            assert re.match(r"127\.0\.0\.1:|\$\{(BIND|WORKER_BIND):-127\.0\.0\.1\}:", port), port
+
+
+def test_the_pages_that_ask_for_no_key_stay_on_this_machine():
+    ports = read(BASE)["services"]["gateway"]["ports"]
+    assert [port for port in ports if port.endswith(":8081")] == ["127.0.0.1:${PAGES_PORT:-8081}:8081"]
+
+
+def test_the_gateway_and_redis_can_do_little():
+    services = read(BASE)["services"]
+    for service in (services["gateway"], services["redis"]):
+        assert service["read_only"] and service["cap_drop"] == ["ALL"] and "tmpfs" in service
+        assert service["security_opt"] == ["no-new-privileges:true"] and "privileged" not in service
+    assert "USER 65532:65532" in (DEPLOY / "gateway.Dockerfile").read_text()
+
+
+def test_the_gateway_waits_for_no_worker():
+    for name in FILES:
+        assert read(name)["services"].get("gateway", {}).get("depends_on", ["redis"]) == ["redis"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_mounted_from_the_project_is_there(name):
+    for service in read(name)["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), source
+
+
+@pytest.mark.parametrize("half", ["gateway", "worker"])
+def test_an_image_is_built_from_its_half_alone(half):
+    text = (DEPLOY / f"{half}.Dockerfile").read_text()
+    other = {"gateway": "engine_patches", "worker": "proxy"}[half]
+    assert not re.search(rf"^COPY.*\b{other}\b", text, re.MULTILINE)
+    # A frontend named there would be fetched from a registry.
+    assert "syntax=" not in text
+    copied = set(" ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)).split())
+    admitted = (DEPLOY / f"{half}.Dockerfile.dockerignore").read_text().splitlines()
+    assert admitted[0] == "*" and copied <= {line[1:] for line in admitted if line.startswith("!")}
+
+
+def test_the_plugin_is_installed_without_dependencies():
+    installs = re.findall(r"pip install .*seamark/\*\.whl", (DEPLOY / "worker.Dockerfile").read_text())
+    assert len(installs) == 2 and all("--no-deps" in line and "--no-index" in line for line in installs)
+
+
+def test_prometheus_scrapes_what_the_compose_files_run():
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    by_job: dict[str, Any] = {job["job_name"]: job for job in config["scrape_configs"]}
+    assert by_job["seamark-gateway"]["static_configs"] == [{"targets": ["gateway:8081"]}]
+    assert by_job["seamark-worker"]["file_sd_configs"] == [{"files": ["/etc/prometheus/workers.yml"]}]
+    for way in EVERY_WAY:
+        services = [service for name in way for service in read(name)["services"].items()]
+        mounted = [
+            volume for name, service in services if name == "prometheus" for volume in service.get("volumes", ())
+        ]
+        targets = [volume.split(":")[0] for volume in mounted if volume.endswith(":/etc/prometheus/workers.yml:ro")][-1]
+        # A worker on another machine is a service of its compose file, and a host by name in this one.
+        hosts = [
+            host.split(":")[0]
+            for name, service in services
+            if name == "prometheus"
+            for host in service.get("extra_hosts", ())
+        ]
+        for group in yaml.safe_load((DEPLOY / targets).read_text()):
+            assert {target.removesuffix(":8000") for target in group["targets"]} <= {*dict(services), *hosts}, way
+
+
+def test_the_systemd_unit_is_sound(tmp_path):
+    unit = DEPLOY / "systemd" / "seamark-gateway.service"
+    parser = configparser.RawConfigParser(strict=False)
+    parser.optionxform = str
+    parser.read(unit)
+    assert parser["Service"]["ExecStart"] == "/opt/seamark/bin/seamark serve"
+    assert int(parser["Service"]["TimeoutStopSec"]) > Settings.model_fields["drain_timeout"].get_default()
+    if shutil.which("systemd-analyze"):
+        # It looks whether the program is there.
+        copy = tmp_path / unit.name
+        copy.write_text(unit.read_text().replace("/opt/seamark/bin/seamark", sys.executable))
+        told = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
+        assert told.returncode == 0 and unit.name not in told.stderr, told.stderr
+
+
+@pytest.mark.parametrize("script", sorted(DEPLOY.rglob("*.sh")), ids=lambda path: path.name)
+def test_a_script_is_sound(script: Path):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert script.stat().st_mode & 0o111

@@ -1,0 +1,347 @@
+"""What the gateway does to requests and answers, seen from both sides."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import unquote
+
+import httpx
+import pytest
+
+from proxy.bench.harness.servers import Fleet, Server
+from tests.harness.gateways import CHAT, SYSTEM, chat, metric, post, start_gateway, wait_for
+from tests.harness.recording_worker import COMPLETION, EVENTS, RecordingWorker, recording_worker
+
+
+@pytest.fixture
+def gateway(fleet: Fleet, worker: RecordingWorker) -> Server:
+    return start_gateway(fleet, worker)
+
+
+def test_the_hint_is_spliced_into_the_clients_bytes(gateway, worker):
+    raw = json.dumps(chat("Tide?"), indent=3).encode().replace(b"Tide", b"T\\u0069de")
+    answer = post(gateway, raw)
+    assert answer.status_code == 200 and answer.json() == COMPLETION
+    sent = worker.requests[-1].body
+    hint = json.loads(sent)["vllm_xargs"]["seamark_boundaries"]
+    spliced = json.dumps({"seamark_boundaries": hint}, separators=(",", ":")).encode()
+    assert sent == raw[:-1] + b',"vllm_xargs":' + spliced + b"}"
+    system_end = len(f"<system>{SYSTEM['content']}<user>")
+    assert hint == [system_end, system_end + len("Tide?")]
+    assert answer.headers["x-seamark-boundary"] == ",".join(map(str, hint))
+    assert answer.headers["x-seamark-worker"] == worker.url.removeprefix("http://")
+    assert answer.headers["x-seamark-cached"] == "160"
+    assert answer.headers["x-seamark-predicted"] == "0"
+
+
+def test_a_known_prefix_is_not_rendered_again_and_is_predicted(gateway, worker):
+    post(gateway, chat("one"))
+    renders = worker.renders
+    answer = post(gateway, chat("two"))
+    assert worker.renders == renders
+    system_end = len(f"<system>{SYSTEM['content']}<user>")
+    assert answer.headers["x-seamark-predicted"] == str(system_end // 16 * 16)
+    assert metric(gateway, 'seamark_boundary_lookups_total{result="memo"}') == 1
+
+
+def test_a_stream_arrives_byte_for_byte(gateway, worker):
+    answer = post(gateway, chat("Tide?", stream=True, stream_options={"include_usage": True}))
+    assert answer.content == b"".join(EVENTS)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
+def test_usage_that_only_the_gateway_asked_for_is_taken_out_again(gateway, worker, options):
+    answer = post(gateway, chat("Tide?", stream=True, **options))
+    assert json.loads(worker.requests[-1].body)["stream_options"] == {"include_usage": True}
+    assert answer.content == EVENTS[0] + EVENTS[2]
+    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
+
+
+def test_headers_travel_except_those_of_the_connection(gateway, worker):
+    headers = [
+        ("authorization", "Bearer key"),
+        ("x-mine", "1"),
+        ("x-mine", "2"),
+        ("connection", "x-hop"),
+        ("x-hop", "1"),
+        ("te", "trailers"),
+        ("x-request-id", "my-request"),
+    ]
+    answer = post(gateway, chat("Tide?"), headers=headers)
+    seen = worker.requests[-1].headers
+    assert b", ".join(value for name, value in seen if name == b"x-mine") == b"1, 2"  # equal by RFC 9110, 5.3
+    assert (b"authorization", b"Bearer key") in seen and (b"x-request-id", b"my-request") in seen
+    assert not {b"x-hop", b"te", b"accept-charset"} & {name for name, _ in seen}
+    assert sum(name == b"content-length" for name, _ in seen) == 1
+    assert answer.headers["x-request-id"] == "my-request"
+    assert answer.headers.get_list("x-twice") == ["1", "2"]
+
+
+def test_two_requests_of_one_name_at_once_are_told_apart_at_the_worker(gateway, worker):
+    worker.hold.set()
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(post, gateway, chat("Tide?"), headers={"x-request-id": "one"}) for _ in range(2)]
+        wait_for(lambda: len(worker.requests) == 2)
+        worker.hold.clear()
+        assert [answer.result().headers["x-request-id"] for answer in answers] == ["one", "one"]
+    names = sorted(dict(request.headers)[b"x-request-id"].decode() for request in worker.requests)
+    assert names[0] == "one" and names[1].startswith("one.")
+
+
+def test_a_request_without_an_id_gets_one(gateway, worker):
+    answer = post(gateway, chat("Tide?"))
+    assert dict(worker.requests[-1].headers)[b"x-request-id"].decode() == answer.headers["x-request-id"] != ""
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH"])
+def test_any_other_v1_path_and_method_passes_through(gateway, worker, method):
+    body = b"not json \x00\xff" if method != "GET" else b""
+    target = "/v1/some/thing%20odd%2F?a=1&b=%20%2B&c"
+    answer = httpx.request(method, gateway.url + target, content=body)
+    seen = worker.requests[-1]
+    assert (seen.method, unquote(seen.target), seen.body) == (method, unquote(target), body)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/../metrics", "/v1/%2e%2e/metrics", "/v1/a%2F..%2F..%2Fmetrics", "/v1/./models"])
+def test_no_path_leads_out_of_v1(gateway, worker, path):
+    port = int(gateway.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as raw:  # HTTP clients would tidy the path up
+        raw.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        assert raw.makefile("rb").readline().split()[1] == b"404"
+    assert not worker.requests
+
+
+def test_a_body_of_five_megabytes_passes(gateway, worker):
+    raw = json.dumps(chat("x" * 5_000_000)).encode()
+    assert post(gateway, raw).status_code == 200
+    assert worker.requests[-1].body.startswith(raw[:-1])
+
+
+def test_a_body_over_the_limit_is_refused(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--max-body-bytes", "1000"))
+    answer = post(gateway, chat("x" * 2000))
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
+    assert not worker.requests
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"nonsense", b"\xff\xfe"])
+def test_what_is_not_a_json_object_is_refused_in_openais_envelope(gateway, worker, raw):
+    answer = post(gateway, raw)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"} and not worker.requests
+
+
+@pytest.mark.parametrize("messages", ["text", 7, [], [5], [{"role": "user"}], [{"role": "assistant", "content": "x"}]])
+def test_a_chat_without_a_boundary_goes_on_unchanged(gateway, worker, messages):
+    raw = json.dumps({"model": "m", "messages": messages}).encode()
+    assert post(gateway, raw).status_code == 200
+    assert worker.requests[-1].body == raw
+    assert metric(gateway, 'seamark_boundary_lookups_total{result="none"}') == 1
+
+
+def test_a_render_that_fails_costs_the_hint_and_is_counted(gateway, worker):
+    worker.render_status = 500
+    raw = json.dumps(chat("Tide?")).encode()
+    answer = post(gateway, raw)
+    assert answer.status_code == 200 and worker.requests[-1].body == raw
+    assert "x-seamark-boundary" not in answer.headers
+    assert metric(gateway, 'seamark_miss_total{model="m",reason="render_failed"}') == 1
+
+
+def test_a_worker_without_the_plugin_is_served_without_hints(fleet):
+    with recording_worker(patched=False) as plain:
+        gateway = start_gateway(fleet, plain)
+        raw = json.dumps(chat("Tide?")).encode()
+        assert post(gateway, raw).status_code == 200
+        assert plain.requests[-1].body == raw
+        assert metric(gateway, "seamark_engine_patched") == 0 and metric(gateway, "seamark_worker_up") == 1
+        assert metric(gateway, 'seamark_miss_total{model="m",reason="unpatched"}') == 1
+
+
+def test_requests_with_one_prefix_go_to_one_worker(fleet):
+    with recording_worker() as one, recording_worker() as two:
+        gateway = start_gateway(fleet, one, two)
+        for number in range(6):
+            post(gateway, chat(f"{number}"))
+        assert sorted((len(one.requests), len(two.requests))) == [0, 6]
+
+
+def test_equal_cold_prefixes_that_arrive_together_go_together(fleet):
+    with recording_worker() as one, recording_worker() as other, ThreadPoolExecutor(6) as pool:
+        gateway = start_gateway(fleet, one, other)
+        list(pool.map(lambda number: post(gateway, chat(f"{number}")), range(6)))
+        assert sorted(len(worker.requests) for worker in (one, other)) == [0, 6]
+
+
+def test_a_worker_that_serves_the_model_is_chosen(fleet):
+    with recording_worker() as one, recording_worker(models=("n",)) as two:
+        gateway = start_gateway(fleet, one, two)
+        for _ in range(3):
+            post(gateway, {**chat("x"), "model": "n"})
+            post(gateway, {"model": "n", "input": "x"}, path="/v1/embeddings")
+        assert (len(one.requests), len(two.requests)) == (0, 6)
+        listed = httpx.get(gateway.url + "/v1/models").json()
+        assert [(entry["id"], entry["max_model_len"]) for entry in listed["data"]] == [("m", 8192), ("n", 8192)]
+
+
+def test_a_worker_that_refuses_connections_is_passed_over(fleet):
+    with recording_worker() as survivor:
+        with recording_worker() as dying:
+            gateway = start_gateway(fleet, survivor, dying, flags=("--health-interval", "3600"))
+            wait_for(lambda: metric(gateway, "seamark_worker_up") == 2)
+        for number in range(4):  # the gateway still believes in both
+            body = {"model": "m", "messages": [{"role": "user", "content": f"{number}" * 50}]}
+            assert post(gateway, body).status_code == 200
+        assert len(survivor.requests) == 4 and metric(gateway, "seamark_worker_up") == 1
+
+
+class Gone:
+    """A worker that is no longer there."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+
+def test_something_else_at_a_workers_address_does_not_stop_the_watch(fleet, worker):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=talk_nonsense, args=(listener,), daemon=True).start()
+        odd = Gone(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        gateway = start_gateway(fleet, odd, worker, flags=("--health-interval", "0.1"))
+        worker.models = ("m", "later")
+        wait_for(lambda: len(httpx.get(gateway.url + "/v1/models").json()["data"]) == 2)
+        assert metric(gateway, "seamark_worker_up") == 1
+
+
+def talk_nonsense(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"this is not HTTP\r\n\r\n")
+
+
+def test_a_mistyped_model_changes_nothing_for_the_others(gateway, worker):
+    post(gateway, {**chat("x"), "model": "made-up"})
+    renders = worker.renders
+    post(gateway, chat("x"))
+    assert worker.renders > renders and b"seamark_boundaries" in worker.requests[-1].body
+
+
+def test_without_any_worker_it_is_healthy_not_ready_and_says_so(fleet):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        gateway = fleet.gateway(Gone(f"http://127.0.0.1:{unused.getsockname()[1]}"))
+        gateway.wait_until_ready("/health", seconds=30)
+        assert httpx.get(gateway.url + "/ready").status_code == 503
+        for answer in (post(gateway, chat("x")), httpx.get(gateway.url + "/v1/models")):
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "2"
+            assert answer.json()["error"]["code"] == "no_worker"
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event(gateway, worker):
+    worker.cut_stream = True
+    answer = post(gateway, chat("Tide?", stream=True))
+    assert answer.content.startswith(EVENTS[0])
+    last = answer.content.split(b"\n\n")[-2]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "worker_failed"
+    assert b"[DONE]" not in answer.content
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+def test_a_client_that_leaves_while_waiting_frees_the_worker(gateway, worker, fields):
+    worker.hang = True
+    with pytest.raises(httpx.ReadTimeout):
+        post_briefly(gateway, chat("Tide?", **fields))
+    assert worker.gone.wait(2)
+    wait_for(lambda: metric(gateway, "seamark_inflight") == 0)
+    assert metric(gateway, "seamark_requests_total") == 1
+
+
+def test_a_client_that_leaves_while_streaming_frees_the_worker(gateway, worker):
+    worker.hang_in_stream = True
+    with pytest.raises(httpx.ReadTimeout):
+        post_briefly(gateway, chat("Tide?", stream=True))
+    assert worker.gone.wait(2)
+    wait_for(lambda: metric(gateway, "seamark_inflight") == 0)
+
+
+def post_briefly(gateway: Server, body: dict) -> None:
+    httpx.post(gateway.url + CHAT, json=body, timeout=httpx.Timeout(5, read=0.5))
+
+
+def test_an_unknown_path_is_refused_in_openais_envelope(gateway):
+    answer = httpx.get(gateway.url + "/nowhere")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+
+
+def test_a_model_name_from_a_client_never_becomes_a_label(gateway, worker):
+    post(gateway, {**chat("x"), "model": "made-up"})
+    assert metric(gateway, 'seamark_requests_total{code="200",endpoint="/v1/chat/completions",model="unknown"') == 1
+
+
+def test_logs_and_metrics_hold_no_prompt_text(gateway, worker):
+    post(gateway, chat("a very secret tide"))
+    worker.render_status = 500
+    post(gateway, chat("another secret", tools=[]))
+    seen = gateway.log.read_text() + httpx.get(gateway.url + "/metrics").text
+    assert "secret" not in seen and "harbour" not in seen
+
+
+ODD = [
+    {"prompt_cache_key": "session \ud800"},
+    {"prompt_cache_key": 7, "cache_salt": "x"},
+    {"chat_template_kwargs": 3},
+    {"tools": [7], "tool_choice": {"type": []}},
+    {"messages": [{"role": ["user"], "content": "x" * 600}, 7, {"role": "user", "content": "?"}]},
+    {"messages": [7, {"role": "user", "content": "?"}, {"role": {}, "content": [{"text": 7, "cache_control": 7}]}]},
+    {"stream_options": 7, "vllm_xargs": 7, "truncate_prompt_tokens": -1},
+]
+
+
+@pytest.mark.parametrize("fields", ODD)
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
+def test_odd_bodies_reach_the_worker_and_log_no_error(gateway, worker, path, fields):
+    for _ in range(2):
+        body = {**chat("Tide?"), "input": [SYSTEM, *fields.get("messages", [])], "prompt": "Tide?", **fields}
+        assert post(gateway, body, path).status_code == 200
+    assert sum(not request.target.endswith("/render") for request in worker.requests) == 2
+    assert " failed: " not in gateway.log_end() and "boundary of request" not in gateway.log_end()
+
+
+def test_an_answer_is_not_lost_for_its_explanation(fleet, worker):
+    """Tools that differ deep inside: looking for what changed must not cost what was answered."""
+    gateway = start_gateway(fleet, worker, flags=("--max-json-depth", "900"))
+    nested = "[" * 600 + "]" * 600
+    for name in ("tide", "wind"):
+        function = f'{{"name": "{name}", "parameters": {{"x": {nested}}}}}'
+        raw = json.dumps(chat("Tide?"))[:-1] + f', "tools": [{{"type": "function", "function": {function}}}]}}'
+        assert post(gateway, raw.encode()).status_code == 200
+
+
+def test_a_very_long_request_id_is_replaced(gateway, worker):
+    answer = post(gateway, chat("Tide?"), headers={"x-request-id": "x" * 5000})
+    assert len(answer.headers["x-request-id"]) == 32
+
+
+def test_the_status_page_tells_of_workers(gateway, worker):
+    status = httpx.get(gateway.url + "/seamark/status").json()
+    assert status["workers"][0]["engine"]["match_unit"] == 16
+    assert status["workers"][0]["up"] is True and status["workers"][0]["models"] == ["m"]
+
+
+def test_a_request_that_the_worker_refused_left_nothing_to_predict(worker, gateway):
+    worker.status = 400
+    assert post(gateway, chat("Tide?")).status_code == 400
+    worker.status = 200
+    assert post(gateway, chat("Tide?")).headers["x-seamark-predicted"] == "0"
+    assert int(post(gateway, chat("Tide?")).headers["x-seamark-predicted"]) > 400

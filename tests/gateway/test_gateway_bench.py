@@ -1,0 +1,230 @@
+"""`seamark bench gateway`, `streams` and `tables`: run small, and what they make of made-up batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from proxy.bench.harness.counters import CpuTime
+from proxy.bench.harness.servers import Fleet, Server
+from tests.bench import gateway_cost, peers, streams, table_memory
+from tests.bench.gateway_cost import (
+    CASES,
+    DIRECT,
+    MANY,
+    ONE,
+    SEAMARK,
+    SMALL,
+    Batch,
+    Case,
+    Contestant,
+    Report,
+    Row,
+    compare,
+    render,
+    targets,
+)
+from tests.bench.peers import VLLM_ROUTER, Command, Peer
+from tests.harness.load import CHAT, connect, request, send_all
+from tests.harness.mock_worker import FRAMES, FRAMES_FIELD, MATCH_UNIT, MODEL, STEP_FIELD
+
+SYSTEM = {"role": "system", "content": "You keep the harbour's books. " * 20}
+
+
+class Stand(NamedTuple):
+    """A gateway before a worker without an engine."""
+
+    fleet: Fleet
+    worker: Server
+    gateway: Server
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    with Fleet(tmp_path_factory.mktemp("stand")) as fleet:
+        worker = fleet.mock_worker()
+        worker.wait_until_ready()
+        gateway = fleet.gateway(worker)
+        gateway.wait_until_ready("/ready", seconds=30)
+        yield Stand(fleet, worker, gateway)
+
+
+def chat(question: str, **fields) -> dict:
+    """A chat that shares its system prompt with all others."""
+    return {"model": MODEL, "messages": [SYSTEM, {"role": "user", "content": question}], **fields}
+
+
+def events(answer: httpx.Response) -> list[dict]:
+    """Of a stream that came to its end."""
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return list(map(json.loads, lines))
+
+
+def test_the_hint_reaches_the_worker_and_its_usage_is_read(stand: Stand):
+    with httpx.Client(base_url=stand.gateway.url) as client:
+        client.post(CHAT, json=chat("Who came?"))
+        answer = client.post(CHAT, json=chat("Who left?"))
+    deepest = max(map(int, answer.headers["x-seamark-boundary"].split(",")))
+    cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == deepest // MATCH_UNIT * MATCH_UNIT > 0  # the worker has it from the hint alone
+    assert answer.headers["x-seamark-cached"] == str(cached)
+    assert answer.headers["x-seamark-predicted"] == str(cached)
+
+
+def test_without_the_gateway_no_hint_comes_and_nothing_is_cached(stand: Stand):
+    usage = httpx.post(stand.worker.url + CHAT, json=chat("Who left?")).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0 < usage["prompt_tokens"]
+
+
+def test_a_stream_has_its_chunks_its_usage_and_its_end(stand: Stand):
+    for server in (stand.worker, stand.gateway):
+        found = events(
+            httpx.post(server.url + CHAT, json=chat("Who stays?", stream=True, stream_options={"include_usage": True}))
+        )
+        assert sum(bool(event["choices"]) for event in found) == FRAMES
+        assert found[-1]["usage"]["prompt_tokens"] > 0
+
+
+def test_frames_come_at_the_wanted_pace_and_say_when_they_were_due(stand: Stand):
+    paced = chat("Who waits?", stream=True) | {STEP_FIELD: 20, FRAMES_FIELD: 4}
+    sent = [event["sent"] for event in events(httpx.post(stand.gateway.url + CHAT, json=paced)) if "sent" in event]
+    assert len(sent) == 4
+    assert all(later - earlier > 10e6 for earlier, later in itertools.pairwise(sent))
+
+
+def test_a_worker_started_with_a_step_paces_every_stream(stand: Stand):
+    paced = stand.fleet.mock_worker(step_ms=2)
+    paced.wait_until_ready()
+    found = events(httpx.post(paced.url + CHAT, json=chat("Who waits?", stream=True)))
+    assert sum("sent" in event for event in found) == FRAMES
+    assert found[FRAMES - 1]["sent"] - found[0]["sent"] > 1.5e6 * (FRAMES - 1)
+
+
+async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
+    clients = [await connect(stand.gateway.url) for _ in range(3)]
+    bodies = [json.dumps(chat(f"{number}?", stream=True)).encode() for number in range(7)]
+    samples = await send_all(clients, [request(stand.gateway.url, body) for body in bodies])
+    assert len(samples) == 7 and all(0 < sample.first <= sample.last for sample in samples)
+    with pytest.raises(RuntimeError, match=r"^400 .*not valid JSON"):
+        await send_all(clients[:1], [request(stand.gateway.url, b"{")])
+    for client in clients:
+        client.close()
+
+
+def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic(capsys):
+    gateway_cost.main(["--no-peers", "--requests", "8", "--rounds", "2", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    kinds = [(row["gateway"], row["size"], row["streamed"], row["clients"]) for row in report["rows"]]
+    assert kinds == [(name, case.size, case.streamed, case.clients) for case in CASES for name in (DIRECT, SEAMARK)]
+    for row in report["rows"]:
+        assert len(row["rounds"]) == 2
+        assert (row["cpu_seconds"] is None) == (row["gateway"] == DIRECT)
+        assert row["cpu_seconds"] is None or row["cpu_seconds"]["median"] > 20e-6
+    assert [target["limit"] for target in report["targets"]] == [pytest.approx(0.7)]
+    assert report["renders"] < report["requests"] / 4  # prefixes are known
+
+
+async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand):
+    dead, said = stand.fleet.mock_worker(), []
+    dead.wait_until_ready()
+    contestants = [Contestant(DIRECT, stand.worker, None), Contestant("dead", dead, CpuTime(dead.process.pid))]
+    dead.stop()
+    case = Case(SMALL, False, ONE)
+    await compare(contestants, [case], 4, 2, said.append)
+    assert len(contestants[0].batches[case]) == 2
+    assert contestants[1].failure and not contestants[1].batches
+    assert any(line.startswith("dead is given up") for line in said)
+
+
+def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_told(stand: Stand, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(peers, "CACHE", tmp_path)
+    peer = Peer("absent", str(tmp_path / "absent-1.0-py3-none-any.whl"), lambda *about: Command(["absent"]))
+    started = peers.start(stand.fleet, peer, stand.worker, tmp_path, print)
+    assert started.server is None and "pip" in started.failure
+
+
+def test_a_peer_that_does_not_start_is_left_out_and_why_is_told(stand: Stand, tmp_path: Path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "broken").symlink_to("/bin/false")
+    monkeypatch.setattr(peers, "_environment", lambda peer, say: tmp_path)
+    peer = Peer("broken", "broken==1", lambda *about: Command(["broken"]))
+    started = peers.start(stand.fleet, peer, stand.worker, tmp_path, print)
+    assert started.server is None and started.failure.startswith("broken ended with 1")
+
+
+def made_up(ours: float, theirs: float, added: float) -> Report:
+    """CPU seconds of both on every kind of traffic, and seconds that ours adds to the p50."""
+    rows = []
+    for case in CASES:
+        direct = tuple(Batch(None, 0.001 * n, 0.002, 0.001) for n in (1, 2, 3))
+        router = tuple(Batch(theirs * n, 0.001 * n + 0.0001, 0.003, 0.001) for n in (1, 2, 3))
+        own = tuple(Batch(ours * n, 0.001 * n + added, 0.003, 0.001) for n in (1, 2, 3))
+        rows += [
+            Row(name, case, batches, direct, router)
+            for name, batches in ((DIRECT, direct), (SEAMARK, own), (VLLM_ROUTER, router))
+        ]
+    return Report(tuple(rows), {"litellm": "no such version"}, 0, 100)
+
+
+def test_targets_are_judged_beside_vllm_router_round_by_round():
+    good = targets(made_up(240e-6, 200e-6, 0.0007 - 1e-9), with_router=True)
+    assert [target.held for target in good] == [True, True, True]
+    assert [target.value for target in good] == [pytest.approx(value, rel=1e-4) for value in (1.2, 1.2, 0.7)]
+    bad = targets(made_up(510e-6, 200e-6, 0.00071), with_router=True)
+    assert [target.held for target in bad] == [False, False, False]
+    assert bad[0].told() == "NOT HELD: CPU over vllm-router, 2 kB, plain, 16 clients: 2.55, at most 2.5 wanted"
+
+
+def test_a_target_that_could_not_be_taken_is_not_held():
+    report = made_up(240e-6, 200e-6, 0)
+    alone = report._replace(rows=tuple(Row(r.gateway, r.case, r.batches, r.direct, ()) for r in report.rows[:2]))
+    assert [target.held for target in targets(alone, with_router=True)] == [True]  # added p50; no other case was run
+    everywhere = tuple(Row(row.gateway, row.case, row.batches, row.direct, ()) for row in report.rows)
+    judged = targets(report._replace(rows=everywhere), with_router=True)
+    assert [target.held for target in judged] == [False, False, True]
+    assert "not taken" in judged[0].told()
+
+
+def test_the_table_names_a_missing_peer_and_both_gateways():
+    text = render(made_up(240e-6, 200e-6, 0.0005))
+    block = text.partition("\n\n")[0].splitlines()
+    assert block[3].split() == ["seamark", "480", "360..600", "+0.50", "+1.00", "+0.00", "1.20"]
+    assert block[5].strip() == "litellm         is missing: no such version"
+    assert f"2 kB, stream, {MANY} clients" in text
+
+
+def test_every_frame_of_every_stream_is_received_both_ways(capsys):
+    streams.main(["--streams", "8", "--seconds", "1.5", "--runs", "1", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    (run,) = report["runs"]
+    for way in ("direct", "through"):
+        assert run[way]["received"] == 8 * 75 and run[way]["complete"] == 8
+        assert 0 < run[way]["p50"] <= run[way]["p99"] <= run[way]["most"]
+        assert 0 < run[way]["frames"] < run[way]["received"]  # the first second is not counted
+    assert report["added_p99"] == pytest.approx(run["through"]["p99"] - run["direct"]["p99"])
+    assert report["held"] is (report["added_p99"] <= 20e-3) and run["cpu_per_frame"] > 0
+
+
+def test_tables_keep_to_their_bounds_in_the_table_alone_and_in_a_gateway(capsys):
+    table_memory.main(["--requests", "400", "--entries", "50", "--gateway-requests", "60", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    table, gateway = report["memory"]
+    assert (table["requests"], table["entries"], table["evicted"]) == (400, 50, 1150)
+    assert gateway["entries"] == 50 and gateway["evicted"] >= 60
+    assert all(row["end"] - row["half"] == row["growth"] for row in report["memory"])
+    assert report["lookup"]["unknown"] > 0 and report["lookup"]["known"] > 0
+
+
+def test_growth_and_a_table_that_never_filled_are_not_held():
+    kept = table_memory.Grown("any", 10, 5, 5, 100, 100 + table_memory.GROWTH_LIMIT)
+    assert kept.held
+    assert not kept._replace(end=kept.end + 1).held
+    assert not kept._replace(evicted=0).held
+    assert not table_memory.Lookup(19e-6, 21e-6).held

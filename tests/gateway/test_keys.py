@@ -1,0 +1,244 @@
+"""API keys: hashed, read again, limited; and whose prefixes are whose."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.commands.key import main as key_command
+from proxy.errors import SettingsError, Unauthorized
+from proxy.http.auth import KeyRing
+from tests.harness.api_keys import bearer, entry, secret
+from tests.harness.gateways import CHAT, chat, start_gateway, wait_for
+from tests.harness.recording_worker import COMPLETION
+
+
+def scope(**headers: str) -> dict:
+    listed = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "headers": listed}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("ann") + entry("bob", share="team") + entry("cleo", share="team") + entry("root", admin=True))
+    return path
+
+
+def test_a_key_is_known_in_either_header(file):
+    ring = KeyRing(file, "s")
+    assert ring.who(scope(authorization="Bearer " + secret("ann"))).name == "ann"
+    assert ring.who(scope(authorization="bearer  " + secret("ann"))).name == "ann"
+    assert ring.who(scope(x_api_key=secret("bob"))).name == "bob"
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer sk-wrong"}, {"authorization": "Basic x"}, {"x_api_key": ""}]
+)
+def test_an_unknown_key_is_refused(file, headers):
+    with pytest.raises(Unauthorized):
+        KeyRing(file, "s").who(scope(**headers))
+
+
+def test_salts_depend_on_key_group_and_secret_alone(file):
+    def salts(secret_of_gateway: str) -> dict[str, str]:
+        ring = KeyRing(file, secret_of_gateway)
+        return {name: ring.who(scope(x_api_key=secret(name))).salt for name in ("ann", "bob", "cleo")}
+
+    assert salts("s") == salts("s")
+    assert salts("s")["bob"] == salts("s")["cleo"] != salts("s")["ann"]
+    assert not set(salts("s").values()) & set(salts("other").values())
+
+
+def test_the_file_is_read_again_and_what_a_key_has_under_way_stays_counted(file):
+    ring = KeyRing(file, "s")
+    ann = ring.who(scope(x_api_key=secret("ann")))
+    ann.inflight = 3
+    file.write_text(entry("ann", max_inflight=2))
+    ring.refresh()
+    assert ring.who(scope(x_api_key=secret("ann"))) is ann and not ann.has_room
+    with pytest.raises(Unauthorized):
+        ring.who(scope(x_api_key=secret("bob")))
+
+
+def test_a_file_that_becomes_wrong_changes_nothing(file):
+    ring = KeyRing(file, "s")
+    for wrong in ("[keys", "[keys.ann]\n", '[keys.ann]\nsha256 = "abc"\n'):
+        file.write_text(wrong)
+        ring.refresh()
+        assert ring.who(scope(x_api_key=secret("ann"))).name == "ann"
+    file.unlink()
+    ring.refresh()
+    assert ring.who(scope(x_api_key=secret("ann"))).name == "ann"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[keys", "TOML"),
+        ("[keys.ann]\n", "sha256"),
+        ('[keys.ann]\nsha256 = "abc"\n', "64 hexadecimal digits"),
+        (entry("ann", max_inflight=-1), "max_inflight"),
+        (entry("ann", shares="x"), "shares"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name_without_what_it_holds(tmp_path, text, named):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=named) as refused:
+        KeyRing(path, "s")
+    assert "api_keys" in str(refused.value) and "abc" not in str(refused.value)
+
+
+def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys):
+    assert key_command(["dora", "--share", "team", "--max-inflight", "4"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "keys.toml").write_text(printed)
+    key = printed.splitlines()[0].rsplit(" ", 1)[1]
+    found = KeyRing(tmp_path / "keys.toml", "s").who(scope(x_api_key=key))
+    assert (found.name, found.entry.share, found.entry.max_inflight) == ("dora", "team", 4)
+
+
+def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
+    (tmp_path / "secret").write_text("salt secret\n")
+    (tmp_path / "worker-key").write_text("sk-of-the-worker\n")
+    flags = ("--salt-secret-file", str(tmp_path / "secret"), "--worker-api-key-file", str(tmp_path / "worker-key"))
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file), *flags))
+
+    def post(name: str, **fields) -> httpx.Response:
+        return httpx.post(gateway.url + CHAT, json=chat("Tide?", **fields), headers=bearer(name), timeout=30)
+
+    def salt() -> str:
+        return json.loads(worker.requests[-1].body)["cache_salt"]
+
+    # Whoever has no key learns nothing.
+    for path in (CHAT, "/v1/messages"):
+        refused = httpx.post(gateway.url + path, json=chat("Tide?"), timeout=30)
+        assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
+        assert set(refused.json()["error"]) >= {"message", "type", "param", "code"}
+    assert refused.json()["error"]["type"] == "authentication_error"
+    assert httpx.get(gateway.url + "/v1/models").status_code == 401
+    assert httpx.get(gateway.url + "/health").status_code == 200
+    assert not worker.requests
+
+    # Salts are the gateway's; a client's own, and transfer parameters, reach no worker. Nor do keys.
+    answer = post("ann", cache_salt="guess", kv_transfer_params={"remote_host": "evil"}, vllm_xargs={"a": 1})
+    assert answer.status_code == 200
+    sent = worker.requests[-1]
+    anns = salt()
+    assert b"guess" not in sent.body and b"evil" not in sent.body and json.loads(sent.body)["vllm_xargs"]["a"] == 1
+    assert [value for name, value in sent.headers if name == b"authorization"] == [b"Bearer sk-of-the-worker"]
+    assert post("bob").headers["x-seamark-predicted"] == "0"  # another's prefix is no prefix
+    bobs = salt()
+    assert int(post("cleo").headers["x-seamark-predicted"]) > 0 and salt() == bobs != anns
+    assert httpx.post(gateway.url + "/v1/embeddings", json={"model": "m", "input": "x"}, headers=bearer("bob"))
+    assert salt() == bobs
+
+    # Pages for operators; a client sees its own requests.
+    for path in ("/metrics", "/seamark/status"):
+        assert httpx.get(gateway.url + path).status_code == 401
+        assert httpx.get(gateway.url + path, headers=bearer("ann")).status_code == 403
+        assert httpx.get(gateway.url + path, headers=bearer("root")).status_code == 200
+    own = f"{gateway.url}/seamark/requests/{answer.headers['x-request-id']}"
+    seen = [httpx.get(own, headers=bearer(name)).status_code for name in ("ann", "bob", "root")]
+    assert seen == [200, 404, 200]
+
+    # A key that is taken out is refused without a restart.
+    file.write_text(entry("bob"))
+    wait_for(lambda: post("ann").status_code == 401)
+
+    logs = gateway.log.read_text()
+    metrics = httpx.get(gateway.url + "/health").text
+    for hidden in (secret("ann"), anns, "salt secret", "sk-of-the-worker", "Tide?"):
+        assert hidden not in logs + metrics
+
+
+def test_pages_on_an_address_of_their_own(fleet, worker):
+    from proxy.commands.render_server import free_port
+
+    port = free_port()
+    gateway = start_gateway(fleet, worker, flags=("--admin-port", str(port)))
+    own = f"http://127.0.0.1:{port}"
+    for path in ("/metrics", "/seamark/status"):
+        assert httpx.get(gateway.url + path).status_code == 404
+        assert httpx.get(own + path).status_code == 200
+    assert httpx.post(own + CHAT, json=chat("Tide?")).status_code == 404
+    answer = httpx.post(gateway.url + CHAT, json=chat("Tide?"), timeout=30)
+    assert httpx.get(own + "/seamark/requests/" + answer.headers["x-request-id"]).status_code == 200
+    gateway.process.terminate()
+    assert gateway.process.wait(10) == -signal.SIGTERM  # uvicorn stops, and then passes the signal on to itself
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/embeddings", CHAT])
+def test_no_body_gets_past_what_the_gateway_answers_for(fleet, worker, file, path):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    deep = "[" * 200 + "]" * 200
+    for raw in (
+        f'{{"model":"m","cache_salt":"mine","kv_transfer_params":{{}},"x":{deep}}}'.encode(),
+        b'{"model":"m","cache_salt":"mine","x":NaN,}',
+    ):
+        headers = {**bearer("ann"), "content-type": "Application/JSON"}
+        assert httpx.post(gateway.url + path, content=raw, headers=headers).status_code == 400
+    assert not worker.requests
+    raw = json.dumps({**chat("Tide?"), "cache_salt": "mine", "ec_transfer_params": {"a": 1}}).encode("utf-16")
+    assert httpx.post(gateway.url + path, content=raw, headers=bearer("ann")).status_code == 200
+    sent = json.loads(worker.requests[-1].body)
+    assert sent["cache_salt"] != "mine" and "ec_transfer_params" not in sent
+
+
+def test_what_others_asked_is_no_reason_that_is_told(fleet, worker, file):
+    worker.cached = 0
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    reasons = []
+    for name, body in (("ann", chat("Tide?")), ("bob", chat("x")), ("cleo", {**chat("Tide"), "seed": 1})):
+        answer = httpx.post(gateway.url + CHAT, json=body, headers=bearer(name), timeout=30)
+        reasons.append(answer.headers["x-seamark-reason"])
+    assert reasons[:2] == ["cold", "cold"] and "salt" not in reasons
+
+
+def test_paths_that_tell_the_salt_are_for_operators(fleet, worker, file):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    for path in (CHAT + "/render", "/v1/completions/rend%65r"):
+        assert httpx.post(gateway.url + path, json=chat("Tide?"), headers=bearer("ann")).status_code == 403
+
+
+def test_a_stored_response_is_its_owners(fleet, worker, file):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    url = gateway.url + "/v1/responses"
+
+    def ask(name: str, **fields) -> int:
+        return httpx.post(url, json={"model": "m", "input": "Tide?", **fields}, headers=bearer(name)).status_code
+
+    assert ask("ann") == 200
+    stored = COMPLETION["id"]
+    for name, status in (("ann", 200), ("bob", 404)):
+        assert ask(name, previous_response_id=stored) == status
+        spelled = stored.replace("-", "%2D")
+        for path in (f"/{stored}", f"/{stored}/cancel", f"/{stored}?stream=true", f"/{spelled}"):
+            assert httpx.get(url + path, headers=bearer(name)).status_code == status
+            assert httpx.post(url + path, headers=bearer(name)).status_code == status  # without a body to read
+
+
+def test_a_streamed_response_is_its_owners_too(fleet, worker, file):
+    recorded = (Path(__file__).parents[1] / "streams" / "responses.sse").read_bytes()
+    worker.streams = {"/v1/responses": [event + b"\n\n" for event in recorded.split(b"\n\n") if event]}
+    stored = json.loads(recorded.splitlines()[1].removeprefix(b"data: "))["response"]["id"]
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    url, body = gateway.url + "/v1/responses", {"model": "m", "input": "Tide?", "stream": True}
+    answer = httpx.post(url, json={**body, "request_id": "mine"}, headers=bearer("ann"))
+    assert answer.content == recorded and "request_id" not in json.loads(worker.requests[-1].body)
+    for name, status in (("ann", 200), ("bob", 404)):
+        assert httpx.get(f"{url}/{stored}", headers=bearer(name)).status_code == status
+
+
+def test_operators_of_the_gateway_alone_change_a_workers_adapters(fleet, worker, file):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    path = gateway.url + "/v1/load_lora_adapter"
+    adapter = {"lora_name": "a", "lora_path": "/etc"}
+    assert httpx.post(path, json=adapter, headers=bearer("ann")).status_code == 403
+    assert not worker.requests
+    assert httpx.post(path, json=adapter, headers=bearer("root")).status_code == 200

@@ -1,0 +1,394 @@
+"""Limits and queues, silence and slowness, stopping, and workers that fail: every bound on both of its sides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.bench.table_memory import resident
+from tests.harness.api_keys import bearer, entry
+from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
+from tests.harness.raw_worker import raw_worker, whole
+from tests.harness.recording_worker import COMPLETION, EVENTS, RecordingWorker, recording_worker
+
+ENVELOPE = {"message", "type", "param", "code"}
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(32) as executor:
+        yield executor
+
+
+def chats_at(worker: RecordingWorker) -> int:
+    return sum(request.target == CHAT for request in worker.requests)
+
+
+def test_more_than_a_worker_may_have_waits_and_more_than_may_wait_is_refused(fleet, worker, pool):
+    gateway = start_gateway(fleet, worker, flags=("--max-inflight", "2", "--max-queue", "3"))
+    worker.hold.set()
+    first = [pool.submit(post, gateway, chat(f"{number}")) for number in range(2)]
+    wait_for(lambda: chats_at(worker) == 2)
+    waiting = [pool.submit(post, gateway, chat(f"{number}")) for number in range(3)]
+    wait_for(lambda: metric(gateway, "seamark_queued") == 3)
+    refused = post(gateway, chat("one too many"))
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+    assert set(refused.json()["error"]) == ENVELOPE and refused.json()["error"]["code"] == "overloaded"
+    assert chats_at(worker) == 2
+    worker.hold.clear()
+    assert [answer.result().status_code for answer in (*first, *waiting)] == [200] * 5
+    assert metric(gateway, "seamark_queued") == 0 and metric(gateway, "seamark_inflight{") == 0
+    assert metric(gateway, "seamark_queue_seconds_count") == 3
+
+
+def test_a_full_worker_has_not_lost_what_it_holds(fleet, worker, pool):
+    with recording_worker(cached=0) as other:
+        gateway = start_gateway(fleet, worker, other, flags=("--max-inflight", "1"))
+        owner = post(gateway, chat("first")).headers["x-seamark-worker"]
+        holder, second = (worker, other) if owner in worker.url else (other, worker)
+        holder.hold.set()
+        second.cached = 0
+        kept = pool.submit(post, gateway, chat("second"))
+        wait_for(lambda: chats_at(holder) == 2)
+        answer = post(gateway, chat("third"))
+        assert answer.headers["x-seamark-worker"] in second.url
+        assert answer.headers["x-seamark-reason"] == "other_worker"
+        holder.hold.clear()
+        assert kept.result().status_code == 200
+
+
+@pytest.mark.parametrize("size", [70_000, 200_000, 1_000_000])
+def test_a_client_that_leaves_after_a_large_body_frees_the_worker(fleet, worker, size):
+    gateway = start_gateway(fleet, worker)
+    worker.hang = True
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(gateway.url + "/v1/embeddings", json={"model": "m", "input": "x" * size}, timeout=2.0)
+    assert worker.gone.wait(2)
+
+
+def test_a_model_whose_workers_are_full_holds_up_no_other(fleet, worker, pool):
+    with recording_worker(models=("other",)) as second:
+        gateway = start_gateway(fleet, worker, second, flags=("--max-inflight", "1"))
+        worker.hold.set()
+        waiting = [pool.submit(post, gateway, chat(f"{number}")) for number in range(3)]
+        wait_for(lambda: metric(gateway, "seamark_queued") == 2)
+        assert post(gateway, chat("at once", model="other")).status_code == 200
+        worker.hold.clear()
+        assert {answer.result().status_code for answer in waiting} == {200}
+
+
+def test_all_bodies_together_are_bounded(fleet, worker, pool):
+    gateway = start_gateway(fleet, worker, flags=("--max-bodies-bytes", "300000"))
+    worker.hold.set()
+    first = pool.submit(post, gateway, chat("x" * 200_000))
+    wait_for(lambda: chats_at(worker) == 1)
+    refused = post(gateway, chat("x" * 200_000))
+    assert refused.status_code == 503 and "max_bodies_bytes" in refused.json()["error"]["message"]
+    worker.hold.clear()
+    assert first.result().status_code == 200
+    assert post(gateway, chat("x" * 200_000)).status_code == 200
+
+
+def test_a_string_without_end_is_refused_at_once(fleet, worker):
+    gateway = start_gateway(fleet, worker)
+    started = time.monotonic()
+    assert post(gateway, b"[" * 129 + b'"' + b'\\"' * 500_000).status_code == 400
+    assert time.monotonic() - started < 10  # it took hours
+
+
+def test_endless_trailers_and_endless_requests_are_not_kept(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--max-header-bytes", "4096"))
+    host, port = gateway.url.removeprefix("http://").split(":")
+    before = resident(gateway.process.pid)
+    head = b"POST /v1/x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+    for start, piece in ((head, b"a: b\r\n" * 10_000), (b"", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)):
+        with socket.create_connection((host, int(port)), timeout=10) as endless, contextlib.suppress(OSError):
+            endless.sendall(start)
+            for _ in range(300):
+                endless.sendall(piece)
+    assert resident(gateway.process.pid) - before < 30 * 2**20
+    assert post(gateway, chat("afterwards")).status_code == 200
+
+
+def test_a_body_that_never_comes_is_given_up(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--client-timeout", "0.5"))
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
+        assert b" 408 " in client.makefile("rb").readline()
+
+
+def test_nobody_waits_longer_than_the_queues_timeout(fleet, worker, pool):
+    gateway = start_gateway(fleet, worker, flags=("--max-inflight", "1", "--queue-timeout", "0.3"))
+    worker.hold.set()
+    first = pool.submit(post, gateway, chat("first"))
+    wait_for(lambda: chats_at(worker) == 1)
+    started = time.monotonic()
+    late = post(gateway, chat("late"))
+    assert late.status_code == 503 and 0.25 < time.monotonic() - started < 10
+    worker.hold.clear()
+    assert first.result().status_code == 200
+    assert metric(gateway, "seamark_queued") == 0
+
+
+def test_a_client_that_leaves_the_queue_is_never_sent(fleet, worker, pool):
+    gateway = start_gateway(fleet, worker, flags=("--max-inflight", "1"))
+    worker.hold.set()
+    first = pool.submit(post, gateway, chat("first"))
+    wait_for(lambda: chats_at(worker) == 1)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(gateway.url + CHAT, json=chat("left"), timeout=0.5)
+    wait_for(lambda: metric(gateway, "seamark_queued") == 0)
+    worker.hold.clear()
+    assert first.result().status_code == 200
+    assert post(gateway, chat("next")).status_code == 200
+    assert not any(b"left" in request.body for request in worker.requests)
+
+
+def test_the_limits_of_a_key(fleet, worker, pool, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("ann", max_inflight=1, max_queued=1) + entry("bob"))
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
+
+    def ask(name: str) -> httpx.Response:
+        return httpx.post(gateway.url + CHAT, json=chat("Tide?"), headers=bearer(name), timeout=30)
+
+    worker.hold.set()
+    anns = [pool.submit(ask, "ann") for _ in range(2)]
+    wait_for(lambda: chats_at(worker) == 1)
+    bobs = [pool.submit(ask, "bob") for _ in range(3)]
+    wait_for(lambda: chats_at(worker) == 4)  # whoever waits for a limit of its own holds nobody up
+    refused = ask("ann")
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    worker.hold.clear()
+    assert {answer.result().status_code for answer in (*anns, *bobs)} == {200}
+
+
+def test_a_worker_in_the_file_has_a_limit_of_its_own_and_can_be_added_and_taken_out(fleet, worker, pool, tmp_path):
+    with recording_worker() as second:
+        file = tmp_path / "workers.toml"
+        file.write_text(f'[[worker]]\nurl = "{worker.url}"\nmax_inflight = 1\n')
+        gateway = start_gateway(fleet, flags=("--workers-file", str(file), "--health-interval", "0.2"))
+        worker.hold.set()
+        answers = [pool.submit(post, gateway, chat(f"{number}")) for number in range(2)]
+        wait_for(lambda: metric(gateway, "seamark_queued") == 1)
+        file.write_text(file.read_text() + f'[[worker]]\nurl = "{second.url}/v1"\n')
+        wait_for(lambda: chats_at(second) == 1)  # a place has become free
+        file.write_text("[[worker]]\n")  # wrong: nothing changes
+        wait_for(lambda: "workers_file" in gateway.log.read_text())
+        assert len(httpx.get(gateway.url + "/seamark/status").json()["workers"]) == 2
+        file.write_text(f'[[worker]]\nurl = "{second.url}"\n')
+        wait_for(lambda: len(httpx.get(gateway.url + "/seamark/status").json()["workers"]) == 1)
+        worker.hold.clear()
+        assert {answer.result().status_code for answer in answers} == {200}  # what it had is finished
+        before = chats_at(worker)
+        assert post(gateway, chat("next")).status_code == 200 and chats_at(worker) == before
+        assert (
+            worker.url.removeprefix("http://")
+            not in httpx.get(gateway.url + "/metrics").text.split("# HELP seamark_worker_up")[1].split("# HELP")[0]
+        )
+
+
+def test_a_silent_stream_gets_comments_between_its_events(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--heartbeat", "0.2"))
+    worker.silence = 1.0
+    answer = post(gateway, chat("Tide?", stream=True, stream_options={"include_usage": True}))
+    assert answer.content.startswith(b": keep-alive\n\n")
+    assert answer.content.replace(b": keep-alive\n\n", b"") == b"".join(EVENTS)
+    assert metric(gateway, "seamark_heartbeats_total") >= 2
+
+
+def test_without_silence_there_are_no_comments(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--heartbeat", "5"))
+    assert b"keep-alive" not in post(gateway, chat("Tide?", stream=True)).content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_worker_that_stays_silent_is_given_up(fleet, worker, stream):
+    gateway = start_gateway(fleet, worker, flags=("--silence-timeout", "0.4"))
+    worker.hang, worker.hang_in_stream = not stream, stream
+    answer = post(gateway, chat("Tide?", stream=stream))
+    if stream:
+        assert answer.status_code == 200
+        error = json.loads(answer.content.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
+    else:
+        assert answer.status_code == 504
+        error = answer.json()["error"]
+    assert error["code"] == "worker_silent" and set(error) == ENVELOPE
+    assert worker.gone.wait(5)
+
+
+def test_a_reader_that_does_not_read_holds_the_worker_back_and_fills_no_memory(fleet, worker):
+    gateway = start_gateway(fleet, worker)
+    post(gateway, chat("warm"))
+    before = resident(gateway.process.pid)
+    worker.stream_bytes = 200 * 2**20
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        body = json.dumps(chat("Tide?", stream=True)).encode()
+        client.sendall(
+            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
+        )
+        wait_for(lambda: worker.sent > 0)
+        seen = -1
+        while seen != worker.sent:  # until it stands still
+            seen = worker.sent
+            time.sleep(0.5)
+        assert worker.sent < 64 * 2**20
+        assert resident(gateway.process.pid) - before < 32 * 2**20
+        assert post(gateway, chat("others go on")).status_code == 200
+    assert metric(gateway, "seamark_worker_up") == 1
+
+
+def test_a_gateway_that_is_stopped_finishes_and_takes_nothing_new(fleet, worker, pool):
+    gateway = start_gateway(fleet, worker)
+    worker.hold.set()
+    under_way = pool.submit(post, gateway, chat("under way"))
+    wait_for(lambda: chats_at(worker) == 1)
+    gateway.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: refuses(gateway.url))
+    worker.hold.clear()
+    assert under_way.result().json() == COMPLETION
+    assert gateway.process.wait(10) == -signal.SIGTERM
+
+
+def refuses(url: str) -> bool:
+    try:
+        httpx.get(url + "/health", timeout=2)
+    except httpx.HTTPError:
+        return True
+    return False
+
+
+def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool):
+    gateway = start_gateway(fleet, worker, flags=("--drain-timeout", "1"))
+    worker.hang_in_stream = True
+    stream = pool.submit(post, gateway, chat("stream", stream=True))
+    wait_for(lambda: chats_at(worker) == 1)
+    worker.hang = True
+    whole_answer = pool.submit(post, gateway, chat("whole"))
+    wait_for(lambda: chats_at(worker) == 2)
+    gateway.process.send_signal(signal.SIGTERM)
+    assert gateway.process.wait(10) == -signal.SIGTERM
+    last = stream.result().content.split(b"\n\n")[-2]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stopping"
+    assert whole_answer.result().status_code == 503
+
+
+def test_a_kept_connection_that_was_closed_is_no_reason_to_fail(fleet):
+    def reply(request: bytes, served: int) -> bytes | None:
+        return whole() if served == 0 else None  # closes as soon as a second request is written
+
+    with raw_worker(reply) as worker:
+        gateway = start_gateway(fleet, worker)
+        for number in range(5):
+            assert post(gateway, chat(f"{number}")).status_code == 200
+        assert metric(gateway, 'seamark_resent_total{reason="stale"') >= 1
+        assert metric(gateway, "seamark_worker_up") == 1
+
+
+def dies() -> None:
+    """A worker that has worked on a request for a while: what it was sent is not lost on the way."""
+    time.sleep(0.3)
+
+
+def test_what_a_worker_has_read_is_never_sent_again(fleet):
+    with raw_worker(lambda request, served: dies()) as worker:
+        gateway = start_gateway(fleet, worker)
+        failed = post(gateway, chat("once"))
+        assert failed.status_code == 502 and failed.json()["error"]["code"] == "worker_failed"
+        assert len(worker.requests) == 1 and metric(gateway, "seamark_resent_total") == 0
+
+
+def test_after_three_failures_in_a_row_a_worker_is_left_alone(fleet, worker):
+    with raw_worker(lambda request, served: dies()) as broken:
+        gateway = start_gateway(fleet, broken, worker, flags=("--health-interval", "60"))
+        answers = [post(gateway, {"model": "m", "input": "x"}, path="/v1/embeddings") for _ in range(12)]
+        assert sorted(answer.status_code for answer in answers) == [200] * 9 + [502] * 3
+        assert len(broken.requests) == 3
+    with raw_worker(lambda request, served: whole() if b"good" in request else dies()) as shaky:
+        gateway = start_gateway(fleet, shaky, flags=("--health-interval", "60"))
+        words = ("bad", "bad", "good", "bad", "bad", "good")
+        assert [post(gateway, chat(word)).status_code for word in words] == [502, 502, 200, 502, 502, 200]
+
+
+def test_a_worker_that_is_well_again_is_used_again(fleet):
+    replies = iter([None, None, None])
+    with raw_worker(lambda request, served: next(replies, whole()) or dies()) as worker:
+        gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.2"))
+        assert [post(gateway, chat(f"{number}")).status_code for number in range(3)] == [502, 502, 502]
+        wait_for(lambda: post(gateway, chat("again")).status_code == 200)
+
+
+def test_heads_over_the_limit_are_refused_and_those_under_it_pass(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--max-header-bytes", "4096"))
+    assert post(gateway, chat("under"), headers={"x-long": "a" * 3000}).status_code == 200
+    for headers, target in (({"x-long": "a" * 5000}, CHAT), ({}, "/v1/models?" + "a" * 5000)):
+        refused = httpx.post(gateway.url + target, json=chat("over"), headers=headers)
+        assert refused.status_code == 431 and refused.json()["error"]["code"] == "headers_too_large"
+    many = {f"x-{number}": "a" * 100 for number in range(60)}
+    assert httpx.post(gateway.url + CHAT, json=chat("many"), headers=many).status_code == 431
+    assert post(gateway, chat("afterwards")).status_code == 200
+
+
+def test_a_head_without_an_end_is_not_kept(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--max-header-bytes", "4096", "--client-timeout", "0.5"))
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as endless:
+        endless.sendall(b"GET /health HTTP/1.1\r\nx-long: " + b"a" * 60_000)
+        assert b" 431 " in endless.makefile("rb").readline()
+    for piece in (b"", b"GET /health HT", b"POST /v1/x HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"):
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            slow.sendall(piece)
+            assert slow.recv(4096).split(b" ")[1:2] in ([], [b"408"])  # closed, or told so
+
+
+@pytest.mark.parametrize(("depth", "status"), [(32, 200), (33, 400)])
+def test_the_depth_of_a_body_is_bounded(fleet, worker, depth, status):
+    gateway = start_gateway(fleet, worker, flags=("--max-json-depth", "32"))
+    nested = "[" * (depth - 1) + '"[[[[["' + "]" * (depth - 1)
+    raw = json.dumps(chat("Tide?"))[:-1] + f', "x": {nested}}}'
+    answer = post(gateway, raw.encode())
+    assert answer.status_code == status
+    if status == 400:
+        assert "max_json_depth" in answer.json()["error"]["message"]
+
+
+def test_places_found_for_whoever_has_left_are_given_back():
+    from prometheus_client import Histogram
+
+    from proxy.errors import Overloaded
+    from proxy.routing.queue import Admission
+
+    async def scene() -> None:
+        free, given_back = [], []
+        admission = Admission(2, 5.0, Histogram("seconds", "", registry=None))
+
+        def take() -> object | None:
+            return free.pop() if free else None
+
+        waiting = [asyncio.create_task(admission.place(None, "m", take, given_back.append)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await admission.place(None, "m", take, given_back.append)
+        free.append("a place")
+        admission.wake()
+        waiting[0].cancel()  # in the very moment
+        await asyncio.gather(*waiting[:1], return_exceptions=True)
+        assert given_back == ["a place"] and len(admission) == 1
+        free.append("another")
+        admission.wake()
+        assert await waiting[1] == "another" and len(admission) == 0
+
+    asyncio.run(scene())

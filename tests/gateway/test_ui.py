@@ -1,0 +1,345 @@
+"""The live page in a real Chromium: every state, on a desk and on a phone, by day and in the dark.
+
+Pictures of all of them are left in pytest's folder; `--basetemp DIR` says where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_playwright
+
+from proxy.commands.render_server import free_port
+from tests.harness.api_keys import bearer, entry, secret
+from tests.harness.chromium import LOOKS, PATIENCE, TOO_WIDE, Look, chromium, in_every_look, is_red, opened
+from tests.harness.gateways import CHAT, OwnGateway, compared, own_gateway, wait_for
+from tests.harness.recording_worker import RecordingWorker, recording_worker
+
+EVIL = "<script>window.broken = 1</script>"
+
+EVIL_MODEL = "<img src=x onerror='window.broken = 1'>"
+
+
+@pytest.fixture(scope="module")
+def playwright() -> Iterator[Playwright]:
+    with sync_playwright() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def browser(playwright: Playwright) -> Iterator[Browser]:
+    started = chromium(playwright)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pictures", numbered=False)
+
+
+@pytest.fixture
+def worker() -> Iterator[RecordingWorker]:
+    with recording_worker() as started:
+        yield started
+
+
+@pytest.fixture
+def own(worker: RecordingWorker) -> Iterator[OwnGateway]:
+    with own_gateway(worker) as started:
+        wait_until_up(started)
+        yield started
+
+
+def wait_until_up(own: OwnGateway) -> None:
+    wait_for(lambda: all(worker.up and not worker.warming for worker in own.gateway.pool.workers))
+
+
+def ask(own: OwnGateway, question: str, request_id: str, **fields) -> None:
+    words = {"role": "system", "content": "You are a harbour pilot. " * 10}
+    body = {"model": "m", "messages": [words, {"role": "user", "content": question}], **fields}
+    httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": request_id}, timeout=30)
+
+
+def text(page: Page, selector: str):
+    return expect(page.locator(selector))
+
+
+def test_a_gateway_without_requests(browser, own, pictures):
+    def check(page: Page) -> None:
+        text(page, "#state").to_have_text("all is well")
+        text(page, "#nothing").to_be_visible()
+        text(page, "#now .big").to_have_text("–")
+        text(page, "#workers tr").to_have_count(1)
+        text(page, "#workers td.state").to_have_text("up")
+        text(page, "#alarms").to_be_hidden()
+        text(page, "#redis").to_have_text("Redis: not used")
+        text(page, "#check").to_be_hidden()
+        assert page.title() == "Seamark"
+
+    in_every_look(browser, own, pictures, "empty", check)
+
+
+@contextlib.contextmanager
+def busy(worker: RecordingWorker) -> Iterator[OwnGateway]:
+    """Requests of every outcome, two under way and one in the queue; names as evil as clients can make them."""
+    worker.models = ("m", EVIL_MODEL)
+    with own_gateway(worker, max_inflight=2, excerpts=True) as own:
+        wait_until_up(own)
+        worker.cached = 0
+        ask(own, "When is high water?", "first")
+        worker.cached = 256
+        for number in range(3):
+            ask(own, f"When is low water on day {number}?", f"tide-{number}")
+        worker.cached = 160
+        ask(own, "And at Dover?", "too-little")
+        worker.cached = 0
+        ask(own, EVIL, EVIL, model=EVIL_MODEL)
+        speech = {"role": "user", "content": "A long speech about ropes and knots. " * 20}
+        for drink in ("tea", EVIL):
+            messages = [{"role": "user", "content": f"We drink {drink}."}, {"role": "assistant", "content": "Aye."}]
+            body = {"model": "m", "messages": [*messages, speech]}
+            headers = {"x-request-id": f"about-{len(drink)}"}
+            httpx.post(own.url + CHAT, content=json.dumps(body), headers=headers, timeout=30)
+        worker.status = 500
+        ask(own, "Does it break?", "broken")
+        worker.status = 200
+        worker.hold.set()
+        asking = [threading.Thread(target=ask, args=(own, "Wait", f"held-{number}")) for number in range(3)]
+        for thread in asking:
+            thread.start()
+        try:
+            wait_for(lambda: len(own.gateway.admission) == 1)
+            yield own
+        finally:
+            worker.hold.clear()
+            for thread in asking:
+                thread.join()
+
+
+def test_a_busy_gateway(browser, worker, pictures):
+    with busy(worker) as own:
+
+        def check(page: Page) -> None:
+            text(page, "#load .big").to_have_text("2 under way")
+            text(page, "#load").to_contain_text("1 waiting in the queue")
+            text(page, "#now .big").to_contain_text("%")
+            text(page, "#requests details").to_have_count(12)
+            text(page, "#workers").to_contain_text(EVIL_MODEL)
+            words = page.locator("#requests .why").all_text_contents()
+            assert {"under way", "first sight", "hit", "failed with 500"} <= set(words)
+            evil = page.locator("#requests details", has_text=EVIL_MODEL)
+            evil.locator("summary").click()
+            expect(evil.locator("dl")).to_contain_text(EVIL)
+            expect(evil.locator("dl")).to_contain_text(EVIL_MODEL)
+
+        in_every_look(browser, own, pictures, "busy", check)
+
+
+@pytest.mark.parametrize("width", [320, 600, 863, 866, 959, 962, 1920])
+def test_nothing_is_cut_off_at_any_width(browser, worker, width):
+    with busy(worker) as own, opened(browser, own, Look(str(width), {"width": width, "height": 700}, "light")) as page:
+        text(page, "#requests details").to_have_count(12)
+        page.locator("#requests details", has_text=EVIL_MODEL).locator("summary").click()
+        assert page.evaluate(TOO_WIDE) == []
+
+
+def test_what_changed_is_told_with_its_excerpts_as_text(browser, worker):
+    with busy(worker) as own, opened(browser, own) as page:
+        changed = page.locator("#requests details", has_text="changed in the middle")
+        expect(changed).to_have_count(1)
+        changed.locator("summary").click()
+        told = changed.locator("dl")
+        expect(told).to_contain_text("Message 0 (user) differs, from token")
+        expect(told).to_contain_text("We drink tea.")
+        expect(told).to_contain_text(f"We drink {EVIL}.")
+
+
+def test_an_opened_explanation_stays_open_while_others_come(browser, own):
+    ask(own, "one", "first")
+    with opened(browser, own) as page:
+        page.locator("#requests summary").click()
+        ask(own, "two", "second")
+        text(page, "#requests details").to_have_count(2)
+        opened_ones = page.locator("#requests details[open]")
+        expect(opened_ones).to_have_count(1)
+        expect(opened_ones.locator("dl")).to_contain_text("first")
+        assert page.locator("#requests details").first.locator("dd").first.text_content() == "second"
+
+
+def test_a_worker_that_is_down_cannot_be_overlooked(browser, worker, pictures):
+    with contextlib.ExitStack() as other_runs:
+        other = other_runs.enter_context(recording_worker())
+        with own_gateway(worker, other) as own:
+            wait_until_up(own)
+            ask(own, "one", "first")
+            with opened(browser, own) as page:
+                text(page, "#state").to_have_text("all is well")
+                other_runs.close()  # while somebody looks
+                text(page, "#alarms").to_contain_text("is down", timeout=PATIENCE)
+
+            def check(page: Page) -> None:
+                text(page, "#alarms").to_contain_text(f"Worker {other.url.removeprefix('http://')} is down")
+                text(page, "tr.down td.state").to_have_text("DOWN")
+                text(page, "#state").to_have_text("1 alarm")
+                assert page.title().startswith("⚠") and is_red(page, "#alarms") and is_red(page, "tr.down")
+
+            in_every_look(browser, own, pictures, "worker-down", check)
+
+
+def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
+    with recording_worker(patched=False, cached=0) as worker, own_gateway(worker, shadow=True) as own:
+        wait_until_up(own)
+        for number in range(3):
+            ask(own, f"When is low water on day {number}?", f"tide-{number}")
+        wait_for(lambda: own.gateway.shadow.judged == 3)
+
+        def check(page: Page) -> None:
+            text(page, "#state").to_have_text("1 warning")
+            text(page, "#warnings").to_contain_text("Shadow mode: nothing is changed")
+            text(page, "#lost h2").to_have_text("Tokens lost without the plugin")
+            tokens = own.gateway.shadow.would_save()["tokens"]
+            assert tokens > 0
+            text(page, "#lost .big").to_have_text(str(tokens))
+
+        in_every_look(browser, own, pictures, "shadow", check)
+        own.gateway.shadow._seconds["unpatched"] = 83.0
+        with opened(browser, own) as page:
+            text(page, "#lost h2").to_have_text("Time lost without the plugin")
+            text(page, "#lost .big").to_have_text("1 min 23 s")
+
+
+@pytest.fixture
+def checking(worker: RecordingWorker) -> Iterator[OwnGateway]:
+    """A gateway with the self-check on."""
+    with own_gateway(worker, self_check_interval=60) as started:
+        wait_until_up(started)
+        yield started
+
+
+def test_answers_that_differ_cannot_be_overlooked(browser, checking, pictures):
+    ask(checking, "one", "first")
+    compared(checking, 130, 2, True)
+
+    def check(page: Page) -> None:
+        text(page, "#alarms").to_contain_text("Answers differ")
+        text(page, "#alarms").to_contain_text("Hints are off")
+        text(page, "#check").to_have_text("Self-check: 130 answers compared, 2 differed · hints OFF")
+        assert page.title().startswith("⚠") and is_red(page, "#alarms")
+        assert page.locator("#alarms").bounding_box()["y"] == 0
+
+    in_every_look(browser, checking, pictures, "answers-differ", check)
+
+
+def test_a_self_check_that_found_nothing_is_told_quietly(browser, checking):
+    compared(checking, 1, 0, False)
+    with opened(browser, checking) as page:
+        text(page, "#check").to_have_text("Self-check: 1 answer compared, none differed · hints on")
+        text(page, "#alarms").to_be_hidden()
+
+
+def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, own, pictures):
+    with opened(browser, own, logged="ERR_CONNECTION_REFUSED") as page:
+        text(page, "#state").to_have_text("all is well")
+        own.stop()
+        text(page, "#alarms").to_contain_text("The gateway does not answer", timeout=PATIENCE)
+        assert (
+            is_red(page, "#alarms")
+            and page.evaluate("getComputedStyle(document.getElementById('figures')).opacity") == "0.45"
+        )
+        page.screenshot(path=pictures / "gateway-gone.png", full_page=True)
+
+
+def test_seconds_saved_stand_first_once_they_are_known(browser, own):
+    with opened(browser, own) as page:
+        text(page, "#saved h2").to_have_text("Tokens saved")
+        own.gateway.accounting.seconds_saved = 4000.0
+        text(page, "#saved .big").to_have_text("1 h 6 min", timeout=PATIENCE)
+
+
+def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, pictures):
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("ann") + entry("root", admin=True))
+    with own_gateway(worker, api_keys=file) as own:
+        wait_until_up(own)
+        with opened(browser, own, LOOKS[2], logged="status of 40") as page:
+            text(page, "#key-why").to_have_text("This gateway wants an API key with admin = true.")
+            for key, why in (("wrong", "not known"), (secret("ann"), "may not see")):
+                page.fill("#key-text", key)
+                page.click("#key button")
+                text(page, "#key-why").to_contain_text(why)
+            text(page, "#figures").to_be_hidden()
+            page.screenshot(path=pictures / "key.png")
+            page.fill("#key-text", secret("root"))
+            page.keyboard.press("Enter")
+            text(page, "#figures").to_be_visible()
+            text(page, "#key").to_be_hidden()
+            assert secret("root") not in page.url and page.input_value("#key-text") == ""
+            page.reload()
+            text(page, "#figures").to_be_visible()
+            assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+            page.click("#forget")
+            text(page, "#key").to_be_visible()
+            text(page, "#figures").to_be_hidden()
+            assert page.evaluate("sessionStorage.length") == 0
+        assert httpx.get(own.url + "/seamark/live", headers=bearer("root")).status_code == 200
+
+
+def test_a_page_that_nobody_sees_asks_nothing(browser, own):
+    context = browser.new_context()
+    page = context.new_page()
+    page.add_init_script(
+        "window.unseen = false; Object.defineProperty(document, 'hidden', {get: () => window.unseen});"
+    )
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("live") else None)
+    page.clock.install()
+    page.goto(own.url + "/ui")
+    expect(page.locator("#figures")).to_be_visible()
+
+    def turn(unseen: bool) -> None:
+        page.evaluate(
+            "(unseen) => { window.unseen = unseen; document.dispatchEvent(new Event('visibilitychange')); }", unseen
+        )
+
+    def answered() -> None:
+        """Until it has the answer to what it asked: only then it sets its timer."""
+        wait_for(lambda: not page.evaluate("asking"))
+
+    def later() -> int:
+        """How often it has asked, some seconds on."""
+        page.clock.run_for(3_100)
+        answered()
+        return len(asked)
+
+    assert [later() for _ in range(3)] == [2, 3, 4]
+    turn(unseen=True)
+    assert [later() for _ in range(3)] == [4, 4, 4]
+    turn(unseen=False)
+    answered()
+    assert [later(), later()] == [6, 7]
+    context.close()
+
+
+def test_the_policy_lets_nothing_run_but_the_pages_own_script(browser, own):
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(own.url + "/ui")
+    refused: list[str] = []
+    page.on("console", lambda message: refused.append(message.text))
+    with pytest.raises(Error, match=r"(?i)content security policy"):
+        page.add_script_tag(content="window.broken = 1")
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', `<img src=/x onerror='window.broken = 1'>`)")
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', `<p onclick='window.broken = 1' id=p>p</p>`)")
+    page.evaluate("p.click()")
+    with pytest.raises(Error, match="Failed to fetch"):
+        page.evaluate(f"fetch('http://127.0.0.1:{free_port()}/')")
+    assert page.evaluate("window.broken") is None
+    assert len([line for line in refused if "Content Security Policy" in line]) >= 3
+    context.close()

@@ -1,0 +1,23 @@
+"""The engines that engine tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from proxy.bench.harness.servers import Server
+
+FLOAT32_DELTA = {"seamark_float32_delta": "tests.harness.float32_delta:register"}
+
+
+class Servers(NamedTuple):
+    """Engines in the configurations that the tests need."""
+
+    seamark: Server  # patched, room to cache
+    planted: Path  # where defects can be planted in it
+    tight: Server  # patched, 64 cache blocks and 320 tokens per step
+    reference: Server  # cures only, no prefix caching
+    untouched: Server  # vLLM as it is
+    gateway: Server  # in front of `seamark`
+    tight_gateway: Server
+    untouched_gateway: Server

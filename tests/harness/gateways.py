@@ -1,0 +1,91 @@
+"""A gateway in this process, under its own server: a test can look into it, and bring it into any state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import uvicorn
+
+from proxy.bench.harness.servers import Fleet, Server
+from proxy.commands.render_server import free_port
+from proxy.pipeline.gateway import Gateway
+from proxy.server.uvicorn_server import server_for
+from proxy.settings import Settings
+from tests.harness.recording_worker import RecordingWorker
+
+CHAT = "/v1/chat/completions"
+
+SYSTEM = {"role": "system", "content": "You are a harbour pilot. " * 20}
+
+
+class OwnGateway(NamedTuple):
+    """A started one."""
+
+    url: str
+    gateway: Gateway
+    stop: Any  # call it to end the server before the test does
+
+
+@contextlib.contextmanager
+def own_gateway(*workers: RecordingWorker, **settings: Any) -> Iterator[OwnGateway]:
+    """Before `workers`, which it looks at five times a second; without self-checks, unless `settings` want them."""
+    settings = {"self_check_interval": 0, **settings}
+    port = free_port()
+    urls = tuple(worker.url for worker in workers)
+    server: uvicorn.Server = server_for(
+        Settings(worker=urls, port=port, health_interval=0.2, drain_timeout=1, **settings),
+        {"version": 1, "disable_existing_loggers": False},
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the gateway did not start"
+        thread.join(0.01)
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join()
+
+    try:
+        yield OwnGateway(f"http://127.0.0.1:{port}", server.config.app.gateway, stop)
+    finally:
+        stop()
+
+
+def start_gateway(fleet: Fleet, *workers: RecordingWorker, flags: tuple[str, ...] = ()) -> Server:
+    server = fleet.gateway(*workers, flags=flags)
+    server.wait_until_ready("/ready", seconds=30)
+    return server
+
+
+def chat(question: str, **fields) -> dict:
+    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}], **fields}
+
+
+def post(gateway: Server, body, path: str = CHAT, **options) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(gateway.url + path, content=content, timeout=30, **options)
+
+
+def metric(gateway: Server, name: str) -> float:
+    lines = httpx.get(gateway.url + "/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and not line.startswith("#"))
+
+
+def wait_for(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> None:
+    """As if the self-check had come to this."""
+    own.gateway.self_check.checked, own.gateway.self_check.differs = checked, differs
+    own.gateway.pool.workers[0].trust.in_hints = not hints_off

@@ -1,0 +1,236 @@
+"""A worker that answers like a patched vLLM and costs next to nothing, for measuring what stands before it.
+
+Its answers are those of vLLM 0.32. A request is never parsed as JSON but for a render: the few fields that matter are
+looked for in its bytes. What the hint holds is reported as cached, as an engine does that was sent the prefix before.
+
+Run as `python -m tests.harness.mock_worker --port N`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable
+
+import httptools
+import uvloop
+
+MODEL, MATCH_UNIT = "mock", 16
+
+FRAMES = 64  # of a stream that does not say
+
+CHARACTERS_PER_TOKEN = 4
+
+# Fields of a request's body that only this worker knows.
+STEP_FIELD, FRAMES_FIELD = "mock_step_ms", "mock_frames"
+
+_STREAMED = re.compile(rb'"stream": ?true')
+
+_HINT = re.compile(rb'"seamark_boundaries": ?\[([0-9, ]*)\]')
+
+_STEP, _FRAMES = (re.compile(rb'"%s": ?(\d+)' % field.encode()) for field in (STEP_FIELD, FRAMES_FIELD))
+
+_ANSWER = (
+    b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"mock","choices":[{"index":0,'
+    b'"message":{"role":"assistant","content":"The harbour pilot checks the tide tables before noon."},'
+    b'"logprobs":null,"finish_reason":"stop","stop_reason":null}],"usage":%b}'
+)
+
+_CHUNK = b'{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"mock","choices":[%b]'
+
+_DELTA = b'{"index":0,"delta":{"content":" harbour"},"logprobs":null,"finish_reason":null}'
+
+_FRAME = b"data: " + _CHUNK % _DELTA + b"}\n\n"
+
+_TIMED_FRAME = b"data: " + _CHUNK % _DELTA + b',"sent":%d}\n\n'
+
+_END = b"data: " + _CHUNK % b"" + b',"usage":%b}\n\n', b"data: [DONE]\n\n"
+
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+
+_METRICS = (
+    b"process_start_time_seconds %f\n"
+    b'seamark_engine_info{block_size="384",match_unit="%d",version="0.1.0",vllm="0.32.0"} 1.0\n'
+)
+
+
+def whole(status: bytes, kind: bytes, body: bytes) -> bytes:
+    """An answer with a known body."""
+    head = b"HTTP/1.1 %b\r\nserver: uvicorn\r\ncontent-length: %d\r\ncontent-type: %b\r\n\r\n"
+    return head % (status, len(body), kind) + body
+
+
+def chunk(data: bytes) -> bytes:
+    """HTTP's spelling of a piece of a body of unknown length."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+_READY_FRAME = chunk(_FRAME)
+
+
+def usage(body: bytes) -> bytes:
+    """Of a request: everything up to its deepest hint was cached."""
+    found = _HINT.search(body, max(0, body.rfind(b'"seamark_boundaries"')))
+    deepest = max((int(position) for position in found[1].split(b",")), default=0) if found and found[1] else 0
+    prompt = max(len(body) // CHARACTERS_PER_TOKEN, deepest + 1)
+    return (
+        b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+        % (prompt, prompt + FRAMES, FRAMES, deepest // MATCH_UNIT * MATCH_UNIT)
+    )
+
+
+class Steps:
+    """Streams that get a frame each at every step of an engine, all at once. A frame says when its step was due."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` from a step to the next."""
+        self._seconds = seconds
+        self._left: dict[Worker, tuple[int, bytes]] = {}  # frames still to send, and the last of them
+        self._due = 0.0
+
+    def add(self, stream: Worker, frames: int, end: bytes) -> None:
+        """A stream of `frames` frames and `end`, from the next step on."""
+        if not self._left:
+            self._due = asyncio.get_running_loop().time()
+            self._wait()
+        self._left[stream] = (frames, end)
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._due = max(self._due + self._seconds, loop.time())
+        loop.call_at(self._due, self._step)
+
+    def _step(self) -> None:
+        frame = chunk(_TIMED_FRAME % time.monotonic_ns())
+        for stream, (frames, end) in list(self._left.items()):
+            if stream.transport.is_closing():
+                del self._left[stream]
+            elif frames > 1:
+                stream.transport.write(frame)
+                self._left[stream] = (frames - 1, end)
+            else:
+                stream.transport.write(frame + end)
+                del self._left[stream]
+        if self._left:
+            self._wait()
+
+
+class Worker(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, steps: Callable[[int], Steps], step_ms: int, started: float) -> None:
+        self._steps = steps
+        self._step_ms = step_ms
+        self._started = started
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self._parser = httptools.HttpRequestParser(self)
+        self._body: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:  # a gateway that tries HTTP/2 first
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._target = b""
+        self._body = []
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_body(self, part: bytes) -> None:
+        self._body.append(part)
+
+    def on_message_complete(self) -> None:
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        path = self._target.partition(b"?")[0]
+        if path == b"/v1/chat/completions":
+            if _STREAMED.search(body) is None:
+                self.transport.write(whole(b"200 OK", b"application/json", _ANSWER % usage(body)))
+            else:
+                self._stream(body)
+        elif path == b"/v1/chat/completions/render":
+            self.transport.write(whole(b"200 OK", b"application/json", render(body)))
+        else:
+            self.transport.write(self._page(path))
+
+    def _stream(self, body: bytes) -> None:
+        self.transport.write(_STREAM_HEAD)
+        step, wanted = _STEP.search(body), _FRAMES.search(body)
+        frames = int(wanted[1]) if wanted else FRAMES
+        end = b"".join(map(chunk, (_END[0] % usage(body), _END[1]))) + b"0\r\n\r\n"
+        milliseconds = int(step[1]) if step else self._step_ms
+        if milliseconds:
+            self._steps(milliseconds).add(self, frames, end)
+        else:
+            self._next_frame(frames, end)
+
+    def _next_frame(self, left: int, end: bytes) -> None:
+        # One in each turn of the loop: a system call each, as from an engine.
+        if left and not self.transport.is_closing():
+            self.transport.write(_READY_FRAME)
+            asyncio.get_running_loop().call_soon(self._next_frame, left - 1, end)
+        elif not self.transport.is_closing():
+            self.transport.write(end)
+
+    def _page(self, path: bytes) -> bytes:
+        if path == b"/metrics":
+            return whole(b"200 OK", b"text/plain; version=0.0.4", _METRICS % (self._started, MATCH_UNIT))
+        told = _PAGES.get(path)
+        if told is None:
+            return whole(b"404 Not Found", b"application/json", b'{"detail":"Not Found"}')
+        return whole(b"200 OK", b"application/json", told)
+
+
+# What a worker says of itself, to us and to the gateways of others.
+_PAGES = {
+    b"/health": b"",
+    b"/version": b'{"version":"0.32.0"}',
+    b"/v1/models": b'{"object":"list","data":[{"id":"mock","object":"model","max_model_len":131072}]}',
+    b"/seamark/outcomes": b'{"boot":"b","cursor":0,"outcomes":[]}',
+    **dict.fromkeys((b"/get_model_info", b"/model_info"), b'{"model_path":"mock","is_generation":true}'),
+    **dict.fromkeys((b"/get_server_info", b"/server_info"), b'{"model_path":"mock","served_model_name":"mock"}'),
+}
+
+
+def render(body: bytes) -> bytes:
+    """A token for each few characters of a chat."""
+    request = json.loads(body)
+    text = "".join(f"<{message['role']}>{message['content']}" for message in request["messages"])
+    text += "<assistant>" if request.get("add_generation_prompt", True) else ""
+    parts = (text[at : at + CHARACTERS_PER_TOKEN] for at in range(0, len(text), CHARACTERS_PER_TOKEN))
+    return json.dumps({"token_ids": [hash(part) % 150_000 for part in parts]}).encode()
+
+
+async def serve(port: int, step_ms: int) -> None:
+    """Answer on the loopback port, for ever. Streams that do not say get a frame each `step_ms`; 0: all at once."""
+    steps: dict[int, Steps] = {}
+    started = time.time()
+
+    def steps_of(milliseconds: int) -> Steps:
+        return steps.setdefault(milliseconds, Steps(milliseconds / 1000))
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Worker(steps_of, step_ms, started), "127.0.0.1", port, backlog=1024)
+    await server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a worker without an engine")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--step-ms", type=int, default=0, metavar="N")
+    args = parser.parse_args()
+    uvloop.run(serve(args.port, args.step_ms))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""A worker that records the bytes it gets: what a real engine cannot show. Its answers are those of vLLM 0.32."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from proxy.commands.render_server import free_port
+
+ENGINE_INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"} 1.0\n'
+
+USAGE = {
+    "prompt_tokens": 300,
+    "total_tokens": 301,
+    "completion_tokens": 1,
+    "prompt_tokens_details": {"cached_tokens": 160, "created_cache_tokens": 0, "multimodal_tokens": None},
+}
+
+COMPLETION = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "model": "m",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "é"}, "finish_reason": "length"}],
+    "usage": USAGE,
+}
+
+EVENTS = (
+    b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":"\xc3\xa9"}}],"usage":null}\n\n',
+    b'data: {"id":"chatcmpl-1","choices":[],"usage":' + json.dumps(USAGE).encode() + b"}\n\n",
+    b"data: [DONE]\n\n",
+)
+
+
+@dataclass
+class Recorded:
+    """One request as it arrived."""
+
+    method: str
+    target: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    peer: tuple[str, int]  # other end of the connection it came on
+
+
+@dataclass
+class RecordingWorker:
+    """State of the fake; change it between requests."""
+
+    url: str = ""
+    patched: bool = True
+    more_metrics: str = ""  # lines of its /metrics
+    boot: str = "1.7e+09"
+    models: tuple[str, ...] = ("m",)
+    render_status: int = 200
+    cached: int = 160  # tokens it reports
+    status: int = 200  # of whole answers
+    outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
+    has_feed: bool = True
+    hang: bool = False  # answer nothing until the client goes
+    hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
+    hang_replays: bool = False  # answer no request for a single token
+    hang_in_stream: bool = False
+    cut_stream: bool = False  # the connection closes in the middle
+    cut_after: int = 1  # events
+    streams: dict[str, Sequence[bytes]] = field(default_factory=lambda: {"/v1/chat/completions": EVENTS})  # by path
+    silence: float = 0.0  # seconds before the first event of a stream
+    stream_bytes: int = 0  # of filling, in the middle of a stream
+    sent: int = 0  # bytes of it that went out
+    requests: list[Recorded] = field(default_factory=list)
+    renders: int = 0
+    gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        path = scope["path"]
+        if path == "/health":
+            return await _answer(send, b"", "text/plain")
+        if path == "/metrics":
+            text = (
+                f"process_start_time_seconds {self.boot}\n" + (ENGINE_INFO if self.patched else "") + self.more_metrics
+            )
+            return await _answer(send, text.encode(), "text/plain")
+        if path == "/v1/models" and scope["method"] == "GET":
+            data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
+            return await _answer(send, json.dumps({"object": "list", "data": data}).encode())
+        if path == "/seamark/outcomes":
+            status = 200 if self.has_feed else 404
+            return await _answer(send, json.dumps(self.outcomes).encode(), status=status)
+        if path == "/v1/chat/completions/render":
+            return await self._render(body, send)
+        target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
+        self.requests.append(Recorded(scope["method"], target, list(scope["headers"]), body, scope["client"]))
+        while self.hold.is_set():
+            await asyncio.sleep(0.01)
+        if self.hang or (self.hang_replays and b'"max_tokens":1' in body):
+            await receive()
+            self.gone.set()
+        elif path in self.streams and json.loads(body).get("stream"):
+            await self._stream(self.streams[path], receive, send)
+        else:
+            details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
+            usage = {**USAGE, "prompt_tokens_details": details}
+            await _answer(send, json.dumps({**COMPLETION, "usage": usage}).encode(), status=self.status)
+
+    async def _render(self, body: bytes, send: Any) -> None:
+        self.renders += 1
+        request = json.loads(body)
+        text = "".join(f"<{message['role']}>{message['content']}" for message in request["messages"])
+        text += "<assistant>" if request.get("add_generation_prompt", True) else ""
+        await _answer(send, json.dumps({"token_ids": list(map(ord, text))}).encode(), status=self.render_status)
+
+    async def _stream(self, events: Sequence[bytes], receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await asyncio.sleep(self.silence)
+        while self.sent < self.stream_bytes:
+            filling = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"tide " * 3000)
+            await send({"type": "http.response.body", "body": filling, "more_body": True})
+            self.sent += len(filling)
+        for number, event in enumerate(events, 1):
+            for half in (event[:50], event[50:]):  # cuts the two bytes of é apart
+                await send({"type": "http.response.body", "body": half, "more_body": True})
+                await asyncio.sleep(0.01)
+            if self.cut_stream and number == self.cut_after:
+                return  # the server closes the connection in the middle
+            if self.hang_in_stream:
+                await receive()
+                self.gone.set()
+                return
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _answer(send: Any, body: bytes, kind: str = "application/json", status: int = 200) -> None:
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode()), (b"x-twice", b"1")]
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"x-twice", b"2")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def recording_worker(**state: Any) -> Iterator[RecordingWorker]:
+    """The fake under a real HTTP server, in a thread."""
+    worker = RecordingWorker(**state)
+    port = free_port()
+    worker.url = f"http://127.0.0.1:{port}"
+    server = uvicorn.Server(uvicorn.Config(worker, host="127.0.0.1", port=port, lifespan="off", log_level="critical"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    try:
+        yield worker
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()

@@ -1,0 +1,132 @@
+"""A Redis server of one's own, to be frozen and killed; and a way to it that answers late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+from proxy.commands.render_server import free_port
+
+START_SECONDS = 10.0
+
+
+class RedisServer:
+    """A started server that keeps nothing on disk. Raises `RuntimeError` where Redis is not installed."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it, after a `kill` again and empty, on the same port."""
+        program = shutil.which("redis-server")
+        if program is None:
+            raise RuntimeError("redis-server is not installed")
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", "/tmp"]
+        self._process = subprocess.Popen(
+            [program, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError("redis-server did not start")
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+        return False
+
+    def freeze(self) -> None:
+        """From now on connections are accepted and nothing is answered."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once, frozen or not."""
+        self._process.kill()
+        self._process.wait()
+
+
+class LateWay:
+    """A TCP port through which a server is reached, and each of its answers comes `seconds` late."""
+
+    def __init__(self, port: int, seconds: float = 0.0) -> None:
+        """`port`: of the server, on loopback. `seconds` can be changed while it runs."""
+        self.seconds = seconds
+        self._target = port
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._listening = threading.Event()
+        self._thread.start()
+        self._listening.wait(START_SECONDS)
+
+    def stop(self) -> None:
+        """Close the port and all connections."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        listener = self._loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", self.port))
+        self._listening.set()
+        self._loop.run_forever()
+        listener.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(task)
+        self._loop.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            to_read, to_write = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(self._pass_on(reader, to_write, False), self._pass_on(to_read, writer, True))
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, late: bool) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := await reader.read(2**16):
+                if late:
+                    await asyncio.sleep(self.seconds)
+                writer.write(chunk)
+                await writer.drain()
+        writer.close()
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[RedisServer]:
+    """A server that ends at the end, in whatever state it is."""
+    server = RedisServer()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def late_way(port: int, seconds: float = 0.0) -> Iterator[LateWay]:
+    """A `LateWay` that is closed at the end."""
+    way = LateWay(port, seconds)
+    try:
+        yield way
+    finally:
+        way.stop()

@@ -1,0 +1,22 @@
+"""The scheduler's tests run in a process of their own, since patches are per process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+
+def run_apart(module: str, *arguments: str) -> dict:
+    """Patches are per process; vLLM's own plugin mechanism stays out of it."""
+    environment = {**os.environ, "SEAMARK_ENGINE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.harness.{module}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

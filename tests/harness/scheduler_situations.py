@@ -1,0 +1,347 @@
+"""The situations a scheduler can be in, one small scene each, on vLLM's own scheduler and cache manager.
+
+Run as `python -m tests.harness.scheduler_situations MODEL [PATCH ...]`, leaving out the patches named. Prints JSON: for
+each situation what it showed (chunk ends, positions written, cache keys), and the errors the audit found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+SITUATIONS: dict[str, Callable[[Any], dict[str, Any]]] = {}
+
+HEAD = list(range(1000, 1400))  # a shared prefix to cut from
+
+
+def situation(**options: Any) -> Callable:
+    """Register a scene; it gets a fresh core made with `options`."""
+
+    def register(scene: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+        def run(make_core: Callable) -> dict[str, Any]:
+            core = make_core(**options)
+            shown = scene(core)
+            core.run()
+            if core.blocks_in_use():
+                core.errors.append(f"{core.blocks_in_use()} blocks are held by nobody")
+            return {**shown, "errors": core.errors}
+
+        SITUATIONS[scene.__name__.replace("_", " ")] = run
+        return scene
+
+    return register
+
+
+def own(number: int, length: int) -> list[int]:
+    return [number * 10_000 + index for index in range(length)]
+
+
+def make_key(request: Any, position: int) -> bytes:
+    """The attention group's key of the first `position` tokens."""
+    from engine_patches.scheduler.cache_keys import key_at
+    from tests.harness.scheduler_audit import ATTENTION, UNIT
+
+    return key_at(request, position, UNIT, ATTENTION)
+
+
+def shown(core: Any, *requests: Any) -> dict[str, Any]:
+    """Of each request: tokens it found, ends of its chunks (prompt only), states written, where it can be entered."""
+    return {
+        request.request_id: {
+            "hit": core.hits.get(request.request_id),
+            "ends": [end for end in core.chunk_ends.get(request.request_id, []) if end <= request.num_prompt_tokens],
+            "written": core.written.get(request.request_id, []),
+            "keys": [
+                key for key in core.keys(request, 0) if key in core.keys(request, 1) and key in core.keys(request, 2)
+            ],
+        }
+        for request in requests
+    }
+
+
+@situation()
+def a_prompt_shorter_than_a_block(core):
+    a = core.request("a", HEAD[:50], [33, 50])
+    core.run()
+    return shown(core, a)
+
+
+@situation()
+def several_boundaries_over_several_blocks_in_one_pass(core):
+    a = core.request("a", HEAD[:250], [40, 64, 130, 240])
+    core.run()
+    return shown(core, a)
+
+
+@situation()
+def no_hint(core):
+    a = core.request("a", HEAD[:250])
+    core.run()
+    return shown(core, a)
+
+
+@situation(budget=100)
+def a_budget_below_the_prompt(core):
+    a = core.request("a", HEAD[:250], [40, 130, 240])
+    core.run()
+    return shown(core, a)
+
+
+@situation(budget=100)
+def a_boundary_where_a_chunk_ends(core):
+    a = core.request("a", HEAD[:250], [96, 192])
+    core.run()
+    return shown(core, a)
+
+
+@situation(budget=10)
+def a_budget_below_the_match_unit(core):
+    a = core.request("a", HEAD[:70], [32, 64])
+    core.run()
+    return shown(core, a)
+
+
+@situation()
+def a_boundary_at_and_around_the_prompts_end(core):
+    return shown(core, *_run_all(core, [(HEAD[:length], [128]) for length in (127, 128, 129)]))
+
+
+@situation()
+def boundaries_at_and_around_a_block_edge(core):
+    requests = []
+    for number, position in enumerate((63, 64, 65)):
+        requests += _run_all(core, [(own(number + 1, 100), [position])], first=number)
+    return shown(core, *requests)
+
+
+@situation()
+def a_warm_start_inside_a_block_runs_past_its_edge(core):
+    a = core.request("a", HEAD[:48] + own(1, 2), [48])
+    core.run()
+    b = core.request("b", HEAD[:48] + own(2, 200), [48])
+    core.run()
+    return shown(core, a, b)
+
+
+@situation()
+def the_same_prompt_again(core):
+    return shown(core, *_run_all(core, [(HEAD[:130], [100]), (HEAD[:130], [100])]))
+
+
+@situation()
+def the_same_prompt_twice_in_one_step(core):
+    """The second must not copy the first one's private block, which the step has yet to fill."""
+    _run_all(core, [(HEAD[:32] + own(1, 8), [32])])
+    pair = [core.request(name, HEAD[:32] + own(2, 27), [32]) for name in "ab"]
+    core.run()
+    longer = [core.request(name, HEAD[:32] + own(3, 90), [32]) for name in "cd"]
+    core.run()
+    return shown(core, *pair, *longer)
+
+
+@situation()
+def rows_evicted_and_their_state_kept(core):
+    """The first of two computes the rows anew; the second finds them, and an older state, in the same step."""
+    a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
+    key = make_key(a, 32)
+    core.scheduler.kv_cache_manager.evict_blocks({core.pool.cached_block_hash_to_block.get_one_block(key).block_id})
+    pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
+    core.run()
+    return shown(core, *pair)
+
+
+@situation()
+def a_conversation_moves_on(core):
+    turn = HEAD[:100]
+    requests = []
+    for number, length in enumerate((30, 80, 90)):
+        turn = [*turn, *own(number + 1, length)]
+        requests += _run_all(core, [(turn, [100, len(turn) - 4])], first=number)
+    return shown(core, *requests)
+
+
+@situation()
+def bad_hints(core):
+    hints = ([-16], [0], [10**9], [64, 32], [64, 64], ["64"], [3], "64", {"64": 1}, [True], [1.5], [])
+    requests = [core.request(f"r{number}", own(number + 1, 100), hint) for number, hint in enumerate(hints)]
+    core.run()
+    ignored = core.scheduler.seamark.tally.ignored
+    return {
+        "written": [core.written[request.request_id] for request in requests],
+        "ignored": dict(sorted(ignored.items())),
+    }
+
+
+@situation()
+def two_salts(core):
+    requests = _run_all(core, [(HEAD[:130], [100])], salt="one") + _run_all(core, [(HEAD[:130], [100])], 1, "two")
+    return shown(core, *requests)
+
+
+@situation(budget=64)
+def aborted_in_the_middle_of_its_prefix(core):
+    a = core.request("a", HEAD[:250], [240])
+    core.step()
+    core.abort("a")
+    b = core.request("b", HEAD[:250], [240])
+    core.run()
+    return shown(core, a, b)
+
+
+@situation(budget=64)
+def a_follower_waits_for_its_leader(core):
+    _waiting_always_pays(core)
+    a = core.request("a", HEAD[:200] + own(1, 20), [200])
+    b = core.request("b", HEAD[:200] + own(2, 20), [200])
+    unrelated = core.request("c", own(3, 20))
+    core.run()
+    order = sorted(core.chunk_ends, key=list(core.chunk_ends).index)
+    return {**shown(core, a, b, unrelated), "order": order}
+
+
+@situation(budget=64)
+def the_leader_is_aborted(core):
+    _waiting_always_pays(core)
+    a = core.request("a", HEAD[:200] + own(1, 20), [200])
+    b = core.request("b", HEAD[:200] + own(2, 20), [200])
+    core.step()
+    core.step()
+    held = "b" not in core.chunk_ends
+    core.abort("a")
+    core.run()
+    return {**shown(core, a, b), "held": held}
+
+
+@situation(budget=64)
+def a_follower_has_waited_long_enough(core):
+    _waiting_always_pays(core)
+    clock = itertools.count()
+    core.scheduler.seamark.gate._clock = lambda: next(clock) * 0.6  # seconds; patience lasts one
+    a = core.request("a", HEAD[:250], [240])
+    b = core.request("b", HEAD[:240] + own(2, 20), [240])
+    core.run()
+    return shown(core, a, b)
+
+
+@situation(budget=1024)
+def waiting_does_not_pay(core):
+    requests = [core.request(name, HEAD[:160] + own(number, 50), [160]) for number, name in enumerate("abcd", 1)]
+    core.run()
+    return shown(core, *requests)
+
+
+@situation(budget=1, running=1)
+def steps_over_single_tokens(core):
+    """Such a step may be replayed as one graph of kernels, which writes no state."""
+    a = core.request("a", HEAD[:20], [16])
+    core.run()
+    ignored = core.scheduler.seamark.tally.ignored["single_token"]
+    return {**shown(core, a), "ignored": ignored}
+
+
+@situation(budget=70)
+def a_follower_is_aborted_while_it_waits(core):
+    _waiting_always_pays(core)
+    a = core.request("a", HEAD[:200] + own(1, 20), [200])
+    core.request("b", HEAD[:200] + own(2, 20), [200])
+    core.step()
+    core.step()
+    held = list(core.scheduler.seamark.gate.waiting)
+    core.abort("b")
+    core.run()
+    return {**shown(core, a), "held": held, "held afterwards": list(core.scheduler.seamark.gate.waiting)}
+
+
+@situation(overlap=True)
+def the_cache_is_emptied_while_a_step_writes_states(core):
+    a = core.request("a", HEAD[:130], [40, 96])
+    core.step()
+    emptied = core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    core.forget_sampled("a")
+    core.run()
+    return {"emptied": emptied, **shown(core, a)}
+
+
+@situation()
+def a_connector_looks_up_in_its_own_way(core):
+    """As NIXL does; `rows evicted and their state kept`, once more."""
+    a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
+    cache = core.scheduler.kv_cache_manager
+    cache.evict_blocks({core.pool.cached_block_hash_to_block.get_one_block(make_key(a, 32)).block_id})
+    core.scheduler._get_local_prefix_cache_hit = cache.get_computed_blocks_for_connector
+    pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
+    core.run()
+    return shown(core, *pair)
+
+
+@situation(blocks=7)
+def a_cache_with_no_block_to_spare(core):
+    a = core.request("a", HEAD[:190], [64, 100, 180])
+    core.run()
+    return {**shown(core, a), "no_room": core.scheduler.seamark.tally.ignored["no_room"] > 0}
+
+
+@situation(blocks=16, budget=512, policy="priority")
+def preempted_in_the_very_step_it_was_planned_for(core):
+    """The audit finds a key of a state that was never computed, should one be left (vllm#57580)."""
+    low = core.request("low", HEAD[:250], [130], max_tokens=300, priority=9)
+    core.step()
+    high = core.request("high", own(1, 150), [130], max_tokens=300, priority=0)
+    core.run()
+    return {**shown(core, low, high), "preempted": low.num_preemptions + high.num_preemptions > 0}
+
+
+@situation(overlap=True, budget=100)
+def the_next_step_is_planned_before_the_last_is_known(core):
+    requests = [core.request(name, HEAD[:130] + own(number, 60), [130], 80) for number, name in enumerate("ab", 1)]
+    core.run()
+    return shown(core, *requests)
+
+
+@situation(pieces=False, export=False)
+def a_backend_that_cannot_be_run_in_pieces(core):
+    for _ in range(8):  # a pass costs as much as 100 tokens
+        core.scheduler.seamark.pace.step_took(1, 0.1)
+        core.scheduler.seamark.pace.step_took(1000, 1.1)
+    a = core.request("a", HEAD[:250], [40, 130])
+    core.run()
+    return shown(core, a)
+
+
+def _run_all(core: Any, prompts: list[tuple[list[int], object]], first: int = 0, salt: str | None = None) -> list[Any]:
+    """One after the other."""
+    requests = []
+    for number, (tokens, hint) in enumerate(prompts, first):
+        requests.append(core.request(f"r{number}", tokens, hint, salt=salt))
+        core.run()
+    return requests
+
+
+def _waiting_always_pays(core: Any) -> None:
+    pace = core.scheduler.seamark.pace
+    for _ in range(8):
+        pace.step_took(1, 0.001)
+        pace.step_took(100, 1.0)
+
+
+def main(model: str, *without: str) -> None:
+    logging.disable(logging.INFO)
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    from engine_patches import ledger
+    from engine_patches.patches import PATCHES
+    from tests.harness.scheduler_audit import Core
+
+    init_none_hash(sha256)
+    ledger.apply([patch for patch in PATCHES if patch.name not in without])
+    results = {name: run(lambda **options: Core(model, **options)) for name, run in SITUATIONS.items()}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,82 @@
+"""The scheduler's situations and the audit on the Python source of other vLLMs.
+
+Run as `python -m tests.harness.versions 0.33.0`.
+
+Wheels come from the package index that pip is configured with (some 400 MB each, unpacked to their Python files under
+.cache/). Nothing is compiled and no engine runs: scheduler, cache manager and patches are the real ones, the worker is
+a model. Prints one line per version; exit 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from proxy.bench.harness.servers import CACHE, generated_model
+from tests.harness.situation_table import differences
+
+ROOT = Path(__file__).parents[2]
+
+
+def source_of(version: str) -> Path:
+    """Folder with the Python files of a vLLM, and metadata that makes it take a CPU for its platform."""
+    folder = (CACHE / f"vllm-{version}").resolve()
+    if not (folder / "vllm" / "version.py").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*fetch, "--dest", str(folder), f"vllm=={version}"], check=True)
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, [name for name in archive.namelist() if name.endswith((".py", ".json"))])
+        wheel.unlink()
+        metadata = folder / f"vllm-{version}.dist-info"
+        metadata.mkdir(exist_ok=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return folder
+
+
+def run(source: Path, module: str, *arguments: str) -> object:
+    """The JSON that a test module prints when run on a vLLM's source."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(source), str(ROOT))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "VLLM_PLUGINS": "none",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.{module}", *arguments], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{module} on {source.name}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(versions: list[str]) -> int:
+    model = str(generated_model(print))
+    cores = [{}, {"blocks": 30, "running": 4}, {"overlap": True}, {"pieces": False}, {"pieces": False, "export": False}]
+    wrong = False
+    for version in versions:
+        source = source_of(version)
+        shown = run(source, "scheduler_situations", model)
+        found = differences(shown)
+        audits = run(source, "scheduler_audit", model, json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
+        errors = [f"{audit['core']}: {audit['errors']}" for audit in audits if audit["errors"]]
+        held = f"{len(shown) - len(found)} of {len(shown)} situations"
+        print(f"{version}: {held}, {len(cores) - len(errors)} of {len(cores)} audits")
+        for line in (*found, *errors):
+            print("  ", line)
+        wrong = wrong or bool(found or errors)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or ["0.31.0", "0.33.0"]))

@@ -1,0 +1,45 @@
+"""Token ids compared as text say the same as compared as numbers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from proxy.boundaries.token_ids import Tokens, common_prefix
+
+IDS = (1, 11, 111, 2, 22, 5)  # spelled so that one begins with another
+
+
+def test_prefixes_lengths_and_tails_are_those_of_the_numbers():
+    draw = random.Random(0)
+    for _ in range(2000):
+        left = draw.choices(IDS, k=draw.randrange(12))
+        right = left[: draw.randrange(13)] + draw.choices(IDS, k=draw.randrange(4))
+        one, other = Tokens.of(left), Tokens.of(right)
+        assert one.common_prefix(other) == common_prefix(left, right), (left, right)
+        assert (len(one), one.ids()) == (len(left), left)
+        for tokens in range(len(left) + 1):
+            assert (one.key(tokens) == other.key(tokens)) == (left[:tokens] == right[:tokens])
+            if tokens:
+                assert one.tail(tokens, 2) == Tokens.of(left[max(0, tokens - 2) : tokens]).raw
+
+
+def test_a_key_tells_more_than_tokens_apart():
+    assert Tokens.of([1, 2]).key(2, b"salt") != Tokens.of([1, 2]).key(2, b"other")
+
+
+@pytest.mark.parametrize("answer", [b'{"token_ids":[1,22,3],"n":1}', b'[{"a":"]", "token_ids": [1, 22,\n3]}]'])
+def test_ids_are_read_out_of_an_answer(answer):
+    assert Tokens.in_answer(answer, "token_ids").ids() == [1, 22, 3]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"{}", b'{"token_ids":null}', b'{"token_ids":[]}', b'{"token_ids":["a"]}', b'{"token_ids":[1']
+)
+def test_an_answer_without_ids_has_none(answer):
+    assert Tokens.in_answer(answer, "token_ids") is None
+
+
+def test_a_batch_has_no_ids_of_its_own():
+    assert Tokens.in_answer(b'[{"token_ids":[1]},{"token_ids":[2]}]', "token_ids") is None

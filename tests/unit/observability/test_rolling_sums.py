@@ -1,0 +1,91 @@
+"""Sums of the last minute and hour."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.observability.rolling_sums import MINUTES, SLOTS, Recently, Sums
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 100_000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def recently(clock) -> Recently:
+    return Recently(clock)
+
+
+def test_nothing_could_be_shared_yet(recently):
+    assert recently.last_minute() == recently.last_hour() == recently.since_start() == Sums(0, 0, 0, 0, 0)
+    assert recently.last_minute().efficiency is None and recently.by_minute() == [Sums(0, 0, 0, 0, 0)] * MINUTES
+
+
+def test_efficiency_is_what_came_of_what_could_be_shared(recently):
+    recently.add(prompt=1000, shareable=0, delivered=0)
+    recently.add(prompt=1000, shareable=800, delivered=600)
+    assert recently.last_minute() == Sums(2, 2000, 800, 600, 600)
+    assert recently.last_minute().efficiency == 0.75
+
+
+def test_more_than_one_request_could_share_hides_no_miss_of_another(recently):
+    recently.add(prompt=1000, shareable=100, delivered=900)
+    recently.add(prompt=1000, shareable=100, delivered=0)
+    assert recently.last_minute().efficiency == 0.5
+    assert recently.last_minute().delivered == 900
+
+
+def test_what_is_older_than_a_minute_counts_for_the_hour_alone(recently, clock):
+    recently.add(100, 96, 96)
+    clock.seconds += 54
+    assert recently.last_minute().requests == 1
+    clock.seconds += 6
+    recently.add(100, 96, 0)
+    assert recently.last_minute() == Sums(1, 100, 96, 0, 0)
+    assert recently.last_hour() == Sums(2, 200, 192, 96, 96)
+
+
+def test_an_hour_later_only_the_sum_since_the_start_is_left(recently, clock):
+    recently.add(100, 96, 96)
+    clock.seconds += 3595
+    assert recently.last_hour().requests == 1
+    clock.seconds += 5
+    assert recently.last_hour().requests == 0 and recently.since_start() == Sums(1, 100, 96, 96, 96)
+
+
+def test_a_slot_whose_turn_comes_again_starts_empty(recently, clock):
+    recently.add(100, 96, 96)
+    clock.seconds += 3600
+    recently.add(50, 48, 0)
+    assert recently.last_minute() == Sums(1, 50, 48, 0, 0)
+    assert recently.since_start() == Sums(2, 150, 144, 96, 96)
+    clock.seconds += 10 * 3600
+    assert recently.last_hour().requests == 0
+
+
+def test_the_minutes_of_the_hour_stand_in_their_order_and_add_up(recently, clock):
+    clock.seconds = 120_000.0  # a full minute
+    for minute in range(MINUTES):
+        recently.add(100, 100, minute)
+        clock.seconds += 60 if minute < MINUTES - 1 else 59
+    told = recently.by_minute()
+    assert [sums.came for sums in told] == list(range(MINUTES))
+    assert sum(sums.requests for sums in told) == recently.last_hour().requests == MINUTES
+
+
+def test_its_size_stays(recently, clock):
+    for _ in range(3 * SLOTS):
+        recently.add(100, 96, 96)
+        clock.seconds += 5
+    assert recently.last_hour().requests == SLOTS - 1 and len(recently._slots) == SLOTS

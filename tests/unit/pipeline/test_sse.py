@@ -1,0 +1,112 @@
+"""Event streams: every byte arrives, in whole events, and what the gateway asked for itself does not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.chat.usage import Usage
+from proxy.errors import WorkerFailed
+from proxy.pipeline.error_responses import error_body, error_event
+from proxy.pipeline.sse import EventRelay
+
+DELTA = b'data: {"choices":[{"delta":{"content":"\xc3\xa9 \\"usage\\":{"}}]}\n\n'
+
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def relayed(pieces: list[bytes], strips: bool = False) -> tuple[list[bytes], EventRelay]:
+    sent: list[bytes] = []
+
+    async def send(message) -> None:
+        sent.append(message["body"])
+
+    async def chunks():
+        for piece in pieces:
+            yield piece
+
+    relay = EventRelay(send, strips, keeps_first=True)
+    await relay.run(chunks())
+    await relay.finish()
+    return [piece for piece in sent if piece], relay
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+async def test_however_it_is_cut_only_whole_events_go_on(size):
+    stream = DELTA * 3 + USAGE + DONE
+    sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)])
+    assert b"".join(sent) == stream
+    assert all(piece.endswith(b"\n\n") for piece in sent)
+    assert relay.usage == Usage(9, 0) and relay.first == DELTA
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+async def test_usage_that_nobody_asked_for_is_taken_out_and_read(size):
+    stream = DELTA * 3 + USAGE + DONE
+    sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=True)
+    assert b"".join(sent) == DELTA * 3 + DONE
+    assert relay.usage == Usage(9, 0)
+
+
+LAST = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
+
+STAMPED = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"system_fingerprint":"vllm-1"}\n\n'
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+async def test_what_vllm_moves_into_the_usage_event_is_put_back(size):
+    usage = USAGE.replace(b"}}}", b'}},"system_fingerprint":"vllm-1"}')
+    stream = DELTA + LAST + usage + DONE
+    sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=True)
+    assert b"".join(sent) == DELTA + STAMPED + DONE
+    assert relay.usage == Usage(9, 0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+async def test_a_last_event_without_usage_behind_it_is_not_lost(size):
+    stream = DELTA + LAST
+    sent, _ = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=True)
+    assert b"".join(sent) == stream
+
+
+async def test_usage_beside_choices_stays():
+    beside = USAGE.replace(b'"choices":[]', b'"choices":[{"index":0}]')
+    sent, _ = await relayed([beside + USAGE + DONE], strips=True)
+    assert b"".join(sent) == beside + DONE
+
+
+async def test_lines_may_end_either_way_and_what_has_no_end_comes_at_the_end():
+    stream = b"data: 1\r\n\r\ndata: 2\r\n\r\ndata: 3"
+    sent, _ = await relayed([stream[at : at + 5] for at in range(0, len(stream), 5)])
+    assert b"".join(sent) == stream
+
+
+async def test_an_event_without_end_is_not_held_for_ever():
+    sent, _ = await relayed([b"data: "] + [b"x" * 2**20] * 10)
+    assert sum(map(len, sent)) == 10 * 2**20 + 6 and len(sent) > 1
+
+
+def test_each_apis_last_word():
+    error = WorkerFailed("It broke off.")
+    assert json.loads(error_event(error, "/v1/chat/completions")[6:])["error"]["code"] == "worker_failed"
+    name, data = error_event(error, "/v1/messages").splitlines()[:2]
+    assert name == b"event: error"
+    told = json.loads(data[6:])
+    assert (told["type"], told["error"]["type"]) == ("error", "api_error")
+    created = (
+        b'event: response.created\ndata: {"type":"response.created","response":{"id":"r","status":"in_progress"}}\n\n'
+    )
+    last = b'event: x\ndata: {"type":"x","sequence_number":7}\n\n'
+    name, data = error_event(error, "/v1/responses", created, last).splitlines()[:2]
+    told = json.loads(data[6:])
+    assert name == b"event: response.failed" and told["sequence_number"] == 8
+    assert told["response"]["id"] == "r" and told["response"]["status"] == "failed"
+    assert told["response"]["error"]["message"] == "It broke off."
+
+
+def test_errors_keep_openais_envelope_in_every_api():
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
+        assert set(json.loads(error_body(WorkerFailed("x"), path))["error"]) == {"message", "type", "param", "code"}

@@ -1,0 +1,192 @@
+"""What an engine says of a request is read once for all that wait, and never waited for long; its news are read on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+
+from proxy.boundaries.boundary import Boundary
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
+from proxy.http.client import Broken
+from proxy.routing import engine_events
+from proxy.routing.engine_events import MAX_WORDS, READS_AT_ONCE, READS_PER_SECOND, TIMEOUT, EngineWords
+from proxy.routing.prefix_index import Directory
+
+
+class Feed:
+    """A worker's feed, and how often it was asked. `told`: what it holds; of an old worker without states."""
+
+    def __init__(self, *outcomes: tuple[str, str], status: int = 200, seconds: float = 0.0, old: bool = True) -> None:
+        self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[*outcome, 0] for outcome in outcomes]}
+        if not old:
+            self.told |= {"states": [], "reset": False}
+        self.status, self.seconds = status, seconds
+        self.asked: list[dict[str, list[str]]] = []
+        self.news = asyncio.Event()
+
+    async def fetch(self, method, url, body=b"", timeout=None):
+        query = parse_qs(url.partition("?")[2], keep_blank_values=True)
+        self.asked.append(query)
+        await asyncio.sleep(self.seconds)
+        if self.status == 0:
+            raise Broken("planned")
+        if query["wait"] != ["0"]:
+            await self.news.wait()
+            self.news.clear()
+        return self.status, json.dumps(self.told).encode()
+
+    def tell(self, states: list[Any], **more: Any) -> None:
+        self.told |= {"cursor": self.told["cursor"] + 1, "states": states, "outcomes": [], "reset": False, **more}
+        self.news.set()
+
+
+WORKER = Worker("http://w", renderer=None, boot="w#1", engine=EngineInfo("0", "0", match_unit=16, block_size=384))
+
+SYSTEM = Boundary(163, "system", b"s")
+
+
+@asynccontextmanager
+async def reading(feed: Feed, directory: Directory | None = None) -> AsyncIterator[EngineWords]:
+    words = EngineWords(feed, directory if directory is not None else Directory(10**6))
+    try:
+        yield words
+    finally:
+        await words.aclose()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_one_question_serves_all_who_wait():
+    feed = Feed(*((f"r{number}", "evicted") for number in range(20)), seconds=0.01)
+    async with reading(feed) as words:
+        found = await asyncio.gather(*(words.word(WORKER, f"r{number}") for number in range(20)))
+        assert found == ["evicted"] * 20 and len(feed.asked) == 1
+        assert (feed.asked[0]["boot"], feed.asked[0]["after"]) == ([""], ["0"])
+        assert await words.word(WORKER, "later") is None
+        assert (feed.asked[1]["boot"], feed.asked[1]["after"]) == (["b"], ["9"])
+
+
+async def test_a_feed_that_hangs_holds_nobody_up_for_long_and_is_then_left_alone():
+    feed = Feed(seconds=60)
+    async with reading(feed) as words:
+        began = time.monotonic()
+        assert await asyncio.gather(*(words.word(WORKER, f"r{number}") for number in range(20))) == [None] * 20
+        assert await words.word(WORKER, "later") is None
+        assert time.monotonic() - began < 5 * TIMEOUT and len(feed.asked) == 1
+
+
+async def test_a_worker_without_a_feed_says_nothing_and_is_left_alone():
+    for feed in (Feed(status=404), Feed(status=0)):
+        async with reading(feed) as words:
+            for number in range(3):
+                words.sent(WORKER, f"r{number}", [SYSTEM])
+                assert await words.word(WORKER, f"r{number}") is None
+            assert len(feed.asked) == 1
+
+
+async def test_nonsense_about_states_costs_what_was_believed_and_no_word():
+    for nonsense in (["came"], ["came", "r", "x", []], ["gone"], [], 7):
+        feed = Feed(("r", "cold"), old=False)
+        feed.told["states"] = [nonsense]
+        async with reading(feed) as words:
+            words.sent(WORKER, "r", [SYSTEM])
+            assert await words.word(WORKER, "r") == "cold"
+
+
+async def test_words_that_nobody_asks_for_are_bounded():
+    async with reading(Feed(*((f"r{number}", "hit") for number in range(MAX_WORDS + 5)))) as words:
+        assert await words.word(WORKER, "r0") is None
+        assert await words.word(WORKER, f"r{MAX_WORDS}") == "hit"
+
+
+async def test_news_correct_the_directory_without_anybody_asking():
+    feed, directory = Feed(old=False), Directory(10**6)
+    async with reading(feed, directory) as words:
+        directory.note([SYSTEM], WORKER.boot)
+        words.sent(WORKER, "r", [SYSTEM])
+        await until(lambda: len(feed.asked) == 2)  # the second waits for news
+        feed.tell([["came", "r", 200, [[160, "5c"]]]])
+        await until(lambda: directory.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
+        feed.tell([["gone", "5c"]])
+        await until(lambda: not directory.longest((b"s",), [WORKER.boot]))
+
+
+async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
+    feed, directory = Feed(old=False), Directory(10**6)
+    async with reading(feed, directory) as words:
+        directory.note([SYSTEM], WORKER.boot)
+        directory.note([SYSTEM], "another")
+        words.sent(WORKER, "r", [])
+        await until(lambda: len(feed.asked) == 2)
+        feed.tell([], reset=True)
+        await until(lambda: directory.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"})
+        assert directory.sent((b"s",), [WORKER.boot]) == 163
+
+
+async def test_several_api_servers_in_turn_correct_nothing():
+    feed, directory = Feed(old=False), Directory(10**6)
+    async with reading(feed, directory) as words:
+        words.sent(WORKER, "r", [])
+        await until(lambda: len(feed.asked) == 2)
+        feed.tell([], boot="c", reset=True)
+        await until(lambda: len(feed.asked) == 3)
+        feed.tell([], boot="b", reset=True)
+        await until(lambda: words._feeds[WORKER.url].several)
+        directory.note([SYSTEM], WORKER.boot)
+        feed.tell([["cleared"]], boot="c")
+        assert await words.word(WORKER, "r") is None
+        assert directory.longest((b"s",), [WORKER.boot])
+
+
+async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
+    """Time is the event loop's own here: what is counted are reads, not a machine's speed."""
+    feed = Feed(old=False)
+    now, waits = 0.0, []
+
+    async def within(seconds, event):
+        nonlocal now
+        waits.append(seconds)
+        now += seconds
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(engine_events, "_within", within)
+    monkeypatch.setattr(engine_events.time, "monotonic", lambda: now)
+    async with reading(feed) as words:
+        words.sent(WORKER, "r", [])
+        for _ in range(200):
+            feed.tell([["gone", "x"]])
+            asked = len(feed.asked)
+            async with asyncio.timeout(5):
+                while len(feed.asked) == asked:
+                    await asyncio.sleep(0)
+        assert len(feed.asked) <= READS_AT_ONCE + now * READS_PER_SECOND + 2
+        assert len(waits) > 150
+
+
+@pytest.mark.parametrize("known", ["before", "after"])
+async def test_a_word_that_is_still_to_come_is_waited_for(known):
+    feed = Feed(old=False)
+    async with reading(feed) as words:
+        words.sent(WORKER, "r", [])
+        await until(lambda: len(feed.asked) == 2)
+        if known == "before":
+            feed.tell([], outcomes=[["r", "evicted", 0]])
+            await until(lambda: len(feed.asked) == 3)
+            assert await words.word(WORKER, "r") == "evicted"
+        else:
+            asking = asyncio.create_task(words.word(WORKER, "r"))
+            await asyncio.sleep(0)
+            feed.tell([], outcomes=[["r", "evicted", 0]])
+            assert await asking == "evicted"

@@ -1,0 +1,148 @@
+"""The directory after each thing that an engine can tell of its states."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.boundaries.boundary import Boundary
+from proxy.routing import held_states
+from proxy.routing.held_states import Beliefs
+from proxy.routing.prefix_index import Directory
+
+BOOT = "w#1"
+
+HEAD, SYSTEM, TURN = Boundary(12, "system", b"h"), Boundary(163, "system", b"s"), Boundary(400, "turn", b"t")
+
+
+class Gateway:
+    """A directory and its beliefs of one worker."""
+
+    def __init__(self) -> None:
+        self.directory = Directory(10**6)
+        self.beliefs = Beliefs(self.directory)
+
+    def send(self, request_id: str, *boundaries: Boundary) -> None:
+        self.beliefs.sent(request_id, boundaries, BOOT)
+        self.directory.note(boundaries, BOOT)
+
+    def tell(self, *states: list) -> None:
+        self.beliefs.apply(states, BOOT)
+
+    def held(self, *keys: bytes) -> int:
+        found = self.directory.longest(keys, [BOOT])
+        return found[BOOT].tokens if found else 0
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+def test_what_goes_out_is_believed_until_the_engine_speaks(gateway):
+    gateway.send("r", SYSTEM, TURN)
+    assert gateway.held(b"s", b"t") == 400
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, ""]]])
+    assert gateway.held(b"s", b"t") == 160  # the turn found no room: its prefix leads to the system prompt's state
+    assert gateway.directory.sent((b"s", b"t"), [BOOT]) == 400
+
+
+def test_a_state_that_went_takes_all_its_prefixes_along_and_no_other(gateway):
+    gateway.send("r", SYSTEM, TURN)
+    gateway.send("q", Boundary(170, "history", b"q"))
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]], ["came", "q", 180, [[160, "a"]]])
+    gateway.tell(["gone", "a"], ["gone", "never heard of"])
+    assert [gateway.held(key) for key in (b"s", b"q", b"t")] == [0, 0, 400]
+
+
+def test_a_state_that_comes_back_is_believed_again(gateway):
+    gateway.send("r", SYSTEM)
+    gateway.tell(["came", "r", 200, [[160, "a"]]], ["gone", "a"])
+    gateway.send("r2", SYSTEM)
+    gateway.tell(["came", "r2", 200, [[160, "a"]]])
+    assert gateway.held(b"s") == 160
+    gateway.tell(["gone", "a"])
+    assert gateway.held(b"s") == 0
+
+
+def test_a_prompt_in_several_steps_is_told_of_in_parts(gateway):
+    gateway.send("r", SYSTEM, TURN)
+    gateway.tell(["came", "r", 160, [[160, "a"]]])  # not yet past the boundary at 163
+    gateway.tell(["came", "r", 320, []])
+    assert gateway.held(b"s") == 160 and gateway.held(b"t") == 400
+    gateway.tell(["came", "r", 410, [[400, "b"]]], ["gone", "a"])
+    assert gateway.held(b"s") == 0 and gateway.held(b"t") == 400
+
+
+def test_a_boundary_that_was_not_asked_for_keeps_the_state_another_request_left(gateway):
+    gateway.send("r", SYSTEM, TURN)
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]])
+    gateway.send("r2", SYSTEM, TURN)
+    gateway.tell(["came", "r2", 500, [[160, "a"]]])
+    assert gateway.held(b"t") == 400
+
+
+def test_an_emptied_cache_holds_nothing(gateway):
+    gateway.send("r", SYSTEM)
+    gateway.send("never told of", TURN)
+    gateway.tell(["came", "r", 200, [[160, "a"]]], ["cleared"])
+    assert gateway.held(b"s", b"t") == 0
+    gateway.tell(["gone", "a"])
+
+
+def test_a_request_that_was_refused_left_nothing_new(gateway):
+    gateway.send("r", SYSTEM)
+    gateway.tell(["came", "r", 200, [[160, "a"]]])
+    gateway.send("bad", SYSTEM, TURN)
+    gateway.beliefs.refused("bad")
+    assert gateway.held(b"s", b"t") == 160
+
+
+def test_a_refusal_takes_nothing_from_what_was_there_before(gateway):
+    """Of an engine that tells no states, too."""
+    gateway.send("r", SYSTEM)
+    gateway.send("too long", SYSTEM, TURN)
+    gateway.beliefs.refused("too long")
+    assert gateway.held(b"s", b"t") == 163
+
+
+def test_what_a_client_did_not_wait_for_is_believed_once_the_engine_tells_of_it(gateway):
+    gateway.send("r", SYSTEM)
+    gateway.beliefs.left("r")
+    assert gateway.held(b"s") == 0
+    gateway.tell(["came", "r", 200, [[160, "a"]]])
+    assert gateway.held(b"s") == 160
+
+
+def test_everything_that_is_forgotten_is_told_on_in_lists(gateway):
+    told = []
+    gateway.directory.on_forget = lambda keys, boot: told.append(sorted(keys[0 : len(keys)]))
+    gateway.send("r", SYSTEM, TURN)
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]], ["gone", "b"])
+    gateway.send("q", HEAD)
+    gateway.beliefs.refused("q")
+    gateway.tell(["cleared"])
+    assert [keys for keys in told if keys] == [[b"t"], [b"h"], [b"s"]]
+
+
+def test_what_was_not_found_is_not_there_but_for_what_the_request_left_and_the_engine_vouches_for(gateway):
+    gateway.send("old", HEAD, SYSTEM, TURN)
+    gateway.beliefs.fell_short((b"h", b"s", b"t"), [b"t"], 0, 16, BOOT)
+    assert [gateway.held(key) for key in (b"h", b"s", b"t")] == [12, 0, 400]  # 12 tokens are never found
+    gateway.send("r", SYSTEM)
+    gateway.tell(["came", "r", 200, [[160, "a"]]])
+    gateway.beliefs.fell_short((b"s", b"t"), [], 0, 16, BOOT)
+    assert gateway.held(b"s", b"t") == 160
+
+
+def test_all_that_is_remembered_is_bounded(gateway, monkeypatch):
+    monkeypatch.setattr(held_states, "MAX_PENDING", 10)
+    monkeypatch.setattr(held_states, "MAX_TIED", 10)
+    for number in range(30):
+        gateway.send(f"r{number}", Boundary(163, "system", b"%d" % number))
+    gateway.tell(["came", "r0", 200, [[160, "a0"]]])
+    assert len(gateway.beliefs._pending) == 10
+    for number in range(30):
+        gateway.send(f"r{number}", Boundary(163, "system", b"%d" % number))
+        gateway.tell(["came", f"r{number}", 200, [[160, f"a{number}"]]])
+    assert len(gateway.beliefs._tied) == len(gateway.beliefs._states) == 10
+    assert [gateway.held(b"%d" % number) for number in (0, 19, 20, 29)] == [0, 0, 160, 160]
