@@ -1,14 +1,26 @@
-.PHONY: demo test test-deploy soak fuzz bench-gateway check-templates lint lock
+.PHONY: demo test test-fast lint test-deploy soak fuzz bench-gateway check-templates lock
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
 	@./set-up.sh
 	@.venv/bin/seamark bench demo $(ARGS)
 
-# The whole suite, in two processes: tests with engines, all others. `make test ARGS="-k sentinel"` for a part.
-test:
-	@./set-up.sh tests
+# Style, rooms and types.
+lint:
+	@./set-up.sh
 	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/lint-imports
+	@.venv/bin/mypy
+
+# On every save: what needs no vLLM. `make test-fast ARGS="-k sentinel"` for a part.
+test-fast: lint
+	@./set-up.sh tests
+	@.venv/bin/python -m pytest -n 2 tests/unit tests/gateway $(ARGS)
+
+# The whole suite, in two processes: tests with engines, all others.
+test: lint
+	@./set-up.sh tests
 	@.venv/bin/python -m pytest -n 2 $(ARGS)
 
 # The images of deploy/ built and its stack up on a CPU, in a container engine of its own (Debian, root; no registry).
@@ -19,22 +31,22 @@ test-deploy:
 # Random traffic on real engines for half an hour; `make soak ARGS="--minutes 2"` for less. `make test` has two minutes.
 soak:
 	@./set-up.sh
-	@.venv/bin/seamark bench soak $(ARGS)
+	@.venv/bin/python -m tests.bench.soak $(ARGS)
 
 # The gateway beside those of others, installed from the package index: `make bench-gateway ARGS="--rounds 9"`.
 bench-gateway:
 	@./set-up.sh
-	@.venv/bin/seamark bench gateway $(ARGS)
+	@.venv/bin/python -m tests.bench.gateway_cost $(ARGS)
 
 # Broken HTTP and broken bodies on the gateway's sockets for ten minutes; `make fuzz ARGS="--seed 2 --seconds 60"`.
 fuzz:
 	@./set-up.sh
-	@.venv/bin/seamark bench fuzz $(ARGS)
+	@.venv/bin/python -m tests.bench.fuzz $(ARGS)
 
 # Positions by a folder of chat templates, on vLLM's own renderer with two tokenizers: `make check-templates DIR=...`.
 check-templates:
 	@./set-up.sh
-	@.venv/bin/seamark bench templates $(DIR) $(ARGS)
+	@.venv/bin/python -m tests.bench.templates $(DIR) $(ARGS)
 
 # Resolve requirements.lock anew. Needs uv; UV_FIND_LINKS or UV_INDEX must lead to torch's CPU build.
 lock:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Fleet, generated_model
+from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Servers, generated_model
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 # Tests in these folders start engines of their own, or want the machine as quiet as it can be.
@@ -61,9 +61,9 @@ def tokenizer(model: Path):
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+def fleet(tmp_path: Path) -> Iterator[Servers]:
     """Servers that end with the test."""
-    with Fleet(tmp_path) as started:
+    with Servers(tmp_path) as started:
         yield started
 
 

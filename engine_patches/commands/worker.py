@@ -23,7 +23,7 @@ NEEDED_FLAGS: Mapping[str, str | None] = {
 }
 
 # The gateway learns here why each request hit or missed. vLLM takes the flag more than once.
-MIDDLEWARE = ("--middleware", "engine_patches.reporting.events_api.OutcomeFeed")
+MIDDLEWARE = ("--middleware", "engine_patches.reporting.events_api.EventsEndpoint")
 
 # Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
 CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from engine_patches.forward.segments import PIECES, Piece
+from engine_patches.forward.segments import PIECES, Segment
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -126,7 +126,7 @@ def _ran_in_pieces(layer: Any, core: Callable, inputs: tuple[Any, ...], output: 
     return True
 
 
-def _run(piece: Piece, core: Callable, inputs: tuple[Any, ...], output: Any) -> None:
+def _run(piece: Segment, core: Callable, inputs: tuple[Any, ...], output: Any) -> None:
     """Run `core(*inputs, output)` on the rows that belong to the piece, and fill the same rows of `output`."""
     if isinstance(piece.tokens, slice):
         core(*(tensor[piece.tokens] for tensor in inputs), output[piece.tokens])

@@ -40,7 +40,7 @@ _step: Step | None = None  # none outside of one, and where the scheduler leaves
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """A part of a step's tokens, at most one run of them per request."""
 
     tokens: Any  # slice or index tensor into the step's tokens
@@ -242,10 +242,12 @@ def _attach(metadata: Any, plan: _Plan, parts: list[tuple[_Level, Any]], group: 
             written = _upload([[row, blocks[group]] for row, blocks in level.writes], running.device)
             sources, targets = running[written[:, 0]].long(), written[:, 1]
         if level.whole:
-            pieces.append(Piece(slice(None), metadata, sources, targets))
+            pieces.append(Segment(slice(None), metadata, sources, targets))
             continue
         rows = _upload(level.rows, running.device)
-        pieces.append(Piece(_tokens(level, running.device), with_running_blocks(part, running[rows]), sources, targets))
+        pieces.append(
+            Segment(_tokens(level, running.device), with_running_blocks(part, running[rows]), sources, targets)
+        )
     setattr(metadata, PIECES, pieces)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
-from engine_patches.scheduler.state_events import Came, Cleared, Gone, News
+from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateEvicted, StateStored
 
 PATH = "/seamark/outcomes"
 
@@ -62,17 +62,17 @@ class Feed:
         """A request was admitted with `hit_tokens` from the cache, for `reason`."""
         self._keep(Outcome(client_id(engine_id), reason, hit_tokens))
 
-    def add_news(self, engine: int, number: int, news: News) -> None:
+    def add_news(self, engine: int, number: int, news: StateEvent) -> None:
         """States came or went in an engine, which numbers what it tells without gaps."""
         if number != self._last_news.get(engine, 0) + 1:
             self._keep(["cleared"])  # what was lost could have been anything
         self._last_news[engine] = number
         match news:
-            case Came(request_id, end, states):
+            case StateStored(request_id, end, states):
                 self._keep(["came", client_id(request_id), end, states])
-            case Gone(name):
+            case StateEvicted(name):
                 self._keep(["gone", name])
-            case Cleared():
+            case CacheCleared():
                 self._keep(["cleared"])
 
     def _keep(self, entry: Outcome | list[Any]) -> None:
@@ -118,7 +118,7 @@ class Feed:
 feed = Feed()
 
 
-class OutcomeFeed:
+class EventsEndpoint:
     """ASGI middleware for vLLM's `--middleware`: `GET /seamark/outcomes?boot=B&after=N&wait=S`, all else to the app."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:

@@ -14,7 +14,7 @@ from engine_patches import ledger
 from engine_patches.reporting.events_api import feed
 from engine_patches.reporting.stats_channel import NEWS, detach, news_in
 from engine_patches.scheduler import match_unit
-from engine_patches.scheduler.state_events import Gone
+from engine_patches.scheduler.state_events import StateEvicted
 
 
 class Families:
@@ -59,7 +59,7 @@ families = cache(Families)
 def own_version() -> str:
     """Version of the installed distribution, "unknown" when run from a bare copy."""
     try:
-        return metadata.version("seamark")
+        return metadata.version("vllm-seamark")
     except metadata.PackageNotFoundError:
         return "unknown"
 
@@ -124,7 +124,7 @@ class EngineMetrics(StatLoggerBase):
                 feed.add(request_id, reason, hit_tokens=count)
             elif group == NEWS:
                 number, news = news_in(label)
-                metrics.evicted.inc(isinstance(news, Gone))
+                metrics.evicted.inc(isinstance(news, StateEvicted))
                 feed.add_news(engine_idx, number, news)
             else:
                 labelled[group].labels(label).inc(count)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.state_events import Came, Cleared, Gone, News
+from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateEvicted, StateStored
 
 PREFIX = "seamark/"
 
@@ -54,29 +54,29 @@ def detach(stats: Any) -> dict[str, int]:
     return {name.removeprefix(PREFIX): carrier.pop(name) for name in names}
 
 
-def _written(news: News) -> str:
+def _written(news: StateEvent) -> str:
     """News in the one kind of word that has a place in the statistics: the name of a number."""
     match news:
-        case Came(request_id, end, states):
+        case StateStored(request_id, end, states):
             # The id last: it is a client's, and may hold anything.
             return f"came/{end}/{','.join(f'{position}:{name}' for position, name in states)}/{request_id}"
-        case Gone(name):
+        case StateEvicted(name):
             return f"gone/{name}"
-        case Cleared():
+        case CacheCleared():
             return "cleared"
 
 
-def news_in(name: str) -> tuple[int, News]:
+def news_in(name: str) -> tuple[int, StateEvent]:
     """Number and news out of what `_written` made of them, without the leading `NEWS`."""
     number, _, rest = name.partition("/")
     kind, _, rest = rest.partition("/")
     if kind == "cleared":
-        return int(number), Cleared()
+        return int(number), CacheCleared()
     if kind == "gone":
-        return int(number), Gone(rest)
+        return int(number), StateEvicted(rest)
     end, states, request_id = rest.split("/", 2)
     pairs = (pair.partition(":") for pair in states.split(",") if pair)
-    return int(number), Came(request_id, int(end), tuple((int(position), state) for position, _, state in pairs))
+    return int(number), StateStored(request_id, int(end), tuple((int(position), state) for position, _, state in pairs))
 
 
 def report_with_stats(original: Callable) -> Callable:

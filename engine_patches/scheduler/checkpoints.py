@@ -13,12 +13,12 @@ from typing import Any
 
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
-from engine_patches.scheduler.fan_out import Gate
-from engine_patches.scheduler.hints import EDGE, TAIL, Wanted, wanted_positions
+from engine_patches.scheduler.fan_out import PrefillGate
+from engine_patches.scheduler.hints import EDGE, TAIL, CheckpointTarget, wanted_positions
 from engine_patches.scheduler.reasons import Outcomes
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.state_events import Findable
-from engine_patches.scheduler.step_time import Pace
+from engine_patches.scheduler.step_time import StepTime
 
 # Keys remembered for the byte gauge and for telling a checkpoint hit from another; a key is 36 bytes.
 MAX_KNOWN_KEYS = 65_536
@@ -76,8 +76,8 @@ class Checkpoints:
     attention_managers: Sequence[Any] = ()
     state_bytes: int = 0  # one checkpoint, all recurrent layers
     alignment: int = 0  # states are placed on multiples of it; the match unit where a kernel asks for no more
-    pace: Pace = field(default_factory=Pace)
-    gate: Gate | None = None  # holds followers back; None where it is switched off
+    pace: StepTime = field(default_factory=StepTime)
+    gate: PrefillGate | None = None  # holds followers back; None where it is switched off
     retention: Retention | None = None  # None where vLLM keeps the states
     findable: Findable | None = None  # None without states
     tally: Tally = field(default_factory=Tally)
@@ -125,7 +125,7 @@ class Checkpoints:
         )
         return RequestHint(positions) if positions else None
 
-    def wanted(self, request: Any) -> list[Wanted]:
+    def wanted(self, request: Any) -> list[CheckpointTarget]:
         """Positions of a request whose states are to be kept, ascending."""
         hint = self.hint_of(request)
         return wanted_positions(request, hint.positions if hint else (), self.alignment, self.block_size)
@@ -169,7 +169,7 @@ class Checkpoints:
         """Whether a hit at `position` tokens would be felt: more than a small part of a pass."""
         return position >= self.pace.tokens_per_pass * WORTH_OF_A_PASS or not self.pace.known
 
-    def reserve(self, pool: Any, request: Any, wanted: Wanted) -> list[Any] | None:
+    def reserve(self, pool: Any, request: Any, wanted: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
 
         None where the cache has none to spare.
@@ -227,7 +227,7 @@ class Checkpoints:
         """A request starts with `hit_tokens` from the cache, 0 for none."""
         hint = self.hint_of(request)
         positions = hint.positions if hint is not None else ()
-        reason = self.outcomes.judge(request, hints.carried_by(request) is not hints.NONE, positions, hit_tokens)
+        reason = self.outcomes.reason_for(request, hints.carried_by(request) is not hints.NONE, positions, hit_tokens)
         self.tally.outcomes[reason] += 1
         self.tally.requests.append((request.request_id, reason, hit_tokens))
         if not hit_tokens:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from engine_patches.scheduler.step_time import Pace
+from engine_patches.scheduler.step_time import StepTime
 
 # What a follower saves has to outweigh the pass it waits for by this factor: step times scatter, and a follower that
 # runs along costs nobody a pass.
@@ -55,10 +55,10 @@ class Wait:
     leaders: int = 1  # waited for so far
 
 
-class Gate:
+class PrefillGate:
     """Knows what running requests will write, and who waits for it. One per scheduler."""
 
-    def __init__(self, pace: Pace, match_unit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pace: StepTime, match_unit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._pace, self._unit, self._clock = pace, match_unit, clock
         self._expected: dict[bytes, Expected] = {}  # by the hash of the prefix
         self._positions: list[int] | None = []  # of all expected, deepest first; None: to be sorted

@@ -81,14 +81,14 @@ HINTED, TAIL, EDGE, JUNCTION = "hinted", "tail", "edge", "junction"
 TURN_REACH = 64
 
 
-class Wanted(NamedTuple):
+class CheckpointTarget(NamedTuple):
     """A position (tokens from the start of the prompt, a multiple of the match unit) whose state is to be kept."""
 
     position: int
     kind: str
 
 
-def wanted_positions(request: Any, hinted: tuple[int, ...], match_unit: int, block_size: int) -> list[Wanted]:
+def wanted_positions(request: Any, hinted: tuple[int, ...], match_unit: int, block_size: int) -> list[CheckpointTarget]:
     """Positions in ascending order.
 
     Without a hint: where vLLM itself stops, the last whole block and the last whole unit before the prompt's last
@@ -109,4 +109,4 @@ def wanted_positions(request: Any, hinted: tuple[int, ...], match_unit: int, blo
             kinds[junction] = JUNCTION
     kinds.update(dict.fromkeys(hinted, HINTED))
     kinds.pop(0, None)
-    return [Wanted(position, kinds[position]) for position in sorted(kinds)]
+    return [CheckpointTarget(position, kinds[position]) for position in sorted(kinds)]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from engine_patches import settings
 from engine_patches.forward.layers import EXPORTS
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.fan_out import Gate
+from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.hints import HINTED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
-from engine_patches.scheduler.preflight import SelfTestFailed, rehearse
+from engine_patches.scheduler.preflight import SelfTestFailed, run
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.state_events import Findable
 
@@ -52,7 +52,7 @@ def set_up_checkpoints(original: Callable) -> Callable:
                 specs = [groups[group].kv_cache_spec for group in checkpoints.recurrent_groups]
                 checkpoints.alignment = state_alignment(specs, self.vllm_config, self.hash_block_size)
                 checkpoints.retention = Retention(pool, settings.state_share())
-                checkpoints.gate = Gate(checkpoints.pace, self.hash_block_size) if settings.fan_out() else None
+                checkpoints.gate = PrefillGate(checkpoints.pace, self.hash_block_size) if settings.fan_out() else None
             logger.info(
                 "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens",
                 "inside the pass" if checkpoints.exporting else "where a chunk is cut, one pass each",
@@ -75,7 +75,7 @@ def set_up_checkpoints(original: Callable) -> Callable:
 
 def _rehearsed() -> bool:
     try:
-        rehearse()
+        run()
     except SelfTestFailed as error:
         logger.error("seamark: no checkpoints, this vLLM's cache fails the self-test: %s", error)
         return False

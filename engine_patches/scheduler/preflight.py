@@ -17,7 +17,7 @@ class SelfTestFailed(Exception):
     """vLLM's cache did something else than we rely on; the message says what."""
 
 
-def rehearse() -> None:
+def run() -> None:
     """Raise `SelfTestFailed` where this vLLM's cache behaves in another way."""
     try:
         _rehearse()

@@ -35,7 +35,7 @@ class Outcomes:
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
 
-    def judge(self, request: Any, hinted: bool, positions: tuple[int, ...], hit_tokens: int) -> str:
+    def reason_for(self, request: Any, hinted: bool, positions: tuple[int, ...], hit_tokens: int) -> str:
         """The reason for a request that starts with `hit_tokens` from the cache.
 
         `hinted` says whether it brought a hint at all, `positions` what of it was usable.

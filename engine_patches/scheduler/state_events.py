@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from engine_patches.scheduler.cache_keys import key_at
-from engine_patches.scheduler.hints import Wanted
+from engine_patches.scheduler.hints import CheckpointTarget
 
 # States watched; an older one is forgotten as if it had gone. Real caches hold some hundreds.
 MAX_STATES = 65_536
@@ -23,7 +23,7 @@ MAX_NEWS = 4096
 NAME_BYTES = 8
 
 
-class Came(NamedTuple):
+class StateStored(NamedTuple):
     """The hinted request `request_id` is planned up to token `end`."""
 
     request_id: str  # vLLM's
@@ -31,17 +31,17 @@ class Came(NamedTuple):
     states: tuple[tuple[int, str], ...]  # position and the state's name, "" where none is found; since the last word
 
 
-class Gone(NamedTuple):
+class StateEvicted(NamedTuple):
     """The state `name` is found no more."""
 
     name: str
 
 
-class Cleared(NamedTuple):
+class CacheCleared(NamedTuple):
     """No state is found any more."""
 
 
-News = Came | Gone | Cleared
+StateEvent = StateStored | StateEvicted | CacheCleared
 
 
 class Findable:
@@ -59,7 +59,7 @@ class Findable:
         self._doubtful: set[bytes] = set()  # keys that were taken back, though another block may carry them
         self._cached = pool.cached_block_hash_to_block
         self._number = 0
-        self._news: deque[tuple[int, News]] = deque(maxlen=MAX_NEWS)
+        self._news: deque[tuple[int, StateEvent]] = deque(maxlen=MAX_NEWS)
 
     def __len__(self) -> int:
         return len(self._needs)
@@ -69,7 +69,7 @@ class Findable:
         """Whether something has to be told."""
         return bool(self._news)
 
-    def take_news(self) -> list[tuple[int, News]]:
+    def take_news(self) -> list[tuple[int, StateEvent]]:
         """What is new, numbered without gaps: a number that is missing was lost here."""
         news = list(self._news)
         self._news.clear()
@@ -91,9 +91,9 @@ class Findable:
                 if self._cached.get_one_block(key) is None:
                     for state in list(self._needed_by.get(key, ())):
                         self._forget(state)
-                        self._say(Gone(_name(state)))
+                        self._say(StateEvicted(_name(state)))
 
-    def planned(self, request: Any, wanted: Iterable[Wanted], start: int, end: int) -> None:
+    def planned(self, request: Any, wanted: Iterable[CheckpointTarget], start: int, end: int) -> None:
         """Tokens [start, end) of a hinted request are in the step that was planned: tell of its states up to `end`."""
         told = getattr(request, "seamark_told", 0)
         if start < told:  # preempted: all of it is computed, or found, anew
@@ -101,7 +101,7 @@ class Findable:
         request.seamark_told = end
         states = tuple((p, self._look_at(request, p)) for p in (each.position for each in wanted) if told < p <= end)
         if states or end >= request.num_prompt_tokens:
-            self._say(Came(request.request_id, end, states))
+            self._say(StateStored(request.request_id, end, states))
 
     def clear(self) -> None:
         """The cache was emptied."""
@@ -109,7 +109,7 @@ class Findable:
         self._needed_by.clear()
         self._doubtful.clear()
         self._cached = self._pool.cached_block_hash_to_block
-        self._say(Cleared())
+        self._say(CacheCleared())
 
     def _look_at(self, request: Any, position: int) -> str:
         """Name of the state at `position`, watched from now on; "" where it cannot be found."""
@@ -124,7 +124,7 @@ class Findable:
             if len(self._needs) > MAX_STATES:
                 oldest = next(iter(self._needs))
                 self._forget(oldest)
-                self._say(Gone(_name(oldest)))
+                self._say(StateEvicted(_name(oldest)))
         return _name(state)
 
     def _keys_of(self, request: Any, position: int) -> Iterable[bytes]:
@@ -146,7 +146,7 @@ class Findable:
             if not states:
                 del self._needed_by[key]
 
-    def _say(self, news: News) -> None:
+    def _say(self, news: StateEvent) -> None:
         self._number += 1
         self._news.append((self._number, news))
 

@@ -1,7 +1,7 @@
 """How long the engine's forward passes take: a floor for any pass, and seconds for each token in it, learnt online.
 
 A pass over one token costs almost as much as one over hundreds, because the weights have to be read either way. What a
-cache saves is tokens; what it may cost is passes. `Pace` is the exchange rate between the two.
+cache saves is tokens; what it may cost is passes. `StepTime` is the exchange rate between the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONG_STEP = 48
 ASSUMED_TOKENS_PER_PASS = 800.0
 
 
-class Pace:
+class StepTime:
     """Learns from finished steps. All times in seconds."""
 
     def __init__(self) -> None:

@@ -187,11 +187,11 @@ def main(argv: list[str]) -> int:
     import tempfile
     from pathlib import Path
 
-    from proxy.bench.harness.servers import Fleet, generated_model
+    from proxy.bench.harness.servers import Servers, generated_model
 
     parser = argparse.ArgumentParser(prog="seamark bench agents", description="hit efficiency by agents' requests")
     parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="seamark-agents-") as name, Fleet(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-agents-") as name, Servers(Path(name)) as fleet:
         engine = fleet.engine("seamark", generated_model(print), flags=FLAGS)
         gateways = {"default rules": fleet.gateway(engine), "no rules": fleet.gateway(engine, flags=("--rewrite", ""))}
         engine.wait_until_ready()

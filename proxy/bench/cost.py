@@ -20,7 +20,7 @@ import httpx
 from proxy.bench.harness.client import fresh_tokens, open_client, request, three_boundaries
 from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.ratios import Comparison, Pair, Spread, pooled, spread, told
-from proxy.bench.harness.servers import Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from proxy.bench.passes import BASELINE, FLAGS
 
 MOST = 1.02  # CPU time over that of vLLM alone
@@ -107,7 +107,7 @@ async def compare(
 async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> Cost:
     """Both engines on the generated model of family `name`, at the same time."""
     model = generated_model(say, name)
-    with tempfile.TemporaryDirectory(prefix="seamark-cost-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-cost-") as folder, Servers(Path(folder)) as fleet:
         async with open_client(300) as client:
             say(f"{name}: starting Seamark and vLLM alone")
             servers = [fleet.engine("seamark", model, "1", FLAGS), fleet.engine("baseline", model, "reference", FLAGS)]

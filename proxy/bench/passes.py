@@ -19,7 +19,7 @@ import httpx
 
 from proxy.bench.harness.client import fresh_tokens, open_client, three_boundaries
 from proxy.bench.harness.counters import CpuTime, PassCounter
-from proxy.bench.harness.servers import Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from proxy.bench.stories import complete
 from proxy.fleet.worker_metrics import read_metrics
 
@@ -182,7 +182,7 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> T
     model = generated_model(say, name)
     counts: dict[str, Counts] = {}
     block_size = 0
-    with tempfile.TemporaryDirectory(prefix="seamark-passes-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-passes-") as folder, Servers(Path(folder)) as fleet:
         async with open_client(300) as client:
             for engine_name, mode in ((OURS, "1"), (BASELINE, "reference"), (UNTOUCHED, "0")):
                 say(f"{name}: {engine_name}")

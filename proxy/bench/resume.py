@@ -22,7 +22,7 @@ from proxy.bench.cost import Metered
 from proxy.bench.harness.client import fresh_tokens, open_client, request, three_boundaries
 from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.ratios import Comparison, Pair, Spread, spread, told
-from proxy.bench.harness.servers import Fleet, generated_model, narrator
+from proxy.bench.harness.servers import Servers, generated_model, narrator
 from proxy.bench.passes import BASELINE, FLAGS, OURS
 
 MOST = 1.15  # a warm first token over the first token of the own part alone
@@ -141,7 +141,7 @@ async def one_round(client: httpx.AsyncClient, engine: Metered, number: int) -> 
 async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> list[Resumed]:
     """Both engines on the generated model of family `name`, round about."""
     model = generated_model(say, name)
-    with tempfile.TemporaryDirectory(prefix="seamark-resume-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-resume-") as folder, Servers(Path(folder)) as fleet:
         async with open_client(300) as client:
             say(f"{name}: starting Seamark and vLLM alone")
             servers = [fleet.engine("seamark", model, "1", FLAGS), fleet.engine("baseline", model, "reference", FLAGS)]

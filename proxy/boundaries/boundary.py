@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from proxy.boundaries.candidates import (
     Kind,
-    Layout,
+    PromptLayout,
 )
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.token_ids import TokenIds
 
 Result = Literal["memo", "local", "render", "none"]
 
@@ -36,8 +36,8 @@ class Found(NamedTuple):
     result: Result = "none"
     failure: str | None = None  # why there are no boundaries: a reason of the closed set
     key: bytes = b""  # of the chat before its last text
-    layout: Layout | None = None
-    tokens: Tokens | None = None  # the prompt, where it was rendered
+    layout: PromptLayout | None = None
+    tokens: TokenIds | None = None  # the prompt, where it was rendered
     renders: int = 0  # asked for this request
     turn_key: bytes | None = None  # names the tokens up to the end of the last turn
 

@@ -25,7 +25,7 @@ from proxy.chat.chat import TOOLS, Chat, Mark
 Kind = Literal["system", "history", "turn", "explicit", "learned"]
 
 
-class Place(NamedTuple):
+class Candidate(NamedTuple):
     """One of them."""
 
     kind: Kind
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     text: int | None  # index of the message whose text follows; None where the template's own words follow
 
 
-class Layout(NamedTuple):
+class PromptLayout(NamedTuple):
     """A chat taken apart."""
 
     chat: Chat
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
         return self.keys.after[-1] if self.generates and is_open(self.chat.messages[-1]) else None
 
 
-def lay_out(chat: Chat, renderer_id: bytes) -> Layout | None:
+def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
     """The chat taken apart; None where it has no text that others could differ in."""
     last = last_open_text(chat.messages)
     if last is None:
@@ -83,53 +83,53 @@ def lay_out(chat: Chat, renderer_id: bytes) -> Layout | None:
     first = first_user_text(chat.messages)
     system_key = key if first == last else digest("system", keys.head if first is None else keys.before[first])
     generates = bool(chat.body.get("add_generation_prompt", True)) and not chat.body.get("continue_final_message")
-    return Layout(chat, keys, first, last, key, generates, system_key)
+    return PromptLayout(chat, keys, first, last, key, generates, system_key)
 
 
-def history_place(layout: Layout) -> Place:
+def history_place(layout: PromptLayout) -> Candidate:
     """The start of the last user or tool text."""
-    return Place("history", layout.key, with_last_text(layout, None), layout.last)
+    return Candidate("history", layout.key, with_last_text(layout, None), layout.last)
 
 
-def system_place(layout: Layout) -> Place | None:
+def system_place(layout: PromptLayout) -> Candidate | None:
     """The end of tools and system prompt; None where that is the history, or nothing is."""
     if layout.first is None or layout.alone:
         return None
-    return Place("system", layout.system_key, _cut(layout, layout.first, 0), layout.first)
+    return Candidate("system", layout.system_key, _cut(layout, layout.first, 0), layout.first)
 
 
-def turn_place(layout: Layout) -> Place | None:
+def turn_place(layout: PromptLayout) -> Candidate | None:
     """The end of the last turn, before the words that ask for an answer."""
     if layout.turn_key is None:
         return None
-    return Place("turn", layout.turn_key, {**layout.chat.body, "add_generation_prompt": False}, None)
+    return Candidate("turn", layout.turn_key, {**layout.chat.body, "add_generation_prompt": False}, None)
 
 
-def user_place(layout: Layout) -> Place | None:
+def user_place(layout: PromptLayout) -> Candidate | None:
     """After a tool loop the end of the last user message: thinking models render the loop anew in the next turn."""
     index = _user_before_loop(layout)
     return _end_of(layout, index, "turn") if index is not None else None
 
 
-def user_key(layout: Layout) -> bytes | None:
+def user_key(layout: PromptLayout) -> bytes | None:
     """Content key of that place."""
     index = _user_before_loop(layout)
     return layout.keys.after[index] if index is not None else None
 
 
-def _user_before_loop(layout: Layout) -> int | None:
+def _user_before_loop(layout: PromptLayout) -> int | None:
     messages = layout.chat.messages
     if messages[layout.last].get("role") == "user":
         return None
     return next((i for i in range(layout.last - 1, -1, -1) if role_of(messages[i]) == "user"), None)
 
 
-def marked_place(layout: Layout, mark: Mark) -> Place | None:
+def marked_place(layout: PromptLayout, mark: Mark) -> Candidate | None:
     """Where a client marked the end of something to cache; None where nothing can be told apart there."""
     messages = layout.chat.messages
     if mark.message == TOOLS:
         if role_of(messages[0]) == "system" and text_of(messages[0]) is not None:
-            return Place("explicit", digest("tools", layout.keys.before[0]), _cut(layout, 0, 0), 0)
+            return Candidate("explicit", digest("tools", layout.keys.before[0]), _cut(layout, 0, 0), 0)
         return system_place(layout)
     message = messages[mark.message]
     if mark.characters is not None:
@@ -149,7 +149,7 @@ def marked_place(layout: Layout, mark: Mark) -> Place | None:
         beside = {name: value for name, value in message.items() if name not in ("content", *MARKS)}
         shape = canonical([beside, [without_marks(each) for each in content[:number]]])
         key = digest("part", before, shape, str(mark.message == layout.last).encode())
-        return Place("explicit", key, _truncated(layout, [*messages[: mark.message], changed]), mark.message)
+        return Candidate("explicit", key, _truncated(layout, [*messages[: mark.message], changed]), mark.message)
     if layout.first is not None and mark.message < layout.first:
         if mark.message + 1 == layout.first:
             return system_place(layout)
@@ -157,23 +157,23 @@ def marked_place(layout: Layout, mark: Mark) -> Place | None:
     return _end_of(layout, mark.message, "explicit") if mark.message < len(messages) - 1 else None
 
 
-def cut_place(layout: Layout, index: int, characters: int, kind: Kind) -> Place | None:
+def cut_place(layout: PromptLayout, index: int, characters: int, kind: Kind) -> Candidate | None:
     """So many characters into the text of message `index`."""
     text = text_of(layout.chat.messages[index])
     if text is None or not 0 < characters < len(text):
         return None
     key = cut_key(layout, index, xxh3_128_digest(text[:characters].encode(errors="surrogatepass")))
     if index == layout.last:
-        return Place(kind, key, with_last_text(layout, text[:characters] + sentinel_for(text[characters:])), index)
-    return Place(kind, key, _cut(layout, index, characters), index)
+        return Candidate(kind, key, with_last_text(layout, text[:characters] + sentinel_for(text[characters:])), index)
+    return Candidate(kind, key, _cut(layout, index, characters), index)
 
 
-def cut_key(layout: Layout, index: int, head: bytes) -> bytes:
+def cut_key(layout: PromptLayout, index: int, head: bytes) -> bytes:
     """Content key of a beginning of the text of message `index`, `head` being the hash of it."""
     return digest("cut", layout.keys.before[index], b"last" if index == layout.last else b"earlier", head)
 
 
-def with_last_text(layout: Layout, text: str | None) -> dict[str, Any]:
+def with_last_text(layout: PromptLayout, text: str | None) -> dict[str, Any]:
     """The chat with its last text replaced, by a sentinel where `text` is None."""
     messages = list(layout.chat.messages)
     message = messages[layout.last]
@@ -181,7 +181,7 @@ def with_last_text(layout: Layout, text: str | None) -> dict[str, Any]:
     return {**layout.chat.body, "messages": messages}
 
 
-def with_text_at(layout: Layout, index: int, text: str) -> dict[str, Any]:
+def with_text_at(layout: PromptLayout, index: int, text: str) -> dict[str, Any]:
     """The chat with another text in message `index`; what follows goes, unless it follows the last text."""
     if index == layout.last:
         return with_last_text(layout, text)
@@ -189,18 +189,18 @@ def with_text_at(layout: Layout, index: int, text: str) -> dict[str, Any]:
     return _truncated(layout, [*messages[:index], with_text(messages[index], text)])
 
 
-def _cut(layout: Layout, index: int, characters: int) -> dict[str, Any]:
+def _cut(layout: PromptLayout, index: int, characters: int) -> dict[str, Any]:
     text = text_of(layout.chat.messages[index]) or ""
     return with_text_at(layout, index, text[:characters] + sentinel_for(text[characters:]))
 
 
-def _end_of(layout: Layout, index: int, kind: Kind) -> Place:
+def _end_of(layout: PromptLayout, index: int, kind: Kind) -> Candidate:
     body = {**layout.chat.body, "messages": list(layout.chat.messages[: index + 1]), "add_generation_prompt": False}
     body.pop("continue_final_message", None)
-    return Place(kind, layout.keys.after[index], body, None)
+    return Candidate(kind, layout.keys.after[index], body, None)
 
 
-def _truncated(layout: Layout, messages: Sequence[Any]) -> dict[str, Any]:
+def _truncated(layout: PromptLayout, messages: Sequence[Any]) -> dict[str, Any]:
     messages = list(messages)
     if role_of(messages[-1]) == "system":
         messages.append({"role": "user", "content": "Quartz"})  # templates want one to answer

@@ -10,23 +10,23 @@ from collections.abc import Sequence
 
 from proxy.boundaries.boundary import Boundary, Found, Result
 from proxy.boundaries.candidates import (
+    Candidate,
     Kind,
-    Layout,
-    Place,
+    PromptLayout,
     cut_key,
     cut_place,
     history_place,
-    lay_out,
+    layout_of,
     marked_place,
     system_place,
     turn_place,
     user_key,
     user_place,
 )
-from proxy.boundaries.learned import Cut, Learner
-from proxy.boundaries.local_renderer import ProvedRenderer
-from proxy.boundaries.measure import Measure, Traits
-from proxy.boundaries.positions import Position, PositionMemory
+from proxy.boundaries.learned import DivergenceLearner, SharedText
+from proxy.boundaries.local_renderer import VerifiedRenderer
+from proxy.boundaries.measure import Measurement, TemplateFacts
+from proxy.boundaries.positions import Position, PositionCache
 from proxy.boundaries.renderer import Renderer, RenderFailed
 from proxy.boundaries.sentinel import text_of
 from proxy.chat.chat import Chat
@@ -43,11 +43,13 @@ MAX_MARKS = 8
 class BoundaryFinder:
     """Finds boundaries through a renderer, and remembers them. One per gateway."""
 
-    def __init__(self, memory: PositionMemory, learner: Learner | None = None, traits: Traits | None = None) -> None:
+    def __init__(
+        self, memory: PositionCache, learner: DivergenceLearner | None = None, traits: TemplateFacts | None = None
+    ) -> None:
         """Without a `learner` only places between messages, and those a client marks, are found."""
         self._memory = memory
         self._learner = learner
-        self._traits = traits if traits is not None else Traits()
+        self._traits = traits if traits is not None else TemplateFacts()
         self._pending: dict[bytes, asyncio.Future[None]] = {}
 
     async def find(self, chat: Chat | None, renderer: Renderer, renderer_id: bytes) -> Found:
@@ -55,7 +57,7 @@ class BoundaryFinder:
 
         `renderer_id` stands for tokenizer and template; positions of one do not serve another.
         """
-        layout = lay_out(chat, renderer_id) if chat is not None else None
+        layout = layout_of(chat, renderer_id) if chat is not None else None
         if layout is None:
             return Found(failure="no_boundary")
         cuts = self._cuts(layout)
@@ -70,8 +72,8 @@ class BoundaryFinder:
                 return self._found(layout, marked, cuts, "memo")
         done = asyncio.get_running_loop().create_future()
         self._pending[layout.key] = done
-        measure = Measure(layout, renderer, renderer_id, self._traits)
-        odd: list[tuple[Place, Position]] = []
+        measure = Measurement(layout, renderer, renderer_id, self._traits)
+        odd: list[tuple[Candidate, Position]] = []
         try:
             for place, here, always in await measure.positions(wanted):
                 self._memory.put(place.key, always)
@@ -95,7 +97,7 @@ class BoundaryFinder:
         result: Result = "local" if measure.local else "render"
         return self._found(layout, marked, cuts, result, measure, odd)
 
-    def _cuts(self, layout: Layout) -> list[tuple[int, Cut]]:
+    def _cuts(self, layout: PromptLayout) -> list[tuple[int, SharedText]]:
         """Places inside texts where recent traffic diverged: message index, and the text before the place."""
         if self._learner is None:
             return []
@@ -103,11 +105,15 @@ class BoundaryFinder:
         return self._learner.cuts(layout, layout.last if self._memory.get(layout.key) is not None else 0)
 
     def _unknown(
-        self, layout: Layout, marked: Sequence[Place], cuts: Sequence[tuple[int, Cut]], renderer: Renderer
-    ) -> list[Place]:
+        self,
+        layout: PromptLayout,
+        marked: Sequence[Candidate],
+        cuts: Sequence[tuple[int, SharedText]],
+        renderer: Renderer,
+    ) -> list[Candidate]:
         """Places whose position has to be measured before this request goes on; none on a known path."""
         known = layout.chat.is_bare or self._memory.get(layout.key) is not None
-        wanted: list[Place] = []
+        wanted: list[Candidate] = []
         if not known:
             places = (history_place(layout), system_place(layout), user_place(layout))
             wanted += [place for place in places if place is not None and self._memory.get(place.key) is None]
@@ -126,23 +132,23 @@ class BoundaryFinder:
                     wanted.append(place)
         return wanted
 
-    def _is_new(self, place: Place, wanted: Sequence[Place]) -> bool:
+    def _is_new(self, place: Candidate, wanted: Sequence[Candidate]) -> bool:
         return self._memory.get(place.key) is None and all(place.key != other.key for other in wanted)
 
-    def _deserves_turn(self, layout: Layout, known: bool, renderer: Renderer) -> bool:
+    def _deserves_turn(self, layout: PromptLayout, known: bool, renderer: Renderer) -> bool:
         if layout.turn_key is None or self._memory.get(layout.turn_key) is not None:
             return False
         long = len(text_of(layout.chat.messages[layout.last]) or "") >= LONG_TEXT_CHARACTERS
-        return not known or long or (isinstance(renderer, ProvedRenderer) and renderer.is_cheap(layout.chat.body))
+        return not known or long or (isinstance(renderer, VerifiedRenderer) and renderer.is_cheap(layout.chat.body))
 
     def _found(
         self,
-        layout: Layout,
-        marked: Sequence[Place],
-        cuts: Sequence[tuple[int, Cut]],
+        layout: PromptLayout,
+        marked: Sequence[Candidate],
+        cuts: Sequence[tuple[int, SharedText]],
         result: Result,
-        measure: Measure | None = None,
-        odd: Sequence[tuple[Place, Position]] = (),
+        measure: Measurement | None = None,
+        odd: Sequence[tuple[Candidate, Position]] = (),
     ) -> Found:
         """Everything remembered of this chat, except that `odd` places lie elsewhere in this one request."""
         here = {place.key: position for place, position in odd}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from proxy.boundaries.candidates import Layout
+from proxy.boundaries.candidates import PromptLayout
 from proxy.boundaries.sentinel import text_of
 from proxy.boundaries.token_ids import common_prefix
 
@@ -31,7 +31,7 @@ LINE_CHARACTERS = 240
 PLACE_BYTES = 600  # of an entry beside its texts
 
 
-class Cut(NamedTuple):
+class SharedText(NamedTuple):
     """A beginning of a text that several requests share."""
 
     text: str
@@ -45,11 +45,11 @@ class _Node:
 
     def __init__(self) -> None:
         self.texts: OrderedDict[bytes, str] = OrderedDict()  # by the key after them
-        self.cuts: list[Cut] = []  # beginnings that several of them share, most recently used last
+        self.cuts: list[SharedText] = []  # beginnings that several of them share, most recently used last
         self.size = PLACE_BYTES
 
 
-class Learner:
+class DivergenceLearner:
     """Recent texts by what stands before them; the least recently used place is forgotten first."""
 
     def __init__(self, size: int) -> None:
@@ -58,14 +58,14 @@ class Learner:
         self.held = 0
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
 
-    def cuts(self, layout: Layout, first: int = 0) -> list[tuple[int, Cut]]:
+    def cuts(self, layout: PromptLayout, first: int = 0) -> list[tuple[int, SharedText]]:
         """Beginnings of texts from message `first` on that were shared before, learning from where this chat diverges.
 
         Each comes with the index of its message.
         """
         if not self._size:
             return []
-        found: list[tuple[int, Cut]] = []
+        found: list[tuple[int, SharedText]] = []
         keys = layout.keys
         for index in range(first, layout.last + 1):
             text = text_of(layout.chat.messages[index])
@@ -94,7 +94,7 @@ class Learner:
             if length < MIN_CHARACTERS or length >= len(text):
                 continue
             head = text[:length]
-            cut = Cut(head, xxh3_128_digest(head.encode(errors="surrogatepass")))
+            cut = SharedText(head, xxh3_128_digest(head.encode(errors="surrogatepass")))
             if cut in node.cuts:
                 node.cuts.remove(cut)
             else:

@@ -22,7 +22,7 @@ from typing import Any
 from xxhash import xxh3_64_digest
 
 from proxy.boundaries.renderer import Renderer, RenderFailed
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.canonical import HEAD_FIELDS
 from proxy.chat.chat import CHAT, listed
 from proxy.errors import SettingsError
@@ -79,7 +79,7 @@ class LocalRender:
         self._spelled = [str(number).encode() for number in range(max(self._tokenizer.get_vocab().values()) + 1)]
         self._lock = threading.Lock()
 
-    def tokens(self, body: Mapping[str, Any]) -> Tokens:
+    def tokens(self, body: Mapping[str, Any]) -> TokenIds:
         """The prompt of a chat request. Raises `NotLocal`."""
         unknown = [name for name in HEAD_FIELDS if name not in UNDERSTOOD and body.get(name) is not None]
         if unknown or body.get("continue_final_message") or body.get("tool_choice") not in (None, "auto", "none"):
@@ -101,7 +101,7 @@ class LocalRender:
             raise NotLocal from None  # the worker words its own refusal
         parts = self._split.split(text) if self._split is not None else [text]
         spelled = [self._special.get(part) or self._part(part) for part in parts if part]
-        return Tokens(b",".join(part for part in spelled if part), local=True)
+        return TokenIds(b",".join(part for part in spelled if part), local=True)
 
     def _part(self, text: str) -> bytes:
         """Its ids, spelled; tokenised once, however many threads want it at the same time."""
@@ -178,7 +178,7 @@ MAX_KINDS = 1000
 Kind = bytes
 
 
-class ProvedRenderer:
+class VerifiedRenderer:
     """Renders locally where that is proved, through the worker elsewhere."""
 
     def __init__(self, worker: Renderer, local: LocalRender) -> None:
@@ -200,7 +200,7 @@ class ProvedRenderer:
         self._differs.clear()
         self.off = False
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
         kind = kind_of(body)
         if self.off or path != CHAT or kind in self._differs or len(self._proofs) + len(self._differs) > MAX_KINDS:
             return await self._worker(body, path)
@@ -229,7 +229,7 @@ class ProvedRenderer:
             task.add_done_callback(self._samples.discard)
         return mine
 
-    async def _check(self, body: Mapping[str, Any], mine: Tokens) -> None:
+    async def _check(self, body: Mapping[str, Any], mine: TokenIds) -> None:
         try:
             theirs = await self._worker(body, CHAT)
         except RenderFailed:

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from proxy.boundaries.candidates import Layout, Place, with_text_at
+from proxy.boundaries.candidates import Candidate, PromptLayout, with_text_at
 from proxy.boundaries.positions import Position
 from proxy.boundaries.renderer import Renderer, RenderFailed
 from proxy.boundaries.sentinel import MERGING, is_telling, other_sentinel, role_of, sentinel_for, text_of
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 
-MAX_TRAITS = 4096
+MAX_TEMPLATE_FACTS = 4096
 
 # Tokens before a place that decide whether the next text could grow together with them.
 TAIL_TOKENS = 3
 
 
-class Traits:
+class TemplateFacts:
     """What was learnt of templates and tokenizers once and for all; bounded."""
 
     def __init__(self) -> None:
@@ -40,27 +40,27 @@ class Traits:
 
     def put(self, name: tuple, value: bool) -> None:
         self._known[name] = value
-        if len(self._known) > MAX_TRAITS:
+        if len(self._known) > MAX_TEMPLATE_FACTS:
             self._known.popitem(last=False)
 
 
-class Measured(NamedTuple):
+class MeasuredBoundary(NamedTuple):
     """A place's position."""
 
-    place: Place
+    place: Candidate
     here: Position  # in this very prompt
     always: Position  # in prompts with an ordinary text behind the place
 
 
-class Measure:
+class Measurement:
     """The renders for one request; `renders` counts those that a worker was asked for."""
 
-    def __init__(self, layout: Layout, renderer: Renderer, renderer_id: bytes, traits: Traits) -> None:
+    def __init__(self, layout: PromptLayout, renderer: Renderer, renderer_id: bytes, traits: TemplateFacts) -> None:
         self._layout = layout
         self._renderer = renderer
         self._renderer_id = renderer_id
         self._traits = traits
-        self.prompt: Tokens | None = None
+        self.prompt: TokenIds | None = None
         self._contexts: dict[int, bytes] = {}
         self.renders = 0
 
@@ -69,7 +69,7 @@ class Measure:
         """Whether the gateway rendered the prompt by itself."""
         return self.prompt is not None and self.prompt.local
 
-    async def positions(self, places: Sequence[Place]) -> list[Measured]:
+    async def positions(self, places: Sequence[Candidate]) -> list[MeasuredBoundary]:
         """Those places that lie behind the prompt's first token. Raises `RenderFailed` for the prompt itself."""
         chat = self._layout.chat
         rendered = await asyncio.gather(
@@ -93,7 +93,7 @@ class Measure:
             await asyncio.sleep(0)  # each takes some milliseconds for the longest prompts: not all in one go
             here = prompt.common_prefix(variant)
             always, judge = here, prompt
-            if isinstance(opinion, Tokens) and (neutral := variant.common_prefix(opinion)) > here + 1:
+            if isinstance(opinion, TokenIds) and (neutral := variant.common_prefix(opinion)) > here + 1:
                 always, judge = neutral, variant
             if place.text is not None:
                 here, always = await self._backed_off(place, here, prompt), await self._backed_off(place, always, judge)
@@ -105,7 +105,7 @@ class Measure:
                 context = self._context(len(place.variant["messages"]))
                 own = Position(here, prompt.key(here, *context))
                 usual = own if judge is prompt else Position(always, judge.key(always, *context))
-                found.append(Measured(place, own, usual))
+                found.append(MeasuredBoundary(place, own, usual))
         return found
 
     def drop_others(self, known: dict[int, bytes]) -> None:
@@ -138,10 +138,10 @@ class Measure:
             self._contexts[messages] = xxh3_128_digest(apart.encode(errors="surrogatepass"))
         return self._renderer_id, self._contexts[messages]
 
-    def _is_doubtful(self, place: Place) -> bool:
+    def _is_doubtful(self, place: Candidate) -> bool:
         return place.kind == "history" and is_telling(self._text(place) or "")
 
-    def _second_opinions(self, places: Sequence[Place]) -> list[Mapping[str, Any]]:
+    def _second_opinions(self, places: Sequence[Candidate]) -> list[Mapping[str, Any]]:
         """Where the template may read the real text: a second sentinel, for where neutral texts part."""
         variants = []
         for place in places:
@@ -150,10 +150,10 @@ class Measure:
                 variants.append(with_text_at(self._layout, place.text, sentinel))
         return variants
 
-    def _text(self, place: Place) -> str | None:
+    def _text(self, place: Candidate) -> str | None:
         return text_of(self._layout.chat.messages[place.text]) if place.text is not None else None
 
-    async def _backed_off(self, place: Place, tokens: int, prompt: Tokens) -> int:
+    async def _backed_off(self, place: Candidate, tokens: int, prompt: TokenIds) -> int:
         """One token less where some other text would grow together with the last one."""
         if tokens <= 1 or place.kind == "learned":  # there the text before the place has its own say
             return tokens
@@ -161,13 +161,13 @@ class Measure:
         if (merges := self._traits.get(name)) is None:
             probes = [with_text_at(self._layout, place.text, text) for text in MERGING]
             rendered = await asyncio.gather(*(self._render(probe) for probe in probes))
-            others = [other for other in rendered if isinstance(other, Tokens)]
+            others = [other for other in rendered if isinstance(other, TokenIds)]
             merges = any(prompt.common_prefix(other) < tokens for other in others)
             if others:  # what cannot be told this time is asked again
                 self._traits.put(name, merges)
         return tokens - 1 if merges else tokens
 
-    async def _turn_holds(self, place: Place, tokens: int, prompt: Tokens) -> bool:
+    async def _turn_holds(self, place: Candidate, tokens: int, prompt: TokenIds) -> bool:
         """Whether templates leave a finished turn as it is once the next one follows.
 
         Some put the system prompt or the tools into the last user message: then nothing before an answer stays.
@@ -181,18 +181,18 @@ class Measure:
             more = [*messages, {"role": "assistant", "content": "Quartz"}, {"role": "user", "content": "Quartz"}]
             following = await self._render({**body, "messages": more})
             # What cannot be told this time is asked again.
-            if not isinstance(following, Tokens):
+            if not isinstance(following, TokenIds):
                 return True
             holds = prompt.common_prefix(following) >= tokens - 1
             self._traits.put(name, holds)
         return holds
 
-    async def _render(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens | RenderFailed:
+    async def _render(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds | RenderFailed:
         try:
             rendered = await self._renderer(body, path)
         except RenderFailed as error:
             self.renders += 1
             return error
-        tokens = rendered if isinstance(rendered, Tokens) else Tokens.of(rendered)
+        tokens = rendered if isinstance(rendered, TokenIds) else TokenIds.of(rendered)
         self.renders += not tokens.local
         return tokens

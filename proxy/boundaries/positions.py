@@ -17,7 +17,7 @@ class Position(NamedTuple):
     key: bytes  # names the tokens of that prefix: equal prefixes have equal keys, however they were written
 
 
-class PositionMemory:
+class PositionCache:
     """Position by content key, bounded in bytes, the least recently used forgotten first."""
 
     def __init__(self, size: int) -> None:

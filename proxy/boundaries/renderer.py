@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from xxhash import xxh3_128_digest
 
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.http.client import Broken, Unreachable, Upstream
 
@@ -55,7 +55,7 @@ class RenderFailed(Exception):
 class Renderer(Protocol):
     """Token ids of a request."""
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
         """`body` as it would be sent to `path`. Raise `RenderFailed` where there are none."""
 
 
@@ -71,7 +71,7 @@ class WorkerRenderer:
         self.asked = 0  # renders
         self._writing = asyncio.Lock()
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
         self.asked += 1
         if self._has_render_route:
             wanted = {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
@@ -99,10 +99,10 @@ class WorkerRenderer:
             raise RenderFailed(f"{path}: {type(error).__name__}") from error
 
     @staticmethod
-    def _tokens(status: int, answer: bytes, field: str) -> Tokens:
+    def _tokens(status: int, answer: bytes, field: str) -> TokenIds:
         if status != 200:
             raise RenderFailed(f"status {status}", answer)
-        tokens = Tokens.in_answer(answer, field)
+        tokens = TokenIds.in_answer(answer, field)
         if tokens is None:
             raise RenderFailed(f"an answer without {field}")
         return tokens

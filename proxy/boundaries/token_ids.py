@@ -12,7 +12,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 
-class Tokens:
+class TokenIds:
     """The ids of one prompt; immutable."""
 
     __slots__ = ("_count", "_ends", "local", "raw")
@@ -25,12 +25,12 @@ class Tokens:
         self._ends: dict[int, int] = {}  # where so many tokens end in `raw`; counting is what costs
 
     @classmethod
-    def of(cls, ids: Iterable[int]) -> Tokens:
+    def of(cls, ids: Iterable[int]) -> TokenIds:
         """The tokens with these ids."""
         return cls(",".join(map(str, ids)).encode())
 
     @classmethod
-    def in_answer(cls, answer: bytes, field: str) -> Tokens | None:
+    def in_answer(cls, answer: bytes, field: str) -> TokenIds | None:
         """The one list of ids named `field` in a JSON answer; None where there is none, or more than one."""
         _, found, rest = answer.partition(b'"%b":' % field.encode())
         ids, closed, rest = rest.partition(b"]")
@@ -49,7 +49,7 @@ class Tokens:
         """The ids as integers."""
         return [int(part) for part in self.raw.split(b",")] if self.raw else []
 
-    def common_prefix(self, other: Tokens) -> int:
+    def common_prefix(self, other: TokenIds) -> int:
         """Length (tokens) of the longest common prefix."""
         left, right = self.raw, other.raw
         end = common_prefix(left, right)

@@ -17,7 +17,7 @@ from typing import Any
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.positions import PositionMemory
+from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
 from proxy.chat.reader import chat_request
 from proxy.commands.render_server import free_port
@@ -100,7 +100,7 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     except RenderFailed as error:
         raise CannotSay(f"messages: the server does not render this chat: {_words(error)}", 2) from None
     renderer_id = await identify_renderer(renderer, body["model"])
-    found = await BoundaryFinder(PositionMemory(MEMORY_BYTES)).find(chat_request(body), renderer, renderer_id or b"")
+    found = await BoundaryFinder(PositionCache(MEMORY_BYTES)).find(chat_request(body), renderer, renderer_id or b"")
     return _as_json(found, len(prompt))
 
 

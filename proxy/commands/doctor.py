@@ -31,7 +31,7 @@ CURE_UNPATCHED = """\
 CURE_DETAILS = "    --enable-prompt-tokens-details       # without it, hits are never reported"
 
 CURE_FEED = (
-    "    --middleware engine_patches.reporting.events_api.OutcomeFeed   # without it, no evictions and no reasons"
+    "    --middleware engine_patches.reporting.events_api.EventsEndpoint   # without it, no evictions and no reasons"
 )
 
 CURE_KEY = "    --worker-api-key-file FILE   # with vLLM's --api-key in it, here and for seamark serve"
@@ -41,7 +41,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 CURE_RENDER = "    --enable-scale-out                   # without it, the gateway falls back to /tokenize"
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """One line of the diagnosis."""
 
     fine: bool
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 async def _both(
     worker: str, gateway: str | None, worker_key: str | None, gateway_key: str | None
-) -> tuple[list[Finding], list[str]]:
+) -> tuple[list[Diagnosis], list[str]]:
     upstream = Upstream(connect_timeout=2.0, api_key=gateway_key)
     try:
         return await examine(worker, worker_key), await read_shadow(upstream, gateway, TIMEOUT) if gateway else []
@@ -90,24 +90,24 @@ async def _both(
         await upstream.aclose()
 
 
-async def examine(url: str, api_key: str | None = None) -> list[Finding]:
+async def examine(url: str, api_key: str | None = None) -> list[Diagnosis]:
     """What is right and wrong with the worker at `url`. Sends it one request of a few tokens."""
     upstream = Upstream(connect_timeout=2.0, api_key=api_key)
     try:
         try:
             status, answer = await upstream.fetch("GET", url + "/v1/models", timeout=TIMEOUT)
             if status in (401, 403):
-                return [Finding(False, f"{url} wants an API key", CURE_KEY)]
+                return [Diagnosis(False, f"{url} wants an API key", CURE_KEY)]
             entry = json.loads(answer)["data"][0]
             model = entry["id"]
             _, metrics = await upstream.fetch("GET", url + "/metrics", timeout=TIMEOUT)
         except (Unreachable, Broken):
-            return [Finding(False, f"no server answers at {url}", "    is it running, and is the port right?")]
+            return [Diagnosis(False, f"no server answers at {url}", "    is it running, and is the port right?")]
         except (ValueError, KeyError, TypeError, IndexError):
-            return [Finding(False, f"{url} is not a vLLM server: /v1/models gives no models (status {status})")]
+            return [Diagnosis(False, f"{url} is not a vLLM server: /v1/models gives no models (status {status})")]
         engine = read_metrics(metrics.decode(errors="replace"))[1]
         return [
-            Finding(True, f"serves {model}"),
+            Diagnosis(True, f"serves {model}"),
             _vllm_version(await _version(upstream, url)),
             *_engine(engine, entry.get("root") or model, url),
             *([await _feed(upstream, url)] if engine is not None else []),
@@ -126,46 +126,48 @@ async def _version(upstream: Upstream, url: str) -> str | None:
         return None
 
 
-def _vllm_version(version: str | None) -> Finding:
-    return Finding(version is not None, f"vLLM {version}" if version else "does not tell its vLLM version at /version")
+def _vllm_version(version: str | None) -> Diagnosis:
+    return Diagnosis(
+        version is not None, f"vLLM {version}" if version else "does not tell its vLLM version at /version"
+    )
 
 
-def _engine(info: EngineInfo | None, model: str, url: str) -> list[Finding]:
+def _engine(info: EngineInfo | None, model: str, url: str) -> list[Diagnosis]:
     if info is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
         at = urlsplit(url)
         host = "" if at.hostname in LOOPBACK else " --host 0.0.0.0"  # it is asked for from elsewhere
         cure = CURE_UNPATCHED.format(model=shlex.quote(str(model)), host=host, port=at.port or 8000)
-        return [Finding(False, missing, cure, last=True)]
-    findings = [Finding(True, f"patches are live, seamark {info.version}")]
+        return [Diagnosis(False, missing, cure, last=True)]
+    findings = [Diagnosis(True, f"patches are live, seamark {info.version}")]
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     coarse = info.match_unit > 64
     cure = "    --prefix-match-unit 16               # or leave it away: the plugin sets it for hybrid models"
-    return [*findings, Finding(not coarse, lengths, cure if coarse else None)]
+    return [*findings, Diagnosis(not coarse, lengths, cure if coarse else None)]
 
 
-async def _feed(upstream: Upstream, url: str) -> Finding:
+async def _feed(upstream: Upstream, url: str) -> Diagnosis:
     fine = await _is_open(upstream, "GET", url + OUTCOMES)
-    return Finding(fine, f"what the engine decides is {'' if fine else 'not '}told", None if fine else CURE_FEED)
+    return Diagnosis(fine, f"what the engine decides is {'' if fine else 'not '}told", None if fine else CURE_FEED)
 
 
-async def _details(upstream: Upstream, url: str, model: str) -> Finding:
+async def _details(upstream: Upstream, url: str, model: str) -> Diagnosis:
     request = {"model": model, "prompt": "Seamark", "max_tokens": 1}
     try:
         _, answer = await upstream.fetch("POST", url + "/v1/completions", json.dumps(request).encode(), timeout=None)
         reported = json.loads(answer)["usage"].get("prompt_tokens_details") is not None
     except (Unreachable, Broken, ValueError, KeyError, TypeError, AttributeError):
-        return Finding(False, "does not answer a completion of one token")
-    return Finding(
+        return Diagnosis(False, "does not answer a completion of one token")
+    return Diagnosis(
         reported, f"cached tokens are {'' if reported else 'not '}reported", None if reported else CURE_DETAILS
     )
 
 
-async def _render(upstream: Upstream, url: str, model: str) -> Finding:
+async def _render(upstream: Upstream, url: str, model: str) -> Diagnosis:
     request = {"model": model, "messages": [{"role": "user", "content": "Seamark"}]}
     opened = await _is_open(upstream, "POST", url + CHAT + "/render", json.dumps(request).encode())
     # /tokenize renders nearly everything alike, so its use is worth a word and not an error.
-    return Finding(True, f"render route {'open' if opened else 'closed'}", None if opened else CURE_RENDER)
+    return Diagnosis(True, f"render route {'open' if opened else 'closed'}", None if opened else CURE_RENDER)
 
 
 async def _is_open(upstream: Upstream, method: str, url: str, body: bytes = b"") -> bool:

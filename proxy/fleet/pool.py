@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from proxy.boundaries.local_renderer import LocalRender, ProvedRenderer
+from proxy.boundaries.local_renderer import LocalRender, VerifiedRenderer
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers
 from proxy.errors import NoWorker
@@ -137,7 +137,7 @@ class WorkerPool:
         if settings.tokenizer is not None:
             if self._local is None:
                 self._local = LocalRender(settings.tokenizer, min(LOCAL_BYTES, settings.text_bytes))
-            worker.fast = ProvedRenderer(worker.renderer, self._local)
+            worker.fast = VerifiedRenderer(worker.renderer, self._local)
         self._metrics.worker_up.labels(worker.name).set(0)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)

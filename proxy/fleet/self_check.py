@@ -27,14 +27,14 @@ from proxy.chat.reader import chat_in
 from proxy.errors import BadRequest
 from proxy.fleet.answer_compare import Greedy, Unanswered, Verdict, continued, distance, judge, question
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.warmup import Replay
+from proxy.fleet.warmup import WarmupRequest
 from proxy.fleet.worker import Worker, fresh_salt, prompt_of
 from proxy.fleet.worker_metrics import read_running
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
 from proxy.metrics import Metrics
-from proxy.pipeline.dispatch import Dispatch
-from proxy.pipeline.prompt_reader import Finding
+from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.self_check")
@@ -87,8 +87,8 @@ class SelfCheck:
         self,
         settings: Settings,
         pool: WorkerPool,
-        dispatch: Dispatch,
-        finding: Finding,
+        dispatch: Dispatcher,
+        finding: PromptReader,
         upstream: Upstream,
         metrics: Metrics,
     ) -> None:
@@ -180,19 +180,19 @@ class SelfCheck:
         if verdict is not None:
             self._settle(worker, verdict, seen)
 
-    def _next(self, worker: Worker) -> Replay | None:
+    def _next(self, worker: Worker) -> WarmupRequest | None:
         """The prompt whose check is longest ago, the hottest of those never checked first."""
         hottest = [replay for replay in self._dispatch.hot.hottest(worker.model_ids) if replay.boundaries]
         checked = self._checked_at
         return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
 
-    def _note(self, worker: Worker, replay: Replay) -> None:
+    def _note(self, worker: Worker, replay: WarmupRequest) -> None:
         self._checked_at[_name(worker, replay)] = time.monotonic()
         self._checked_at.move_to_end(_name(worker, replay))
         if len(self._checked_at) > REMEMBERED:
             self._checked_at.popitem(last=False)
 
-    async def _judge(self, worker: Worker, replay: Replay, seen: _Watched) -> Verdict | None:
+    async def _judge(self, worker: Worker, replay: WarmupRequest, seen: _Watched) -> Verdict | None:
         """None where nothing came from the cache, or others use the worker. What seems to differ is looked at twice."""
         _, told = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
         if read_running(told.decode(errors="replace")):
@@ -276,5 +276,5 @@ def _has_media(chat: Chat) -> bool:
     return any(isinstance(part, dict) and not isinstance(part.get("text"), str) for part in parts)
 
 
-def _name(worker: Worker, replay: Replay) -> tuple[str, bytes]:
+def _name(worker: Worker, replay: WarmupRequest) -> tuple[str, bytes]:
     return worker.boot, replay.boundaries[-1].key

@@ -47,7 +47,7 @@ _OF_THE_ANSWER = (
 )
 
 
-class Replay(NamedTuple):
+class WarmupRequest(NamedTuple):
     """A request that a prefix can be computed from again."""
 
     endpoint: str
@@ -67,14 +67,14 @@ class Replay(NamedTuple):
 class _Hot:
     __slots__ = ("at", "replay", "tokens", "uses")
 
-    def __init__(self, replay: Replay, tokens: int, uses: float, at: float) -> None:
+    def __init__(self, replay: WarmupRequest, tokens: int, uses: float, at: float) -> None:
         self.replay = replay
         self.tokens = tokens
         self.uses = uses  # those long ago count less
         self.at = at
 
 
-class HotPrefixes:
+class WarmupSet:
     """Prefixes that were shared, by key; the least recently used is forgotten first."""
 
     def __init__(self, size: int) -> None:
@@ -95,7 +95,7 @@ class HotPrefixes:
         return True
 
     def add(
-        self, key: bytes, tokens: int, shorter: Collection[bytes], replay: Replay, now: float | None = None
+        self, key: bytes, tokens: int, shorter: Collection[bytes], replay: WarmupRequest, now: float | None = None
     ) -> None:
         """A request shared `tokens` under the new `key`; `shorter` are keys of what that prefix itself begins with."""
         now = time.monotonic() if now is None else now
@@ -109,7 +109,7 @@ class HotPrefixes:
         while self.held > self._size:
             self._forget(next(iter(self._entries)))
 
-    def hottest(self, models: Collection[Any], now: float | None = None) -> list[Replay]:
+    def hottest(self, models: Collection[Any], now: float | None = None) -> list[WarmupRequest]:
         """What to compute first: the prefixes that save the most tokens in a given time."""
         now = time.monotonic() if now is None else now
         wanted = [entry for entry in self._entries.values() if entry.replay.model in models]
@@ -127,7 +127,7 @@ def _faded(seconds: float) -> float:
     return math.exp2(-seconds / HALF_LIFE)
 
 
-async def replay_all(replays: Sequence[Replay], one: Callable[[Replay], Awaitable[None]]) -> None:
+async def send_all(replays: Sequence[WarmupRequest], one: Callable[[WarmupRequest], Awaitable[None]]) -> None:
     """Run `one(replay)` for each, a few at once, the first ones first."""
     waiting = iter(replays)
 

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.boundaries.local_renderer import ProvedRenderer
+from proxy.boundaries.local_renderer import VerifiedRenderer
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
-from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, Pace
+from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes
 
 SALT_BYTES = 16
 
 
-class Trust:
+class CacheQuarantine:
     """In one worker. Each doubt takes a step: its hints and all it holds first, then whatever it caches."""
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class Worker:
 
     url: str
     renderer: WorkerRenderer
-    fast: ProvedRenderer | None = None  # the same, without asking the worker where that is proved
+    fast: VerifiedRenderer | None = None  # the same, without asking the worker where that is proved
     up: bool = False
     boot: str = ""
     engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
-    pace: Pace = UNKNOWN  # of its engine
+    pace: StepTimes = UNKNOWN  # of its engine
     # Prompt tokens that its prefix cache gave since its start, as vLLM counts, and of them those before the gateway saw
     # it first; None: it does not say.
     hits: int | None = None
@@ -81,7 +81,7 @@ class Worker:
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
     mute_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
     max_inflight: int = 0  # requests at it at once, 0 for no limit
-    trust: Trust = field(default_factory=Trust)  # in what it holds
+    trust: CacheQuarantine = field(default_factory=CacheQuarantine)  # in what it holds
     warming: bool = False  # prefixes are replayed on it; it gets requests only where no other worker can take them
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
@@ -122,10 +122,10 @@ class Worker:
         return model in self.renderer_ids
 
 
-async def prompt_of(chat: Chat, worker: Worker) -> Tokens:
+async def prompt_of(chat: Chat, worker: Worker) -> TokenIds:
     """The prompt as the worker computes it. Raises `RenderFailed`."""
     if chat.ids is not None:
-        return Tokens.of(chat.ids)
+        return TokenIds.of(chat.ids)
     try:
         return await worker.renderer(chat.asked, chat.path)
     except RenderFailed:

@@ -21,7 +21,7 @@ _CACHE = re.compile(r'^vllm:cache_config_info\{.*?\bkv_cache_size_tokens="(\d+)"
 _SAMPLE = re.compile(r"^seamark_(pass|token)_seconds(?:\{.*?\})? (\S+)$", re.M)
 
 
-class Pace(NamedTuple):
+class StepTimes(NamedTuple):
     """Seconds; 0 while the engine has not learnt them."""
 
     pass_seconds: float = 0.0  # of a pass over hardly any tokens
@@ -37,12 +37,12 @@ class Pace(NamedTuple):
         return self.pass_seconds * passes + self.token_seconds * tokens
 
 
-UNKNOWN = Pace()
+UNKNOWN = StepTimes()
 
 
-def read_pace(text: str) -> Pace:
+def read_pace(text: str) -> StepTimes:
     """The pace in a worker's `/metrics`; unknown where the plugin does not run."""
-    return Pace(**{f"{name}_seconds": float(value) for name, value in _SAMPLE.findall(text)})
+    return StepTimes(**{f"{name}_seconds": float(value) for name, value in _SAMPLE.findall(text)})
 
 
 def read_hits(text: str) -> int | None:

@@ -29,29 +29,29 @@ RENEWAL = 8
 GROWTHS = (0.0, *(2.0**-power for power in range(18, 8, -1)))
 
 
-class Work(NamedTuple):
+class TokenWork(NamedTuple):
     """Prompt tokens computed, or not: their number, and the sum of their positions."""
 
     tokens: float
     positions: float
 
     @classmethod
-    def between(cls, start: int, end: int) -> Work:
+    def between(cls, start: int, end: int) -> TokenWork:
         """Tokens from position `start` up to `end`."""
         return cls(end - start, (end**2 - start**2) / 2)
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.tokens + other.tokens, self.positions + other.positions)
+    def __add__(self, other: TokenWork) -> TokenWork:
+        return TokenWork(self.tokens + other.tokens, self.positions + other.positions)
 
     def at(self, growth: float) -> float:
         """In tokens at the very beginning."""
         return self.tokens + growth * self.positions
 
 
-NOTHING = Work(0, 0)
+NOTHING = TokenWork(0, 0)
 
 
-class Line(NamedTuple):
+class CostModel(NamedTuple):
     """Seconds to a first token: `floor_seconds` + `token_seconds` x (tokens computed + `growth` x their positions)."""
 
     floor_seconds: float
@@ -60,24 +60,24 @@ class Line(NamedTuple):
     requests: int  # it was learnt from
     alone: bool  # these had the worker to themselves
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: TokenWork) -> float:
         """What that takes, the floor left away."""
         return self.token_seconds * work.at(self.growth)
 
 
-class PrefillPace:
+class CostLearner:
     """Of one worker."""
 
     def __init__(self) -> None:
-        self._alone: deque[tuple[Work, float]] = deque(maxlen=WINDOW)
-        self._among_others: deque[tuple[Work, float]] = deque(maxlen=WINDOW)
+        self._alone: deque[tuple[TokenWork, float]] = deque(maxlen=WINDOW)
+        self._among_others: deque[tuple[TokenWork, float]] = deque(maxlen=WINDOW)
         self._news = 0
-        self._line: Line | None = None
+        self._line: CostModel | None = None
 
     def took(self, prompt: int, cached: int, seconds: float, alone: bool) -> None:
         """A request's first token came after `seconds`; tokens of its prompt, and those of them from the cache."""
         if prompt > cached and seconds > 0:
-            (self._alone if alone else self._among_others).append((Work.between(cached, prompt), seconds))
+            (self._alone if alone else self._among_others).append((TokenWork.between(cached, prompt), seconds))
             self._news += 1
 
     @property
@@ -86,7 +86,7 @@ class PrefillPace:
         return len(self._alone) + len(self._among_others) < WINDOW // 2
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> CostModel | None:
         """What is learnt so far; None while too little is."""
         if self._news >= RENEWAL or (self._news and self._line is None):
             self._news = 0
@@ -94,7 +94,7 @@ class PrefillPace:
         return self._line
 
 
-def _line(requests: Sequence[tuple[Work, float]], alone: bool) -> Line | None:
+def _line(requests: Sequence[tuple[TokenWork, float]], alone: bool) -> CostModel | None:
     if len(requests) < ENOUGH:
         return None
     best = min(GROWTHS, key=lambda growth: _left_behind(_at(requests, growth)))
@@ -103,10 +103,10 @@ def _line(requests: Sequence[tuple[Work, float]], alone: bool) -> Line | None:
     if slope is None:
         return None
     floor = statistics.median(seconds - slope * tokens for tokens, seconds in points)
-    return Line(max(0.0, floor), slope, best, len(requests), alone)
+    return CostModel(max(0.0, floor), slope, best, len(requests), alone)
 
 
-def _at(requests: Iterable[tuple[Work, float]], growth: float) -> list[tuple[float, float]]:
+def _at(requests: Iterable[tuple[TokenWork, float]], growth: float) -> list[tuple[float, float]]:
     """The requests' work as one number, in its order, and their seconds."""
     return sorted((work.at(growth), seconds) for work, seconds in requests)
 

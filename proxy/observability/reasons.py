@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from proxy.observability.request_diff import Change
+from proxy.observability.request_diff import PrefixChange
 
 
 class Expectation(NamedTuple):
@@ -28,7 +28,7 @@ class Expectation(NamedTuple):
         return tokens // self.match_unit * self.match_unit
 
 
-def reason(expected: Expectation, cached: int, change: Change | None = None) -> str:
+def reason(expected: Expectation, cached: int, change: PrefixChange | None = None) -> str:
     """The deepest cause of what a request got, of the closed set; "hit" where it got all it could.
 
     `change` is where the request leaves the nearest recent one in the middle: what it could share is less then than

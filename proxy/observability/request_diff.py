@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from proxy.boundaries.candidates import Layout
+from proxy.boundaries.candidates import PromptLayout
 from proxy.boundaries.sentinel import text_of
-from proxy.boundaries.token_ids import Tokens, common_prefix
+from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
 from proxy.chat.chat import listed
 from proxy.chat.rewrites import sorted_by_name
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     size: int  # bytes, roughly
 
 
-class Change(NamedTuple):
+class PrefixChange(NamedTuple):
     """Where a request first differs from the nearest recent one."""
 
     what: What
@@ -69,10 +69,10 @@ class Change(NamedTuple):
         return told
 
 
-class Recent:
+class RememberedRequest:
     """One request as remembered; what is compared is worked out once a comparison is wanted."""
 
-    def __init__(self, layout: Layout, tokens: Tokens | None, size: int, owner: str | None = None) -> None:
+    def __init__(self, layout: PromptLayout, tokens: TokenIds | None, size: int, owner: str | None = None) -> None:
         """`size` in bytes, of the text it keeps alive; `owner` is the API key it came with."""
         self.owner = owner
         self.layout = layout
@@ -110,16 +110,16 @@ class Recent:
         return frozenset(part.own for part in (*self.tools, *self.messages))
 
 
-class RecentRequests:
+class RequestMemory:
     """The last few dozen requests; one that continues another takes its place."""
 
     def __init__(self, size: int) -> None:
         """`size` in bytes; 0 keeps nothing, and no change is ever named."""
         self._size = size
         self.held = 0
-        self._requests: OrderedDict[bytes, Recent] = OrderedDict()  # by the key after their last message
+        self._requests: OrderedDict[bytes, RememberedRequest] = OrderedDict()  # by the key after their last message
 
-    def add(self, request: Recent) -> None:
+    def add(self, request: RememberedRequest) -> None:
         """Remember it as the newest."""
         if request.size > self._size:
             return
@@ -132,7 +132,7 @@ class RecentRequests:
             _, oldest = self._requests.popitem(last=False)
             self.held -= oldest.size
 
-    def change(self, request: Recent) -> Change | None:
+    def change(self, request: RememberedRequest) -> PrefixChange | None:
         """Where `request` leaves the nearest of the others; None where it leaves none in the middle.
 
         A request that shares nothing behind its first difference is another request, not a changed one.
@@ -149,7 +149,7 @@ class RecentRequests:
         return max(changes, key=lambda change: change.behind, default=None)
 
 
-def _difference(new: Recent, old: Recent) -> Change | None:
+def _difference(new: RememberedRequest, old: RememberedRequest) -> PrefixChange | None:
     salts = new.settings.get("cache_salt"), old.settings.get("cache_salt")
     token = new.tokens.common_prefix(old.tokens) if new.tokens is not None and old.tokens is not None else None
     names = (name for name in HEAD_FIELDS if name not in ("tools", "cache_salt"))
@@ -161,12 +161,12 @@ def _difference(new: Recent, old: Recent) -> Change | None:
     whole = _bytes(new.messages[:message]) + _bytes(new.tools)
     if salts[0] != salts[1]:
         alike = setting is None and tool is None and whole >= MIN_BEHIND
-        return Change("setting", None, "cache_salt", 0, None, whole, salt=True) if alike else None
+        return PrefixChange("setting", None, "cache_salt", 0, None, whole, salt=True) if alike else None
     if setting is not None:
         # A setting that only the end of the prompt shows parts nothing.
         if tool is not None or whole < MIN_BEHIND or (token is not None and token * 2 > len(new.tokens or ())):
             return None
-        return Change("setting", None, setting, token, None, whole)
+        return PrefixChange("setting", None, setting, token, None, whole)
     if tool is not None:
         behind = _shared_behind(new.tools, old.tools, tool) + _bytes(
             new.messages if message is None else new.messages[:message]
@@ -175,7 +175,7 @@ def _difference(new: Recent, old: Recent) -> Change | None:
             return None
         name = _tool_name(new.raw_tools[tool]) if tool < len(new.tools) else _tool_name(old.raw_tools[tool])
         parts = (old.raw_tools, new.raw_tools)  # the whole lists: an order is a matter of all of them
-        return Change("tool", tool, name, token, None, behind, False, *parts)
+        return PrefixChange("tool", tool, name, token, None, behind, False, *parts)
     if message is None or message >= len(new.messages) or message >= len(old.messages):
         return None  # one continues the other, or is cut off earlier
     behind = _shared_behind(new.messages, old.messages, message)
@@ -190,7 +190,7 @@ def _difference(new: Recent, old: Recent) -> Change | None:
         changed -= characters
     if behind < MIN_BEHIND or behind < changed:
         return None
-    return Change("message", message, role, token, characters, behind, False, there, here)
+    return PrefixChange("message", message, role, token, characters, behind, False, there, here)
 
 
 def _first_difference(new: Sequence[Part], old: Sequence[Part]) -> int | None:
@@ -289,7 +289,7 @@ VOLATILE = (
 )
 
 
-def explains(change: Change) -> str | None:
+def explains(change: PrefixChange) -> str | None:
     """Name of the volatile text that is all of this change; "system_moved" for a system turn that came or went."""
     if change.old is None or change.new is None:
         return None

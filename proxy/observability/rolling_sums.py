@@ -18,7 +18,7 @@ MINUTES = 60
 SLOTS = MINUTES * SLOTS_OF_MINUTE
 
 
-class Sums(NamedTuple):
+class Totals(NamedTuple):
     """Of some time; tokens, but for `requests`."""
 
     requests: int
@@ -33,14 +33,14 @@ class Sums(NamedTuple):
         return self.came / self.shareable if self.shareable else None
 
 
-class Recently:
+class RollingSums:
     """One per gateway; counts requests whose worker reports cached tokens."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
         self._clock = clock
         self._slots = [[-1, 0, 0, 0, 0, 0] for _ in range(SLOTS)]  # when, and sums in their order
-        self._older = Sums(0, 0, 0, 0, 0)  # of slots whose place was needed again
+        self._older = Totals(0, 0, 0, 0, 0)  # of slots whose place was needed again
 
     def add(self, prompt: int, shareable: int, delivered: int) -> None:
         """One request has been answered; tokens, `shareable` in whole match units."""
@@ -56,17 +56,17 @@ class Recently:
         slot[4] += delivered if delivered < shareable else shareable
         slot[5] += delivered
 
-    def last_minute(self) -> Sums:
+    def last_minute(self) -> Totals:
         """The last 55 to 60 seconds."""
         now = self._now()
         return _sum(slot for slot in self._slots if now - SLOTS_OF_MINUTE < slot[0] <= now)
 
-    def last_hour(self) -> Sums:
+    def last_hour(self) -> Totals:
         """The last hour, to five seconds."""
         now = self._now()
         return _sum(slot for slot in self._slots if now - SLOTS < slot[0] <= now)
 
-    def by_minute(self) -> list[Sums]:
+    def by_minute(self) -> list[Totals]:
         """The last hour's minutes, the running one at the end."""
         now = self._now()
         minutes: list[list[list[int]]] = [[] for _ in range(MINUTES)]
@@ -76,7 +76,7 @@ class Recently:
                 minutes[-1 - age].append(slot)
         return [_sum(slots) for slots in minutes]
 
-    def since_start(self) -> Sums:
+    def since_start(self) -> Totals:
         """Everything."""
         return _sum([[-1, *self._older], *self._slots])
 
@@ -84,9 +84,9 @@ class Recently:
         return int(self._clock()) // SLOT_SECONDS
 
 
-def _sum(slots: Iterable[list[int]]) -> Sums:
+def _sum(slots: Iterable[list[int]]) -> Totals:
     sums = [0, 0, 0, 0, 0]
     for slot in slots:
         for place in range(len(sums)):
             sums[place] += slot[place + 1]
-    return Sums(*sums)
+    return Totals(*sums)

@@ -24,11 +24,11 @@ from proxy.chat.chat import RESPONSES, Chat
 from proxy.chat.usage import Usage
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.metrics import Metrics
-from proxy.observability.prefill_cost import NOTHING, PrefillPace, Work
+from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.reasons import Explanation
-from proxy.pipeline.prompt_reader import Finding, Looked
-from proxy.pipeline.request import Call
-from proxy.routing.prefix_index import Directory
+from proxy.pipeline.prompt_reader import Looked, PromptReader
+from proxy.pipeline.request import ProxiedRequest
+from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.shadow")
@@ -70,14 +70,14 @@ class _Known:
 
     boot: str
     hits_told: int  # tokens of its cache's hits that are some request's, as far as known
-    pace: PrefillPace = field(default_factory=PrefillPace)
+    pace: CostLearner = field(default_factory=CostLearner)
 
 
 class Shadow:
     """One per gateway; `run` beside the requests."""
 
     def __init__(
-        self, settings: Settings, finding: Finding, metrics: Metrics, boots: Callable[[], Sequence[str]]
+        self, settings: Settings, finding: PromptReader, metrics: Metrics, boots: Callable[[], Sequence[str]]
     ) -> None:
         """`boots`: identities of the workers that run."""
         self._finding = finding
@@ -85,20 +85,22 @@ class Shadow:
         self._boots = boots
         self._budget = settings.boundary_budget
         self._room = settings.text_bytes // 8
-        self._directory = Directory(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
+        self._directory = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
         self._waiting: deque[_Seen] = deque()
         self.held = 0  # bytes of requests that wait
         self._came = asyncio.Event()
         self._patience = 3 * settings.health_interval  # seconds for a worker's next look
         self._known: dict[str, _Known] = {}  # by worker
         self._untold = 0  # requests judged whose answers did not say what was cached
-        self._unpriced: dict[tuple[str, str, str], Work] = {}  # by worker, model, reason: while its pace is unknown
+        self._unpriced: dict[
+            tuple[str, str, str], TokenWork
+        ] = {}  # by worker, model, reason: while its pace is unknown
         self._tokens: Counter[str] = Counter()  # lost, by reason
         self._seconds: dict[str, float] = {}
         self._results: Counter[str] = Counter()
         self._began = time.monotonic()
 
-    def answered(self, call: Call, usage: Usage | None, label: Callable[[Call], str]) -> None:
+    def answered(self, call: ProxiedRequest, usage: Usage | None, label: Callable[[ProxiedRequest], str]) -> None:
         """A worker has answered; `label` gives the name to count its model under."""
         if call.worker is None or call.worker.engine is not None or call.status != 200:
             return
@@ -223,7 +225,7 @@ class Shadow:
             self._tokens[reason] += end - start
             self._metrics.shadow_lost_tokens.labels(seen.model, reason).inc(end - start)
             account = (seen.worker.name, seen.model, reason)
-            self._unpriced[account] = self._unpriced.get(account, NOTHING) + Work.between(start, end)
+            self._unpriced[account] = self._unpriced.get(account, NOTHING) + TokenWork.between(start, end)
         self._put_prices(seen.worker)
 
     async def _looked_since(self, seen: _Seen) -> bool:

@@ -15,11 +15,11 @@ from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
 from proxy.observability.reasons import ENGINE_CAUSES, Expectation, cache_label, deepest, reason
-from proxy.observability.request_diff import Change, explains
-from proxy.observability.rolling_sums import Recently
-from proxy.pipeline.prompt_reader import Finding
-from proxy.pipeline.request import Call
-from proxy.routing.engine_events import EngineWords
+from proxy.observability.request_diff import PrefixChange, explains
+from proxy.observability.rolling_sums import RollingSums
+from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.request import ProxiedRequest
+from proxy.routing.engine_events import EngineEvents
 
 logger = logging.getLogger("seamark.gateway")
 
@@ -44,7 +44,7 @@ class Accounting:
     """Counts each request once."""
 
     def __init__(
-        self, metrics: Metrics, pool: WorkerPool, finding: Finding, words: EngineWords, excerpts: bool
+        self, metrics: Metrics, pool: WorkerPool, finding: PromptReader, words: EngineEvents, excerpts: bool
     ) -> None:
         """`excerpts`: some characters of what changed may be kept for explanations."""
         self._metrics = metrics
@@ -52,7 +52,7 @@ class Accounting:
         self._finding = finding
         self._words = words
         self._excerpts = excerpts
-        self.recently = Recently()
+        self.recently = RollingSums()
         self.seconds_saved: float | None = None  # of prefill, since the start; None where step times are not known
         self._running: set[asyncio.Task[str]] = set()
         # To find a family's member by its labels costs more than to count with it.
@@ -60,7 +60,7 @@ class Accounting:
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
 
-    async def answered(self, call: Call, usage: Usage | None) -> str | None:
+    async def answered(self, call: ProxiedRequest, usage: Usage | None) -> str | None:
         """Compare what the engine reports with what was expected; the reason, None where it reports nothing.
 
         Goes on where the client leaves meanwhile.
@@ -98,12 +98,14 @@ class Accounting:
             return None
 
     async def _ask_engine(
-        self, call: Call, expected: Expectation, usage: Usage, why: str, change: Change | None
+        self, call: ProxiedRequest, expected: Expectation, usage: Usage, why: str, change: PrefixChange | None
     ) -> str:
         word = await self._words.word(call.worker, call.engine_id)
         return self._explain(call, expected, usage, deepest(why, word), change)
 
-    def _explain(self, call: Call, expected: Expectation, usage: Usage, why: str, change: Change | None) -> str:
+    def _explain(
+        self, call: ProxiedRequest, expected: Expectation, usage: Usage, why: str, change: PrefixChange | None
+    ) -> str:
         metrics, model, worker = self._metrics, self.model_label(call), call.worker
         if usage.cached < expected.floored(expected.predicted) and why != "hint_ignored":
             # What it computed it leaves behind, unless that was not worth it; what it did not find otherwise is gone.
@@ -154,7 +156,7 @@ class Accounting:
             found = self._children[labels] = _Counters(*(family.labels(*labels) for family in families))
         return found
 
-    def count(self, call: Call) -> None:
+    def count(self, call: ProxiedRequest) -> None:
         """Count the request itself, however it ended."""
         if call.status >= 400 and call.worker is not None and call.expected is not None:
             (self._words.left if call.status == GONE else self._words.refused)(call.worker, call.engine_id)
@@ -166,7 +168,7 @@ class Accounting:
         if call.worker is not None and call.sought_seconds:
             self._counters(model, call.worker).spent.inc(call.sought_seconds)
 
-    def model_label(self, call: Call) -> str:
+    def model_label(self, call: ProxiedRequest) -> str:
         """The model's name, where it is one."""
         model = call.body.get("model")
         if call.worker is not None and call.worker.serves(model):

@@ -10,29 +10,29 @@ from collections.abc import Sequence
 
 from proxy.boundaries.boundary import Boundary, worth_sending
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.warmup import HotPrefixes, Replay
+from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
 from proxy.http.client import Upstream
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Expectation
-from proxy.pipeline.prompt_reader import Finding
-from proxy.pipeline.request import Call
-from proxy.routing.engine_events import EngineWords
+from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.request import ProxiedRequest
+from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
-from proxy.routing.prefix_index import Directory
-from proxy.routing.queue import Admission
+from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.queue import AdmissionQueue
 from proxy.settings import Settings
 
 
-class Dispatch:
+class Dispatcher:
     """One per gateway."""
 
     def __init__(
         self,
         settings: Settings,
         pool: WorkerPool,
-        finding: Finding,
-        admission: Admission,
+        finding: PromptReader,
+        admission: AdmissionQueue,
         upstream: Upstream,
         metrics: Metrics,
     ) -> None:
@@ -40,12 +40,12 @@ class Dispatch:
         self._pool = pool
         self._finding = finding
         self._admission = admission
-        self.directory = Directory(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
-        self.words = EngineWords(upstream, self.directory)
-        self.hot = HotPrefixes(settings.text_bytes // 8)
+        self.directory = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
+        self.words = EngineEvents(upstream, self.directory)
+        self.hot = WarmupSet(settings.text_bytes // 8)
         pool.changed = admission.wake
 
-    async def place(self, call: Call) -> None:
+    async def place(self, call: ProxiedRequest) -> None:
         """Give the call to a worker, which is counted from now on; waits while none has room.
 
         Raises `NoWorker`, `Overloaded` or `KeyBusy`.
@@ -56,7 +56,7 @@ class Dispatch:
         wants = (model if isinstance(model, str) else None, self._finding.stored.boot(call.response_id))
         await self._admission.place(call.key, wants, lambda: self._take(call), lambda _: self.never_got(call))
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: ProxiedRequest) -> None:
         """The worker is done with the call, or never got it."""
         if not call.is_placed:
             return
@@ -68,19 +68,19 @@ class Dispatch:
         if len(self._admission):
             self._admission.wake()
 
-    def never_got(self, call: Call) -> None:
+    def never_got(self, call: ProxiedRequest) -> None:
         """The worker was not there: nothing of the call is."""
         if call.expected is not None:
             self.words.refused(call.worker, call.engine_id)
         self.leave(call)
 
-    def prefilled(self, call: Call) -> None:
+    def prefilled(self, call: ProxiedRequest) -> None:
         """The answer has begun: its prompt is computed."""
         if call.prefill:
             call.worker.prefill_tokens -= call.prefill
             call.prefill = 0
 
-    def hint(self, call: Call) -> tuple[int, ...]:
+    def hint(self, call: ProxiedRequest) -> tuple[int, ...]:
         """Positions for the chosen worker."""
         return self.positions(call.found.boundaries, call.worker) if call.found is not None else ()
 
@@ -90,7 +90,7 @@ class Dispatch:
             return ()
         return worth_sending(boundaries, worker.engine.match_unit, self._settings.boundary_budget)
 
-    def _take(self, call: Call) -> Worker | None:
+    def _take(self, call: ProxiedRequest) -> Worker | None:
         """A place at a worker, None where those that could serve the call are full."""
         if call.key is not None and not call.key.has_room:
             return None
@@ -112,7 +112,7 @@ class Dispatch:
             call.key.inflight += 1
         return worker
 
-    def _choose(self, call: Call, workers: Sequence[Worker]) -> Worker:
+    def _choose(self, call: ProxiedRequest, workers: Sequence[Worker]) -> Worker:
         """Choose and note it in one go, so that a request arriving right behind already follows."""
         found = call.found
         if found is None:
@@ -142,11 +142,11 @@ class Dispatch:
                 self._remember(call, shared.key, shared.tokens)
         return worker
 
-    def _remember(self, call: Call, key: bytes, tokens: int) -> None:
+    def _remember(self, call: ProxiedRequest, key: bytes, tokens: int) -> None:
         """The call shares a prefix: what a restarted worker is to be given again."""
         if not call.found.boundaries or self.hot.used_again(key):
             return
-        replay = Replay(
+        replay = WarmupRequest(
             call.endpoint,
             call.raw,
             call.names,
@@ -158,7 +158,7 @@ class Dispatch:
         shorter = prefixes[: prefixes.index(key)] if key in prefixes else ()
         self.hot.add(key, tokens, shorter, replay)
 
-    def _keeper(self, call: Call, workers: Sequence[Worker]) -> Worker | None:
+    def _keeper(self, call: ProxiedRequest, workers: Sequence[Worker]) -> Worker | None:
         """The worker that stores the response which this request continues or asks for; others would not know it."""
         if (response := call.response_id) is None:
             return None

@@ -17,17 +17,17 @@ from proxy.http.client import Answer, Broken, Silent
 from proxy.observability.shadow import Shadow
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.dispatch import Dispatch
-from proxy.pipeline.prompt_reader import Finding
-from proxy.pipeline.request import Call
-from proxy.pipeline.sse import EventRelay, Pulse
+from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.request import ProxiedRequest
+from proxy.pipeline.sse import Heartbeats, SseRelay
 
 
-class Delivery:
+class ResponseRelay:
     """One per gateway."""
 
     def __init__(
-        self, dispatch: Dispatch, finding: Finding, accounting: Accounting, shadow: Shadow, pulse: Pulse
+        self, dispatch: Dispatcher, finding: PromptReader, accounting: Accounting, shadow: Shadow, pulse: Heartbeats
     ) -> None:
         self._dispatch = dispatch
         self._finding = finding
@@ -35,7 +35,7 @@ class Delivery:
         self._shadow = shadow
         self._pulse = pulse
 
-    async def deliver(self, call: Call, response: Answer, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def deliver(self, call: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         """From first to last byte. Raises `Broken` where the worker breaks off and no stream can tell of it."""
         call.status = response.status
         kind = response.header("content-type") or ""
@@ -46,7 +46,7 @@ class Delivery:
         else:
             await self._stream(call, response, send, watch)
 
-    def _response_headers(self, call: Call, response: Answer) -> asgi.HeaderList:
+    def _response_headers(self, call: ProxiedRequest, response: Answer) -> asgi.HeaderList:
         headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
         headers.append(call.id_header)
         if call.worker is not None:
@@ -58,7 +58,7 @@ class Delivery:
             headers.append((b"x-seamark-predicted", str(predicted).encode()))
         return headers
 
-    async def _stream(self, call: Call, response: Answer, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def _stream(self, call: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         """Pass a body on as it comes."""
         headers = self._response_headers(call, response)
         if (length := response.header("content-length")) is not None:
@@ -70,10 +70,12 @@ class Delivery:
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 
-    async def _stream_events(self, call: Call, response: Answer, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def _stream_events(
+        self, call: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+    ) -> None:
         """Pass an event stream on as it comes. A break becomes an event."""
         await self._begin(call, self._response_headers(call, response), send)
-        relay = EventRelay(send, call.strips_usage, keeps_first=call.endpoint == RESPONSES)
+        relay = SseRelay(send, call.strips_usage, keeps_first=call.endpoint == RESPONSES)
         end = b""
         with self._pulse.watching(relay):
             try:
@@ -91,22 +93,24 @@ class Delivery:
             await relay.finish(end)
         await self._answered(call, relay.usage)
 
-    async def _answered(self, call: Call, usage: Usage | None) -> str | None:
+    async def _answered(self, call: ProxiedRequest, usage: Usage | None) -> str | None:
         """The reason for what it got, None where the worker reports nothing."""
         self._shadow.answered(call, usage, self._accounting.model_label)
         return await self._accounting.answered(call, usage)
 
-    def _begun(self, call: Call) -> None:
+    def _begun(self, call: ProxiedRequest) -> None:
         call.first_byte, call.begun = time.perf_counter(), True
         call.alone = call.alone and call.worker.dispatched == call.turn
         self._dispatch.prefilled(call)
 
     @staticmethod
-    def _event(call: Call, error: GatewayError, relay: EventRelay) -> bytes:
+    def _event(call: ProxiedRequest, error: GatewayError, relay: SseRelay) -> bytes:
         call.status = error.status
         return error_responses.error_event(error, call.endpoint, relay.first, relay.last)
 
-    async def _answer_whole(self, call: Call, response: Answer, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def _answer_whole(
+        self, call: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+    ) -> None:
         """Collect a JSON answer, so that what the engine reports can stand in the headers."""
         body = await response.read()
         call.first_byte = time.perf_counter()
@@ -126,12 +130,12 @@ class Delivery:
         call.started = watch.over = True
         await asgi.send_whole(send, call.status, headers, body)
 
-    async def _begin(self, call: Call, headers: asgi.HeaderList, send: asgi.Send) -> None:
+    async def _begin(self, call: ProxiedRequest, headers: asgi.HeaderList, send: asgi.Send) -> None:
         call.started = True
         await send({"type": "http.response.start", "status": call.status, "headers": headers})
 
 
-def broken(call: Call, error: Broken) -> GatewayError:
+def broken(call: ProxiedRequest, error: Broken) -> GatewayError:
     """What the client is told of a worker that broke off."""
     name = call.worker.name
     if isinstance(error, Silent):

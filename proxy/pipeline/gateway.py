@@ -17,7 +17,7 @@ from proxy.config_files import read_secret
 from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooDeep
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.self_check import SelfCheck
-from proxy.fleet.warmup import Replay, replay_all
+from proxy.fleet.warmup import WarmupRequest, send_all
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
 from proxy.http.auth import KeyRing
@@ -27,16 +27,16 @@ from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.dispatch import Dispatch
-from proxy.pipeline.forward import Delivery, broken
-from proxy.pipeline.prompt_reader import Finding
-from proxy.pipeline.request import Call, call_of
-from proxy.pipeline.sse import Pulse
-from proxy.routing.queue import Admission
+from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.forward import ResponseRelay, broken
+from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.pipeline.sse import Heartbeats
+from proxy.routing.queue import AdmissionQueue
 from proxy.settings import Settings
 
 if TYPE_CHECKING:
-    from proxy.routing.redis_sync import Sharing
+    from proxy.routing.redis_sync import RedisSync
 
 from proxy.pipeline.handler import _OBJECT, MAX_ID_CHARACTERS
 
@@ -60,20 +60,20 @@ class Gateway:
             secret = settings.salt_secret_file and read_secret("salt_secret_file", settings.salt_secret_file)
             self.keys = KeyRing(settings.api_keys, secret)
         self.pool = WorkerPool(settings, self.upstream, self.metrics)
-        self.finding = Finding(settings, self.metrics)
-        self.admission = Admission(settings.max_queue, settings.queue_timeout, self.metrics.queue_seconds)
-        self.dispatch = Dispatch(settings, self.pool, self.finding, self.admission, self.upstream, self.metrics)
+        self.finding = PromptReader(settings, self.metrics)
+        self.admission = AdmissionQueue(settings.max_queue, settings.queue_timeout, self.metrics.queue_seconds)
+        self.dispatch = Dispatcher(settings, self.pool, self.finding, self.admission, self.upstream, self.metrics)
         self.accounting = Accounting(self.metrics, self.pool, self.finding, self.dispatch.words, settings.excerpts)
         self.shadow = Shadow(settings, self.finding, self.metrics, self.pool.boots)
         self.self_check = SelfCheck(settings, self.pool, self.dispatch, self.finding, self.upstream, self.metrics)
-        self.pulse = Pulse(settings.heartbeat, self.metrics.heartbeats)
-        self.delivery = Delivery(self.dispatch, self.finding, self.accounting, self.shadow, self.pulse)
+        self.pulse = Heartbeats(settings.heartbeat, self.metrics.heartbeats)
+        self.delivery = ResponseRelay(self.dispatch, self.finding, self.accounting, self.shadow, self.pulse)
         self.metrics.shadow_mode.set(settings.shadow)
         self.metrics.queued.set_function(lambda: len(self.admission))
         self.pool.warm = self._warm
         self.pool.taken_out = self._forget
         self._boundary_seconds = self.metrics.overhead.labels("boundary")
-        self.sharing: Sharing | None = None  # with other gateways
+        self.sharing: RedisSync | None = None  # with other gateways
         self.created = time.time()
         self._bodies = asgi.BodyRoom(settings.max_bodies_bytes)
         self._under_way: set[str] = set()  # names of requests, as engines know them
@@ -91,10 +91,10 @@ class Gateway:
         for part in (self.dispatch.words, self.shadow, self.self_check):
             part.forget(worker)
 
-    def _shared(self) -> Sharing:
-        from proxy.routing.redis_sync import Sharing  # and with it redis: not even imported where it is not wanted
+    def _shared(self) -> RedisSync:
+        from proxy.routing.redis_sync import RedisSync  # and with it redis: not even imported where it is not wanted
 
-        return Sharing(
+        return RedisSync(
             self.settings.redis,
             self.dispatch.directory,
             self.finding.memory,
@@ -123,14 +123,14 @@ class Gateway:
         request_id = asgi.header(scope, b"x-request-id")
         if not request_id or len(request_id) > MAX_ID_CHARACTERS or not request_id.isascii():
             request_id = os.urandom(16).hex()
-        call: Call | None = None
+        call: ProxiedRequest | None = None
         taken = 0
         try:
             key = auth.client(scope, self.keys) if self.keys is not None else None
             settings = self.settings
             raw = await asgi.read_body(scope, receive, settings.max_body_bytes, settings.client_timeout, self._bodies)
             taken = len(raw)
-            call = call_of(scope, raw, request_id, key)
+            call = request_of(scope, raw, request_id, key)
             if request_id in self._under_way:  # one name for a whole fan-out; the engine's words must not be mixed up
                 call.engine_id = f"{request_id}.{os.urandom(4).hex()}"
             self._under_way.add(call.engine_id)
@@ -139,7 +139,7 @@ class Gateway:
         except asgi.ClientGone:
             if call is not None:
                 call.status = 499
-        except asyncio.CancelledError:  # the server's time to finish is over; a stream was told so by `Delivery`
+        except asyncio.CancelledError:  # the server's time to finish is over; a stream was told so by `ResponseRelay`
             await self._refuse(call, scope, Stopping("The gateway is stopping."), request_id, send)
             raise
         except GatewayError as error:
@@ -158,7 +158,7 @@ class Gateway:
                 self.accounting.count(call)
 
     async def _refuse(
-        self, call: Call | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
+        self, call: ProxiedRequest | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
     ) -> None:
         if call is not None:
             call.status = error.status
@@ -166,7 +166,7 @@ class Gateway:
                 return  # returning without the last chunk makes the server close the connection: a visible break
         await error_responses.send_error(send, error, scope["path"], [(b"x-request-id", request_id.encode("latin-1"))])
 
-    async def _serve(self, call: Call, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def _serve(self, call: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         self._check_owner(call)  # of a response in the path, whatever the body is
         if call.method == "POST":
             await self._read(call)
@@ -182,7 +182,7 @@ class Gateway:
         finally:
             self.dispatch.leave(call)
 
-    async def _read(self, call: Call) -> None:
+    async def _read(self, call: ProxiedRequest) -> None:
         """Parse the body where it is JSON, and find its boundaries."""
         hinted = call.endpoint in HINTED
         if not hinted and not call.is_json and _OBJECT.match(call.raw) is None:
@@ -203,11 +203,11 @@ class Gateway:
             call.sought_seconds = time.perf_counter() - call.arrived
             self._boundary_seconds.observe(call.sought_seconds)
 
-    def _check_owner(self, call: Call) -> None:
+    def _check_owner(self, call: ProxiedRequest) -> None:
         if call.key is not None and not self.finding.stored.may_see(call.response_id, call.owner):
             raise NotFound("No such response.")
 
-    async def _forward(self, call: Call) -> Answer:
+    async def _forward(self, call: ProxiedRequest) -> Answer:
         """Send to the chosen worker. What was not sent at all is sent again: elsewhere, or on a new connection."""
         resent = False
         while True:
@@ -239,7 +239,7 @@ class Gateway:
                 worker.answered()
                 return response
 
-    def _body(self, call: Call) -> bytes:
+    def _body(self, call: ProxiedRequest) -> bytes:
         """As its worker gets it."""
         if call.method != "POST":
             return call.raw
@@ -249,7 +249,7 @@ class Gateway:
         """Replay hot prefixes on a worker that has restarted."""
         models = {entry.get("id") for entry in worker.models}
 
-        async def one(replay: Replay) -> None:
+        async def one(replay: WarmupRequest) -> None:
             positions = self.dispatch.positions(replay.boundaries, worker)
             raw = replay.body_with(positions)
             try:
@@ -262,4 +262,4 @@ class Gateway:
                 self.dispatch.directory.note(replay.boundaries, worker.boot)
 
         if worker.takes_hints:
-            await replay_all(self.dispatch.hot.hottest(models), one)
+            await send_all(self.dispatch.hot.hottest(models), one)

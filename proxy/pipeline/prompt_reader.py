@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.learned import Learner
-from proxy.boundaries.positions import PositionMemory
+from proxy.boundaries.learned import DivergenceLearner
+from proxy.boundaries.positions import PositionCache
 from proxy.chat.chat import RESPONSES, Chat
 from proxy.chat.responses import StoredResponses
 from proxy.chat.rewrites import rewrite
@@ -21,11 +21,11 @@ from proxy.fleet.worker import Worker
 from proxy.http.json_body import parse_object, with_edits
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Explanation, Explanations
-from proxy.observability.request_diff import Change, Recent, RecentRequests
+from proxy.observability.request_diff import PrefixChange, RememberedRequest, RequestMemory
 from proxy.settings import Settings
 
 if TYPE_CHECKING:
-    from proxy.pipeline.request import Call
+    from proxy.pipeline.request import ProxiedRequest
 
 from proxy.chat.reader import chat_in
 
@@ -36,24 +36,24 @@ class Looked(NamedTuple):
     """What is known of a request's prompt, looked at beside its way."""
 
     found: Found
-    recent: Recent | None = None
+    recent: RememberedRequest | None = None
 
 
-class Finding:
+class PromptReader:
     """All that is remembered of prompts. One per gateway."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._metrics = metrics
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
-        self.memory = PositionMemory(settings.memory_bytes // 2)
-        self.learner = Learner(settings.text_bytes * 3 // 8)
-        self.recent = RecentRequests(settings.text_bytes // 4)
+        self.memory = PositionCache(settings.memory_bytes // 2)
+        self.learner = DivergenceLearner(settings.text_bytes * 3 // 8)
+        self.recent = RequestMemory(settings.text_bytes // 4)
         self.stored = StoredResponses(settings.text_bytes // 8)
         self.explanations = Explanations()
         self._finder = BoundaryFinder(self.memory, self.learner)
 
-    async def read(self, call: Call, workers: Sequence[Worker]) -> None:
+    async def read(self, call: ProxiedRequest, workers: Sequence[Worker]) -> None:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises for what it holds."""
         call.explanation = Explanation(call.request_id, call.endpoint, owner=call.owner)
         call.found = Found(failure="unpatched")
@@ -96,21 +96,21 @@ class Finding:
             self._metrics.renders.inc(found.renders)
         if found.layout is None or chat.is_bare:
             return Looked(found)
-        recent = Recent(found.layout, found.tokens, size, owner)
+        recent = RememberedRequest(found.layout, found.tokens, size, owner)
         self.recent.add(recent)
         return Looked(found, recent)
 
-    def answered(self, call: Call, answer: Any) -> None:
+    def answered(self, call: ProxiedRequest, answer: Any) -> None:
         """A whole answer has come; of a response, what a later request may continue is remembered."""
         wanted = call.endpoint == RESPONSES and call.chat is not None and call.worker is not None
         if wanted and call.body.get("store", True):
             self.stored.put(call.chat, answer, call.worker.boot, call.owner)
 
-    def change(self, call: Call) -> Change | None:
+    def change(self, call: ProxiedRequest) -> PrefixChange | None:
         """Where the request leaves the nearest recent one in the middle."""
         return self.recent.change(call.recent) if call.recent is not None else None
 
-    def _rewrite(self, call: Call) -> None:
+    def _rewrite(self, call: ProxiedRequest) -> None:
         rewritten = rewrite(call.body, self._rules, call.endpoint)
         for name in rewritten.applied:
             self._metrics.rewrites.labels(name, "true").inc()
@@ -121,7 +121,7 @@ class Finding:
             call.take_body(parse_object(call.raw), call.strips_usage)
             call.explanation.rewrites = rewritten.applied
 
-    def _remember(self, call: Call) -> None:
+    def _remember(self, call: ProxiedRequest) -> None:
         if call.found.layout is not None and not call.chat.is_bare:
-            call.recent = Recent(call.found.layout, call.found.tokens, len(call.raw), call.owner)
+            call.recent = RememberedRequest(call.found.layout, call.found.tokens, len(call.raw), call.owner)
             self.recent.add(call.recent)

@@ -14,7 +14,7 @@ from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, TRANSFERS, XARGS, with_fields, with_hint
 from proxy.observability.reasons import Expectation, Explanation
-from proxy.observability.request_diff import Recent
+from proxy.observability.request_diff import RememberedRequest
 
 # What a client writes into a text, in tokens, where nothing better is known.
 BYTES_PER_TOKEN = 4
@@ -23,7 +23,7 @@ RESPONSE_PATH = RESPONSES + "/"
 
 
 @dataclass(slots=True)
-class Call:
+class ProxiedRequest:
     """What is known of it so far."""
 
     method: str
@@ -44,7 +44,7 @@ class Call:
     chat: Chat | None = None
     found: Found | None = None  # None: nothing that boundaries are sought for
     sought_seconds: float = 0.0  # that it was read and its boundaries were sought
-    recent: Recent | None = None
+    recent: RememberedRequest | None = None
     explanation: Explanation | None = None
     worker: Worker | None = None
     is_placed: bool = False  # the call is counted at its worker
@@ -149,7 +149,7 @@ def _ends_once(body: dict[str, Any]) -> bool:
     return body.get("n") in (None, 1) and not several
 
 
-def call_of(scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None) -> Call:
+def request_of(scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None) -> ProxiedRequest:
     """The call in an ASGI scope and its body. Raises `NotFound` for a path that leads out of where clients may go."""
     path = scope["path"]
     if "/." in path and not {".", ".."}.isdisjoint(path.split("/")):
@@ -157,7 +157,7 @@ def call_of(scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None =
     target = scope.get("raw_path", path.encode()).decode("latin-1")
     if scope["query_string"]:
         target += "?" + scope["query_string"].decode("latin-1")
-    return Call(
+    return ProxiedRequest(
         method=scope["method"],
         target=target,
         path=path,

@@ -28,7 +28,7 @@ _ENDS = (b"\n\n", b"\n\r\n")
 _FINISHED = b'"finish_reason":"'  # in the event that ends a choice
 
 
-class EventRelay:
+class SseRelay:
     """One stream."""
 
     def __init__(self, send: asgi.Send, strips_usage: bool, keeps_first: bool) -> None:
@@ -190,18 +190,18 @@ def _usage_alone(event: bytes) -> dict[str, Any] | None:
     return data if alone else None
 
 
-class Pulse:
+class Heartbeats:
     """Comments on streams that have been silent for a while: clients and what lies between give up on silence."""
 
     def __init__(self, interval: float, sent: Counter) -> None:
         """`interval` in seconds, 0 for never; `sent` counts the comments."""
         self._interval = interval
         self._sent = sent
-        self._streams: set[EventRelay] = set()
+        self._streams: set[SseRelay] = set()
         self._beats: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def watching(self, stream: EventRelay) -> Iterator[None]:
+    def watching(self, stream: SseRelay) -> Iterator[None]:
         """While it is entered."""
         self._streams.add(stream)
         try:

@@ -20,8 +20,8 @@ from urllib.parse import urlencode
 from proxy.boundaries.boundary import Boundary
 from proxy.fleet.worker import Worker
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.routing.held_states import Beliefs
-from proxy.routing.prefix_index import Directory
+from proxy.routing.held_states import HeldStates
+from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.engine_words")
 
@@ -48,7 +48,7 @@ IDLE_SECONDS = 600.0  # a worker that was sent nothing for so long is not read u
 class _Feed:
     """What was read of one worker's feed, and the task that reads on."""
 
-    beliefs: Beliefs
+    beliefs: HeldStates
     boot: str = ""
     cursor: int = 0
     read_as: str = ""  # what the worker was known as when it was last read
@@ -68,10 +68,10 @@ class _Feed:
         return self.tells_states and not self.several
 
 
-class EngineWords:
+class EngineEvents:
     """The feeds of all workers. Use inside a running event loop; `aclose` when done."""
 
-    def __init__(self, upstream: Upstream, directory: Directory) -> None:
+    def __init__(self, upstream: Upstream, directory: PrefixIndex) -> None:
         self._upstream = upstream
         self._directory = directory
         self._feeds: dict[str, _Feed] = {}
@@ -128,7 +128,7 @@ class EngineWords:
     def _feed(self, worker: Worker) -> _Feed:
         feed = self._feeds.get(worker.url)
         if feed is None:
-            feed = self._feeds[worker.url] = _Feed(Beliefs(self._directory))
+            feed = self._feeds[worker.url] = _Feed(HeldStates(self._directory))
         return feed
 
     def _read_on(self, worker: Worker, feed: _Feed) -> None:

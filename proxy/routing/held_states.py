@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.boundaries.boundary import Boundary
-from proxy.routing.prefix_index import Directory
+from proxy.routing.prefix_index import PrefixIndex
 
 # Requests sent of which the engine has not told all, and prefixes tied to a state; per worker, some 500 bytes each.
 MAX_PENDING = 8192
@@ -39,10 +39,10 @@ class _State:
     keys: set[bytes] = field(default_factory=set)  # of the prefixes for which it is the deepest
 
 
-class Beliefs:
+class HeldStates:
     """Of one worker, by its engine's own word. Whatever cannot be known is not believed."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: PrefixIndex) -> None:
         self._directory = directory
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
         self._states: OrderedDict[str, _State] = OrderedDict()

@@ -26,7 +26,7 @@ class Holding(NamedTuple):
     key: bytes
 
 
-class Directory:
+class PrefixIndex:
     """Prefix key to its length and the workers (by boot identity) that were sent it; bounded, oldest use goes first."""
 
     def __init__(self, size: int, evictions: Counter | None = None) -> None:

@@ -28,7 +28,7 @@ class _Waiting:
         self.future: asyncio.Future = asyncio.get_running_loop().create_future()
 
 
-class Admission:
+class AdmissionQueue:
     """The queue before the workers."""
 
     def __init__(self, most: int, timeout: float, seconds: Histogram) -> None:

@@ -21,9 +21,9 @@ from redis.backoff import NoBackoff
 from xxhash import xxh3_128_hexdigest
 
 from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.positions import Position, PositionMemory
+from proxy.boundaries.positions import Position, PositionCache
 from proxy.metrics import Metrics
-from proxy.routing.prefix_index import Directory
+from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.redis")
 
@@ -63,14 +63,14 @@ REPEAT_SECONDS = 60.0
 SAID_LATELY = 20_000
 
 
-class Sharing:
+class RedisSync:
     """One per gateway. Listens to its tables from the start, exchanges news while `run` runs."""
 
     def __init__(
         self,
         url: str,
-        directory: Directory,
-        memory: PositionMemory,
+        directory: PrefixIndex,
+        memory: PositionCache,
         metrics: Metrics,
         boots: Callable[[], Iterable[str]],
     ) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import httpx
 
 from proxy.bench.harness.counters import PassCounter, family, samples_of
-from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.strict_worker import DRIPPING, SILENT, SLOW_BODY, STALLED, StrictWorker
 
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     say = narrator()
     folder = Path(tempfile.mkdtemp(prefix="seamark-aborts-"))
-    with Fleet(folder) as fleet:
+    with Servers(folder) as fleet:
         result = asyncio.run(measure(fleet, args.times, say, with_engine=not args.no_engine))
     print(json.dumps(report(result), indent=1) if args.json else render(result))
     if not result.complaints:
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
     return 1
 
 
-async def measure(fleet: Fleet, times: int, say=print, with_engine: bool = True) -> Aborts:
+async def measure(fleet: Servers, times: int, say=print, with_engine: bool = True) -> Aborts:
     """All cases before a strict worker, then the same before a real engine."""
     async with StrictWorker() as worker:
         gateway = await started(fleet.gateway(worker))
@@ -126,7 +126,7 @@ async def measure(fleet: Fleet, times: int, say=print, with_engine: bool = True)
     return Aborts(cases, before, after, engine)
 
 
-async def queue_case(fleet: Fleet, worker: StrictWorker, times: int) -> Left:
+async def queue_case(fleet: Servers, worker: StrictWorker, times: int) -> Left:
     """The queue of a gateway that sends one request at a time to a worker."""
     try:
         gateway = await started(fleet.gateway(worker, flags=QUEUE_FLAGS))

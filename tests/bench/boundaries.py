@@ -23,13 +23,13 @@ from tokenizers import Tokenizer
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import generated_model
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.learned import Learner
-from proxy.boundaries.local_renderer import PROOFS, LocalRender, ProvedRenderer
-from proxy.boundaries.positions import PositionMemory
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.learned import DivergenceLearner
+from proxy.boundaries.local_renderer import PROOFS, LocalRender, VerifiedRenderer
+from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
-from proxy.observability.request_diff import Recent, RecentRequests
+from proxy.observability.request_diff import RememberedRequest, RequestMemory
 
 KNOWN_LIMITS = {2_000: 50e-6, 400_000: 2e-3}  # seconds
 
@@ -78,13 +78,13 @@ class Playback:
         self.asked = 0
         self.seconds = 0.0  # of CPU time, this stand-in's own
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
         began = time.process_time()
         self.asked += 1
         text = "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
         text += "<assistant>" if body.get("add_generation_prompt", True) else ""
         step = CHARACTERS_PER_TOKEN
-        tokens = Tokens.of([hash(text[i : i + step]) % 150_000 for i in range(0, len(text), step)])
+        tokens = TokenIds.of([hash(text[i : i + step]) % 150_000 for i in range(0, len(text), step)])
         self.seconds += time.process_time() - began
         return tokens
 
@@ -103,13 +103,13 @@ def chat(size: int, messages: int, last: str) -> dict[str, Any]:
 
 async def measure(size: int, messages: int, rounds: int) -> Cost:
     """Cost of one size; medians over `rounds`."""
-    memory, renderer = PositionMemory(MEMORY_BYTES), Playback()
-    finder, recent = BoundaryFinder(memory, Learner(MEMORY_BYTES)), RecentRequests(MEMORY_BYTES)
+    memory, renderer = PositionCache(MEMORY_BYTES), Playback()
+    finder, recent = BoundaryFinder(memory, DivergenceLearner(MEMORY_BYTES)), RequestMemory(MEMORY_BYTES)
 
     async def find(body: dict[str, Any]) -> float:
         played, began = renderer.seconds, time.process_time()
         found = await finder.find(chat_request(body), renderer, b"renderer")
-        recent.add(Recent(found.layout, found.tokens, size))
+        recent.add(RememberedRequest(found.layout, found.tokens, size))
         return time.process_time() - began - (renderer.seconds - played)
 
     await find(chat(size, messages, "First?"))
@@ -129,11 +129,14 @@ async def measure_fast(model: Path, size: int, messages: int, growing: bool, rou
     """Chats of `size` bytes, each new from its first message on, or `growing`: an answer and a question are new."""
     tokenizer, worker = Tokenizer.from_file(str(model / "tokenizer.json")), LocalRender(model, MEMORY_BYTES)
 
-    async def at_the_worker(body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+    async def at_the_worker(body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
         return worker.tokens(body)
 
-    fast = ProvedRenderer(at_the_worker, LocalRender(model, MEMORY_BYTES))
-    finder, recent = BoundaryFinder(PositionMemory(MEMORY_BYTES), Learner(MEMORY_BYTES)), RecentRequests(MEMORY_BYTES)
+    fast = VerifiedRenderer(at_the_worker, LocalRender(model, MEMORY_BYTES))
+    finder, recent = (
+        BoundaryFinder(PositionCache(MEMORY_BYTES), DivergenceLearner(MEMORY_BYTES)),
+        RequestMemory(MEMORY_BYTES),
+    )
     seeds = itertools.count()
 
     def said(turns: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
@@ -144,7 +147,7 @@ async def measure_fast(model: Path, size: int, messages: int, growing: bool, rou
     async def find(turns: Sequence[dict[str, Any]]) -> tuple[float, int]:
         began = time.process_time()
         found = await finder.find(chat_request({"model": "m", "messages": turns}), fast, b"renderer")
-        recent.add(Recent(found.layout, found.tokens, size))
+        recent.add(RememberedRequest(found.layout, found.tokens, size))
         return time.process_time() - began, found.renders
 
     shape = chat(size, messages, "First?")["messages"]
@@ -178,19 +181,19 @@ class Lag(NamedTuple):
 
 async def lag(size: int, seconds: float) -> Lag:
     """While chats of `size` bytes with new prefixes arrive, and without; `seconds` for each."""
-    memory = PositionMemory(MEMORY_BYTES)
-    finder, recent = BoundaryFinder(memory, Learner(MEMORY_BYTES)), RecentRequests(MEMORY_BYTES)
+    memory = PositionCache(MEMORY_BYTES)
+    finder, recent = BoundaryFinder(memory, DivergenceLearner(MEMORY_BYTES)), RequestMemory(MEMORY_BYTES)
     base = chat(size, 40, "First?")
-    played = Tokens.of(range(size // CHARACTERS_PER_TOKEN))
-    shorter = Tokens.of(range(size // CHARACTERS_PER_TOKEN - 500))
+    played = TokenIds.of(range(size // CHARACTERS_PER_TOKEN))
+    shorter = TokenIds.of(range(size // CHARACTERS_PER_TOKEN - 500))
 
-    async def renderer(body: Mapping[str, Any], path: str = CHAT) -> Tokens:
+    async def renderer(body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
         async with writing:  # what asking a real worker costs the loop
             json.dumps(body).encode()
             await asyncio.sleep(0)
         await asyncio.sleep(0.002)
         changed = body["messages"][-1]["content"] != "First?" or not body.get("add_generation_prompt", True)
-        return Tokens(shorter.raw) if changed else Tokens(played.raw)
+        return TokenIds(shorter.raw) if changed else TokenIds(played.raw)
 
     late: list[float] = []
     writing = asyncio.Lock()
@@ -210,7 +213,7 @@ async def lag(size: int, seconds: float) -> Lag:
         number += 1
         body = {**base, "messages": [{"role": "system", "content": f"You, {number}."}, *base["messages"][1:]]}
         found = await finder.find(chat_request(body), renderer, b"renderer")
-        recent.add(Recent(found.layout, found.tokens, size))
+        recent.add(RememberedRequest(found.layout, found.tokens, size))
         await asyncio.sleep(0.02)
     done.set()
     await watching

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from proxy.bench.harness.servers import Fleet, Server, narrator
+from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.aborts import started
 from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, case, complaint, name_of
 from tests.bench.fuzz_framing import SMUGGLED
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     say = narrator()
     folder = Path(tempfile.mkdtemp(prefix="seamark-fuzz-"))
-    with Fleet(folder) as fleet:
+    with Servers(folder) as fleet:
         say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
         result = asyncio.run(fuzz(fleet, args.seed, args.seconds, args.case))
     print(json.dumps(report(result), indent=1) if args.json else render(result))
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     return 0 if result.held else 1
 
 
-async def fuzz(fleet: Fleet, seed: int, seconds: float, only: Sequence[int] | None = None) -> Fuzzed:
+async def fuzz(fleet: Servers, seed: int, seconds: float, only: Sequence[int] | None = None) -> Fuzzed:
     """Send cases to a gateway before a strict worker until time is up, or `only` those with these numbers."""
     numbers = iter(only) if only else itertools.count()
     began = time.monotonic()

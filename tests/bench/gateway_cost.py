@@ -23,7 +23,7 @@ from proxy.bench.harness.client import open_client
 from proxy.bench.harness.counters import CpuTime, samples_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.ratios import Pair, Spread, spread
-from proxy.bench.harness.servers import Fleet, Server, narrator
+from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start
 from tests.harness.load import connect, request, send_all
 from tests.harness.mock_worker import MODEL
@@ -136,7 +136,7 @@ async def run(
     peers: Sequence[Peer], cases: Sequence[Case], requests: int, rounds: int, step_ms: int, say: Callable[[str], None]
 ) -> Report:
     """Start everything, and compare; `step_ms` as the worker takes it."""
-    with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Servers(Path(folder)) as fleet:
         worker = fleet.mock_worker(step_ms)
         worker.wait_until_ready()
         gateway = fleet.gateway(worker)

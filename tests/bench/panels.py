@@ -21,7 +21,7 @@ import httpx
 from proxy.bench.harness.client import open_client, status_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.sending import CHAT, COMPLETION
-from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from tests.bench.dashboards import UNITS, Query, dimension, queries
 from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus, prometheus
 
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     say = narrator()
     model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Fleet(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Servers(Path(name)) as fleet:
         say("starting an engine")
         engine = fleet.engine("tight", model, flags=TIGHT)
         engine.wait_until_ready()

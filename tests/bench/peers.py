@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from proxy.bench.harness.servers import CACHE, Fleet, Server
+from proxy.bench.harness.servers import CACHE, Server, Servers
 from proxy.commands.render_server import free_port
 from tests.harness.mock_worker import MODEL
 
@@ -83,7 +83,7 @@ PEERS = (
 )
 
 
-def start(fleet: Fleet, peer: Peer, worker: Server, folder: Path, say: Callable[[str], None]) -> Started:
+def start(fleet: Servers, peer: Peer, worker: Server, folder: Path, say: Callable[[str], None]) -> Started:
     """Install a peer if need be, and start it before `worker`. Whatever goes wrong is told, not raised."""
     try:
         scripts = _environment(peer, say) / "bin"

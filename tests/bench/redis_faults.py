@@ -22,7 +22,7 @@ import httpx
 
 from proxy.bench.harness.client import status_of
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.servers import Fleet, Server, narrator
+from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.chat.chat import CHAT
 from tests.harness.mock_worker import MODEL
 from tests.harness.redis_server import LateWay, RedisServer, late_way, redis_server
@@ -155,7 +155,7 @@ async def state_of_redis(client: httpx.AsyncClient, gateway: Server) -> str:
     return (await status_of(client, gateway.url))["redis"]["state"]
 
 
-async def measure(fleet: Fleet, redis: RedisServer, way: LateWay, pairs: int, say: Callable) -> list[Phase]:
+async def measure(fleet: Servers, redis: RedisServer, way: LateWay, pairs: int, say: Callable) -> list[Phase]:
     """All phases, one after the other."""
     say("starting a worker without an engine and three gateways")
     worker = fleet.mock_worker()
@@ -222,7 +222,7 @@ def main(argv: list[str]) -> int:
         tempfile.TemporaryDirectory(prefix="seamark-redis-") as folder,
         redis_server() as redis,
         late_way(redis.port) as way,
-        Fleet(Path(folder)) as fleet,
+        Servers(Path(folder)) as fleet,
     ):
         phases = asyncio.run(measure(fleet, redis, way, args.pairs, say))
     print(json.dumps(report(phases), indent=1) if args.json else render(phases))

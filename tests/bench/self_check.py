@@ -25,7 +25,7 @@ from proxy.bench.harness.client import open_client, status_of, tokens_of
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.bench.harness.sending import CHAT, COMPLETION, judgeable, send
-from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, NEMOTRON_H, Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model, narrator
 from proxy.boundaries.token_ids import common_prefix
 from proxy.http.json_body import HINT, XARGS
 
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     say = narrator()
     model = generated_model(say, args.family)
-    with tempfile.TemporaryDirectory(prefix="seamark-check-") as name, Fleet(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-check-") as name, Servers(Path(name)) as fleet:
         folder = Path(name)
         engine = fleet.engine("engine", model, environment=planted.environment(folder / "planted"))
         engine.wait_until_ready()

@@ -24,7 +24,7 @@ import httpx
 
 from proxy.bench.harness.client import Answer, Messages, ask, open_client, status_of
 from proxy.bench.harness.prompts import QUESTIONS, prose
-from proxy.bench.harness.servers import NEMOTRON_H, Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import NEMOTRON_H, Server, Servers, generated_model, narrator
 
 BLOCK = ("--block-size", "4224")  # tokens
 
@@ -103,7 +103,7 @@ def engine_and_gateway(
     folder: Path, name: str, model: Path, mode: str, flags: Sequence[str]
 ) -> Iterator[tuple[Server, Server]]:
     """An engine with `SEAMARK_ENGINE=mode` and a gateway before it, ready."""
-    with Fleet(folder) as fleet:
+    with Servers(folder) as fleet:
         engine = fleet.engine(name, model, mode, BLOCK)
         gateway = fleet.gateway(engine, flags=flags)
         engine.wait_until_ready()

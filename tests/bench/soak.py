@@ -26,7 +26,7 @@ from proxy.bench.harness import exact
 from proxy.bench.harness.client import Answer, open_client
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.sending import Left, send
-from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Server, Servers, generated_model, narrator
 from tests.bench.traffic import Request, Traffic
 
 TOLD = 5  # failures, differences and log lines that are repeated in full
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     say = narrator()
     model = generated_model(say, args.family)
     folder = Path(tempfile.mkdtemp(prefix="seamark-soak-"))
-    with Fleet(folder) as fleet:
+    with Servers(folder) as fleet:
         say("starting two engines: one with room, one with 64 cache blocks and 320 tokens per step")
         engines = {"room": fleet.engine("room", model), "tight": fleet.engine("tight", model, flags=TIGHT_FLAGS)}
         subjects = [Subject(name, engine, fleet.gateway(engine)) for name, engine in engines.items()]

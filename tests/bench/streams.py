@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxy.bench.harness.counters import CpuTime
-from proxy.bench.harness.servers import Fleet, narrator
+from proxy.bench.harness.servers import Servers, narrator
 from tests.bench.stream_client import Lateness
 
 STREAMS, TOKENS_PER_SECOND, SECONDS, RUNS = 256, 50, 10.0, 5
@@ -80,7 +80,7 @@ async def receive(url: str, load: Load) -> Lateness:
 async def measure(load: Load, runs: int, say: Callable[[str], None]) -> list[Run]:
     """Direct and through the gateway in turn."""
     found = []
-    with tempfile.TemporaryDirectory(prefix="seamark-streams-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-streams-") as folder, Servers(Path(folder)) as fleet:
         worker = fleet.mock_worker()
         worker.wait_until_ready()
         gateway = fleet.gateway(worker)

@@ -21,9 +21,9 @@ import uvloop
 from xxhash import xxh3_128_digest
 
 from proxy.bench.harness.counters import CpuTime, family
-from proxy.bench.harness.servers import Fleet, Server, narrator
+from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.boundaries.boundary import Boundary
-from proxy.routing.prefix_index import ENTRY_BYTES, Directory
+from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
 from tests.harness.load import CHAT, connect, request, send_all
 from tests.harness.mock_worker import MODEL
 
@@ -101,7 +101,7 @@ def key(*parts: object) -> bytes:
     return xxh3_128_digest(repr(parts).encode())
 
 
-def fill(directory: Directory, requests: int) -> Grown:
+def fill(directory: PrefixIndex, requests: int) -> Grown:
     """Look up and note requests of three boundaries each, all different."""
     half = noted = 0
     for number in range(requests):
@@ -115,7 +115,7 @@ def fill(directory: Directory, requests: int) -> Grown:
     return Grown("routing table", requests, len(directory), noted - len(directory), half, resident(os.getpid()))
 
 
-def time_lookups(directory: Directory, last: int) -> Lookup:
+def time_lookups(directory: PrefixIndex, last: int) -> Lookup:
     """In a table that has the boundaries of request `last`."""
 
     def seconds(prefixes: list[bytes], found: bool) -> float:
@@ -175,7 +175,7 @@ def run_gateway(requests: int, entries: int, say: Callable[[str], None]) -> Grow
     """A gateway whose routing table takes so many entries."""
     # Three eighths of the memory are the routing table's.
     flags = ["--memory-bytes", str(-(-8 * entries * ENTRY_BYTES // 3)), "--text-bytes", str(GATEWAY_TEXT_BYTES)]
-    with tempfile.TemporaryDirectory(prefix="seamark-tables-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-tables-") as folder, Servers(Path(folder)) as fleet:
         worker = fleet.mock_worker()
         worker.wait_until_ready()
         gateway = fleet.gateway(worker, flags=flags)
@@ -227,7 +227,7 @@ def main(argv: list[str]) -> int:
         parser.error("--requests, --gateway-requests, --entries: at least 2")
     say = narrator()
     say(f"routing table: {args.requests} requests")
-    directory = Directory(args.entries * ENTRY_BYTES)
+    directory = PrefixIndex(args.entries * ENTRY_BYTES)
     grown = [fill(directory, args.requests)]
     lookup = time_lookups(directory, args.requests - 1)
     grown.append(run_gateway(args.gateway_requests, args.entries, say))

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.measure import Traits
-from proxy.boundaries.positions import PositionMemory
+from proxy.boundaries.measure import TemplateFacts
+from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
 from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.reader import chat_request
@@ -62,7 +62,7 @@ async def check_cell(
     tokenizer: str,
     family: Family,
     excuses: Sequence[Excuse],
-    traits: Traits,
+    traits: TemplateFacts,
     measured: Sequence[str],
 ) -> Cell:
     """Everything that must hold for one shape; positions are found for the last texts in `measured`."""
@@ -122,9 +122,9 @@ async def check_cell(
     return Cell(name, tokenizer, family.shape, tuple(open_), tuple(dict.fromkeys(excused)), renders=renders)
 
 
-async def _find(renderer: WorkerRenderer, body: Mapping[str, Any], traits: Traits) -> Found:
+async def _find(renderer: WorkerRenderer, body: Mapping[str, Any], traits: TemplateFacts) -> Found:
     """Measured, not remembered; only what is known of the template is kept."""
-    finder = BoundaryFinder(PositionMemory(MEMORY_BYTES), traits=traits)
+    finder = BoundaryFinder(PositionCache(MEMORY_BYTES), traits=traits)
     return await finder.find(chat_request(body), renderer, hashlib.md5(body["chat_template"].encode()).digest())
 
 
@@ -143,7 +143,7 @@ async def check_templates(
     upstream = Upstream(connect_timeout=5.0)
     try:
         renderer = WorkerRenderer(upstream, url, timeout=60.0)
-        traits = Traits()
+        traits = TemplateFacts()
         cells = []
         for name, template in templates.items():
             for number, family in enumerate(families()):

@@ -20,7 +20,7 @@ import httpx
 
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.ratios import Comparison, Pair, told
-from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server, generated_model, narrator
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 
 WORDS_PER_PROMPT = 1500
 
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, and what happens to standard error")
     args = parser.parse_args(argv)
     say = narrator()
-    with tempfile.TemporaryDirectory(prefix="seamark-tenants-") as folder, Fleet(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-tenants-") as folder, Servers(Path(folder)) as fleet:
         write_keys(Path(folder) / "keys.toml")
         engine = fleet.engine("seamark", generated_model(say))
         engine.wait_until_ready()

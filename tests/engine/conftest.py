@@ -9,17 +9,17 @@ import pytest
 
 from proxy.bench.harness import planted
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.servers import QWEN3_NEXT, Fleet
-from tests.harness.engines import FLOAT32_DELTA, Servers
+from proxy.bench.harness.servers import QWEN3_NEXT, Servers
+from tests.harness.engines import FLOAT32_DELTA, SharedServers
 
 
 @pytest.fixture(scope="session")
-def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
     """All of them, started at once: each takes half a minute alone. They compute in float32."""
     folder = tmp_path_factory.mktemp("servers")
     needed, flags = (FLOAT32_DELTA, ("--dtype", "float32")) if family == QWEN3_NEXT else ({}, ())
     environment = plugin_environment(folder / "plugins", needed)
-    with Fleet(folder) as fleet:
+    with Servers(folder) as fleet:
         # A parser, without which vLLM refuses requests that offer tools.
         tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
         store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
@@ -31,7 +31,7 @@ def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) 
         off = ("--no-enable-prefix-caching",)
         reference = fleet.engine("reference", model, "reference", (*flags, *tools, *off), environment)
         untouched = fleet.engine("untouched", model, "0", flags, environment)
-        started = Servers(
+        started = SharedServers(
             seamark,
             folder / "planted",
             tight,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from proxy.bench.harness.servers import Fleet, Server
+from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
 from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings
@@ -31,7 +31,7 @@ from tests.bench.aborts import (
     started,
 )
 from tests.bench.soak import bad_lines
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 from tests.harness.raw_http import Connection, request
 from tests.harness.strict_worker import SILENT, WHOLE, StrictWorker
 
@@ -45,7 +45,7 @@ async def worker() -> AsyncIterator[StrictWorker]:
 
 
 async def test_a_client_that_leaves_at_any_moment_frees_the_worker_within_100_ms(worker, tmp_path):
-    with Fleet(tmp_path) as fleet:
+    with Servers(tmp_path) as fleet:
         gateway = await started(fleet.gateway(worker))
         await leave_all(gateway, worker, 2)
         before = await remains(gateway)
@@ -56,7 +56,7 @@ async def test_a_client_that_leaves_at_any_moment_frees_the_worker_within_100_ms
 
 
 async def test_a_client_that_leaves_in_the_queue_never_reaches_the_worker(worker, tmp_path):
-    with Fleet(tmp_path) as fleet:
+    with Servers(tmp_path) as fleet:
         left = await queue_case(fleet, worker, TIMES)
         assert left.held, left
         after = await remains(fleet.servers[0])
@@ -75,7 +75,7 @@ async def test_clients_that_leave_before_their_answers_leave_no_error_in_the_log
             await asyncio.sleep(0)
         connection.reset() if chance.random() < 0.5 else connection.close()
 
-    with Fleet(tmp_path) as fleet:
+    with Servers(tmp_path) as fleet:
         gateway = await started(fleet.gateway(worker))
         for _ in range(150):
             await asyncio.gather(*(come_and_go(gateway) for _ in range(8)))
@@ -85,7 +85,7 @@ async def test_clients_that_leave_before_their_answers_leave_no_error_in_the_log
 
 async def test_a_client_that_leaves_with_requests_behind_each_other_frees_the_worker(worker, tmp_path):
     """Pipelined: the one under way is not the last that has been read. A gateway may as well close after the first."""
-    with Fleet(tmp_path) as fleet:
+    with Servers(tmp_path) as fleet:
         gateway = await started(fleet.gateway(worker))
         connection = await Connection.open(gateway)
         (_, first), (under_way, second), (waiting, third) = (
@@ -139,7 +139,7 @@ async def tasks_at_rest(wanted: int = 0) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_real_engine_stops_as_soon_behind_the_gateway_as_without(servers: Servers, stream):
+async def test_a_real_engine_stops_as_soon_behind_the_gateway_as_without(servers: SharedServers, stream):
     left = await leave_engine(servers.seamark, servers.gateway, stream, 3)
     print(left)
     assert left.held, left

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from proxy.bench.agents import efficiency, shapes
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 
 @pytest.mark.parametrize("agent", shapes())
-def test_an_agents_requests_hit_nearly_all_they_can(servers: Servers, agent):
+def test_an_agents_requests_hit_nearly_all_they_can(servers: SharedServers, agent):
     requests = shapes()[agent]
     result = asyncio.run(efficiency(servers.gateway.url, servers.seamark.url, requests, match_unit=16))
     assert result.share >= 0.95, result

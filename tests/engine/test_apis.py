@@ -12,7 +12,7 @@ import pytest
 
 from proxy.bench.harness.servers import MODEL_NAME, Server
 from proxy.boundaries.token_ids import common_prefix
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 UNIT = 16
 
@@ -54,7 +54,7 @@ def oracle(worker: Server, path: str, *bodies: dict) -> int:
     return min(shared, len(last) - 1) // UNIT * UNIT
 
 
-def test_messages_by_the_anthropic_sdk(servers: Servers, new):
+def test_messages_by_the_anthropic_sdk(servers: SharedServers, new):
     system = [{"type": "text", "text": new, "cache_control": {"type": "ephemeral"}}]
     bodies = [
         {"system": system, "tools": [TOOL], "max_tokens": TOKENS, "messages": [{"role": "user", "content": question}]}
@@ -73,7 +73,7 @@ def test_messages_by_the_anthropic_sdk(servers: Servers, new):
     assert message.content == ask(servers.reference, bodies[1]).parse().content
 
 
-def test_a_stream_of_messages_by_the_anthropic_sdk(servers: Servers, new):
+def test_a_stream_of_messages_by_the_anthropic_sdk(servers: SharedServers, new):
     body = {"model": MODEL_NAME, "system": new, "max_tokens": 4, "messages": [{"role": "user", "content": "Tide?"}]}
     for _ in range(2):
         with anthropic_sdk(servers.gateway).messages.stream(**body) as stream:
@@ -81,7 +81,7 @@ def test_a_stream_of_messages_by_the_anthropic_sdk(servers: Servers, new):
     assert final.usage.output_tokens
 
 
-def test_chats_by_the_openai_sdk(servers: Servers, new):
+def test_chats_by_the_openai_sdk(servers: SharedServers, new):
     def messages(question):
         return [{"role": "system", "content": new}, {"role": "user", "content": question}]
 
@@ -97,7 +97,7 @@ def test_chats_by_the_openai_sdk(servers: Servers, new):
     assert second.choices[0].message.content == ask(servers.reference, "And low tide?").choices[0].message.content
 
 
-def test_responses_by_the_openai_sdk(servers: Servers, new):
+def test_responses_by_the_openai_sdk(servers: SharedServers, new):
     def ask(server, question):
         options = {"max_output_tokens": TOKENS, "temperature": 0, "extra_body": {"top_k": 1}}
         return openai_sdk(server).responses.create(model=MODEL_NAME, instructions=new, input=question, **options)
@@ -113,7 +113,7 @@ def test_responses_by_the_openai_sdk(servers: Servers, new):
 LONG = "The tide turns at noon, and the pilots go out to the ships that wait. " * 70
 
 
-def test_a_response_that_continues_another(servers: Servers, new):
+def test_a_response_that_continues_another(servers: SharedServers, new):
     sdk = openai_sdk(servers.gateway)
     new = f"{new} {LONG}"
     options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
@@ -132,7 +132,7 @@ def test_a_response_that_continues_another(servers: Servers, new):
     assert third.usage.input_tokens_details.cached_tokens > cached
 
 
-def test_a_response_that_continues_a_streamed_one(servers: Servers, new):
+def test_a_response_that_continues_a_streamed_one(servers: SharedServers, new):
     sdk = openai_sdk(servers.gateway)
     new = f"{new} {LONG}"
     options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
@@ -142,7 +142,7 @@ def test_a_response_that_continues_a_streamed_one(servers: Servers, new):
     assert second.usage.input_tokens_details.cached_tokens > 1000
 
 
-def test_completions_by_the_openai_sdk(servers: Servers, new):
+def test_completions_by_the_openai_sdk(servers: SharedServers, new):
     document = new * 3
 
     def ask(server, prompt):
@@ -156,7 +156,7 @@ def test_completions_by_the_openai_sdk(servers: Servers, new):
     assert answers[2].choices[0].text == ask(servers.reference, prompts[2]).choices[0].text
 
 
-def test_completions_of_token_ids(servers: Servers):
+def test_completions_of_token_ids(servers: SharedServers):
     draw = random.Random(uuid.uuid4().int)
     shared = [draw.randrange(100, 4000) for _ in range(600)]
     for number in range(3):
@@ -166,7 +166,7 @@ def test_completions_of_token_ids(servers: Servers):
     assert answer.usage.prompt_tokens_details.cached_tokens == 600 // UNIT * UNIT
 
 
-def test_a_document_inside_a_message_hits_at_the_third_request(servers: Servers, new):
+def test_a_document_inside_a_message_hits_at_the_third_request(servers: SharedServers, new):
     sdk = openai_sdk(servers.gateway)
     document = new * 3
     for question in ("When is high tide?", "and low tide?", "Is there ice?"):

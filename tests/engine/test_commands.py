@@ -13,7 +13,7 @@ from engine_patches.commands.model import write_model
 from proxy.bench.harness.servers import MODEL_NAME
 from proxy.commands.doctor import _engine
 from tests.harness.api_keys import entry, secret
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 from tests.harness.gateways import start_gateway
 
 REQUEST = {
@@ -39,7 +39,7 @@ def request_file(tmp_path):
     return str(path)
 
 
-def test_boundary_tells_the_same_by_worker_and_by_model(servers: Servers, model, request_file):
+def test_boundary_tells_the_same_by_worker_and_by_model(servers: SharedServers, model, request_file):
     by_worker = seamark("boundary", "--worker", servers.seamark.url, request_file)
     by_model = seamark("boundary", "--model", str(model), request_file)
     assert (by_worker.returncode, by_model.returncode) == (0, 0), by_worker.stderr + by_model.stderr
@@ -126,7 +126,7 @@ def test_doctor_misses_the_feed_without_which_reasons_stay_unheard(worker):
     assert "what the engine decides is told" in seamark("doctor", "--worker", worker.url).stdout
     worker.has_feed = False
     done = seamark("doctor", "--worker", worker.url)
-    assert done.returncode == 1 and "--middleware engine_patches.reporting.events_api.OutcomeFeed" in done.stdout
+    assert done.returncode == 1 and "--middleware engine_patches.reporting.events_api.EventsEndpoint" in done.stdout
 
 
 def test_the_cure_lets_a_worker_be_reached_from_where_it_is_asked_for():

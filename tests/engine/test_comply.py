@@ -19,7 +19,7 @@ from llm_comply.schema import SpecLoader
 from llm_comply.tests import get_tests
 
 from proxy.bench.harness.servers import MODEL_NAME
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 
 class Suite(NamedTuple):
@@ -75,7 +75,7 @@ def masked(complaints: list[str]) -> tuple[str, ...]:
 
 @pytest.mark.filterwarnings("ignore:jsonschema.RefResolver")  # llm-comply's
 @pytest.mark.parametrize("name", SUITES)
-def test_llm_comply_judges_the_gateway_as_it_judges_the_engine(servers: Servers, name):
+def test_llm_comply_judges_the_gateway_as_it_judges_the_engine(servers: SharedServers, name):
     alone, behind = verdicts(servers.seamark.url, name), verdicts(servers.gateway.url, name)
     assert len(alone) == SUITES[name].cases
     assert len(set(alone.values())) >= 3  # or what is compared says nothing

@@ -21,7 +21,7 @@ from proxy.bench.harness.counters import CpuTime, family
 from proxy.bench.harness.ratios import Comparison, Pair, Spread, pooled, spread, told
 from proxy.bench.passes import AT_ONCE, BASELINE, OURS, UNTOUCHED, Plan, Row, Table, count
 from proxy.bench.resume import Resumed, Round, Sample
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 # CPU seconds of five pairs, 100 tokens, as measured.
 PAIRS = tuple(
@@ -31,7 +31,7 @@ PAIRS = tuple(
 BUSY = "import time\nwhile True:\n  time.process_time() > 0.3 and time.sleep(60)"
 
 
-async def test_seamark_takes_no_more_passes_than_vllm_alone(servers: Servers):
+async def test_seamark_takes_no_more_passes_than_vllm_alone(servers: SharedServers):
     plan = Plan((130, 163), (120,), waves=3, running=0)
     async with open_client(300) as client:
         counts = {

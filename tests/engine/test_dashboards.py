@@ -14,11 +14,11 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from proxy.bench.harness.servers import MODEL_NAME, Fleet
+from proxy.bench.harness.servers import MODEL_NAME, Servers
 from tests.bench.dashboards import FOLDER, dashboards
 from tests.bench.panels import CAREFUL, IN_SHADOW, IN_TURN, Rig, Row, proved, table
 from tests.harness.documented_metrics import ENGINE, GATEWAY
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 from tests.harness.prometheus_server import Prometheus, installed, prometheus
 
 PROVISIONING = FOLDER / "provisioning"
@@ -33,9 +33,9 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("dashboards")
-    with Fleet(folder) as fleet:
+    with Servers(folder) as fleet:
         own = [fleet.gateway(servers.tight, flags=flags) for flags in (IN_TURN, IN_SHADOW, CAREFUL)]
         for gateway in own:
             gateway.wait_until_ready("/ready", seconds=30)

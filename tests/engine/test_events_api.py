@@ -10,10 +10,10 @@ import pytest
 
 from engine_patches.reporting.events_api import MAX_KEPT, Feed, client_id
 from engine_patches.reporting.stats_channel import NEWS, _written, news_in
-from engine_patches.scheduler.state_events import Came, Cleared, Gone
+from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.servers import MODEL_NAME
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_what_is_kept_is_bounded():
 def test_news_of_states_stand_beside_the_outcomes_in_their_order():
     feed = Feed()
     feed.add("chatcmpl-a-00000000", "cold", 0)
-    feed.add_news(0, 1, Came("chatcmpl-a-00000000", 200, ((160, "5c"), (192, ""))))
-    feed.add_news(0, 2, Gone("5c"))
-    feed.add_news(0, 3, Cleared())
+    feed.add_news(0, 1, StateStored("chatcmpl-a-00000000", 200, ((160, "5c"), (192, ""))))
+    feed.add_news(0, 2, StateEvicted("5c"))
+    feed.add_news(0, 3, CacheCleared())
     told = feed.after(0, "")
     assert told["outcomes"] == [("a", "cold", 0)]
     assert told["states"] == [["came", "a", 200, ((160, "5c"), (192, ""))], ["gone", "5c"], ["cleared"]]
@@ -64,16 +64,16 @@ def test_news_of_states_stand_beside_the_outcomes_in_their_order():
 
 def test_news_that_the_engine_dropped_leave_nothing_to_believe():
     feed = Feed()
-    feed.add_news(0, 1, Gone("a"))
-    feed.add_news(1, 1, Gone("b"))  # another engine counts for itself
-    feed.add_news(0, 5, Gone("c"))
+    feed.add_news(0, 1, StateEvicted("a"))
+    feed.add_news(1, 1, StateEvicted("b"))  # another engine counts for itself
+    feed.add_news(0, 5, StateEvicted("c"))
     assert feed.after(0)["states"] == [["gone", "a"], ["gone", "b"], ["cleared"], ["gone", "c"]]
 
 
 def test_one_of_several_api_servers_tells_of_no_states():
     feed = Feed()
     feed.hears_all = False
-    feed.add_news(0, 2, Gone("a"))
+    feed.add_news(0, 2, StateEvicted("a"))
     assert feed.after(0).keys() == {"boot", "cursor", "outcomes"}
 
 
@@ -88,7 +88,12 @@ def test_who_asks_too_late_or_after_a_restart_is_told_so():
 
 @pytest.mark.parametrize(
     "news",
-    [Came("chatcmpl-a/b,c:d-00000000", 200, ((160, "5c"), (192, ""))), Came("a", 10, ()), Gone("5c"), Cleared()],
+    [
+        StateStored("chatcmpl-a/b,c:d-00000000", 200, ((160, "5c"), (192, ""))),
+        StateStored("a", 10, ()),
+        StateEvicted("5c"),
+        CacheCleared(),
+    ],
 )
 def test_news_survive_the_way_through_the_statistics(news):
     assert news_in(f"{NEWS}/7/{_written(news)}".partition("/")[2]) == (7, news)
@@ -99,7 +104,7 @@ async def test_a_question_waits_for_news_and_no_longer_than_it_says():
     waiting = asyncio.create_task(feed.later_than(0, feed.boot, 30))
     while not feed._waiting:
         await asyncio.sleep(0)
-    feed.add_news(0, 1, Gone("a"))
+    feed.add_news(0, 1, StateEvicted("a"))
     feed.publish()
     assert (await asyncio.wait_for(waiting, 5))["states"] == [["gone", "a"]]
     assert (await feed.later_than(1, feed.boot, 0.01))["states"] == [] and not feed._waiting
@@ -119,7 +124,7 @@ async def reasons(client: httpx.AsyncClient, server, names: set[str]) -> dict[st
         await asyncio.sleep(0.1)
 
 
-async def test_each_request_of_a_real_engine_has_its_reason(servers: Servers):
+async def test_each_request_of_a_real_engine_has_its_reason(servers: SharedServers):
     async with open_client(120) as client:
 
         async def chat(name: str, text: str, **more) -> None:

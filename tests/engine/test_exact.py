@@ -21,7 +21,7 @@ from proxy.bench.harness.counters import PassCounter, samples_of
 from proxy.bench.harness.prompts import prose, with_shared_tokens
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
 from proxy.bench.stories import Told, floored
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 CHATS = 60
 
@@ -67,7 +67,7 @@ def unit(family: str) -> int:
 
 
 @pytest.fixture
-async def block(client, servers: Servers) -> int:
+async def block(client, servers: SharedServers) -> int:
     """Cache block, tokens."""
     found = await samples_of(client, servers.seamark)
     (size,) = filter(None, (re.fullmatch(r'seamark_engine_info\{block_size="(\d+)"\}', name) for name in found))
@@ -87,7 +87,7 @@ async def client():
         ("64 blocks and 320 tokens per step", (0.1, 0.1)),  # constant eviction
     ],
 )
-async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: Servers, room, shares):
+async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: SharedServers, room, shares):
     engine, gateway = (servers.seamark, servers.gateway) if room == "room" else (servers.tight, servers.tight_gateway)
     chats = random_chats(seed=7)
     right = await ask_all(client, servers.reference.url, chats, exact.MIN_TOKENS, PARALLEL)

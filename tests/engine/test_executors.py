@@ -12,21 +12,21 @@ from proxy.bench.harness import exact
 from proxy.bench.harness.client import open_client, tokens_of
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.servers import Fleet, Server
-from tests.harness.engines import Servers
+from proxy.bench.harness.servers import Server, Servers
+from tests.harness.engines import SharedServers
 
 PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Fleet(tmp_path_factory.mktemp("executors")) as fleet:
+    with Servers(tmp_path_factory.mktemp("executors")) as fleet:
         started = fleet.engine("two-workers", model, "1", ("--tensor-parallel-size", "2"), PROCESSES)
         started.wait_until_ready()
         yield started
 
 
-async def test_tensor_parallel_workers_write_the_same_states(engine: Server, servers: Servers):
+async def test_tensor_parallel_workers_write_the_same_states(engine: Server, servers: SharedServers):
     async with open_client(300) as client:
         prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(400, 120)}])
         for shared, own, hit in ((500, 40, 0), (500, 25, 496), (163, 9, 160), (163, 200, 160)):

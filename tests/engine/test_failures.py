@@ -11,7 +11,7 @@ import pytest
 
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 CHAT = "/v1/chat/completions"
 
@@ -22,7 +22,7 @@ def chat(text: str = "Hello", **fields) -> dict:
     return {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
 
 
-def post(servers: Servers, body) -> httpx.Response:
+def post(servers: SharedServers, body) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
     return httpx.post(servers.gateway.url + CHAT, content=content, headers=headers, timeout=60)

@@ -26,8 +26,8 @@ from proxy.bench.harness.client import open_client
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.ratios import Comparison, Pair
 from proxy.bench.harness.sending import Leave, Left
-from proxy.bench.harness.servers import Fleet, Server
-from tests.harness.engines import Servers
+from proxy.bench.harness.servers import Server, Servers
+from tests.harness.engines import SharedServers
 
 PLAN = Plan(shared=2000, own=30, size=4, decoders=2, decoded=6000)
 
@@ -36,7 +36,7 @@ FLAGS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--long-pref
 
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Fleet(tmp_path_factory.mktemp("fan-out")) as fleet:
+    with Servers(tmp_path_factory.mktemp("fan-out")) as fleet:
         started = fleet.engine("fan-out", model, flags=FLAGS)
         started.wait_until_ready()
         yield started
@@ -49,7 +49,7 @@ async def client():
 
 
 async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leaders_leave(
-    client, engine: Server, servers: Servers
+    client, engine: Server, servers: SharedServers
 ):
     await run_wave(client, engine, replace(WARM_UP, decoded=PLAN.decoded), "warm up")
     cold = await run_wave(client, engine, PLAN, "cold", short=True)

@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server
-from tests.harness.engines import Servers
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
+from tests.harness.engines import SharedServers
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -49,7 +49,7 @@ def post(server: Server, path: str, body: dict, **options) -> httpx.Response:
     return httpx.post(server.url + path, json=body, timeout=60, **options)
 
 
-def twice(servers: Servers, path: str, body: dict) -> tuple[httpx.Response, httpx.Response]:
+def twice(servers: SharedServers, path: str, body: dict) -> tuple[httpx.Response, httpx.Response]:
     """The answer of the engine alone, and that from behind the gateway.
 
     An engine that is ahead of its reader puts two tokens into one event, so some more pairs are asked for where the
@@ -64,7 +64,7 @@ def twice(servers: Servers, path: str, body: dict) -> tuple[httpx.Response, http
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_is_the_engines_byte_for_byte(servers: Servers, path, stream):
+def test_an_answer_is_the_engines_byte_for_byte(servers: SharedServers, path, stream):
     body = {**BODIES[path], "stream": stream}
     direct, behind = twice(servers, path, body)
     assert (direct.status_code, behind.status_code) == (200, 200)
@@ -94,7 +94,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("path", "body"), WRONG)
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_error_is_the_engines_with_its_status(servers: Servers, path, body, stream):
+def test_an_error_is_the_engines_with_its_status(servers: SharedServers, path, body, stream):
     body = {**body, "stream": stream}
     direct, behind = twice(servers, path, body)
     assert behind.status_code == direct.status_code >= 400
@@ -102,7 +102,7 @@ def test_an_error_is_the_engines_with_its_status(servers: Servers, path, body, s
     assert behind.headers["content-type"] == direct.headers["content-type"]
 
 
-def test_fields_that_nobody_knows_pass(servers: Servers, worker, gateway):
+def test_fields_that_nobody_knows_pass(servers: SharedServers, worker, gateway):
     sdk = openai.OpenAI(base_url=servers.gateway.url + "/v1", api_key="unused", max_retries=0)
     fields = {"made_up": {"deep": [1, None, "é"]}, "top_k": 1, "return_token_ids": True}
     answer = sdk.chat.completions.create(model=MODEL_NAME, messages=ASK, max_tokens=4, extra_body=fields)
@@ -115,7 +115,7 @@ def test_fields_that_nobody_knows_pass(servers: Servers, worker, gateway):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
-def test_the_usage_of_a_stream_reaches_who_asked_for_it(servers: Servers, path, options):
+def test_the_usage_of_a_stream_reaches_who_asked_for_it(servers: SharedServers, path, options):
     body = {**BODIES[path], "stream": True} | ({} if options is None else {"stream_options": options})
     direct, behind = twice(servers, path, body)
     assert masked(behind.content) == masked(direct.content)
@@ -124,7 +124,7 @@ def test_the_usage_of_a_stream_reaches_who_asked_for_it(servers: Servers, path, 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_nothing_cached_is_reported_as_zero(servers: Servers, stream):
+def test_nothing_cached_is_reported_as_zero(servers: SharedServers, stream):
     sdk = openai.OpenAI(base_url=servers.gateway.url + "/v1", api_key="unused", max_retries=0)
     fields = {"stream_options": {"include_usage": True}} if stream else {}
     # A salt of its own: nobody can have put anything there.
@@ -134,7 +134,7 @@ def test_nothing_cached_is_reported_as_zero(servers: Servers, stream):
     assert usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_a_request_id_is_kept_and_told_to_the_worker(servers: Servers, worker, gateway):
+def test_a_request_id_is_kept_and_told_to_the_worker(servers: SharedServers, worker, gateway):
     sdk = openai.OpenAI(base_url=servers.gateway.url + "/v1", api_key="unused", max_retries=0)
     headers = {"x-request-id": "mine-1"}
     answer = sdk.chat.completions.create(model=MODEL_NAME, messages=ASK, max_tokens=2, extra_headers=headers)
@@ -148,7 +148,7 @@ def test_a_request_id_is_kept_and_told_to_the_worker(servers: Servers, worker, g
     assert (b"x-request-id", b"mine-1") in worker.requests[-1].headers
 
 
-def test_models_are_the_engines(servers: Servers):
+def test_models_are_the_engines(servers: SharedServers):
     direct, behind = (httpx.get(server.url + "/v1/models").json() for server in (servers.seamark, servers.gateway))
     assert behind["data"][0]["max_model_len"] == 8192
     for entry in (*direct["data"], *behind["data"]):
@@ -169,7 +169,7 @@ def worker() -> Iterator[RecordingWorker]:
 
 @pytest.fixture
 def gateway(worker: RecordingWorker, tmp_path: Path) -> Iterator[Server]:
-    with Fleet(tmp_path) as fleet:
+    with Servers(tmp_path) as fleet:
         server = fleet.gateway(worker)
         server.wait_until_ready("/ready", seconds=30)
         yield server
@@ -187,7 +187,7 @@ def events(name: str) -> list[bytes]:
 def test_a_body_of_32_mib_arrives_whole(tmp_path):
     """Before a worker that renders nothing: this one would take minutes for it."""
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 32 * 2**20}]}).encode()
-    with recording_worker(patched=False) as plain, Fleet(tmp_path) as fleet:
+    with recording_worker(patched=False) as plain, Servers(tmp_path) as fleet:
         server = fleet.gateway(plain)
         server.wait_until_ready("/ready", seconds=30)
         assert httpx.post(server.url + CHAT, content=body, timeout=120).status_code == 200

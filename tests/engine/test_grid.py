@@ -11,7 +11,7 @@ import pytest
 from proxy.bench import grid, picture
 from proxy.bench.cells import QUICK, Cell, Family, Lengths, Mode, Plan, measure_baseline, measure_seamark
 from proxy.bench.harness.client import open_client
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -38,7 +38,7 @@ def family(delivered: float = 1.0) -> Family:
     return Family("nemotron_h", 384, PLAN, modes, 4.0)
 
 
-async def test_seamark_gives_the_oracle_hit_in_every_cell_and_without_hints_the_grid_shows_it(servers: Servers):
+async def test_seamark_gives_the_oracle_hit_in_every_cell_and_without_hints_the_grid_shows_it(servers: SharedServers):
     async with open_client(300) as client:
         engine, ours = await measure_seamark(client, servers.gateway.url, servers.seamark.url, QUICK)
         bare = await measure_baseline(client, "no hints", servers.seamark.url, QUICK, ())

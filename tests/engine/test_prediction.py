@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness.client import open_client
-from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 
 REQUESTS = 500
 
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Fleet(tmp_path_factory.mktemp("prediction")) as fleet:
+    with Servers(tmp_path_factory.mktemp("prediction")) as fleet:
         engine = fleet.engine("tight", model, flags=TIGHT)
         engine.wait_until_ready()
         gateway = fleet.gateway(engine)

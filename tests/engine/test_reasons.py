@@ -12,10 +12,10 @@ import uuid
 import httpx
 import pytest
 
-from proxy.bench.harness.servers import MODEL_NAME, Fleet, Server
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.observability.reasons import deepest
 from tests.harness.changed_requests import changed_requests
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 from tests.harness.recording_worker import recording_worker
 
 CHAT = "/v1/chat/completions"
@@ -43,7 +43,7 @@ def explained(gateway: Server, answer: httpx.Response) -> dict:
     return told
 
 
-def test_cold_then_hit(servers: Servers, new):
+def test_cold_then_hit(servers: SharedServers, new):
     assert explained(servers.gateway, ask(servers.gateway, new, "High tide?"))["reason"] == "cold"
     told = explained(servers.gateway, ask(servers.gateway, new, "And low?"))
     assert told["reason"] == "hit"
@@ -51,29 +51,29 @@ def test_cold_then_hit(servers: Servers, new):
     assert {boundary["kind"] for boundary in told["boundaries"]} >= {"system", "history"}
 
 
-def test_below_unit(servers: Servers):
+def test_below_unit(servers: SharedServers):
     assert explained(servers.gateway, ask(servers.gateway, None, "?"))["reason"] == "below_unit"
 
 
-def test_no_boundary(servers: Servers):
+def test_no_boundary(servers: SharedServers):
     body = {"messages": [{"role": "assistant", "content": "Only the model has spoken. " * 20}]}
     assert explained(servers.gateway, ask(servers.gateway, None, "", **body))["reason"] == "no_boundary"
 
 
-def test_salt(servers: Servers, new):
+def test_salt(servers: SharedServers, new):
     ask(servers.gateway, new, "High tide?", cache_salt="one tenant")
     told = explained(servers.gateway, ask(servers.gateway, new, "High tide?", cache_salt="another"))
     assert told["reason"] == "salt" and told["delivered"] == 0
 
 
-def test_evicted(servers: Servers, new):
+def test_evicted(servers: SharedServers, new):
     ask(servers.tight_gateway, new, "High tide?")
     for _ in range(40):  # 64 blocks of 384 tokens, and states hold half of them
         ask(servers.tight_gateway, f"{uuid.uuid4().hex} {LONG * 4}", "High tide?")
     assert explained(servers.tight_gateway, ask(servers.tight_gateway, new, "And low?"))["reason"] == "evicted"
 
 
-def test_hint_ignored(servers: Servers, new):
+def test_hint_ignored(servers: SharedServers, new):
     """Prompt logprobs want every token computed, whatever the cache holds: only the engine knows."""
     ask(servers.gateway, new, "High tide?")
     told = explained(servers.gateway, ask(servers.gateway, new, "And low?", prompt_logprobs=1))
@@ -81,7 +81,7 @@ def test_hint_ignored(servers: Servers, new):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_not_worth_it(fleet: Fleet, stream):
+def test_not_worth_it(fleet: Servers, stream):
     """An engine whose passes are dear: its answers are recorded ones, its word of this request is what counts."""
     with recording_worker(cached=0) as worker:
         gateway = fleet.gateway(worker)
@@ -97,13 +97,13 @@ def test_not_worth_it(fleet: Fleet, stream):
         assert httpx.post(gateway.url + CHAT, json=body).headers["x-seamark-predicted"] == "0"
 
 
-def test_render_failed(servers: Servers, fleet: Fleet, new):
+def test_render_failed(servers: SharedServers, fleet: Servers, new):
     gateway = fleet.gateway(servers.seamark, flags=("--render-timeout", "0.0001"))
     gateway.wait_until_ready("/ready", seconds=30)
     assert explained(gateway, ask(gateway, new, "Tide?"))["reason"] == "render_failed"
 
 
-def test_another_worker_has_more(servers: Servers, fleet: Fleet, new):
+def test_another_worker_has_more(servers: SharedServers, fleet: Servers, new):
     gateway = fleet.gateway(servers.seamark, servers.tight, flags=("--load-slack", "0"))
     gateway.wait_until_ready("/ready", seconds=30)
     first = ask(gateway, new, "High tide?")
@@ -122,7 +122,7 @@ def test_another_worker_has_more(servers: Servers, fleet: Fleet, new):
     raise AssertionError("the holder was never chosen for the long answer")
 
 
-def test_worker_restarted(fleet: Fleet):
+def test_worker_restarted(fleet: Servers):
     """The one case a real engine takes too long to show: its answers are recorded ones."""
     with recording_worker() as worker:
         gateway = fleet.gateway(worker, flags=("--health-interval", "0.1"))
@@ -138,7 +138,7 @@ def test_worker_restarted(fleet: Fleet):
         assert answer.headers["x-seamark-reason"] == "worker_restarted"
 
 
-def test_prefix_changed_names_the_right_part(servers: Servers):
+def test_prefix_changed_names_the_right_part(servers: SharedServers):
     for case in changed_requests(
         15, random.Random(17)
     ):  # fifty without an engine: tests/unit/observability/test_request_diff.py
@@ -151,7 +151,7 @@ def test_prefix_changed_names_the_right_part(servers: Servers):
         assert 0 < changed["token"] < told["prompt"]
 
 
-def test_the_page_knows_no_request_it_was_not_sent(servers: Servers):
+def test_the_page_knows_no_request_it_was_not_sent(servers: SharedServers):
     answer = httpx.get(servers.gateway.url + "/seamark/requests/made-up")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
 

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from proxy.bench.harness.servers import MODEL_NAME
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 MESSAGES = [
     {"role": "system", "content": "You pilot ships into the harbour, and you answer in one sentence at most. " * 6},
@@ -15,7 +15,7 @@ MESSAGES = [
 
 
 @pytest.fixture
-def sdk(servers: Servers) -> openai.OpenAI:
+def sdk(servers: SharedServers) -> openai.OpenAI:
     return openai.OpenAI(base_url=servers.gateway.url + "/v1", api_key="unused", max_retries=0)
 
 

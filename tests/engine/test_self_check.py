@@ -12,10 +12,10 @@ import pytest
 from proxy.bench.harness import planted
 from proxy.bench.harness.client import Answer, ask, open_client
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.servers import Fleet, Server
+from proxy.bench.harness.servers import Server, Servers
 from proxy.fleet.answer_compare import LEAST, Greedy, Step, distance, judge
 from tests.bench import self_check
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 from tests.harness.gateways import SYSTEM, chat, post, start_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
@@ -137,21 +137,21 @@ def test_a_worker_that_others_keep_busy_is_left_alone(fleet, worker):
 
 
 @pytest.fixture
-def watched(servers: Servers, fleet: Fleet) -> Server:
+def watched(servers: SharedServers, fleet: Servers) -> Server:
     """A gateway that checks, before the engine in which defects can be planted."""
     gateway = fleet.gateway(servers.seamark, flags=self_check.FLAGS)
     gateway.wait_until_ready("/ready", seconds=30)
     return gateway
 
 
-async def watch(servers: Servers, gateway: Server, defect: str, seconds: float) -> self_check.Phase:
+async def watch(servers: SharedServers, gateway: Server, defect: str, seconds: float) -> self_check.Phase:
     """Traffic that nobody has sent before, with this defect."""
     seed, unit = time.time_ns() % 10**6, 16
     return await self_check.watch(servers.seamark, gateway, servers.planted, defect, seconds, seed, unit)
 
 
 @pytest.mark.parametrize("defect", planted.DEFECTS)
-def test_a_planted_defect_is_found_within_a_minute_and_turns_hints_off(servers: Servers, watched: Server, defect):
+def test_a_planted_defect_is_found_within_a_minute_and_turns_hints_off(servers: SharedServers, watched: Server, defect):
     phase = asyncio.run(watch(servers, watched, defect, self_check.FOUND_SECONDS))
     assert phase.held, phase
     log = watched.log.read_text()
@@ -172,7 +172,9 @@ def told(url: str, messages: list[dict], **fields) -> tuple[int, list[float]]:
     return answer.cached_tokens, [step.logprob for step in answer.steps]
 
 
-def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_does(servers: Servers, watched: Server):
+def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_does(
+    servers: SharedServers, watched: Server
+):
     seed = time.time_ns() % 10**6
     system = {"role": "system", "content": prose(300, seed)}
     first = [system, {"role": "user", "content": prose(20, seed + 1)}]
@@ -209,7 +211,7 @@ def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_do
     assert cached and logprobs == pytest.approx(anew(longer), abs=1e-3)
 
 
-def test_honest_answers_are_never_called_different(servers: Servers, watched: Server):
+def test_honest_answers_are_never_called_different(servers: SharedServers, watched: Server):
     phase = asyncio.run(watch(servers, watched, "none", 30.0))
     assert phase.held and sum(phase.results.values()) >= 2, phase
     assert phase.hints_sent and phase.reason == "hit"

@@ -15,12 +15,12 @@ from proxy.bench.harness.client import Answer
 from proxy.bench.harness.servers import MODEL_NAME, Server
 from proxy.commands.doctor import tell_shadow
 from proxy.commands.render_server import free_port
-from proxy.observability.prefill_cost import PrefillPace, Work
+from proxy.observability.prefill_cost import CostLearner, TokenWork
 from proxy.observability.shadow import MATCH_UNIT
 from proxy.settings import Settings
 from tests.bench.shadow import compare, traffic
 from tests.harness.api_keys import bearer, entry
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 from tests.harness.gateways import CHAT, SYSTEM, chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
 
@@ -163,7 +163,7 @@ def test_shadow_can_be_told_to_ask_for_usage_all_the_same():
 
 
 def test_a_pace_is_learnt_from_requests_of_which_a_third_had_to_wait():
-    pace = PrefillPace()
+    pace = CostLearner()
     assert pace.line is None
     for number in range(60):
         tokens = 100 + 97 * (number * 7 % 40)
@@ -176,24 +176,24 @@ def test_a_pace_is_learnt_from_requests_of_which_a_third_had_to_wait():
 
 
 def test_that_later_tokens_cost_more_is_learnt_also_from_prompts_that_were_partly_cached():
-    pace = PrefillPace()
+    pace = CostLearner()
     draw = random.Random(5)
     for number in range(60):
         prompt, cached = draw.randint(2000, 30_000), 1600 * (number % 2)
-        work = Work.between(cached, prompt)
+        work = TokenWork.between(cached, prompt)
         pace.took(prompt, cached, 0.1 + 1e-4 * work.at(2.0**-14) + draw.uniform(0, 0.02), alone=True)
     assert pace.line.growth == 2.0**-14
-    assert pace.line.seconds(Work.between(0, 20_000)) == pytest.approx(1e-4 * (20_000 + 2e8 * 2.0**-14), rel=0.05)
+    assert pace.line.seconds(TokenWork.between(0, 20_000)) == pytest.approx(1e-4 * (20_000 + 2e8 * 2.0**-14), rel=0.05)
 
 
 def test_prompts_of_one_length_tell_no_pace():
-    pace = PrefillPace()
+    pace = CostLearner()
     for number in range(50):
         pace.took(1000 + number, 0, 0.2, alone=True)
     assert pace.line is None
 
 
-def test_on_an_untouched_engine_the_loss_is_what_requests_shared(servers: Servers):
+def test_on_an_untouched_engine_the_loss_is_what_requests_shared(servers: SharedServers):
     """vLLM as it is hits nothing shorter than a block of 384 tokens: everything shared is lost, to the unit."""
     gateway = servers.untouched_gateway
     system = f"{uuid.uuid4().hex} " + "You name the tide before you name the berth. " * 12

@@ -13,14 +13,14 @@ from proxy.bench.harness.sending import COMPLETION, Left
 from tests.bench import soak
 from tests.bench.soak import Driven, Memory, Outcome, Subject, drive_all, judge, judge_all
 from tests.bench.traffic import Request, Traffic
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 SECONDS = 120.0
 
 DEFECTIVE_SECONDS = 15.0
 
 
-async def test_two_minutes_of_random_traffic_leave_nothing_behind(servers: Servers):
+async def test_two_minutes_of_random_traffic_leave_nothing_behind(servers: SharedServers):
     subjects = [
         Subject("room", servers.seamark, servers.gateway),
         Subject("tight", servers.tight, servers.tight_gateway),
@@ -35,7 +35,7 @@ async def test_two_minutes_of_random_traffic_leave_nothing_behind(servers: Serve
         assert each.driven.counted["states written"] and each.driven.counted["resumed from a state"]
 
 
-async def test_the_soak_notices_wrong_states(servers: Servers):
+async def test_the_soak_notices_wrong_states(servers: SharedServers):
     subject = Subject("defective", servers.seamark, servers.gateway)
     with planted.planted(servers.planted, planted.OTHER_STATE):
         driven = await drive_all([subject], Traffic(seed=2), DEFECTIVE_SECONDS)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from proxy.bench.harness.servers import Fleet
+from proxy.bench.harness.servers import Servers
 from tests.bench.tenants import measure, write_keys
-from tests.harness.engines import Servers
+from tests.harness.engines import SharedServers
 
 
-def test_strangers_never_share_a_hit_and_those_who_share_do(servers: Servers, tmp_path):
+def test_strangers_never_share_a_hit_and_those_who_share_do(servers: SharedServers, tmp_path):
     write_keys(tmp_path / "keys.toml")
-    with Fleet(tmp_path) as fleet:
+    with Servers(tmp_path) as fleet:
         gateway = fleet.gateway(servers.seamark, flags=("--api-keys", str(tmp_path / "keys.toml")))
         gateway.wait_until_ready("/ready", seconds=30)
         rounds = measure(gateway, 3, words=300, seed=77_000)

@@ -11,13 +11,13 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from proxy.bench.harness.servers import Fleet, Server
+from proxy.bench.harness.servers import Server, Servers
 from tests.harness.gateways import CHAT, SYSTEM, chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import COMPLETION, EVENTS, RecordingWorker, recording_worker
 
 
 @pytest.fixture
-def gateway(fleet: Fleet, worker: RecordingWorker) -> Server:
+def gateway(fleet: Servers, worker: RecordingWorker) -> Server:
     return start_gateway(fleet, worker)
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness.counters import CpuTime
-from proxy.bench.harness.servers import Fleet, Server
+from proxy.bench.harness.servers import Server, Servers
 from tests.bench import gateway_cost, peers, streams, table_memory
 from tests.bench.gateway_cost import (
     CASES,
@@ -40,14 +40,14 @@ SYSTEM = {"role": "system", "content": "You keep the harbour's books. " * 20}
 class Stand(NamedTuple):
     """A gateway before a worker without an engine."""
 
-    fleet: Fleet
+    fleet: Servers
     worker: Server
     gateway: Server
 
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with Fleet(tmp_path_factory.mktemp("stand")) as fleet:
+    with Servers(tmp_path_factory.mktemp("stand")) as fleet:
         worker = fleet.mock_worker()
         worker.wait_until_ready()
         gateway = fleet.gateway(worker)

@@ -369,11 +369,11 @@ def test_places_found_for_whoever_has_left_are_given_back():
     from prometheus_client import Histogram
 
     from proxy.errors import Overloaded
-    from proxy.routing.queue import Admission
+    from proxy.routing.queue import AdmissionQueue
 
     async def scene() -> None:
         free, given_back = [], []
-        admission = Admission(2, 5.0, Histogram("seconds", "", registry=None))
+        admission = AdmissionQueue(2, 5.0, Histogram("seconds", "", registry=None))
 
         def take() -> object | None:
             return free.pop() if free else None

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from proxy.fleet.worker import Trust
+from proxy.fleet.worker import CacheQuarantine
 from tests.harness.gateways import CHAT, chat, own_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker
 
@@ -15,11 +15,11 @@ BODY = {"model": "m"}
 
 
 def test_a_trusted_worker_gets_the_salt_that_the_request_has():
-    assert Trust().salt({**BODY, "cache_salt": "own"}) is None
+    assert CacheQuarantine().salt({**BODY, "cache_salt": "own"}) is None
 
 
 def test_the_first_doubt_parts_requests_from_what_was_there_and_keeps_who_was_apart_apart():
-    trust = Trust()
+    trust = CacheQuarantine()
     trust.doubt()
     salts = [trust.salt(body) for body in (BODY, {**BODY, "cache_salt": None}, {**BODY, "cache_salt": "own"})]
     assert not trust.in_hints and trust.in_cache
@@ -29,14 +29,14 @@ def test_the_first_doubt_parts_requests_from_what_was_there_and_keeps_who_was_ap
 
 
 def test_the_second_takes_nothing_from_the_cache():
-    trust = Trust()
+    trust = CacheQuarantine()
     trust.doubt()
     trust.doubt()
     assert not trust.in_cache and len({trust.salt(BODY) for _ in range(3)}) == 3
 
 
 def test_what_was_doubted_stays_out_of_use_until_the_worker_restarts():
-    trust = Trust()
+    trust = CacheQuarantine()
     trust.doubt()
     apart = trust.salt(BODY)
     trust.restore()
@@ -46,7 +46,7 @@ def test_what_was_doubted_stays_out_of_use_until_the_worker_restarts():
 
 
 def test_a_restart_alone_does_not_bring_trust_back():
-    trust = Trust()
+    trust = CacheQuarantine()
     trust.doubt()
     trust.doubt()
     trust.restarted()
@@ -55,7 +55,7 @@ def test_a_restart_alone_does_not_bring_trust_back():
 
 @pytest.mark.parametrize("salt", ["", 5, ["own"]])
 def test_a_salt_that_vllm_refuses_is_left_to_it(salt):
-    trust = Trust()
+    trust = CacheQuarantine()
     trust.doubt()
     assert trust.salt({**BODY, "cache_salt": salt}) is None
 

@@ -18,13 +18,13 @@ import httpx
 import pytest
 import redis as redis_client
 
-from proxy.bench.harness.servers import Fleet, Server
+from proxy.bench.harness.servers import Server, Servers
 from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.positions import Position, PositionMemory
+from proxy.boundaries.positions import Position, PositionCache
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
-from proxy.routing.prefix_index import ENTRY_BYTES, Directory
-from proxy.routing.redis_sync import Sharing
+from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
+from proxy.routing.redis_sync import RedisSync
 from tests.harness.gateways import chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.redis_server import LateWay, RedisServer, late_way, redis_server
@@ -56,7 +56,7 @@ def status(gateway: Server) -> dict:
     return httpx.get(gateway.url + "/seamark/status").json()
 
 
-def sharing_gateway(fleet: Fleet, workers: list[RecordingWorker], url: str) -> Server:
+def sharing_gateway(fleet: Servers, workers: list[RecordingWorker], url: str) -> Server:
     gateway = start_gateway(fleet, *workers, flags=("--redis", url))
     wait_for(lambda: status(gateway)["redis"]["state"] == "up")
     return gateway
@@ -237,8 +237,8 @@ class Tables:
     """The tables of a gateway and its share in Redis, here in the test's own process."""
 
     def __init__(self, server: RedisServer, boot: str = BOOT, size: int = 2**26) -> None:
-        self.directory, self.memory, self.metrics = Directory(size), PositionMemory(size), Metrics()
-        self.sharing = Sharing(server.url, self.directory, self.memory, self.metrics, lambda: [boot])
+        self.directory, self.memory, self.metrics = PrefixIndex(size), PositionCache(size), Metrics()
+        self.sharing = RedisSync(server.url, self.directory, self.memory, self.metrics, lambda: [boot])
 
     async def exchange(self) -> None:
         """Until nothing is left to write or read."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.bench.harness.servers import Fleet
-from proxy.fleet.worker_metrics import UNKNOWN, Pace, read_pace
+from proxy.bench.harness.servers import Servers
+from proxy.fleet.worker_metrics import UNKNOWN, StepTimes, read_pace
 from tests.harness.gateways import chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import recording_worker
 
@@ -15,12 +15,12 @@ SAVED, SPENT = "seamark_seconds_saved_total", "seamark_seconds_spent_total"
 
 
 def test_the_pace_is_read_where_the_engine_tells_it():
-    assert read_pace("# TYPE seamark_pass_seconds gauge\n" + PACE) == Pace(0.5, 0.001)
+    assert read_pace("# TYPE seamark_pass_seconds gauge\n" + PACE) == StepTimes(0.5, 0.001)
     assert read_pace("vllm:x 1\n") == UNKNOWN and not UNKNOWN.known
-    assert Pace(0.5, 0.001).seconds(1000, passes=2) == pytest.approx(2.0)
+    assert StepTimes(0.5, 0.001).seconds(1000, passes=2) == pytest.approx(2.0)
 
 
-def test_cached_tokens_are_seconds_saved_at_the_pace_of_their_worker(fleet: Fleet):
+def test_cached_tokens_are_seconds_saved_at_the_pace_of_their_worker(fleet: Servers):
     with recording_worker(cached=160) as worker:
         worker.more_metrics = PACE
         gateway = start_gateway(fleet, worker)
@@ -30,14 +30,14 @@ def test_cached_tokens_are_seconds_saved_at_the_pace_of_their_worker(fleet: Flee
         assert 0 < metric(gateway, SPENT) < 10  # two prompts were read, one of them rendered
 
 
-def test_nothing_is_saved_while_the_engine_has_not_learnt_its_pace(fleet: Fleet):
+def test_nothing_is_saved_while_the_engine_has_not_learnt_its_pace(fleet: Servers):
     with recording_worker(cached=160) as worker:
         gateway = start_gateway(fleet, worker)
         post(gateway, chat("one"))
         assert metric(gateway, "seamark_cached_tokens_total") == 160 and metric(gateway, SAVED) == 0
 
 
-def test_a_replay_is_seconds_spent_at_the_pace_from_before_the_restart(fleet: Fleet):
+def test_a_replay_is_seconds_spent_at_the_pace_from_before_the_restart(fleet: Servers):
     with recording_worker(cached=0) as worker:
         worker.more_metrics = PACE
         gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.1"))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 
-from proxy.fleet.warmup import ENTRY_BYTES, HALF_LIFE, HotPrefixes, Replay
+from proxy.fleet.warmup import ENTRY_BYTES, HALF_LIFE, WarmupRequest, WarmupSet
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import recording_worker
 
 
-def replay(name: bytes = b"", model: str = "m") -> Replay:
-    return Replay(
+def replay(name: bytes = b"", model: str = "m") -> WarmupRequest:
+    return WarmupRequest(
         CHAT, b'{"model":"m","messages":[],"stream":true,"n":3}' + name, ("model", "stream", "n"), {}, (), model
     )
 
 
-class Hot(HotPrefixes):
-    def used(self, key: bytes, tokens: int, shorter: tuple[bytes, ...], of: Replay, now: float) -> None:
+class Hot(WarmupSet):
+    def used(self, key: bytes, tokens: int, shorter: tuple[bytes, ...], of: WarmupRequest, now: float) -> None:
         if not self.used_again(key, now):
             self.add(key, tokens, shorter, of, now)
 
@@ -61,7 +61,7 @@ def test_what_is_kept_is_bounded_and_nothing_where_text_is_not_kept():
 
 
 def test_a_replay_asks_for_one_token_and_no_more():
-    asked = Replay(
+    asked = WarmupRequest(
         CHAT,
         b'{"stream":true,"n":3,"max_tokens":900,"vllm_xargs":{"x":1},"seed":1}',
         ("stream", "n", "max_tokens", "vllm_xargs", "seed"),

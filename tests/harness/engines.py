@@ -10,7 +10,7 @@ from proxy.bench.harness.servers import Server
 FLOAT32_DELTA = {"seamark_float32_delta": "tests.harness.float32_delta:register"}
 
 
-class Servers(NamedTuple):
+class SharedServers(NamedTuple):
     """Engines in the configurations that the tests need."""
 
     seamark: Server  # patched, room to cache

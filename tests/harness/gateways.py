@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import uvicorn
 
-from proxy.bench.harness.servers import Fleet, Server
+from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
 from proxy.pipeline.gateway import Gateway
 from proxy.server.uvicorn_server import server_for
@@ -58,7 +58,7 @@ def own_gateway(*workers: RecordingWorker, **settings: Any) -> Iterator[OwnGatew
         stop()
 
 
-def start_gateway(fleet: Fleet, *workers: RecordingWorker, flags: tuple[str, ...] = ()) -> Server:
+def start_gateway(fleet: Servers, *workers: RecordingWorker, flags: tuple[str, ...] = ()) -> Server:
     server = fleet.gateway(*workers, flags=flags)
     server.wait_until_ready("/ready", seconds=30)
     return server

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.servers import Fleet, Server
+from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
 
 SCRAPE_SECONDS = 1
@@ -60,7 +60,7 @@ def installed(program: str) -> str:
     return found
 
 
-def prometheus(fleet: Fleet, folder: Path, jobs: Mapping[str, Sequence[Server]]) -> Prometheus:
+def prometheus(fleet: Servers, folder: Path, jobs: Mapping[str, Sequence[Server]]) -> Prometheus:
     """Start one that scrapes each job's servers and keeps its data in `folder`; it ends with the fleet."""
     port = free_port()
     scraped = [

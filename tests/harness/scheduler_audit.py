@@ -47,7 +47,7 @@ from engine_patches import ledger
 from engine_patches.forward.layers import EXPORTS
 from engine_patches.forward.segments import WRITES
 from engine_patches.patches import PATCHES
-from engine_patches.scheduler.state_events import Came, Cleared, Gone
+from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
 
 BLOCK, UNIT = 64, 16  # tokens
 
@@ -209,7 +209,7 @@ class Core:
         findable = self.scheduler.seamark.findable
         for _, news in findable.take_news() if findable is not None else ():
             match news:
-                case Came(name, end, states):
+                case StateStored(name, end, states):
                     request = self.scheduler.requests[name]
                     for position, state in states:
                         if position > end:
@@ -218,11 +218,11 @@ class Core:
                             self.told[state] = (list(request.block_hashes), position)
                         elif self._found(request.block_hashes, position) == position:
                             self.errors.append(f"{name} is found at {position}, and not told of")
-                case Gone(state):
+                case StateEvicted(state):
                     self.gone += 1
                     if self._found(*self.told[state]) == self.told.pop(state)[1]:
                         self.errors.append("a state is said to have gone, and is found")
-                case Cleared():
+                case CacheCleared():
                     self.told.clear()
         for hashes, position in self.told.values():
             if self._found(hashes, position) != position:

@@ -78,7 +78,7 @@ class Server:
         self.process.wait()
 
 
-class Fleet:
+class Servers:
     """Servers that end together, whatever happens. Use as a context manager."""
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +86,7 @@ class Fleet:
         self._folder = folder
         self.servers: list[Server] = []
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
-from engine_patches.scheduler.fan_out import MIN_PATIENCE_SECONDS, SHUT_SECONDS, Gate
-from engine_patches.scheduler.step_time import Pace
+from engine_patches.scheduler.fan_out import MIN_PATIENCE_SECONDS, SHUT_SECONDS, PrefillGate
+from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16
 
@@ -32,11 +32,11 @@ def clock():
 
 @pytest.fixture
 def gate(clock):
-    pace = Pace()
+    pace = StepTime()
     for _ in range(8):  # a pass costs 0.4 s, a token 0.5 ms
         pace.step_took(1, 0.4005)
         pace.step_took(1000, 0.9)
-    return Gate(pace, UNIT, clock)
+    return PrefillGate(pace, UNIT, clock)
 
 
 def leading(gate, position=3600, **how):
@@ -65,11 +65,11 @@ def test_a_prefix_that_costs_less_than_a_pass_is_not_waited_for(gate):
 
 
 def test_what_nobody_would_feel_is_not_waited_for(clock):
-    fast = Pace()
+    fast = StepTime()
     for _ in range(8):  # a pass costs 1 ms, a token 0.01 ms: 3,600 tokens are 36 ms
         fast.step_took(1, 0.001)
         fast.step_took(1000, 0.011)
-    gate = Gate(fast, UNIT, clock)
+    gate = PrefillGate(fast, UNIT, clock)
     leading(gate)
     assert not gate.pays(gate.deepest_coming(request("follower")))
 
@@ -162,7 +162,7 @@ def test_nobody_waits_while_states_find_no_room(gate, clock):
 
 
 def test_patience_has_a_least(clock):
-    gate = Gate(Pace(), UNIT, clock)
+    gate = PrefillGate(StepTime(), UNIT, clock)
     leading(gate)
     coming = gate.deepest_coming(request("follower"))
     clock.now = 100.0

@@ -3,11 +3,11 @@
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from engine_patches.scheduler.preflight import SelfTestFailed, rehearse
+from engine_patches.scheduler.preflight import SelfTestFailed, run
 
 
 def test_it_passes_here():
-    rehearse()
+    run()
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ def test_it_passes_here():
 def test_it_notices_another_behaviour(monkeypatch, method, changed):
     monkeypatch.setattr(BlockPool, method, changed)
     with pytest.raises(SelfTestFailed):
-        rehearse()
+        run()

@@ -10,8 +10,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from engine_patches.scheduler import state_events
-from engine_patches.scheduler.hints import HINTED, Wanted
-from engine_patches.scheduler.state_events import Came, Cleared, Findable, Gone, notice_what_is_taken_back
+from engine_patches.scheduler.hints import HINTED, CheckpointTarget
+from engine_patches.scheduler.state_events import (
+    CacheCleared,
+    Findable,
+    StateEvicted,
+    StateStored,
+    notice_what_is_taken_back,
+)
 
 UNIT, BLOCK = 16, 64
 
@@ -41,7 +47,7 @@ class Cache:
         return block
 
     def plan(self, start: int, end: int) -> None:
-        wanted = [Wanted(position, HINTED) for position in (80, 112, 144)]
+        wanted = [CheckpointTarget(position, HINTED) for position in (80, 112, 144)]
         self.findable.planned(self.request, wanted, start, end)
         self.findable.settle()
 
@@ -97,7 +103,7 @@ def test_whatever_a_state_needs_takes_it_along(cache, evicted, gone):
     cache.pool.evict_blocks({cache.blocks[evicted].block_id})
     assert not cache.findable.has_news  # in the middle of a step nothing is decided
     cache.findable.settle()
-    assert sorted(cache.news()) == sorted(Gone(known[index]) for index in gone)
+    assert sorted(cache.news()) == sorted(StateEvicted(known[index]) for index in gone)
     cache.plan(0, 160)
     (came,) = cache.news()
     assert [name for _, name in came.states] == ["" if index in gone else known[index] for index in range(3)]
@@ -114,7 +120,7 @@ def test_keys_that_move_to_another_block_are_no_news(cache):
 def test_a_state_that_exists_twice_goes_with_the_second(cache):
     known = names(cache)
     twin = cache.cache(80, 0)
-    for block, gone in ((cache.blocks[0, 80], []), (twin, [Gone(known[0])])):
+    for block, gone in ((cache.blocks[0, 80], []), (twin, [StateEvicted(known[0])])):
         cache.pool.evict_blocks({block.block_id})
         cache.findable.settle()
         assert cache.news() == gone
@@ -134,7 +140,7 @@ def test_an_emptied_cache_is_one_word(cache):
     assert cache.pool.reset_prefix_cache()
     cache.findable.clear()
     cache.findable.settle()
-    assert cache.news() == [Cleared()] and len(cache.findable) == 0
+    assert cache.news() == [CacheCleared()] and len(cache.findable) == 0
 
 
 def test_numbers_show_what_was_lost(cache, monkeypatch):
@@ -148,6 +154,6 @@ def test_numbers_show_what_was_lost(cache, monkeypatch):
 def test_watched_states_are_bounded_and_the_oldest_is_given_up(cache, monkeypatch):
     monkeypatch.setattr(state_events, "MAX_STATES", 1)
     cache.plan(0, 160)
-    gone, came = sorted(cache.news(), key=lambda news: isinstance(news, Came))
-    assert gone == Gone(came.states[0][1]) and len(cache.findable) == 1
+    gone, came = sorted(cache.news(), key=lambda news: isinstance(news, StateStored))
+    assert gone == StateEvicted(came.states[0][1]) and len(cache.findable) == 1
     assert all(cache.findable._needed_by.values())

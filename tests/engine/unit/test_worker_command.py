@@ -12,7 +12,7 @@ from engine_patches.commands.worker import cpu_flags, main, model_type_of, vllm_
 def test_the_needed_flags_are_added():
     arguments = vllm_arguments("model", "127.0.0.1", 8000, [])
     assert arguments[:6] == ["--model", "model", "--host", "127.0.0.1", "--port", "8000"]
-    assert arguments[6:8] == ["--middleware", "engine_patches.reporting.events_api.OutcomeFeed"]
+    assert arguments[6:8] == ["--middleware", "engine_patches.reporting.events_api.EventsEndpoint"]
     flags = {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
     assert set(arguments[8:]) == {*flags, "--disable-access-log-for-endpoints", "/seamark/outcomes"}
 

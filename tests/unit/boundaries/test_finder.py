@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.positions import ENTRY_BYTES, Position, PositionMemory
+from proxy.boundaries.positions import ENTRY_BYTES, Position, PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.sentinel import SENTINELS, sentinel_for
 from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
-from proxy.routing.prefix_index import Directory
+from proxy.routing.prefix_index import PrefixIndex
 
 SYSTEM = {"role": "system", "content": "You pilot ships into the harbour. Answer briefly, and name the tide."}
 
@@ -49,7 +49,7 @@ def renderer(tokenizer) -> LocalRenderer:
 
 
 def finder() -> BoundaryFinder:
-    return BoundaryFinder(PositionMemory(1_000_000))
+    return BoundaryFinder(PositionCache(1_000_000))
 
 
 def user(text: Any) -> dict[str, Any]:
@@ -244,7 +244,7 @@ async def test_a_loop_that_is_rendered_anew_without_its_thinking_is_not_believed
             text += f"<{message['role']}>{message.get('reasoning', '') if index > last else ''}{message['content']}"
         return list(map(ord, text + ("<assistant>" if body.get("add_generation_prompt", True) else "")))
 
-    use, directory = finder(), Directory(100_000)
+    use, directory = finder(), PrefixIndex(100_000)
     thought = {"role": "assistant", "content": "Let me look.", "reasoning": "A table will do. " * 40}
     loop = [SYSTEM, user("Tide?"), thought, {"role": "tool", "content": "nine"}]
     over = [*loop, assistant("At nine.")]
@@ -265,7 +265,7 @@ async def test_an_answer_that_continues_a_message_ends_no_turn(renderer):
 
 
 def test_memory_is_bounded_and_forgets_the_least_recently_used():
-    memory = PositionMemory(2 * ENTRY_BYTES)
+    memory = PositionCache(2 * ENTRY_BYTES)
     memory.put(b"a", Position(1, b""))
     memory.put(b"b", Position(2, b""))
     assert memory.get(b"a").tokens == 1

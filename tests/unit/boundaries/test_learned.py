@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from proxy.boundaries.candidates import lay_out
+from proxy.boundaries.candidates import layout_of
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.learned import Learner
-from proxy.boundaries.positions import PositionMemory
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.learned import DivergenceLearner
+from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request, completions_request
 
@@ -21,16 +21,16 @@ class Characters:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def __call__(self, body, path=CHAT) -> Tokens:
+    async def __call__(self, body, path=CHAT) -> TokenIds:
         self.asked += 1
         if "prompt" in body:
-            return Tokens.of(map(ord, body["prompt"]))
+            return TokenIds.of(map(ord, body["prompt"]))
         text = "".join(f"<{message['role']}>{message['content']}" for message in body["messages"])
-        return Tokens.of(map(ord, text + ("<assistant>" if body.get("add_generation_prompt", True) else "")))
+        return TokenIds.of(map(ord, text + ("<assistant>" if body.get("add_generation_prompt", True) else "")))
 
 
 def finder(size: int = 10_000_000) -> BoundaryFinder:
-    return BoundaryFinder(PositionMemory(1_000_000), Learner(size))
+    return BoundaryFinder(PositionCache(1_000_000), DivergenceLearner(size))
 
 
 async def learned(use, renderer, request) -> list[int]:
@@ -86,8 +86,8 @@ async def test_without_memory_for_texts_nothing_is_learned():
 
 
 def test_memory_for_texts_is_bounded():
-    learner = Learner(100_000)
+    learner = DivergenceLearner(100_000)
     for number in range(200):
-        learner.cuts(lay_out(question(f"{number % 7} {number} " + DOCUMENT), b"r"))
+        learner.cuts(layout_of(question(f"{number % 7} {number} " + DOCUMENT), b"r"))
         assert learner.held <= 100_000
     assert learner.held > 0

@@ -9,9 +9,9 @@ import pytest
 
 from proxy.boundaries import local_renderer
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.local_renderer import PROOFS, SAMPLE, LocalRender, ProvedRenderer
-from proxy.boundaries.positions import PositionMemory
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.local_renderer import PROOFS, SAMPLE, LocalRender, VerifiedRenderer
+from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from proxy.errors import SettingsError
@@ -31,11 +31,11 @@ class Reference:
         self.asked = 0
         self.broken = False
 
-    async def __call__(self, body, path=CHAT) -> Tokens:
+    async def __call__(self, body, path=CHAT) -> TokenIds:
         self.asked += 1
         options = {"add_generation_prompt": body.get("add_generation_prompt", True), "return_dict": False}
         ids = self.tokenizer.apply_chat_template(body["messages"], tools=body.get("tools"), **options)
-        return Tokens.of([*ids, 7] if self.broken else ids)
+        return TokenIds.of([*ids, 7] if self.broken else ids)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ async def test_it_equals_the_models_own(local, reference, body):
 
 
 async def test_it_is_trusted_after_enough_proofs_and_then_asks_nobody(local, reference):
-    renderer = ProvedRenderer(reference, local)
+    renderer = VerifiedRenderer(reference, local)
     bodies = [{"messages": [SYSTEM, user(f"{number} ships")]} for number in range(PROOFS + 5)]
     rendered = [await renderer(body) for body in bodies]
     assert reference.asked == PROOFS and renderer.is_cheap(bodies[0])
@@ -74,7 +74,7 @@ async def test_it_is_trusted_after_enough_proofs_and_then_asks_nobody(local, ref
 
 
 async def test_a_kind_that_renders_otherwise_is_left_to_the_worker(local, reference, caplog):
-    renderer = ProvedRenderer(reference, local)
+    renderer = VerifiedRenderer(reference, local)
     reference.broken = True
     for number in range(3):
         assert not (await renderer({"messages": [user(f"{number} ships")]})).local
@@ -85,7 +85,7 @@ async def test_a_kind_that_renders_otherwise_is_left_to_the_worker(local, refere
 async def test_it_goes_off_loudly_at_the_first_difference(local, reference, caplog):
     caplog.set_level(logging.ERROR)
     logging.getLogger("seamark.render").propagate = True
-    renderer = ProvedRenderer(reference, local)
+    renderer = VerifiedRenderer(reference, local)
     for number in range(PROOFS):
         await renderer({"messages": [user(f"{number} ships")]})
     reference.broken = True
@@ -101,7 +101,7 @@ async def test_it_goes_off_loudly_at_the_first_difference(local, reference, capl
 
 async def test_known_and_new_prefixes_ask_no_worker_once_it_is_trusted(local, reference, monkeypatch):
     monkeypatch.setattr(local_renderer, "SAMPLE", 10**9)
-    renderer, finder = ProvedRenderer(reference, local), BoundaryFinder(PositionMemory(10**6))
+    renderer, finder = VerifiedRenderer(reference, local), BoundaryFinder(PositionCache(10**6))
     for number in range(2 * PROOFS):
         chat = [{**SYSTEM, "content": f"{number} {SYSTEM['content']}"}, user("Tide?")]
         found = await finder.find(chat_request({"messages": chat}), renderer, b"r")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from proxy.boundaries.token_ids import Tokens, common_prefix
+from proxy.boundaries.token_ids import TokenIds, common_prefix
 
 IDS = (1, 11, 111, 2, 22, 5)  # spelled so that one begins with another
 
@@ -16,30 +16,30 @@ def test_prefixes_lengths_and_tails_are_those_of_the_numbers():
     for _ in range(2000):
         left = draw.choices(IDS, k=draw.randrange(12))
         right = left[: draw.randrange(13)] + draw.choices(IDS, k=draw.randrange(4))
-        one, other = Tokens.of(left), Tokens.of(right)
+        one, other = TokenIds.of(left), TokenIds.of(right)
         assert one.common_prefix(other) == common_prefix(left, right), (left, right)
         assert (len(one), one.ids()) == (len(left), left)
         for tokens in range(len(left) + 1):
             assert (one.key(tokens) == other.key(tokens)) == (left[:tokens] == right[:tokens])
             if tokens:
-                assert one.tail(tokens, 2) == Tokens.of(left[max(0, tokens - 2) : tokens]).raw
+                assert one.tail(tokens, 2) == TokenIds.of(left[max(0, tokens - 2) : tokens]).raw
 
 
 def test_a_key_tells_more_than_tokens_apart():
-    assert Tokens.of([1, 2]).key(2, b"salt") != Tokens.of([1, 2]).key(2, b"other")
+    assert TokenIds.of([1, 2]).key(2, b"salt") != TokenIds.of([1, 2]).key(2, b"other")
 
 
 @pytest.mark.parametrize("answer", [b'{"token_ids":[1,22,3],"n":1}', b'[{"a":"]", "token_ids": [1, 22,\n3]}]'])
 def test_ids_are_read_out_of_an_answer(answer):
-    assert Tokens.in_answer(answer, "token_ids").ids() == [1, 22, 3]
+    assert TokenIds.in_answer(answer, "token_ids").ids() == [1, 22, 3]
 
 
 @pytest.mark.parametrize(
     "answer", [b"", b"{}", b'{"token_ids":null}', b'{"token_ids":[]}', b'{"token_ids":["a"]}', b'{"token_ids":[1']
 )
 def test_an_answer_without_ids_has_none(answer):
-    assert Tokens.in_answer(answer, "token_ids") is None
+    assert TokenIds.in_answer(answer, "token_ids") is None
 
 
 def test_a_batch_has_no_ids_of_its_own():
-    assert Tokens.in_answer(b'[{"token_ids":[1]},{"token_ids":[2]}]', "token_ids") is None
+    assert TokenIds.in_answer(b'[{"token_ids":[1]},{"token_ids":[2]}]', "token_ids") is None

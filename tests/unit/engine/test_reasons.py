@@ -23,23 +23,23 @@ def request(tokens=400, name="a"):
 
 def test_reasons():
     outcomes = Outcomes(16)
-    assert outcomes.judge(request(), True, (160,), 0) == COLD
+    assert outcomes.reason_for(request(), True, (160,), 0) == COLD
     outcomes.saw(request(), 160, EVICTED)
-    assert outcomes.judge(request(), True, (160, 320), 160) == HIT
-    assert outcomes.judge(request(), True, (160, 320), 0) == EVICTED
+    assert outcomes.reason_for(request(), True, (160, 320), 160) == HIT
+    assert outcomes.reason_for(request(), True, (160, 320), 0) == EVICTED
     outcomes.saw(request(), 320, EVICTED)
-    assert outcomes.judge(request(), True, (160, 320), 160) == EVICTED  # the deepest cause
+    assert outcomes.reason_for(request(), True, (160, 320), 160) == EVICTED  # the deepest cause
     outcomes.saw(request(), 16, NOT_WORTH_IT)
-    assert outcomes.judge(request(), True, (16,), 0) == NOT_WORTH_IT
-    assert outcomes.judge(request(name="b"), True, (160,), 0) == COLD
+    assert outcomes.reason_for(request(), True, (16,), 0) == NOT_WORTH_IT
+    assert outcomes.reason_for(request(name="b"), True, (160,), 0) == COLD
 
 
 def test_requests_without_a_usable_hint():
     outcomes = Outcomes(16)
-    assert outcomes.judge(request(), False, (), 0) == NO_BOUNDARY
-    assert outcomes.judge(request(), False, (), 160) == HIT
-    assert outcomes.judge(request(), True, (), 0) == HINT_IGNORED
-    assert outcomes.judge(request(tokens=10), True, (), 0) == BELOW_UNIT
+    assert outcomes.reason_for(request(), False, (), 0) == NO_BOUNDARY
+    assert outcomes.reason_for(request(), False, (), 160) == HIT
+    assert outcomes.reason_for(request(), True, (), 0) == HINT_IGNORED
+    assert outcomes.reason_for(request(tokens=10), True, (), 0) == BELOW_UNIT
 
 
 def test_memory_is_bounded():

@@ -2,11 +2,11 @@
 
 import pytest
 
-from engine_patches.scheduler.step_time import ASSUMED_TOKENS_PER_PASS, Pace
+from engine_patches.scheduler.step_time import ASSUMED_TOKENS_PER_PASS, StepTime
 
 
 def learnt(floor=0.4, per_token=0.0005, steps=8):
-    pace = Pace()
+    pace = StepTime()
     for number in range(steps):
         pace.step_took(1 + number % 3, floor + per_token * (1 + number % 3))
         pace.step_took(100 * (number + 1), floor + per_token * 100 * (number + 1))
@@ -52,7 +52,7 @@ def test_many_requests_that_decode_together_are_no_prompt():
 
 
 def test_steps_without_tokens_or_time_are_no_news():
-    pace = Pace()
+    pace = StepTime()
     pace.step_took(0, 1.0)
     pace.step_took(5, 0.0)
     assert pace.seconds(100, 1) == 0

@@ -6,21 +6,21 @@ import random
 
 import pytest
 
-from proxy.boundaries.candidates import lay_out
-from proxy.boundaries.token_ids import Tokens
+from proxy.boundaries.candidates import layout_of
+from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.reader import chat_request
-from proxy.observability.request_diff import Recent, RecentRequests, explains
+from proxy.observability.request_diff import RememberedRequest, RequestMemory, explains
 from tests.harness.changed_requests import changed_requests
 
 
-def as_recent(body) -> Recent:
+def as_recent(body) -> RememberedRequest:
     text = repr(body.get("tools")) + "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
-    return Recent(lay_out(chat_request(body), b"r"), Tokens.of(map(ord, text)), len(text))
+    return RememberedRequest(layout_of(chat_request(body), b"r"), TokenIds.of(map(ord, text)), len(text))
 
 
 def changed(*bodies):
     """Where the last of these requests leaves one of those before it."""
-    recent = RecentRequests(10_000_000)
+    recent = RequestMemory(10_000_000)
     for body in bodies:
         last = as_recent(body)
         recent.add(last)
@@ -64,7 +64,7 @@ def test_the_salt_alone_is_told_apart():
 
 
 def test_nothing_is_kept_where_no_text_may_be():
-    recent = RecentRequests(0)
+    recent = RequestMemory(0)
     one = as_recent({"messages": messages(LONG, "First?")})
     recent.add(one)
     assert recent.held == 0 and recent.change(one) is None

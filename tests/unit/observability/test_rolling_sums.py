@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.observability.rolling_sums import MINUTES, SLOTS, Recently, Sums
+from proxy.observability.rolling_sums import MINUTES, SLOTS, RollingSums, Totals
 
 
 class Clock:
@@ -23,19 +23,19 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def recently(clock) -> Recently:
-    return Recently(clock)
+def recently(clock) -> RollingSums:
+    return RollingSums(clock)
 
 
 def test_nothing_could_be_shared_yet(recently):
-    assert recently.last_minute() == recently.last_hour() == recently.since_start() == Sums(0, 0, 0, 0, 0)
-    assert recently.last_minute().efficiency is None and recently.by_minute() == [Sums(0, 0, 0, 0, 0)] * MINUTES
+    assert recently.last_minute() == recently.last_hour() == recently.since_start() == Totals(0, 0, 0, 0, 0)
+    assert recently.last_minute().efficiency is None and recently.by_minute() == [Totals(0, 0, 0, 0, 0)] * MINUTES
 
 
 def test_efficiency_is_what_came_of_what_could_be_shared(recently):
     recently.add(prompt=1000, shareable=0, delivered=0)
     recently.add(prompt=1000, shareable=800, delivered=600)
-    assert recently.last_minute() == Sums(2, 2000, 800, 600, 600)
+    assert recently.last_minute() == Totals(2, 2000, 800, 600, 600)
     assert recently.last_minute().efficiency == 0.75
 
 
@@ -52,8 +52,8 @@ def test_what_is_older_than_a_minute_counts_for_the_hour_alone(recently, clock):
     assert recently.last_minute().requests == 1
     clock.seconds += 6
     recently.add(100, 96, 0)
-    assert recently.last_minute() == Sums(1, 100, 96, 0, 0)
-    assert recently.last_hour() == Sums(2, 200, 192, 96, 96)
+    assert recently.last_minute() == Totals(1, 100, 96, 0, 0)
+    assert recently.last_hour() == Totals(2, 200, 192, 96, 96)
 
 
 def test_an_hour_later_only_the_sum_since_the_start_is_left(recently, clock):
@@ -61,15 +61,15 @@ def test_an_hour_later_only_the_sum_since_the_start_is_left(recently, clock):
     clock.seconds += 3595
     assert recently.last_hour().requests == 1
     clock.seconds += 5
-    assert recently.last_hour().requests == 0 and recently.since_start() == Sums(1, 100, 96, 96, 96)
+    assert recently.last_hour().requests == 0 and recently.since_start() == Totals(1, 100, 96, 96, 96)
 
 
 def test_a_slot_whose_turn_comes_again_starts_empty(recently, clock):
     recently.add(100, 96, 96)
     clock.seconds += 3600
     recently.add(50, 48, 0)
-    assert recently.last_minute() == Sums(1, 50, 48, 0, 0)
-    assert recently.since_start() == Sums(2, 150, 144, 96, 96)
+    assert recently.last_minute() == Totals(1, 50, 48, 0, 0)
+    assert recently.since_start() == Totals(2, 150, 144, 96, 96)
     clock.seconds += 10 * 3600
     assert recently.last_hour().requests == 0
 

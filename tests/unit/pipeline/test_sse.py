@@ -9,7 +9,7 @@ import pytest
 from proxy.chat.usage import Usage
 from proxy.errors import WorkerFailed
 from proxy.pipeline.error_responses import error_body, error_event
-from proxy.pipeline.sse import EventRelay
+from proxy.pipeline.sse import SseRelay
 
 DELTA = b'data: {"choices":[{"delta":{"content":"\xc3\xa9 \\"usage\\":{"}}]}\n\n'
 
@@ -18,7 +18,7 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details"
 DONE = b"data: [DONE]\n\n"
 
 
-async def relayed(pieces: list[bytes], strips: bool = False) -> tuple[list[bytes], EventRelay]:
+async def relayed(pieces: list[bytes], strips: bool = False) -> tuple[list[bytes], SseRelay]:
     sent: list[bytes] = []
 
     async def send(message) -> None:
@@ -28,7 +28,7 @@ async def relayed(pieces: list[bytes], strips: bool = False) -> tuple[list[bytes
         for piece in pieces:
             yield piece
 
-    relay = EventRelay(send, strips, keeps_first=True)
+    relay = SseRelay(send, strips, keeps_first=True)
     await relay.run(chunks())
     await relay.finish()
     return [piece for piece in sent if piece], relay

@@ -17,8 +17,8 @@ from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken
 from proxy.routing import engine_events
-from proxy.routing.engine_events import MAX_WORDS, READS_AT_ONCE, READS_PER_SECOND, TIMEOUT, EngineWords
-from proxy.routing.prefix_index import Directory
+from proxy.routing.engine_events import MAX_WORDS, READS_AT_ONCE, READS_PER_SECOND, TIMEOUT, EngineEvents
+from proxy.routing.prefix_index import PrefixIndex
 
 
 class Feed:
@@ -54,8 +54,8 @@ SYSTEM = Boundary(163, "system", b"s")
 
 
 @asynccontextmanager
-async def reading(feed: Feed, directory: Directory | None = None) -> AsyncIterator[EngineWords]:
-    words = EngineWords(feed, directory if directory is not None else Directory(10**6))
+async def reading(feed: Feed, directory: PrefixIndex | None = None) -> AsyncIterator[EngineEvents]:
+    words = EngineEvents(feed, directory if directory is not None else PrefixIndex(10**6))
     try:
         yield words
     finally:
@@ -112,7 +112,7 @@ async def test_words_that_nobody_asks_for_are_bounded():
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
-    feed, directory = Feed(old=False), Directory(10**6)
+    feed, directory = Feed(old=False), PrefixIndex(10**6)
     async with reading(feed, directory) as words:
         directory.note([SYSTEM], WORKER.boot)
         words.sent(WORKER, "r", [SYSTEM])
@@ -124,7 +124,7 @@ async def test_news_correct_the_directory_without_anybody_asking():
 
 
 async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
-    feed, directory = Feed(old=False), Directory(10**6)
+    feed, directory = Feed(old=False), PrefixIndex(10**6)
     async with reading(feed, directory) as words:
         directory.note([SYSTEM], WORKER.boot)
         directory.note([SYSTEM], "another")
@@ -136,7 +136,7 @@ async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
 
 
 async def test_several_api_servers_in_turn_correct_nothing():
-    feed, directory = Feed(old=False), Directory(10**6)
+    feed, directory = Feed(old=False), PrefixIndex(10**6)
     async with reading(feed, directory) as words:
         words.sent(WORKER, "r", [])
         await until(lambda: len(feed.asked) == 2)

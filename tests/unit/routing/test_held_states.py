@@ -6,8 +6,8 @@ import pytest
 
 from proxy.boundaries.boundary import Boundary
 from proxy.routing import held_states
-from proxy.routing.held_states import Beliefs
-from proxy.routing.prefix_index import Directory
+from proxy.routing.held_states import HeldStates
+from proxy.routing.prefix_index import PrefixIndex
 
 BOOT = "w#1"
 
@@ -18,8 +18,8 @@ class Gateway:
     """A directory and its beliefs of one worker."""
 
     def __init__(self) -> None:
-        self.directory = Directory(10**6)
-        self.beliefs = Beliefs(self.directory)
+        self.directory = PrefixIndex(10**6)
+        self.beliefs = HeldStates(self.directory)
 
     def send(self, request_id: str, *boundaries: Boundary) -> None:
         self.beliefs.sent(request_id, boundaries, BOOT)

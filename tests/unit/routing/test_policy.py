@@ -12,7 +12,7 @@ from proxy.fleet.worker_metrics import EngineInfo, read_metrics
 from proxy.observability.reasons import Expectation, cache_label, reason
 from proxy.pipeline.sse import usage_in_stream
 from proxy.routing.policy import choose
-from proxy.routing.prefix_index import ENTRY_BYTES, HOLDER_BYTES, Directory, Holding
+from proxy.routing.prefix_index import ENTRY_BYTES, HOLDER_BYTES, Holding, PrefixIndex
 
 
 def worker(name: str, inflight: int = 0) -> Worker:
@@ -61,21 +61,21 @@ def test_a_holder_that_is_too_busy_is_passed_over():
 
 
 def test_the_directory_knows_the_deepest_prefix_of_each_worker():
-    directory = Directory(100 * ENTRY_BYTES)
+    directory = PrefixIndex(100 * ENTRY_BYTES)
     directory.note([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
     directory.note([Boundary(100, "system", b"s")], "b")
     assert directory.longest((b"s", b"t", b"new"), ["a", "b", "c"]) == {"a": (400, b"t"), "b": (100, b"s")}
 
 
 def test_a_restarted_worker_holds_nothing_but_is_remembered_to_have():
-    directory = Directory(100 * ENTRY_BYTES)
+    directory = PrefixIndex(100 * ENTRY_BYTES)
     directory.note([Boundary(100, "system", b"s")], "a#boot1")
     assert directory.longest((b"s",), ["a#boot2"]) == {}
     assert directory.ever_sent((b"s",)) == 100
 
 
 def test_what_an_engine_no_longer_holds_is_remembered_to_have_been_sent():
-    directory = Directory(100 * ENTRY_BYTES)
+    directory = PrefixIndex(100 * ENTRY_BYTES)
     directory.note([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
     directory.note([Boundary(400, "turn", b"t")], "b")
     directory.forget([b"t", b"never"], "a")
@@ -87,7 +87,7 @@ def test_what_an_engine_no_longer_holds_is_remembered_to_have_been_sent():
 
 
 def test_what_an_engine_told_is_not_overwritten_by_the_next_request():
-    directory = Directory(100 * ENTRY_BYTES)
+    directory = PrefixIndex(100 * ENTRY_BYTES)
     directory.note([Boundary(163, "system", b"s")], "a")
     directory.hold(b"s", "a", 160)
     directory.hold(b"s", "b", 160)  # was never sent it
@@ -96,7 +96,7 @@ def test_what_an_engine_told_is_not_overwritten_by_the_next_request():
 
 
 def test_many_workers_of_one_prefix_count_towards_the_bound():
-    directory = Directory(10 * ENTRY_BYTES)
+    directory = PrefixIndex(10 * ENTRY_BYTES)
     for number in range(1000):
         directory.note([Boundary(16, "system", b"%d" % (number % 10))], f"worker {number // 10}")
     assert directory._bytes <= 10 * ENTRY_BYTES
@@ -106,7 +106,7 @@ def test_many_workers_of_one_prefix_count_towards_the_bound():
 
 
 def test_the_directory_is_bounded():
-    directory = Directory(10 * ENTRY_BYTES)
+    directory = PrefixIndex(10 * ENTRY_BYTES)
     for number in range(100):
         directory.note([Boundary(16, "system", bytes([number]))], "a")
     assert len(directory) == 10

@@ -14,4 +14,4 @@ if command -v uv >/dev/null; then
 else
     PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-index --no-deps --force-reinstall "${wheels[@]}"
 fi
-python3 -c 'from importlib.metadata import version; print("[seamark]", version("seamark"), "is in place")'
+python3 -c 'from importlib.metadata import version; print("[seamark]", version("vllm-seamark"), "is in place")'
