@@ -212,12 +212,12 @@ def render(result: FanOut) -> str:
         f"  {'engine':<24}{'computed':>10}{'ideal':>8}{'ratio':>7}{'first token':>13}{'all done':>10}{'CPU':>9}"
         f"{'answers':>9}{'differ':>8}{'error':>8}",
     ]
-    for line in (*result.cold, result.left):
-        lines.append(
-            f"  {line.engine:<24}{line.computed:>10}{line.ideal:>8}{line.ratio:>7.2f}{line.first_token:>11.2f} s"
-            f"{line.seconds:>8.2f} s{line.cpu_seconds:>7.2f} s"
-            f"{line.answered:>9}{line.differing:>8}{line.largest_error:>8.0e}"
-        )
+    lines += [
+        f"  {line.engine:<24}{line.computed:>10}{line.ideal:>8}{line.ratio:>7.2f}{line.first_token:>11.2f} s"
+        f"{line.seconds:>8.2f} s{line.cpu_seconds:>7.2f} s"
+        f"{line.answered:>9}{line.differing:>8}{line.largest_error:>8.0e}"
+        for line in (*result.cold, result.left)
+    ]
     lines += [
         f"  followers held back in all of Seamark's waves: {result.followers}",
         "",

@@ -317,8 +317,7 @@ async def drive(subject: Subject, traffic: Traffic, seconds: float) -> Driven:
                 if event.at_once:
                     outcomes.extend(await asyncio.gather(*(one(client, subject, it) for it in event.requests)))
                 else:
-                    for request in event.requests:
-                        outcomes.append(await one(client, subject, request))
+                    outcomes.extend([await one(client, subject, request) for request in event.requests])
 
         samples: list[int] = []
         watching = asyncio.create_task(watch(subject.engine, samples))

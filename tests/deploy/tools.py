@@ -126,7 +126,7 @@ def _apt(suite: str, mirror: str, state: Path) -> list[str]:
 def environment(tools: Path) -> dict[str, str]:
     """The environment in which the unpacked programs find each other."""
     root = tools / "root"
-    libraries = [path for path in (*root.glob("usr/lib/*-linux-gnu"), *root.glob("lib/*-linux-gnu"))]
+    libraries = [*root.glob("usr/lib/*-linux-gnu"), *root.glob("lib/*-linux-gnu")]
     programs = [root / folder for folder in ("usr/local/sbin", "usr/sbin", "usr/bin", "sbin", "bin")]
     return {
         **os.environ,

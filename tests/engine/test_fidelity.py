@@ -242,8 +242,7 @@ def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway, cut_after):
     sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
     got = []
     with pytest.raises(openai.APIError, match="broke off") as raised:
-        for chunk in sdk.chat.completions.create(model="m", messages=ASK, stream=True):
-            got.append(chunk)
+        got.extend(sdk.chat.completions.create(model="m", messages=ASK, stream=True))
     assert got and got[0].choices[0].delta.content == "é"
     assert raised.value.code == "worker_failed" and raised.value.body["type"] == "upstream_error"
 
@@ -254,8 +253,7 @@ def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway, cut_a
     claude = anthropic.Anthropic(base_url=gateway.url, api_key="unused", max_retries=0)
     got = []
     with pytest.raises(anthropic.APIStatusError) as raised:
-        for event in claude.messages.create(model="m", messages=ASK, max_tokens=3, stream=True):
-            got.append(event)
+        got.extend(claude.messages.create(model="m", messages=ASK, max_tokens=3, stream=True))
     assert len(got) == cut_after and got[0].type == "message_start"
     assert raised.value.body["type"] == "error"
     assert raised.value.body["error"]["type"] == "api_error" and "broke off" in raised.value.body["error"]["message"]

@@ -126,7 +126,7 @@ def test_a_body_is_the_same_but_for_the_hint_and_the_encoding(sent, seen, same):
 
 @pytest.mark.parametrize("wrong", ["length and chunked", "two lengths", "chunk size with 0x", "bare line feeds"])
 def test_the_strict_worker_takes_http_by_the_letter(wrong):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"framed more than once|chunked, where|request line"):
         frame(fuzz_framing.ambiguous("x")[wrong].replace(b"\n\n", b"\r\n\r\n"))
 
 

@@ -79,7 +79,7 @@ class RecordingWorker:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return
+            return None
         body = b""
         while True:
             message = await receive()
@@ -115,6 +115,7 @@ class RecordingWorker:
             details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
             usage = {**USAGE, "prompt_tokens_details": details}
             await _answer(send, json.dumps({**COMPLETION, "usage": usage}).encode(), status=self.status)
+        return None
 
     async def _render(self, body: bytes, send: Any) -> None:
         self.renders += 1

@@ -54,9 +54,10 @@ async def test_a_document_before_the_question_is_found_by_the_second_and_known_t
 
 async def test_a_system_prompt_whose_last_line_changes_is_shared_up_to_that_line():
     use, renderer = finder(), Characters()
-    hits = []
-    for clock in ("10:01", "10:02", "11:13"):
-        hits.append(await learned(use, renderer, question("Tide?", f"{DOCUMENT}\nNow it is {clock}.")))
+    hits = [
+        await learned(use, renderer, question("Tide?", f"{DOCUMENT}\nNow it is {clock}."))
+        for clock in ("10:01", "10:02", "11:13")
+    ]
     line = len("<system>" + DOCUMENT + "\n")
     assert hits[0] == [] and line in hits[1] and line in hits[2]
 
