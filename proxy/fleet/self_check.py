@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_hexdigest
@@ -24,17 +24,16 @@ from xxhash import xxh3_64_hexdigest
 from proxy.boundaries.renderer import RenderFailed
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
+from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest
 from proxy.fleet.answer_compare import Greedy, Unanswered, Verdict, continued, distance, judge, question
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.warmup import WarmupRequest
+from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker, fresh_salt, prompt_of
 from proxy.fleet.worker_metrics import read_running
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
 from proxy.metrics import Metrics
-from proxy.pipeline.dispatch import Dispatcher
-from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.self_check")
@@ -87,17 +86,24 @@ class SelfCheck:
         self,
         settings: Settings,
         pool: WorkerPool,
-        dispatch: Dispatcher,
-        finding: PromptReader,
+        warmup: WarmupSet,
+        stored: StoredResponses,
         upstream: Upstream,
         metrics: Metrics,
+        void_cache: Callable[[Worker], None],
     ) -> None:
+        """`warmup` has the prompts to check, `stored` the responses that these continue.
+
+        `void_cache` is called for a worker whose answers differ: nothing that it held can be used any more.
+        """
+        self._boundary_budget = settings.boundary_budget
         self._interval = settings.self_check_interval
         self._most_tokens = settings.self_check_tokens
         self._timeout = settings.silence_timeout
         self._pool = pool
-        self._dispatch = dispatch
-        self._finding = finding
+        self._warmup = warmup
+        self._stored = stored
+        self._void_cache = void_cache
         self._upstream = upstream
         self._results = metrics.self_checks
         self._watched: dict[str, _Watched] = {}
@@ -182,7 +188,7 @@ class SelfCheck:
 
     def _next(self, worker: Worker) -> WarmupRequest | None:
         """The prompt whose check is longest ago, the hottest of those never checked first."""
-        hottest = [replay for replay in self._dispatch.hot.hottest(worker.model_ids) if replay.boundaries]
+        hottest = [replay for replay in self._warmup.hottest(worker.model_ids) if replay.boundaries]
         checked = self._checked_at
         return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
 
@@ -198,12 +204,12 @@ class SelfCheck:
         if read_running(told.decode(errors="replace")):
             return None  # another gateway's clients
         body = {**parse_object(replay.raw), **replay.put}
-        chat = chat_in(replay.endpoint, body, self._finding.stored)
+        chat = chat_in(replay.endpoint, body, self._stored)
         if chat is None or _has_media(chat):
             return None
         most = int(min(self._most_tokens, self._allowance(worker) / ANEW))
         prompt = (await prompt_of(chat, worker)).ids()[:most]
-        hint = [at for at in self._dispatch.positions(replay.boundaries, worker) if at <= len(prompt)]
+        hint = [at for at in worker.hint(replay.boundaries, self._boundary_budget) if at <= len(prompt)]
         salt = worker.trust.salt(body) or body.get("cache_salt")
         verdict = None
         for _ in range(2):
@@ -261,7 +267,7 @@ class SelfCheck:
             self.differs += 1
             worker.trust.doubt()
             seen.checks = 0  # what vLLM now caches by itself is to be looked at as closely
-            self._dispatch.directory.forget_all(worker.boot)
+            self._void_cache(worker)
             logger.error(
                 "worker %s gets no more hints, and %s. Restart it; POST /seamark/self-check/reset, or a restart of the "
                 "gateway, turns hints on again",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.boundaries.boundary import Boundary, worth_sending
 from proxy.boundaries.local_renderer import VerifiedRenderer
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
 from proxy.boundaries.token_ids import TokenIds
@@ -98,6 +99,12 @@ class Worker:
     def takes_hints(self) -> bool:
         """Whether states can be kept on it, and may be."""
         return self.engine is not None and self.trust.in_hints
+
+    def hint(self, boundaries: Sequence[Boundary], budget: int) -> tuple[int, ...]:
+        """Token positions of those `boundaries` that are worth a state on it, at most `budget` match units."""
+        if self.engine is None or not self.takes_hints:
+            return ()
+        return worth_sending(boundaries, self.engine.match_unit, budget)
 
     @property
     def has_room(self) -> bool:

@@ -14,20 +14,18 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found, worth_sending
 from proxy.boundaries.renderer import RenderFailed
-from proxy.chat.chat import RESPONSES, Chat
-from proxy.chat.usage import Usage
+from proxy.chat.chat import Chat
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.metrics import Metrics
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.reasons import Explanation
-from proxy.pipeline.prompt_reader import Looked, PromptReader
-from proxy.pipeline.request import ProxiedRequest
+from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
 
@@ -47,10 +45,10 @@ LOOK_SECONDS = 0.2  # between two glances whether a worker has told its hits
 CURED = "unpatched"
 
 
-class _Seen(NamedTuple):
-    """An answered request that waits to be judged; lengths in tokens."""
+class AnsweredRequest(NamedTuple):
+    """A request that a worker without the plugin has answered; lengths in tokens."""
 
-    chat: Chat
+    chat: Chat | None  # None: no boundaries are sought in it
     worker: Worker
     boot: str
     model: str  # label
@@ -60,8 +58,19 @@ class _Seen(NamedTuple):
     seconds: float | None  # to its first token; None where that cannot be told from outside
     alone: bool
     owner: str | None  # the API key it came with
-    at: float  # time.perf_counter() when it had been answered
     explanation: Explanation | None
+    at: float  # time.perf_counter() when it had been answered
+
+
+class Looked(NamedTuple):
+    """What is known of an answered request's prompt."""
+
+    found: Found
+    recent: RememberedRequest | None = None
+
+
+# Finds the boundaries of a chat of so many bytes that a worker has answered to the owner of an API key.
+FindBoundaries = Callable[[Chat, Worker, int, str | None], Awaitable[Looked]]
 
 
 @dataclass
@@ -77,16 +86,22 @@ class Shadow:
     """One per gateway; `run` beside the requests."""
 
     def __init__(
-        self, settings: Settings, finding: PromptReader, metrics: Metrics, boots: Callable[[], Sequence[str]]
+        self,
+        settings: Settings,
+        find_boundaries: FindBoundaries,
+        recent: RequestMemory,
+        metrics: Metrics,
+        boots: Callable[[], Sequence[str]],
     ) -> None:
         """`boots`: identities of the workers that run."""
-        self._finding = finding
+        self._find_boundaries = find_boundaries
+        self._recent = recent
         self._metrics = metrics
         self._boots = boots
         self._budget = settings.boundary_budget
         self._room = settings.text_bytes // 8
         self._directory = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
-        self._waiting: deque[_Seen] = deque()
+        self._waiting: deque[AnsweredRequest] = deque()
         self.held = 0  # bytes of requests that wait
         self._came = asyncio.Event()
         self._patience = 3 * settings.health_interval  # seconds for a worker's next look
@@ -100,45 +115,22 @@ class Shadow:
         self._results: Counter[str] = Counter()
         self._began = time.monotonic()
 
-    def answered(self, call: ProxiedRequest, usage: Usage | None, label: Callable[[ProxiedRequest], str]) -> None:
-        """A worker has answered; `label` gives the name to count its model under."""
-        if call.worker is None or call.worker.engine is not None or call.status != 200:
+    def add(self, request: AnsweredRequest) -> None:
+        """A worker without the plugin has answered: judge that later."""
+        if request.cached is not None:
+            self._of(request.worker).hits_told += request.cached
+        if request.chat is None:
             return
-        worker, now = call.worker, time.perf_counter()
-        cached = usage.cached if usage is not None else None
-        if cached is not None:
-            self._of(worker).hits_told += cached
-        if call.chat is None:
-            return
-        if cached is None and worker.hits is None:
+        if request.cached is None and request.worker.hits is None:
             self._count("no_usage")
             return
-        # A response's first event comes before it is computed.
-        seconds = call.first_byte - call.placed if call.begun and call.endpoint != RESPONSES else None
-        if cached is not None and seconds is not None:
-            self._of(worker).pace.took(usage.prompt, cached, seconds, call.alone)
-        size = len(call.raw)
-        if len(self._waiting) >= MAX_WAITING or self.held + size > self._room:
+        if request.cached is not None and request.prompt is not None and request.seconds is not None:
+            self._of(request.worker).pace.took(request.prompt, request.cached, request.seconds, request.alone)
+        if len(self._waiting) >= MAX_WAITING or self.held + request.size > self._room:
             self._count("no_room")
             return
-        prompt = usage.prompt if usage is not None else None
-        self._waiting.append(
-            _Seen(
-                call.chat,
-                worker,
-                worker.boot,
-                label(call),
-                size,
-                prompt,
-                cached,
-                seconds,
-                call.alone,
-                call.owner,
-                now,
-                call.explanation,
-            )
-        )
-        self.held += size
+        self._waiting.append(request)
+        self.held += request.size
         self._came.set()
 
     async def run(self) -> None:
@@ -189,13 +181,13 @@ class Shadow:
         """Requests."""
         return self._results["judged"]
 
-    async def _judge(self, seen: _Seen) -> float:
+    async def _judge(self, seen: AnsweredRequest) -> float:
         """Seconds that rendering for it took."""
         if seen.cached is None and not await self._looked_since(seen):
             self._count("no_usage")
             return 0.0
         began = time.perf_counter()
-        looked = await self._finding.look(seen.chat, seen.worker, seen.size, seen.owner)
+        looked = await self._find_boundaries(seen.chat, seen.worker, seen.size, seen.owner)
         found = looked.found
         if found.failure is not None:
             self._count(found.failure)
@@ -213,7 +205,7 @@ class Shadow:
         self._note(seen, looked, cached)
         return took
 
-    def _note(self, seen: _Seen, looked: Looked, cached: int) -> None:
+    def _note(self, seen: AnsweredRequest, looked: Looked, cached: int) -> None:
         found, lost = looked.found, self._lost(seen, looked, cached)
         kept = worth_sending(found.boundaries, MATCH_UNIT, self._budget)
         self._directory.note([boundary for boundary in found.boundaries if boundary.tokens in kept], seen.boot)
@@ -228,7 +220,7 @@ class Shadow:
             self._unpriced[account] = self._unpriced.get(account, NOTHING) + TokenWork.between(start, end)
         self._put_prices(seen.worker)
 
-    async def _looked_since(self, seen: _Seen) -> bool:
+    async def _looked_since(self, seen: AnsweredRequest) -> bool:
         """Wait until the worker has told its hits after this request; False where it will not, or has restarted."""
         worker = seen.worker
         while worker.looked_at <= seen.at and worker.boot == seen.boot:
@@ -237,7 +229,7 @@ class Shadow:
             await asyncio.sleep(LOOK_SECONDS)
         return worker.boot == seen.boot and worker.hits is not None
 
-    def _taken_for(self, seen: _Seen, found: Found, prompt: int | None) -> int:
+    def _taken_for(self, seen: AnsweredRequest, found: Found, prompt: int | None) -> int:
         """Of the worker's hits that nobody has reported, those that this request can have had, tokens."""
         known, worker = self._of(seen.worker), seen.worker
         most = max(self._directory.sent(found.prefixes, self._boots()), self._directory.ever_sent(found.prefixes))
@@ -251,7 +243,7 @@ class Shadow:
         self._untold += 1
         return taken
 
-    def _lost(self, seen: _Seen, looked: Looked, had: int) -> dict[str, tuple[int, int]]:
+    def _lost(self, seen: AnsweredRequest, looked: Looked, had: int) -> dict[str, tuple[int, int]]:
         """Where what was lost begins and ends, tokens, by reason; each token under one: the nearest cause first."""
         found, sent = looked.found, self._directory.sent
         lost: dict[str, tuple[int, int]] = {}
@@ -268,7 +260,7 @@ class Shadow:
         lose("worker_restarted", self._directory.ever_sent(found.prefixes))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
         if looked.recent is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
-            change = self._finding.recent.change(looked.recent)
+            change = self._recent.change(looked.recent)
             if change is not None:
                 lose("salt" if change.salt else "prefix_changed", would_share)
         return lost

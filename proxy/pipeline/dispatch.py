@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from proxy.boundaries.boundary import Boundary, worth_sending
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
@@ -82,13 +81,8 @@ class Dispatcher:
 
     def hint(self, call: ProxiedRequest) -> tuple[int, ...]:
         """Positions for the chosen worker."""
-        return self.positions(call.found.boundaries, call.worker) if call.found is not None else ()
-
-    def positions(self, boundaries: Sequence[Boundary], worker: Worker) -> tuple[int, ...]:
-        """Those of `boundaries` that are worth a state on a worker, tokens."""
-        if not worker.takes_hints:
-            return ()
-        return worth_sending(boundaries, worker.engine.match_unit, self._settings.boundary_budget)
+        budget = self._settings.boundary_budget
+        return call.worker.hint(call.found.boundaries, budget) if call.found is not None else ()
 
     def _take(self, call: ProxiedRequest) -> Worker | None:
         """A place at a worker, None where those that could serve the call are full."""

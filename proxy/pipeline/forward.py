@@ -14,7 +14,7 @@ from proxy.chat.usage import Usage, usage_of
 from proxy.errors import GatewayError, Stopping, WorkerFailed, WorkerSilent
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Silent
-from proxy.observability.shadow import Shadow
+from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import Dispatcher
@@ -95,7 +95,26 @@ class ResponseRelay:
 
     async def _answered(self, call: ProxiedRequest, usage: Usage | None) -> str | None:
         """The reason for what it got, None where the worker reports nothing."""
-        self._shadow.answered(call, usage, self._accounting.model_label)
+        worker = call.worker
+        if worker is not None and worker.engine is None and call.status == 200:
+            # A response's first event comes before it is computed.
+            timed = call.begun and call.endpoint != RESPONSES
+            self._shadow.add(
+                AnsweredRequest(
+                    chat=call.chat,
+                    worker=worker,
+                    boot=worker.boot,
+                    model=self._accounting.model_label(call),
+                    size=len(call.raw),
+                    prompt=usage.prompt if usage is not None else None,
+                    cached=usage.cached if usage is not None else None,
+                    seconds=call.first_byte - call.placed if timed else None,
+                    alone=call.alone,
+                    owner=call.owner,
+                    explanation=call.explanation,
+                    at=time.perf_counter(),
+                )
+            )
         return await self._accounting.answered(call, usage)
 
     def _begun(self, call: ProxiedRequest) -> None:

@@ -64,8 +64,16 @@ class Gateway:
         self.admission = AdmissionQueue(settings.max_queue, settings.queue_timeout, self.metrics.queue_seconds)
         self.dispatch = Dispatcher(settings, self.pool, self.finding, self.admission, self.upstream, self.metrics)
         self.accounting = Accounting(self.metrics, self.pool, self.finding, self.dispatch.words, settings.excerpts)
-        self.shadow = Shadow(settings, self.finding, self.metrics, self.pool.boots)
-        self.self_check = SelfCheck(settings, self.pool, self.dispatch, self.finding, self.upstream, self.metrics)
+        self.shadow = Shadow(settings, self.finding.look, self.finding.recent, self.metrics, self.pool.boots)
+        self.self_check = SelfCheck(
+            settings,
+            self.pool,
+            self.dispatch.hot,
+            self.finding.stored,
+            self.upstream,
+            self.metrics,
+            lambda worker: self.dispatch.directory.forget_all(worker.boot),
+        )
         self.pulse = Heartbeats(settings.heartbeat, self.metrics.heartbeats)
         self.delivery = ResponseRelay(self.dispatch, self.finding, self.accounting, self.shadow, self.pulse)
         self.metrics.shadow_mode.set(settings.shadow)
@@ -250,7 +258,7 @@ class Gateway:
         models = {entry.get("id") for entry in worker.models}
 
         async def one(replay: WarmupRequest) -> None:
-            positions = self.dispatch.positions(replay.boundaries, worker)
+            positions = worker.hint(replay.boundaries, self.settings.boundary_budget)
             raw = replay.body_with(positions)
             try:
                 status, answer = await self.upstream.fetch("POST", worker.url + replay.endpoint, raw)

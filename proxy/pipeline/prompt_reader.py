@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
@@ -22,6 +22,7 @@ from proxy.http.json_body import parse_object, with_edits
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Explanation, Explanations
 from proxy.observability.request_diff import PrefixChange, RememberedRequest, RequestMemory
+from proxy.observability.shadow import Looked
 from proxy.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,13 +31,6 @@ if TYPE_CHECKING:
 from proxy.chat.reader import chat_in
 
 logger = logging.getLogger("seamark.finding")
-
-
-class Looked(NamedTuple):
-    """What is known of a request's prompt, looked at beside its way."""
-
-    found: Found
-    recent: RememberedRequest | None = None
 
 
 class PromptReader:
