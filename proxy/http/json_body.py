@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from json.decoder import WHITESPACE, JSONDecoder, scanstring
+from itertools import accumulate
 from typing import Any, NamedTuple
+
+import msgspec
 
 from proxy.errors import BadRequest, TooDeep
 
@@ -14,22 +16,30 @@ XARGS = "vllm_xargs"
 
 HINT = "seamark_boundaries"
 
-# Where to fetch whose cache from, which is not a client's to say.
+# Fields that say where to fetch whose cache from. A client must not set them.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
-_DECODER = JSONDecoder()
+_DECODER = json.JSONDecoder()
+
+_decode_fast = msgspec.json.Decoder().decode
+
+_WHITESPACE = re.compile(r"[ \t\n\r]*")
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
-# Python's reader gives up at about a thousand; no chat, tool or schema comes near this.
+# Python's JSON reader gives up at about a thousand levels; no chat, tool or schema comes near this number.
 MAX_DEPTH = 128
 
-# Possessive, and content with a string that never ends: it cannot fail and so never goes back.
-_NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.S)
+# Brackets become steps up (1) and down (-1, as an unsigned byte); quotes stay; anything else is removed.
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_STEPS = bytes(set(range(256)) - set(b'[{]}"'))
 
 
 def as_utf8(raw: bytes) -> bytes:
-    """A JSON body in UTF-8 without a mark, whatever JSON readers take besides; `raw` itself where it is that."""
+    """A JSON body in UTF-8 without a byte order mark, from any encoding that JSON readers accept.
+
+    Returns `raw` itself if it is already such a body. Raises `BadRequest`.
+    """
     encoding = json.detect_encoding(raw)
     if encoding == "utf-8":
         return raw
@@ -43,30 +53,37 @@ def parse_object(raw: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """The JSON object in a body. Raises `BadRequest` for anything else, and for one nested deeper than `max_depth`."""
     if raw.count(b"[") + raw.count(b"{") > max_depth and _depth(raw) > max_depth:
         raise TooDeep(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
-    try:
-        parsed = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise BadRequest("The request body is not valid JSON.") from None
+    parsed = _loads(raw)
     if not isinstance(parsed, dict):
         raise BadRequest("The request body must be a JSON object.")
     return parsed
 
 
+def _loads(raw: bytes) -> Any:
+    """What `json.loads` returns. Raises `BadRequest`.
+
+    msgspec reads two to three times faster and returns equal values, but refuses what Python's reader accepts besides:
+    NaN and Infinity, numbers too large for a float, halves of surrogate pairs, byte order marks, UTF-16 and UTF-32.
+    """
+    try:
+        return _decode_fast(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise BadRequest("The request body is not valid JSON.") from None
+
+
 def _depth(raw: bytes) -> int:
-    """Levels of objects and arrays."""
-    deepest = level = 0
-    for match in _NESTING.finditer(raw):
-        sign = match[0]
-        if sign in (b"[", b"{"):
-            level += 1
-            deepest = max(deepest, level)
-        elif sign in (b"]", b"}"):
-            level -= 1
-    return deepest
+    """The deepest nesting of objects and arrays in a valid JSON text."""
+    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_strings = unescaped.translate(_STEPS, _NO_STEPS).split(b'"')[::2]
+    return max(accumulate(memoryview(b"".join(outside_strings)).cast("b")), default=0)
 
 
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:
-    """`raw` with the outermost fields `put` set to these values and `dropped` gone; every other field byte for byte.
+    """`raw` with the outermost fields `put` set to these values and `dropped` removed; other fields stay byte for byte.
 
     `names` are the outermost names in `raw`, an object in UTF-8.
     """
@@ -81,7 +98,7 @@ def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], drop
 
 
 def _without(raw: bytes, names: Collection[str]) -> bytes:
-    """`raw` without these outermost fields, all of a name that is there several times."""
+    """`raw` without these outermost fields. A field that occurs several times is removed each time."""
     text = raw.decode(errors="surrogatepass")
     spans = _members(text, 0)
     kept = ",".join(text[span.first : span.end] for span in spans if span.name not in names)
@@ -89,10 +106,10 @@ def _without(raw: bytes, names: Collection[str]) -> bytes:
 
 
 def with_hint(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> bytes:
-    """`raw` with the token `positions` as its hint; a hint the client sent is replaced, by an empty one if need be.
+    """`raw` with the token `positions` as its hint. A hint from the client is replaced, if need be by an empty one.
 
-    Everything else stays byte for byte. `parsed` is `parse_object(raw)`. Returns `raw` itself where there is nothing to
-    change, and where the client's `vllm_xargs` is not an object: that is the worker's to refuse.
+    Everything else stays byte for byte. `parsed` is `parse_object(raw)`. Returns `raw` itself if there is nothing to
+    change, or if the client's `vllm_xargs` is not an object: the worker refuses such a request.
     """
     if not json.detect_encoding(raw).startswith("utf-8"):
         return raw
@@ -122,14 +139,14 @@ Path = tuple[str | int, ...]
 
 
 class Edit(NamedTuple):
-    """A value to put in the place of another."""
+    """The replacement of one value."""
 
     path: Path  # names and indices from the outermost object inwards
     new: str  # JSON
 
 
 def with_edits(raw: bytes, edits: Sequence[Edit]) -> bytes:
-    """`raw` with these values replaced and every other byte as it was. Raises `KeyError` where a path leads nowhere."""
+    """`raw` with these values replaced and every other byte as it was. Raises `KeyError` if a path does not exist."""
     text = raw.decode(errors="surrogatepass")
     spans = [(*_find(text, edit.path), edit.new) for edit in edits]
     for start, end, new in sorted(spans, reverse=True):
@@ -155,35 +172,36 @@ class _Span(NamedTuple):
     end: int
 
 
+def _skip_whitespace(text: str, index: int) -> int:
+    match = _WHITESPACE.match(text, index)
+    return match.end() if match else index
+
+
 def _members(text: str, start: int) -> list[_Span]:
     """The values of the names of the valid JSON object at or after `start`, in order."""
-
-    def skip(index: int) -> int:
-        return WHITESPACE.match(text, index).end()
-
     spans: list[_Span] = []
-    index = skip(text.index("{", start) + 1)
+    index = _skip_whitespace(text, text.index("{", start) + 1)
     while text[index] == '"':
         first = index
-        name, index = scanstring(text, index + 1)
-        start = skip(skip(index) + 1)  # past the colon
+        name, index = _DECODER.raw_decode(text, first)
+        start = _skip_whitespace(text, _skip_whitespace(text, index) + 1)  # past the colon
         _, end = _DECODER.raw_decode(text, start)
         spans.append(_Span(name, first, start, end))
-        index = skip(end)
+        index = _skip_whitespace(text, end)
         if text[index] != ",":
             break
-        index = skip(index + 1)
+        index = _skip_whitespace(text, index + 1)
     return spans
 
 
 def _elements(text: str, start: int) -> list[_Span]:
     """The values of the valid JSON array at or after `start`, in order."""
     spans: list[_Span] = []
-    index = WHITESPACE.match(text, text.index("[", start) + 1).end()
+    index = _skip_whitespace(text, text.index("[", start) + 1)
     while text[index] != "]":
         _, end = _DECODER.raw_decode(text, index)
         spans.append(_Span(len(spans), index, index, end))
-        index = WHITESPACE.match(text, end).end()
+        index = _skip_whitespace(text, end)
         if text[index] == ",":
-            index = WHITESPACE.match(text, index + 1).end()
+            index = _skip_whitespace(text, index + 1)
     return spans

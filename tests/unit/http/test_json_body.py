@@ -1,11 +1,12 @@
 """The hint is spliced in; every other byte stays."""
 
 import json
+from random import Random
 
 import pytest
 
-from proxy.errors import BadRequest
-from proxy.http.json_body import parse_object, with_hint
+from proxy.errors import BadRequest, TooDeep
+from proxy.http.json_body import as_utf8, parse_object, with_hint
 
 ODD_SPELLINGS = [
     b'{"model":"m","messages":[]}',
@@ -74,3 +75,75 @@ def test_lone_surrogates_survive():
 def test_anything_but_an_object_is_a_bad_request(raw):
     with pytest.raises(BadRequest):
         parse_object(raw)
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xfe{", b"\xff\xfe{\x00}", b"{\x00}\x00\x00", b"\xff\xfe\x00\xd8{\x00}\x00"])
+def test_broken_utf_16_is_a_bad_request(raw):
+    with pytest.raises(BadRequest):
+        parse_object(as_utf8(raw))
+
+
+ODD_VALUES = [
+    b"-0 0 -0.0 0e5 -0e-0 1E5 1e-400 5e-324 2.2250738585072011e-308 9007199254740993.0 1e999 -1e999 NaN -Infinity",
+    b"18446744073709551615 18446744073709551616 -9223372036854775808 -9223372036854775809 " + b"7" * 90,
+    b"8" * 4301,
+    b"01 1. .5 +1 - --1 -01 1e 0x1 nan tru nul 'a' \xc2\xa01 \x0c1 1\x0b 1\x00",
+    rb'"" "\u0000" "\ud83d\ude00" "\ud83d" "\ude00\ud83d" "\x" "\u12" "\u+123" "\u00E9\/\b\f\n\r\t\"\\"',
+    b'"\xc3\xa9" "\xed\xa0\xbd" "\xff" "\xc0\x80" "\xf4\x90\x80\x80" "\xf0\x9f\x98\x80" "\x7f" "\x01" "\x00" "\t"',
+    b'[] [1,] [,1] {} {"a":1,} {"a"} {"a":1,"b":2,"a":3} {"a":{"a":1,"a":{}},"":null} {1:2} [true,false,null]',
+]
+
+
+def outcome(read, raw):
+    """What a reader makes of these bytes: types and order count, NaN equals NaN."""
+    try:
+        return repr(read(raw))
+    except (ValueError, RecursionError, BadRequest):
+        return BadRequest
+
+
+def same_as_json(raw):
+    assert outcome(lambda raw: {**parse_object(raw, 900)}, raw) == outcome(lambda raw: {**json.loads(raw)}, raw), raw
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"])
+def test_odd_values_are_read_as_pythons_json_reads_them(encoding):
+    for values in ODD_VALUES:
+        for value in values.split(b" "):
+            for raw in (b'{"x": %b}' % value, b"{%b: 1}" % value, b' {"x":[%b]}\n' % value, b'{"x":1}%b' % value):
+                text = raw.decode(errors="surrogateescape")
+                same_as_json(text.encode(encoding, "surrogatepass" if encoding != "utf-8" else "surrogateescape"))
+
+
+def test_random_bodies_are_read_as_pythons_json_reads_them():
+    random = Random(15)
+    pieces = [*(value for values in ODD_VALUES for value in values.split(b" ")), *b'{ } [ ] , : " \\'.split()]
+    for _ in range(20_000):
+        body = b"".join(random.choices(pieces, k=random.randint(0, 6)))
+        same_as_json(b'{"a":%b}' % body)
+        number = f"{random.choice(['', '-'])}{random.randint(0, 10 ** random.randint(1, 25))}"
+        fraction = f".{random.randint(0, 10 ** random.randint(1, 25))}e{random.randint(-330, 310)}"
+        same_as_json(f'{{"a":{number},"b":{number}{fraction}}}'.encode())
+
+
+def test_deep_bodies_are_read_as_far_as_the_limit_allows():
+    deep = b'{"a":' * 900 + b"1" + b"}" * 900
+    assert parse_object(deep, 900) == json.loads(deep)
+    with pytest.raises(TooDeep):
+        parse_object(deep, 899)
+
+
+@pytest.mark.parametrize(
+    ("raw", "depth"),
+    [
+        (rb'{"a":[{"b":"[[[["}],"c":[]}', 3),
+        (rb'{"a\\":[1],"b\"[[[":2,"c\\\"[[":{"]":"\\"},"d":[[["\n\\\\"]]]}', 4),
+        (b"[]", 1),
+        (b'"[["', 0),
+    ],
+)
+def test_brackets_inside_strings_are_no_depth(raw, depth):
+    text = b'{"x":%b,"y":[%b]}' % (raw, b",".join([b"[]"] * 200))
+    parse_object(text, max(depth + 1, 3))
+    with pytest.raises(TooDeep):
+        parse_object(text, max(depth + 1, 3) - 1)
