@@ -191,9 +191,12 @@ def main(argv: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="seamark bench agents", description="hit efficiency by agents' requests")
     parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="seamark-agents-") as name, Servers(Path(name)) as fleet:
-        engine = fleet.engine("seamark", generated_model(print), flags=FLAGS)
-        gateways = {"default rules": fleet.gateway(engine), "no rules": fleet.gateway(engine, flags=("--rewrite", ""))}
+    with tempfile.TemporaryDirectory(prefix="seamark-agents-") as name, Servers(Path(name)) as servers:
+        engine = servers.engine("seamark", generated_model(print), flags=FLAGS)
+        gateways = {
+            "default rules": servers.gateway(engine),
+            "no rules": servers.gateway(engine, flags=("--rewrite", "")),
+        }
         engine.wait_until_ready()
         lowest = 1.0
         for rules, gateway in gateways.items():

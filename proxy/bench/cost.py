@@ -107,13 +107,14 @@ async def compare(
 async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> Cost:
     """Both engines on the generated model of family `name`, at the same time."""
     model = generated_model(say, name)
-    with tempfile.TemporaryDirectory(prefix="seamark-cost-") as folder, Servers(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-cost-") as folder, Servers(Path(folder)) as servers:
         async with open_client(300) as client:
             say(f"{name}: starting Seamark and vLLM alone")
-            servers = [fleet.engine("seamark", model, "1", FLAGS), fleet.engine("baseline", model, "reference", FLAGS)]
-            for server in servers:
+            modes = {"seamark": "1", "baseline": "reference"}
+            started = [servers.engine(name, model, mode, FLAGS) for name, mode in modes.items()]
+            for server in started:
                 server.wait_until_ready()
-            ours, baseline = (Metered(server, CpuTime(server.process.pid)) for server in servers)
+            ours, baseline = (Metered(server, CpuTime(server.process.pid)) for server in started)
             return Cost(name, await compare(client, ours, baseline, BATCHES, pairs, say))
 
 

@@ -37,12 +37,12 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     began, say = time.monotonic(), narrator()
     model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Servers(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Servers(Path(name)) as servers:
         folder = Path(name)
         say("starting four engines at once: Seamark, vLLM alone, vLLM with match unit 16, the reference")
-        seamark = fleet.engine("seamark", model)
-        alone = fleet.engine("vllm-alone", model, "reference")
-        fine = fleet.engine(
+        seamark = servers.engine("seamark", model)
+        alone = servers.engine("vllm-alone", model, "reference")
+        fine = servers.engine(
             "vllm-unit-16",
             model,
             "reference",
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
             # Dormant until the stories are told: then defects are planted here, where hits end inside blocks too.
             environment=planted.environment(folder / "planted"),
         )
-        reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
-        gateway = fleet.gateway(seamark)
+        reference = servers.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
+        gateway = servers.gateway(seamark)
         for server in (seamark, alone, fine, reference):
             server.wait_until_ready()
         gateway.wait_until_ready("/ready", seconds=30)

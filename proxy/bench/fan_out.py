@@ -137,17 +137,17 @@ def main(argv: list[str]) -> int:
         parser.error("--pairs: at least one")
     say = narrator()
     model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-fan-out-") as folder, Servers(Path(folder)) as fleet:
-        result = asyncio.run(measure(fleet, model, PLAN, args.pairs, say))
+    with tempfile.TemporaryDirectory(prefix="seamark-fan-out-") as folder, Servers(Path(folder)) as servers:
+        result = asyncio.run(measure(servers, model, PLAN, args.pairs, say))
     print(json.dumps(report(result), indent=1) if args.json else render(result))
     return 0 if all(verdict.held for verdict in result.verdicts) else 1
 
 
-async def measure(fleet: Servers, model: Path, plan: Plan, pairs: int, say: Callable[[str], None]) -> FanOut:
+async def measure(servers: Servers, model: Path, plan: Plan, pairs: int, say: Callable[[str], None]) -> FanOut:
     """Gate on and off side by side, then the baseline and the judge."""
 
     def engine(name: str, mode: str, *flags: str, environment: Mapping[str, str] = {}) -> Server:
-        return fleet.engine(name, model, mode, (*FLAGS, *flags), {**ENVIRONMENT, **environment})
+        return servers.engine(name, model, mode, (*FLAGS, *flags), {**ENVIRONMENT, **environment})
 
     async with open_client(600) as client:
         say("starting two engines: gate on, gate off")

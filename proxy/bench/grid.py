@@ -57,19 +57,19 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> F
     """All modes on the generated model of family `name`, one engine after another."""
     began = time.monotonic()
     model = generated_model(say, name)
-    with tempfile.TemporaryDirectory(prefix="seamark-grid-") as folder, Servers(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-grid-") as folder, Servers(Path(folder)) as servers:
         async with open_client(300) as client:
             say(f"{name}: Seamark, through the gateway and by hand")
-            engine = fleet.engine("seamark", model, flags=CONTEXT_FLAGS)
+            engine = servers.engine("seamark", model, flags=CONTEXT_FLAGS)
             engine.wait_until_ready()
-            gateway = fleet.gateway(engine)
+            gateway = servers.gateway(engine)
             gateway.wait_until_ready("/ready", seconds=30)
             info, modes = await measure_seamark(client, gateway.url, engine.url, plan)
             gateway.stop()
             engine.stop()
             for baseline, flags in BASELINES.items():
                 say(f"{name}: {baseline}")
-                engine = fleet.engine("baseline", model, "reference", (*CONTEXT_FLAGS, *flags))
+                engine = servers.engine("baseline", model, "reference", (*CONTEXT_FLAGS, *flags))
                 engine.wait_until_ready()
                 modes.append(await measure_baseline(client, baseline, engine.url, plan, plan.sweep(info.block_size)))
                 engine.stop()

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 
+# Each is a module of this package with `main(argv) -> exit status`.
+BENCHMARKS = {
+    "demo": "the README's stories told by Seamark, vLLM alone and a reference engine; every answer compared",
+    "grid": "how much of what two prompts share the second one hits, over a grid of lengths",
+    "passes": "forward passes of the same requests on Seamark's engine and on vLLM alone",
+    "cost": "CPU time that the plugin adds to prompts that nobody shares",
+    "resume": "the first token behind a shared prefix, against that of the prompt's own part alone",
+    "fan-out": "two groups of eight requests on two long new prefixes at once, on a busy engine",
+    "agents": "hits in the request shapes of two coding agents, with and without the rewrite rules",
+}
+
 
 def main(argv: list[str]) -> int:
-    from proxy.bench import agents, cost, demo, fan_out, grid, passes, resume
-
-    benchmarks = {
-        "demo": demo.main,
-        "grid": grid.main,
-        "passes": passes.main,
-        "cost": cost.main,
-        "resume": resume.main,
-        "fan-out": fan_out.main,
-        "agents": agents.main,
-    }
-    if not argv or argv[0] not in benchmarks:
+    if not argv or argv[0] not in BENCHMARKS:
         asked = bool(argv) and argv[0] in ("-h", "--help")
-        lines = (f"  {name:<11} {_what(main)}" for name, main in benchmarks.items())
-        print("usage: seamark bench NAME ...\n", *lines, sep="\n", file=sys.stdout if asked else sys.stderr)
+        lines = [f"  seamark bench {name:<8} {measures}" for name, measures in BENCHMARKS.items()]
+        note = "They start real engines: run them in vLLM's environment. `seamark bench NAME --help` lists the flags."
+        print("usage: seamark bench NAME ...", "", *lines, "", note, sep="\n", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
-    return benchmarks[argv[0]](argv[1:])
-
-
-def _what(main: Callable[[list[str]], int]) -> str:
-    """What a benchmark measures: the first sentence of its module, or its own."""
-    text = main.__doc__ or sys.modules[main.__module__].__doc__ or ""
-    return text.partition("\n\n")[0].replace("\n", " ").partition(": ")[2]
+    benchmark: Callable[[list[str]], int]
+    benchmark = importlib.import_module(f"proxy.bench.{argv[0].replace('-', '_')}").main
+    return benchmark(argv[1:])

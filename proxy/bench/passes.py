@@ -182,11 +182,11 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> T
     model = generated_model(say, name)
     counts: dict[str, Counts] = {}
     block_size = 0
-    with tempfile.TemporaryDirectory(prefix="seamark-passes-") as folder, Servers(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-passes-") as folder, Servers(Path(folder)) as servers:
         async with open_client(300) as client:
             for engine_name, mode in ((OURS, "1"), (BASELINE, "reference"), (UNTOUCHED, "0")):
                 say(f"{name}: {engine_name}")
-                engine = fleet.engine(engine_name.split(",")[0], model, mode, FLAGS)
+                engine = servers.engine(engine_name.split(",")[0], model, mode, FLAGS)
                 engine.wait_until_ready()
                 if mode == "1":
                     info = read_metrics((await client.get(engine.url + "/metrics")).text)[1]

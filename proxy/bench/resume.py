@@ -141,13 +141,14 @@ async def one_round(client: httpx.AsyncClient, engine: Metered, number: int) -> 
 async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> list[Resumed]:
     """Both engines on the generated model of family `name`, round about."""
     model = generated_model(say, name)
-    with tempfile.TemporaryDirectory(prefix="seamark-resume-") as folder, Servers(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-resume-") as folder, Servers(Path(folder)) as servers:
         async with open_client(300) as client:
             say(f"{name}: starting Seamark and vLLM alone")
-            servers = [fleet.engine("seamark", model, "1", FLAGS), fleet.engine("baseline", model, "reference", FLAGS)]
-            for server in servers:
+            modes = {"seamark": "1", "baseline": "reference"}
+            started = [servers.engine(name, model, mode, FLAGS) for name, mode in modes.items()]
+            for server in started:
                 server.wait_until_ready()
-            engines = [Metered(server, CpuTime(server.process.pid)) for server in servers]
+            engines = [Metered(server, CpuTime(server.process.pid)) for server in started]
             rounds: list[list[Round]] = [[], []]
             for engine in engines:
                 await one_round(client, engine, -1)  # a process's first requests pay for set-up

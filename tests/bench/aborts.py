@@ -1,4 +1,4 @@
-"""`seamark bench aborts`: clients that leave at every moment of a request, and how soon the worker is free again.
+"""`python -m tests.bench.aborts`: what clients leave behind that go at any moment, and how soon the worker is free.
 
 Exit status 1 when the 99th percentile from a client's close to the worker's notice is above 100 ms in any case, when a
 request whose client left in the queue still reaches a worker, when the gateway keeps sockets or counts requests that
@@ -14,6 +14,7 @@ import json
 import math
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -89,15 +90,17 @@ class Aborts:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench aborts", description="clients that leave at every moment")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.aborts", description="clients that leave at every moment"
+    )
     parser.add_argument("--times", type=int, default=TIMES, help="clients per case")
     parser.add_argument("--no-engine", action="store_true", help="with the strict worker only")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     say = narrator()
     folder = Path(tempfile.mkdtemp(prefix="seamark-aborts-"))
-    with Servers(folder) as fleet:
-        result = asyncio.run(measure(fleet, args.times, say, with_engine=not args.no_engine))
+    with Servers(folder) as servers:
+        result = asyncio.run(measure(servers, args.times, say, with_engine=not args.no_engine))
     print(json.dumps(report(result), indent=1) if args.json else render(result))
     if not result.complaints:
         shutil.rmtree(folder)
@@ -106,30 +109,30 @@ def main(argv: list[str]) -> int:
     return 1
 
 
-async def measure(fleet: Servers, times: int, say=print, with_engine: bool = True) -> Aborts:
+async def measure(servers: Servers, times: int, say=print, with_engine: bool = True) -> Aborts:
     """All cases before a strict worker, then the same before a real engine."""
     async with StrictWorker() as worker:
-        gateway = await started(fleet.gateway(worker))
+        gateway = await started(servers.gateway(worker))
         await leave_all(gateway, worker, 2)  # what is made once and kept is made now
         before = await remains(gateway)
         say(f"{times} clients leave in each case")
         cases = await leave_all(gateway, worker, times)
         after = await remains(gateway, before)
         say("and while they wait in the gateway's queue")
-        cases.append(await queue_case(fleet, worker, times))
+        cases.append(await queue_case(servers, worker, times))
     engine: list[EngineLeft] = []
     if with_engine:
         say("starting a real engine")
-        vllm = await started(fleet.engine("engine", generated_model(say)), "/health")
-        behind = await started(fleet.gateway(vllm))
+        vllm = await started(servers.engine("engine", generated_model(say)), "/health")
+        behind = await started(servers.gateway(vllm))
         engine = [await leave_engine(vllm, behind, stream, ENGINE_TIMES) for stream in (True, False)]
     return Aborts(cases, before, after, engine)
 
 
-async def queue_case(fleet: Servers, worker: StrictWorker, times: int) -> Left:
+async def queue_case(servers: Servers, worker: StrictWorker, times: int) -> Left:
     """The queue of a gateway that sends one request at a time to a worker."""
     try:
-        gateway = await started(fleet.gateway(worker, flags=QUEUE_FLAGS))
+        gateway = await started(servers.gateway(worker, flags=QUEUE_FLAGS))
         return await leave_queue(gateway, worker, times)
     except (RuntimeError, TimeoutError) as error:
         return Left(QUEUED, (), [f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"])
@@ -412,3 +415,7 @@ def _descriptors(pid: int) -> Iterator[Path]:
         yield from Path(f"/proc/{pid}/fd").iterdir()
     except OSError:
         return  # it has just ended
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

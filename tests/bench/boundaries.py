@@ -1,4 +1,4 @@
-"""`seamark bench boundaries`: what finding boundaries costs the gateway, in CPU time per request, parsing excluded.
+"""`python -m tests.bench.boundaries`: CPU time that finding boundaries costs the gateway per request, parsing excluded.
 
 A known prefix needs no render; a new one is rendered by the worker, whose answers are played back here so that only the
 gateway's own work is timed. On the fast path the gateway renders it by itself; that is set beside one tokenisation of
@@ -221,7 +221,9 @@ async def lag(size: int, seconds: float) -> Lag:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench boundaries", description="CPU time per request for boundaries")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.boundaries", description="CPU time per request for boundaries"
+    )
     parser.add_argument("--rounds", type=int, default=200, metavar="N", help="requests per size (200)")
     parser.add_argument("--json", action="store_true", help="print the figures for machines")
     args = parser.parse_args(argv)
@@ -256,3 +258,7 @@ def main(argv: list[str]) -> int:
         )
     print(f"loop lag p99 while chats of 100,000 tokens arrive: {late.busy * 1e3:.1f} ms, idle {late.idle * 1e3:.1f} ms")
     return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

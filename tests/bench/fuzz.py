@@ -1,4 +1,4 @@
-"""`seamark bench fuzz`: broken HTTP and broken bodies on the gateway's sockets, for as long as one likes.
+"""`python -m tests.bench.fuzz`: broken HTTP and broken bodies on the gateway's sockets, for as long as one likes.
 
 Exit status 1 when the gateway answers a 5xx of its own, leaves a connection hanging, hands a worker anything that the
 client did not frame as one request, logs an error, keeps growing, or no longer serves at the end.
@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 import re
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -73,7 +74,9 @@ class Fuzzed:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench fuzz", description="broken requests on the gateway's sockets")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.fuzz", description="broken requests on the gateway's sockets"
+    )
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1, help="of the stream of cases")
     parser.add_argument("--case", type=int, action="append", help="only the case with this number (repeat)")
@@ -81,9 +84,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     say = narrator()
     folder = Path(tempfile.mkdtemp(prefix="seamark-fuzz-"))
-    with Servers(folder) as fleet:
+    with Servers(folder) as servers:
         say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
-        result = asyncio.run(fuzz(fleet, args.seed, args.seconds, args.case))
+        result = asyncio.run(fuzz(servers, args.seed, args.seconds, args.case))
     print(json.dumps(report(result), indent=1) if args.json else render(result))
     for failure in result.failures[:TOLD]:
         path = folder / f"case-{failure.case.number}.bin"
@@ -93,7 +96,7 @@ def main(argv: list[str]) -> int:
     return 0 if result.held else 1
 
 
-async def fuzz(fleet: Servers, seed: int, seconds: float, only: Sequence[int] | None = None) -> Fuzzed:
+async def fuzz(servers: Servers, seed: int, seconds: float, only: Sequence[int] | None = None) -> Fuzzed:
     """Send cases to a gateway before a strict worker until time is up, or `only` those with these numbers."""
     numbers = iter(only) if only else itertools.count()
     began = time.monotonic()
@@ -101,7 +104,7 @@ async def fuzz(fleet: Servers, seed: int, seconds: float, only: Sequence[int] | 
     kinds: Counter[str] = Counter()
     memory: list[int] = []
     async with StrictWorker() as worker:
-        gateway = await started(fleet.gateway(worker, flags=GATEWAY_FLAGS))
+        gateway = await started(servers.gateway(worker, flags=GATEWAY_FLAGS))
         run = Run(gateway, worker, seed)
 
         async def send_some() -> None:
@@ -248,7 +251,7 @@ def render(result: Fuzzed) -> str:
         data = failure.case.data
         shown = f"{data[:SHOWN_BYTES]!r}" + (f" and {len(data) - SHOWN_BYTES} bytes more" if data[SHOWN_BYTES:] else "")
         lines.append(f"  case {failure.case.number} ({failure.case.kind}): {failure.why}")
-        lines.append(f"    seamark bench fuzz --seed {result.seed} --case {failure.case.number}")
+        lines.append(f"    python -m tests.bench.fuzz --seed {result.seed} --case {failure.case.number}")
         lines.append(f"    {shown}")
     if len(result.failures) > TOLD:
         lines.append(f"  and {len(result.failures) - TOLD} more cases")
@@ -268,3 +271,7 @@ def report(result: Fuzzed) -> Mapping[str, object]:
         "wrongs": list(result.wrongs),
         "memory": [result.first_bytes, result.last_bytes],
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`seamark bench gateway`: what a request costs in the gateway, beside the gateways of others and none at all.
+"""`python -m tests.bench.gateway_cost`: what a request costs in the gateway, beside other gateways and beside none.
 
 All stand before one worker without an engine and take turns. Chats share their system prompt and history and end in a
 question of their own, so Seamark finds the boundaries in its memory, sends them on and accounts for every answer.
@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from proxy.bench.harness.ratios import Pair, Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start
 from tests.harness.load import connect, request, send_all
-from tests.harness.mock_worker import MODEL
+from tests.harness.mock_worker import MODEL, mock_worker
 
 REQUESTS, ROUNDS = 400, 5
 
@@ -136,15 +137,15 @@ async def run(
     peers: Sequence[Peer], cases: Sequence[Case], requests: int, rounds: int, step_ms: int, say: Callable[[str], None]
 ) -> Report:
     """Start everything, and compare; `step_ms` as the worker takes it."""
-    with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Servers(Path(folder)) as fleet:
-        worker = fleet.mock_worker(step_ms)
+    with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Servers(Path(folder)) as servers:
+        worker = mock_worker(servers, step_ms)
         worker.wait_until_ready()
-        gateway = fleet.gateway(worker)
+        gateway = servers.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
         contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
         missing = {}
         for peer in peers:
-            server, failure = start(fleet, peer, worker, Path(folder), say)[1:]
+            server, failure = start(servers, peer, worker, Path(folder), say)[1:]
             if server is None:
                 missing[peer.name] = failure
                 continue
@@ -174,7 +175,8 @@ def _row(contestant: Contestant, case: Case, lasting: dict[str, Contestant]) -> 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="seamark bench gateway", description="CPU time and latency of the gateway, beside those of others"
+        prog="python -m tests.bench.gateway_cost",
+        description="CPU time and latency of the gateway, beside those of others",
     )
     names = {peer.name: peer for peer in PEERS}
     parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"in a batch ({REQUESTS})")
@@ -352,3 +354,7 @@ def as_json(report: Report, judged: Sequence[Target]) -> dict[str, Any]:
         "requests": report.requests,
         "targets": [{**asdict(target), "held": target.held} for target in judged],
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`seamark bench panels`: every query of every dashboard panel, asked of a real Prometheus that scraped a real run.
+"""`python -m tests.bench.panels`: every query of every dashboard panel, answered by a Prometheus after a real run.
 
 An engine, two gateways in front of it, and traffic that gives every panel something to show. Exit status 1 where a
 query yields nothing but zeros, or what it yields does not fit the unit of its panel.
@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -101,21 +102,23 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench panels", description="the dashboards' queries on a real run")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.panels", description="the dashboards' queries on a real run"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
     args = parser.parse_args(argv)
     say = narrator()
     model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Servers(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Servers(Path(name)) as servers:
         say("starting an engine")
-        engine = fleet.engine("tight", model, flags=TIGHT)
+        engine = servers.engine("tight", model, flags=TIGHT)
         engine.wait_until_ready()
-        rig = Rig(engine, *(fleet.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)))
+        rig = Rig(engine, *(servers.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)))
         _, *gateways = rig
         for gateway in gateways:
             gateway.wait_until_ready("/ready", seconds=30)
         jobs = {"seamark": gateways, "vllm": (engine,)}
-        rows = proved(prometheus(fleet, Path(name), jobs), rig, say)
+        rows = proved(prometheus(servers, Path(name), jobs), rig, say)
     if args.json:
         print(json.dumps([{**row.query._asdict(), **row._asdict(), "query": row.query.expression} for row in rows]))
     else:
@@ -235,3 +238,7 @@ async def _chat(client: httpx.AsyncClient, url: str, system: str, question: str,
 async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> None:
     body = {"model": MODEL_NAME, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **body}
     (await client.post(url + CHAT, json=body)).raise_for_status()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

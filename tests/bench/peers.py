@@ -83,13 +83,13 @@ PEERS = (
 )
 
 
-def start(fleet: Servers, peer: Peer, worker: Server, folder: Path, say: Callable[[str], None]) -> Started:
+def start(servers: Servers, peer: Peer, worker: Server, folder: Path, say: Callable[[str], None]) -> Started:
     """Install a peer if need be, and start it before `worker`. Whatever goes wrong is told, not raised."""
     try:
         scripts = _environment(peer, say) / "bin"
         port = free_port()
         (script, *arguments), environment = peer.command(port, worker.url, folder)
-        server = fleet.start(peer.name, port, [str(scripts / script), *arguments], environment)
+        server = servers.start(peer.name, port, [str(scripts / script), *arguments], environment)
         server.wait_until_ready(peer.health, START_SECONDS)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         say(f"{peer.name} is left out: {error}")

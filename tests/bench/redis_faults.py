@@ -1,4 +1,4 @@
-"""`seamark bench redis`: what sharing through Redis costs requests, while Redis is well and while it is not.
+"""`python -m tests.bench.redis_faults`: what sharing through Redis costs, and what a slow, frozen or dead Redis costs.
 
 A gateway with Redis and one without stand before the same worker without an engine and get the same requests by turns.
 Redis is slowed, frozen and killed in the middle of a run. Exit status 1 where a request failed, where the 99th
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from proxy.bench.harness.client import status_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.chat.chat import CHAT
-from tests.harness.mock_worker import MODEL
+from tests.harness.mock_worker import MODEL, mock_worker
 from tests.harness.redis_server import LateWay, RedisServer, late_way, redis_server
 
 MOST_ADDED = 2e-3  # seconds, to the 99th percentile
@@ -155,13 +156,13 @@ async def state_of_redis(client: httpx.AsyncClient, gateway: Server) -> str:
     return (await status_of(client, gateway.url))["redis"]["state"]
 
 
-async def measure(fleet: Servers, redis: RedisServer, way: LateWay, pairs: int, say: Callable) -> list[Phase]:
+async def measure(servers: Servers, redis: RedisServer, way: LateWay, pairs: int, say: Callable) -> list[Phase]:
     """All phases, one after the other."""
     say("starting a worker without an engine and three gateways")
-    worker = fleet.mock_worker()
+    worker = mock_worker(servers)
     worker.wait_until_ready(seconds=30)
-    plain = fleet.gateway(worker)
-    direct, by_way = (fleet.gateway(worker, flags=("--redis", url)) for url in (redis.url, way.url))
+    plain = servers.gateway(worker)
+    direct, by_way = (servers.gateway(worker, flags=("--redis", url)) for url in (redis.url, way.url))
     for gateway in (plain, direct, by_way):
         gateway.wait_until_ready("/ready", seconds=60)
     phases: list[Phase] = []
@@ -210,7 +211,7 @@ def report(phases: Sequence[Phase]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="seamark bench redis", description="what sharing through Redis costs requests"
+        prog="python -m tests.bench.redis_faults", description="what sharing through Redis costs requests"
     )
     parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help=f"of requests in each phase ({PAIRS})")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
@@ -222,8 +223,12 @@ def main(argv: list[str]) -> int:
         tempfile.TemporaryDirectory(prefix="seamark-redis-") as folder,
         redis_server() as redis,
         late_way(redis.port) as way,
-        Servers(Path(folder)) as fleet,
+        Servers(Path(folder)) as servers,
     ):
-        phases = asyncio.run(measure(fleet, redis, way, args.pairs, say))
+        phases = asyncio.run(measure(servers, redis, way, args.pairs, say))
     print(json.dumps(report(phases), indent=1) if args.json else render(phases))
     return 0 if all(phase.held for phase in phases) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""`seamark bench self-check`: how soon the gateway finds an engine that answers wrongly from its cache, and that it
-finds nothing where there is nothing.
+"""`python -m tests.bench.self_check`: how soon the self-check finds an engine that answers wrongly from its cache.
 
-Clients sample at temperature 1 and pause now and then, first on an honest engine, then on one with each planted defect.
+Clients sample at temperature 1 and pause now and then: first on an honest engine, where nothing may be found, then on
+one with each planted defect.
 Exit status 1 when honest answers were called different, or a defect was not found within a minute.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -63,22 +64,24 @@ class Phase:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench self-check", description="wrong answers, and how soon found")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.self_check", description="wrong answers, and how soon found"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="of honest traffic")
     parser.add_argument("--family", choices=MATCH_UNITS, default=NEMOTRON_H, help="of the generated model")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     say = narrator()
     model = generated_model(say, args.family)
-    with tempfile.TemporaryDirectory(prefix="seamark-check-") as name, Servers(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-check-") as name, Servers(Path(name)) as servers:
         folder = Path(name)
-        engine = fleet.engine("engine", model, environment=planted.environment(folder / "planted"))
+        engine = servers.engine("engine", model, environment=planted.environment(folder / "planted"))
         engine.wait_until_ready()
         phases, unit = [], MATCH_UNITS[args.family]
         for number, defect in enumerate(("none", *planted.DEFECTS)):
             say(f"{args.minutes:g} minutes of honest traffic" if defect == "none" else f"planted: {defect}")
             # A gateway of its own: what a defect has spoiled in the cache, nobody asks for again.
-            gateway = fleet.gateway(engine, flags=FLAGS)
+            gateway = servers.gateway(engine, flags=FLAGS)
             gateway.wait_until_ready("/ready", seconds=30)
             seconds = 60 * args.minutes if defect == "none" else 2 * FOUND_SECONDS
             phases.append(asyncio.run(watch(engine, gateway, folder / "planted", defect, seconds, number, unit)))
@@ -162,3 +165,7 @@ def render(phases: list[Phase]) -> str:
         hints = "off" if phase.hints_off else "on"
         lines.append(f"{phase.defect:<26}{phase.seconds:>9.1f}{counts}  {hints:<7}{'yes' if phase.held else 'NO'}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

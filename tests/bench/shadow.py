@@ -1,4 +1,4 @@
-"""`seamark bench shadow`: what shadow mode says was lost, beside what the plugin then saves on the same requests.
+"""`python -m tests.bench.shadow`: what shadow mode says was lost, beside what the plugin then saves.
 
 First vLLM untouched, the gateway before it in shadow; then vLLM with the plugin. One request at a time, streamed, each
 timed by its client. Exit status 1 when the estimate of seconds is more than a quarter off.
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +61,9 @@ class Comparison:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench shadow", description="shadow mode's estimate and the truth")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.shadow", description="shadow mode's estimate and the truth"
+    )
     parser.add_argument("--questions", type=int, default=2, metavar="N", help="on each system prompt")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="as many system prompts of each length")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
@@ -103,9 +106,9 @@ def engine_and_gateway(
     folder: Path, name: str, model: Path, mode: str, flags: Sequence[str]
 ) -> Iterator[tuple[Server, Server]]:
     """An engine with `SEAMARK_ENGINE=mode` and a gateway before it, ready."""
-    with Servers(folder) as fleet:
-        engine = fleet.engine(name, model, mode, BLOCK)
-        gateway = fleet.gateway(engine, flags=flags)
+    with Servers(folder) as servers:
+        engine = servers.engine(name, model, mode, BLOCK)
+        gateway = servers.gateway(engine, flags=flags)
         engine.wait_until_ready()
         gateway.wait_until_ready("/ready", seconds=30)
         yield engine, gateway
@@ -177,3 +180,7 @@ def render(found: Comparison) -> str:
         f"  {reason}: {loss['tokens']:,} tokens, {loss['seconds']:.2f} s" for reason, loss in found.reasons.items()
     ]
     return "\n".join([*lines, f"within {WITHIN:.0%}: {'yes' if found.held else 'NO'}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

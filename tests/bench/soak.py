@@ -1,4 +1,4 @@
-"""`seamark bench soak`: random traffic on real engines for minutes or hours, and nothing may be left of it.
+"""`python -m tests.bench.soak`: random traffic on real engines for minutes or hours, after which nothing may be left.
 
 Exit status 1 when a request failed, a sampled answer differs from the reference engine's, two salts shared, an engine's
 log holds an error, or requests or cache blocks are still held once the traffic has stopped.
@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,7 @@ class Soak:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench soak", description="random traffic on real engines")
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description="random traffic on real engines")
     parser.add_argument("--minutes", type=float, default=30.0, help="of traffic, on two engines side by side")
     parser.add_argument("--family", choices=MATCH_UNITS, default=NEMOTRON_H, help="of the generated model")
     parser.add_argument("--seed", type=int, default=1, help="of the stream of requests")
@@ -70,19 +71,19 @@ def main(argv: list[str]) -> int:
     say = narrator()
     model = generated_model(say, args.family)
     folder = Path(tempfile.mkdtemp(prefix="seamark-soak-"))
-    with Servers(folder) as fleet:
+    with Servers(folder) as servers:
         say("starting two engines: one with room, one with 64 cache blocks and 320 tokens per step")
-        engines = {"room": fleet.engine("room", model), "tight": fleet.engine("tight", model, flags=TIGHT_FLAGS)}
-        subjects = [Subject(name, engine, fleet.gateway(engine)) for name, engine in engines.items()]
+        engines = {"room": servers.engine("room", model), "tight": servers.engine("tight", model, flags=TIGHT_FLAGS)}
+        subjects = [Subject(name, engine, servers.gateway(engine)) for name, engine in engines.items()]
         for subject in subjects:
             subject.engine.wait_until_ready()
             subject.gateway.wait_until_ready("/ready", seconds=30)
         say(f"{args.minutes:g} minutes of traffic, seed {args.seed}")
         driven = asyncio.run(drive_all(subjects, Traffic(args.seed, args.seeds), 60 * args.minutes))
-        for server in fleet.servers:
+        for server in servers.started:
             server.stop()
         say("the reference engine answers the sample")
-        reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
+        reference = servers.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
         reference.wait_until_ready()
         soaks = asyncio.run(judge_all(driven, reference.url, exact.RULES[args.family]))
     held = not any(soak.complaints for soak in soaks)
@@ -392,3 +393,7 @@ def bad_lines(server: Server, offset: int) -> list[str]:
         log.seek(offset)
         lines = log.read().decode(errors="replace").splitlines()
     return [f"{server.name}: {line}" for line in lines if _BAD_LINE.search(line)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`seamark bench streams`: how much later the frames of many streams come through one gateway process than without it.
+"""`python -m tests.bench.streams`: how much later the frames of many streams arrive through one gateway process.
 
 A worker without an engine makes a frame for every stream at each step, all at once as an engine does. The same streams
 are read directly and through the gateway, back to back.
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.servers import Servers, narrator
 from tests.bench.stream_client import Lateness
+from tests.harness.mock_worker import mock_worker
 
 STREAMS, TOKENS_PER_SECOND, SECONDS, RUNS = 256, 50, 10.0, 5
 
@@ -80,10 +81,10 @@ async def receive(url: str, load: Load) -> Lateness:
 async def measure(load: Load, runs: int, say: Callable[[str], None]) -> list[Run]:
     """Direct and through the gateway in turn."""
     found = []
-    with tempfile.TemporaryDirectory(prefix="seamark-streams-") as folder, Servers(Path(folder)) as fleet:
-        worker = fleet.mock_worker()
+    with tempfile.TemporaryDirectory(prefix="seamark-streams-") as folder, Servers(Path(folder)) as servers:
+        worker = mock_worker(servers)
         worker.wait_until_ready()
-        gateway = fleet.gateway(worker)
+        gateway = servers.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
         cpu = CpuTime(gateway.process.pid)
         for number in range(runs):
@@ -142,7 +143,8 @@ def report(runs: Sequence[Run], load: Load) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="seamark bench streams", description="how late frames come through the gateway when many streams run"
+        prog="python -m tests.bench.streams",
+        description="how late frames come through the gateway when many streams run",
     )
     parser.add_argument("--streams", type=int, default=STREAMS, metavar="N", help=f"at once ({STREAMS})")
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help=f"of each run ({SECONDS:g})")
@@ -155,3 +157,7 @@ def main(argv: list[str]) -> int:
     runs = asyncio.run(measure(load, args.runs, narrator()))
     print(json.dumps(report(runs, load), indent=1) if args.json else f"{render(runs, load)}\n\n{WORDS}")
     return 0 if p99_added(runs) <= P99_LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`seamark bench tables`: prefixes that never come again do not make the gateway grow, and looking one up costs little.
+"""`python -m tests.bench.table_memory`: new prefixes must not make the gateway grow, and looking one up is cheap.
 
 The routing table alone takes requests of many distinct prefixes past its bound; then a whole gateway process with small
 bounds does, before a worker without an engine.
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.boundaries.boundary import Boundary
 from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
 from tests.harness.load import CHAT, connect, request, send_all
-from tests.harness.mock_worker import MODEL
+from tests.harness.mock_worker import MODEL, mock_worker
 
 REQUESTS, ENTRIES = 200_000, 10_000
 
@@ -175,10 +176,10 @@ def run_gateway(requests: int, entries: int, say: Callable[[str], None]) -> Grow
     """A gateway whose routing table takes so many entries."""
     # Three eighths of the memory are the routing table's.
     flags = ["--memory-bytes", str(-(-8 * entries * ENTRY_BYTES // 3)), "--text-bytes", str(GATEWAY_TEXT_BYTES)]
-    with tempfile.TemporaryDirectory(prefix="seamark-tables-") as folder, Servers(Path(folder)) as fleet:
-        worker = fleet.mock_worker()
+    with tempfile.TemporaryDirectory(prefix="seamark-tables-") as folder, Servers(Path(folder)) as servers:
+        worker = mock_worker(servers)
         worker.wait_until_ready()
-        gateway = fleet.gateway(worker, flags=flags)
+        gateway = servers.gateway(worker, flags=flags)
         gateway.wait_until_ready("/ready", seconds=30)
         return uvloop.run(fill_gateway(gateway, requests, say))
 
@@ -214,7 +215,8 @@ def report(grown: list[Grown], lookup: Lookup) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="seamark bench tables", description="memory of the routing table and of the gateway, and a lookup's time"
+        prog="python -m tests.bench.table_memory",
+        description="memory of the routing table and of the gateway, and a lookup's time",
     )
     parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"to the table ({REQUESTS})")
     parser.add_argument("--entries", type=int, default=ENTRIES, metavar="N", help=f"of the table, at most ({ENTRIES})")
@@ -234,3 +236,7 @@ def main(argv: list[str]) -> int:
     found = report(grown, lookup)
     print(json.dumps(found, indent=1) if args.json else f"{render(grown, lookup)}\n\n{WORDS}")
     return 0 if found["held"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`seamark bench templates DIR`: every chat template in a folder, on vLLM's own renderer, with two tokenizers.
+"""`python -m tests.bench.templates DIR`: the boundaries of every chat template in a folder, on vLLM's own renderer.
 
 For each shape of chat: positions lie within one token of where generated chats really part, equal beginnings have equal
 keys, and the end of a turn is a prefix of the next turn's tokens. Cells that cannot hold are listed with their reason.
@@ -171,7 +171,9 @@ def report(cells: Sequence[Cell]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench templates", description="positions by a folder of templates")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.templates", description="positions by a folder of templates"
+    )
     parser.add_argument("dir", type=Path, metavar="DIR", help="a folder with chat templates, *.jinja")
     parser.add_argument("--only", metavar="NAME", default="", help="templates whose name holds this")
     parser.add_argument("--json", action="store_true", help="print every cell instead of the table")
@@ -290,3 +292,7 @@ def families() -> list[Family]:
         Family("line breaks", {}, [{"role": "system", "content": f"\n{SYSTEM}\n"}, *lines], asked),
         Family("200 messages", {}, [system, *many], asked),
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

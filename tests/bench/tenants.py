@@ -1,4 +1,4 @@
-"""`seamark bench tenants`: what one client can learn of another's prompts from the time to a first token.
+"""`python -m tests.bench.tenants`: what one client can learn of another's prompts from the time to a first token.
 
 Two keys of their own and one that shares with the first, on a real engine behind a gateway with keys. Each round has a
 new long prompt: the first key asks it, then a stranger, then the one who shares; and the stranger asks something that
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -78,17 +79,17 @@ def measure(gateway: Server, rounds: int, words: int = WORDS_PER_PROMPT, seed: i
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="seamark bench tenants", description="what keys learn of each other's prompts"
+        prog="python -m tests.bench.tenants", description="what keys learn of each other's prompts"
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", action="store_true", help="print JSON, and what happens to standard error")
     args = parser.parse_args(argv)
     say = narrator()
-    with tempfile.TemporaryDirectory(prefix="seamark-tenants-") as folder, Servers(Path(folder)) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-tenants-") as folder, Servers(Path(folder)) as servers:
         write_keys(Path(folder) / "keys.toml")
-        engine = fleet.engine("seamark", generated_model(say))
+        engine = servers.engine("seamark", generated_model(say))
         engine.wait_until_ready()
-        gateway = fleet.gateway(engine, flags=("--api-keys", str(Path(folder) / "keys.toml")))
+        gateway = servers.gateway(engine, flags=("--api-keys", str(Path(folder) / "keys.toml")))
         gateway.wait_until_ready("/ready", seconds=30)
         measure(gateway, 2, seed=10_000)  # what only first requests pay
         rounds = measure(gateway, args.rounds)
@@ -119,3 +120,7 @@ def report(rounds: Sequence[Round], as_json: bool) -> int:
         "NOT HELD: a stranger hits, or a sharer does not" if wrong else "held: strangers never hit, sharers always do"
     )
     return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

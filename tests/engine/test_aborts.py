@@ -1,4 +1,4 @@
-"""A client that leaves frees the worker at once, and nothing of it is left: `seamark bench aborts`, small."""
+"""A client that leaves frees the worker at once, and nothing of it is left: `python -m tests.bench.aborts`, small."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_client_that_leaves_in_the_queue_never_reaches_the_worker(worker
     with Servers(tmp_path) as fleet:
         left = await queue_case(fleet, worker, TIMES)
         assert left.held, left
-        after = await remains(fleet.servers[0])
+        after = await remains(fleet.started[0])
     assert (after.inflight, after.queued) == (0, 0)
 
 

@@ -1,4 +1,4 @@
-"""`seamark bench boundaries`: what it measures does what it says."""
+"""`python -m tests.bench.boundaries`: what it measures does what it says."""
 
 from __future__ import annotations
 

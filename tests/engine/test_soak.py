@@ -1,4 +1,4 @@
-"""`seamark bench soak`: two minutes of its traffic on real engines, and what it says when something is wrong."""
+"""`python -m tests.bench.soak`: two minutes of traffic on real engines, and its complaints when something is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half a minute of `seamark bench fuzz`, and that it would notice."""
+"""Half a minute of `python -m tests.bench.fuzz`, and that it would notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`seamark bench gateway`, `streams` and `tables`: run small, and what they make of made-up batches."""
+"""`tests.bench.gateway_cost`, `streams` and `table_memory`: run small, and what they make of made-up batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.bench.gateway_cost import (
 )
 from tests.bench.peers import VLLM_ROUTER, Command, Peer
 from tests.harness.load import CHAT, connect, request, send_all
-from tests.harness.mock_worker import FRAMES, FRAMES_FIELD, MATCH_UNIT, MODEL, STEP_FIELD
+from tests.harness.mock_worker import FRAMES, FRAMES_FIELD, MATCH_UNIT, MODEL, STEP_FIELD, mock_worker
 
 SYSTEM = {"role": "system", "content": "You keep the harbour's books. " * 20}
 
@@ -40,19 +40,19 @@ SYSTEM = {"role": "system", "content": "You keep the harbour's books. " * 20}
 class Stand(NamedTuple):
     """A gateway before a worker without an engine."""
 
-    fleet: Servers
+    servers: Servers
     worker: Server
     gateway: Server
 
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with Servers(tmp_path_factory.mktemp("stand")) as fleet:
-        worker = fleet.mock_worker()
+    with Servers(tmp_path_factory.mktemp("stand")) as servers:
+        worker = mock_worker(servers)
         worker.wait_until_ready()
-        gateway = fleet.gateway(worker)
+        gateway = servers.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
-        yield Stand(fleet, worker, gateway)
+        yield Stand(servers, worker, gateway)
 
 
 def chat(question: str, **fields) -> dict:
@@ -100,7 +100,7 @@ def test_frames_come_at_the_wanted_pace_and_say_when_they_were_due(stand: Stand)
 
 
 def test_a_worker_started_with_a_step_paces_every_stream(stand: Stand):
-    paced = stand.fleet.mock_worker(step_ms=2)
+    paced = mock_worker(stand.servers, step_ms=2)
     paced.wait_until_ready()
     found = events(httpx.post(paced.url + CHAT, json=chat("Who waits?", stream=True)))
     assert sum("sent" in event for event in found) == FRAMES
@@ -132,7 +132,7 @@ def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic(ca
 
 
 async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand):
-    dead, said = stand.fleet.mock_worker(), []
+    dead, said = mock_worker(stand.servers), []
     dead.wait_until_ready()
     contestants = [Contestant(DIRECT, stand.worker, None), Contestant("dead", dead, CpuTime(dead.process.pid))]
     dead.stop()
@@ -146,7 +146,7 @@ async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand
 def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_told(stand: Stand, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(peers, "CACHE", tmp_path)
     peer = Peer("absent", str(tmp_path / "absent-1.0-py3-none-any.whl"), lambda *about: Command(["absent"]))
-    started = peers.start(stand.fleet, peer, stand.worker, tmp_path, print)
+    started = peers.start(stand.servers, peer, stand.worker, tmp_path, print)
     assert started.server is None and "pip" in started.failure
 
 
@@ -155,7 +155,7 @@ def test_a_peer_that_does_not_start_is_left_out_and_why_is_told(stand: Stand, tm
     (tmp_path / "bin" / "broken").symlink_to("/bin/false")
     monkeypatch.setattr(peers, "_environment", lambda peer, say: tmp_path)
     peer = Peer("broken", "broken==1", lambda *about: Command(["broken"]))
-    started = peers.start(stand.fleet, peer, stand.worker, tmp_path, print)
+    started = peers.start(stand.servers, peer, stand.worker, tmp_path, print)
     assert started.server is None and started.failure.startswith("broken ended with 1")
 
 

@@ -58,8 +58,8 @@ def own_gateway(*workers: RecordingWorker, **settings: Any) -> Iterator[OwnGatew
         stop()
 
 
-def start_gateway(fleet: Servers, *workers: RecordingWorker, flags: tuple[str, ...] = ()) -> Server:
-    server = fleet.gateway(*workers, flags=flags)
+def start_gateway(servers: Servers, *workers: RecordingWorker, flags: tuple[str, ...] = ()) -> Server:
+    server = servers.gateway(*workers, flags=flags)
     server.wait_until_ready("/ready", seconds=30)
     return server
 

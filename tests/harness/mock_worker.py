@@ -12,11 +12,15 @@ import argparse
 import asyncio
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 
 import httptools
 import uvloop
+
+from proxy.bench.harness.servers import Server, Servers
+from proxy.commands.render_server import free_port
 
 MODEL, MATCH_UNIT = "mock", 16
 
@@ -209,6 +213,13 @@ def render(body: bytes) -> bytes:
     text += "<assistant>" if request.get("add_generation_prompt", True) else ""
     parts = (text[at : at + CHARACTERS_PER_TOKEN] for at in range(0, len(text), CHARACTERS_PER_TOKEN))
     return json.dumps({"token_ids": [hash(part) % 150_000 for part in parts]}).encode()
+
+
+def mock_worker(servers: Servers, step_ms: int = 0) -> Server:
+    """Start one in a process of its own that ends with `servers`. Streams get a chunk each `step_ms`; 0: at once."""
+    port = free_port()
+    command = [sys.executable, "-m", "tests.harness.mock_worker", "--port", str(port), "--step-ms", str(step_ms)]
+    return servers.start("mock-worker", port, command, {})
 
 
 async def serve(port: int, step_ms: int) -> None:

@@ -60,8 +60,8 @@ def installed(program: str) -> str:
     return found
 
 
-def prometheus(fleet: Servers, folder: Path, jobs: Mapping[str, Sequence[Server]]) -> Prometheus:
-    """Start one that scrapes each job's servers and keeps its data in `folder`; it ends with the fleet."""
+def prometheus(servers: Servers, folder: Path, jobs: Mapping[str, Sequence[Server]]) -> Prometheus:
+    """Start one that scrapes each job's servers and keeps its data in `folder`; it ends with `servers`."""
     port = free_port()
     scraped = [
         {"job_name": job, "static_configs": [{"targets": [server.url.removeprefix("http://") for server in servers]}]}
@@ -75,6 +75,6 @@ def prometheus(fleet: Servers, folder: Path, jobs: Mapping[str, Sequence[Server]
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
     ]
-    server = fleet.start("prometheus", port, [installed("prometheus"), *options], {})
+    server = servers.start("prometheus", port, [installed("prometheus"), *options], {})
     server.wait_until_ready("/-/ready", START_SECONDS)
     return Prometheus(server)

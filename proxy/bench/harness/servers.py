@@ -84,17 +84,17 @@ class Servers:
     def __init__(self, folder: Path) -> None:
         """Logs go into `folder`."""
         self._folder = folder
-        self.servers: list[Server] = []
+        self.started: list[Server] = []
 
     def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *exception: object) -> None:
         with _interrupts_ignored():
-            for server in self.servers:
+            for server in self.started:
                 if server.process.poll() is None:
                     server.process.terminate()
-            for server in self.servers:
+            for server in self.started:
                 server.stop()
 
     def engine(
@@ -120,12 +120,6 @@ class Servers:
             command += ["--worker", worker.url]
         return self._start("gateway", port, command, {})
 
-    def mock_worker(self, step_ms: int = 0) -> Server:
-        """Start a worker without an engine, which streams a chunk each `step_ms`; 0: as fast as it can."""
-        port = free_port()
-        flags = ["--port", str(port), "--step-ms", str(step_ms)]
-        return self._start("mock-worker", port, ["-m", "tests.harness.mock_worker", *flags], {})
-
     def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
         return self.start(name, port, [sys.executable, *arguments], environment)
 
@@ -143,7 +137,7 @@ class Servers:
                 start_new_session=True,  # its own process group: vLLM's engine processes end with it
             )
         server = Server(name, f"http://127.0.0.1:{port}", log, process)
-        self.servers.append(server)
+        self.started.append(server)
         return server
 
 
@@ -169,6 +163,11 @@ def narrator() -> Callable[[str], None]:
 
 CACHE = Path(".cache")
 
+NO_ENGINE = (
+    "seamark bench: it starts vLLM engines, and this environment has no vLLM. Install vllm-seamark into vLLM's "
+    "environment and run it there, or run ./set-up.sh in the source, which installs vLLM's CPU build."
+)
+
 NEMOTRON_H, QWEN3_NEXT = "nemotron_h", "qwen3_next"
 
 # Match unit (tokens) that the plugin chooses: a delta net's kernels scan in chunks of 64.
@@ -176,10 +175,13 @@ MATCH_UNITS: Mapping[str, int] = {NEMOTRON_H: 16, QWEN3_NEXT: 64}
 
 
 def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H) -> Path:
-    """The generated model of `family`, made anew whenever its generator has changed."""
+    """The folder of the generated model of `family`, generated again whenever its generator has changed.
+
+    Raises `SystemExit` if this environment has no vLLM.
+    """
     source = importlib.util.find_spec("engine_patches.commands.model")
-    if source is None or source.origin is None:
-        raise SystemExit("seamark bench: engine_patches is not installed here")
+    if source is None or source.origin is None or importlib.util.find_spec("vllm") is None:
+        raise SystemExit(NO_ENGINE)
     version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
     folder = CACHE / f"{family}-{version}"
     if not folder.exists():
