@@ -19,7 +19,8 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME
 from proxy.bench.stories import UNIT, complete, floored
 from proxy.boundaries.token_ids import common_prefix
-from proxy.fleet.worker_metrics import EngineInfo, read_metrics
+from proxy.fleet import worker_metrics
+from proxy.fleet.worker_metrics import EngineInfo
 
 WANTED = 0.99  # of all shareable tokens, by each of Seamark's two ways
 
@@ -210,7 +211,7 @@ async def measure_seamark(
     """The worker's engine, and Seamark's two modes: chats through the gateway, hints by hand."""
     tokens = await source_tokens(client, worker, max(*plan.shared, *plan.own))
     await ask(client, gateway, [{"role": "user", "content": "Seamark"}], 1)  # a process's first request pays for set-up
-    engine = read_metrics((await client.get(worker + "/metrics")).text)[1]
+    engine = worker_metrics.read((await client.get(worker + "/metrics")).text).engine
     if engine is None:
         raise RuntimeError(f"{worker}: the patches are not live")
     sweep = plan.sweep(engine.block_size)

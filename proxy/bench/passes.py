@@ -21,7 +21,7 @@ from proxy.bench.harness.client import fresh_tokens, open_client, three_boundari
 from proxy.bench.harness.counters import CpuTime, PassCounter
 from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from proxy.bench.stories import complete
-from proxy.fleet.worker_metrics import read_metrics
+from proxy.fleet import worker_metrics
 
 # One pass holds any prompt here, so that a second one has to be somebody's choice.
 FLAGS = ("--max-model-len", "12288", "--max-num-batched-tokens", "8192")
@@ -189,7 +189,7 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> T
                 engine = servers.engine(engine_name.split(",")[0], model, mode, FLAGS)
                 engine.wait_until_ready()
                 if mode == "1":
-                    info = read_metrics((await client.get(engine.url + "/metrics")).text)[1]
+                    info = worker_metrics.read((await client.get(engine.url + "/metrics")).text).engine
                     if info is None:
                         raise RuntimeError(f"{engine.url}: the patches are not live")
                     block_size = info.block_size

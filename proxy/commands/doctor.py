@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from proxy.chat.chat import CHAT
 from proxy.config_files import base_url, read_secret
 from proxy.errors import SettingsError
-from proxy.fleet.worker_metrics import EngineInfo, read_metrics
+from proxy.fleet import worker_metrics
+from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.observability.shadow import CURED
 from proxy.routing.engine_events import PATH as OUTCOMES
@@ -105,7 +106,7 @@ async def examine(url: str, api_key: str | None = None) -> list[Diagnosis]:
             return [Diagnosis(False, f"no server answers at {url}", "    is it running, and is the port right?")]
         except (ValueError, KeyError, TypeError, IndexError):
             return [Diagnosis(False, f"{url} is not a vLLM server: /v1/models gives no models (status {status})")]
-        engine = read_metrics(metrics.decode(errors="replace"))[1]
+        engine = worker_metrics.read(metrics.decode(errors="replace")).engine
         return [
             Diagnosis(True, f"serves {model}"),
             _vllm_version(await _version(upstream, url)),

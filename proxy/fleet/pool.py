@@ -1,4 +1,4 @@
-"""All workers: up or not, models, boot, engine; looked at every few seconds."""
+"""All workers: a health check every few seconds says which are up, their models, boot and engine."""
 
 from __future__ import annotations
 
@@ -13,32 +13,30 @@ from proxy.boundaries.local_renderer import LocalRender, VerifiedRenderer
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers
 from proxy.errors import NoWorker
+from proxy.fleet import worker_metrics
 from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import read_cache_tokens, read_hits, read_metrics, read_pace
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.workers")
 
-# Seconds one look may take; a worker busy with a long prefill still answers, its API server is another process.
-LOOK_TIMEOUT = 5.0
+# Seconds for each question of a probe; a worker busy with a long prefill still answers, its API server is another
+# process.
+PROBE_TIMEOUT = 5.0
 
 # Most of what a local renderer keeps of texts and their tokens, bytes.
 LOCAL_BYTES = 2**26
 
-# Requests in a row that a worker took and gave no byte for; it gets no more until a look finds it well.
-BREAKER_FAILURES = 3
-
 
 class WorkerPool:
-    """All workers that settings and file name, watched by a background task."""
+    """All workers that the settings and the workers file name, watched by a background task."""
 
     def __init__(self, settings: Settings, upstream: Upstream, metrics: Metrics) -> None:
         self._upstream = upstream
         self._metrics = metrics
         self._settings = settings
-        self._looks: dict[str, asyncio.Task[None]] = {}
+        self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._file = None
         if settings.workers_file is not None:
@@ -46,13 +44,13 @@ class WorkerPool:
         self.workers: list[Worker] = []
         self._local: LocalRender | None = None
         self.warm: Callable[[Worker], Awaitable[None]] | None = None  # before a restarted worker takes requests
-        self.changed: Callable[[], None] = lambda: None  # who is ready may be others now
-        self.taken_out: Callable[[Worker], None] = lambda worker: None
+        self.changed: Callable[[], None] = lambda: None  # which workers are ready may have changed
+        self.removed: Callable[[Worker], None] = lambda worker: None
         self._reconcile()
 
     @property
     def up(self) -> list[Worker]:
-        """Workers that answered last time."""
+        """Workers that the last health check found well."""
         return [worker for worker in self.workers if worker.up]
 
     def boots(self) -> list[str]:
@@ -60,19 +58,19 @@ class WorkerPool:
         return [worker.boot for worker in self.workers if worker.boot]
 
     async def ready(self) -> list[Worker]:
-        """Workers that are up, after a look at all of them if none was."""
+        """Workers that are up, after a health check of all if none was."""
         if not self.up:
-            await self.look_at_all()
+            await self.check_all()
         return self.up
 
     def serving(self, model: Any) -> list[Worker]:
-        """All that are up and serve `model`, ready or not."""
+        """Workers that are up and serve `model`, warm or not."""
         return [worker for worker in self.workers if worker.up and worker.serves(model)]
 
     def for_model(self, model: Any) -> list[Worker]:
-        """Those to choose from: up, and serving `model`; all that are up where none ever did, the answer is theirs.
+        """Workers to choose from: those that are up and serve `model`.
 
-        Raises `NoWorker`.
+        If no worker ever served it, all that are up: they word the refusal. Raises `NoWorker`.
         """
         if serving := self.serving(model):
             return [worker for worker in serving if not worker.warming] or serving
@@ -81,9 +79,9 @@ class WorkerPool:
         return up
 
     async def watch(self) -> None:
-        """Look at every worker, for ever."""
+        """Check every worker's health, for ever."""
         while True:
-            await self.look_at_all()
+            await self.check_all()
             await asyncio.sleep(self._settings.health_interval)
 
     def refresh(self) -> None:
@@ -91,42 +89,40 @@ class WorkerPool:
         if self._file is not None and self._file.refresh():
             self._reconcile()
 
-    async def look_at_all(self) -> None:
-        """One look at every worker, now."""
-        await asyncio.gather(*(self.look(worker) for worker in self.workers))
+    async def check_all(self) -> None:
+        """Check the health of every worker, now."""
+        await asyncio.gather(*(self.check_health(worker) for worker in self.workers))
 
-    async def look(self, worker: Worker) -> None:
-        """One look at a worker; callers at the same time share it."""
-        task = self._looks.get(worker.url)
+    async def check_health(self, worker: Worker) -> None:
+        """Probe a worker, and mark it up or down; callers at the same time share one probe."""
+        task = self._checks.get(worker.url)
         if task is None or task.done():
-            task = self._looks[worker.url] = asyncio.create_task(self._look(worker))
+            task = self._checks[worker.url] = asyncio.create_task(self._check_health(worker))
         await asyncio.shield(task)
 
     def mark_down(self, worker: Worker) -> None:
-        """A connection was refused: no more requests until the next look says otherwise."""
+        """A connection was refused: no more requests until the next health check finds it well."""
         self._set_up(worker, False)
 
-    def failed(self, worker: Worker) -> None:
-        """It took a request and gave no byte of an answer."""
-        worker.failures += 1
-        if worker.failures >= BREAKER_FAILURES:
-            worker.failures = 0
+    def record_failure(self, worker: Worker) -> None:
+        """A worker took a request and gave no byte of an answer: mark it down if its circuit breaker opens."""
+        if worker.breaker.failed():
             self.mark_down(worker)
 
     def _reconcile(self) -> None:
-        """Have the workers that are wanted now; requests at one that is not are finished."""
+        """Add and remove workers until they are those wanted now; a removed one finishes the requests it has."""
         wanted = dict.fromkeys(self._settings.worker, self._settings.max_inflight)
         if self._file is not None:
             for url, limit in self._file.value:
                 wanted[url] = self._settings.max_inflight if limit is None else limit
         present = {worker.url: worker for worker in self.workers}
         for url in present.keys() - wanted.keys():
-            logger.info("worker %s is taken out", present[url].name)
+            logger.info("worker %s is removed", present[url].name)
             present[url].up = False
             for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
                 gauge.remove(present[url].name)
-            self._looks.pop(url, None)
-            self.taken_out(present[url])
+            self._checks.pop(url, None)
+            self.removed(present[url])
         self.workers = [present.get(url) or self._new(url) for url in wanted]
         for worker in self.workers:
             worker.max_inflight = wanted[worker.url]
@@ -143,10 +139,10 @@ class WorkerPool:
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
         return worker
 
-    async def _look(self, worker: Worker) -> None:
+    async def _check_health(self, worker: Worker) -> None:
         try:
-            up = await self._examine(worker)
-        except Broken:  # gone, or too busy to be looked at: then its answers speak for it
+            up = await self._probe(worker)
+        except Broken:  # gone, or too busy for a probe: then its answers speak for it
             up = worker.up and time.monotonic() - worker.answered_at < 2 * self._settings.health_interval
         except (Unreachable, ValueError, KeyError, TypeError):  # gone, or not a vLLM server
             up = False
@@ -156,57 +152,56 @@ class WorkerPool:
         if worker in self.workers:
             self._set_up(worker, up)
 
-    async def _warm(self, worker: Worker) -> None:
-        """Replay on it what is hot, for as long as that may take."""
+    async def _warm(self, worker: Worker, warm: Callable[[Worker], Awaitable[None]]) -> None:
+        """Warm the worker up, within `replay_seconds`."""
         worker.warming = True
         try:
             async with asyncio.timeout(self._settings.replay_seconds):
-                await self.warm(worker)
+                await warm(worker)
         except TimeoutError:
             pass
-        except Exception as error:  # a replay that fails must not keep a worker away
-            logger.error("replay on %s: %s", worker.name, type(error).__name__)
+        except Exception as error:  # a warm-up that fails must not keep a worker away
+            logger.error("warm-up of worker %s: %s", worker.name, type(error).__name__)
         finally:
             worker.warming = False
             self.changed()
 
-    async def _examine(self, worker: Worker) -> bool:
-        """Read what the worker says of itself; whether it serves."""
+    async def _probe(self, worker: Worker) -> bool:
+        """Ask the worker for its health, metrics and models, and note them; whether it serves."""
         status, _ = await self._get(worker, "/health")
         if status != 200:
             return False
-        looked_at = time.perf_counter()
-        _, metrics = await self._get(worker, "/metrics")
+        probed_at = time.perf_counter()
+        _, exposition = await self._get(worker, "/metrics")
         _, models = await self._get(worker, "/v1/models")
-        said = metrics.decode(errors="replace")
-        boot, engine = read_metrics(said)
-        worker.engine = None if self._settings.shadow else engine  # then it is treated as one without the plugin
-        if (pace := read_pace(said)).known or engine is None:
-            worker.pace = pace  # one that has restarted learns anew: until then, what it said before
+        found = worker_metrics.read(exposition.decode(errors="replace"))
+        worker.engine = None if self._settings.shadow else found.engine  # then it is treated as one without the plugin
+        if found.step_times.known or found.engine is None:
+            worker.step_times = found.step_times  # a restarted engine learns them again: until then, the old ones stand
         worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
         worker.model_ids = frozenset(entry["id"] for entry in worker.models)
-        boot = f"{worker.url}#{boot}"
+        boot = f"{worker.url}#{found.boot}"
         if boot != worker.boot:
-            worker.boot, worker.failures = boot, 0
-            worker.trust.restarted()
+            worker.boot = boot
+            worker.breaker.reset()
+            worker.cache.restarted()
             if self.warm is not None and self._settings.replay_seconds:
-                self._spawn(self._warm(worker))
+                self._spawn(self._warm(worker, self.warm))
             worker.renderer_ids.clear()
             worker.mute_models.clear()
             worker.renderer.forget_routes()
             if worker.fast is not None:
                 worker.fast.forget()
-            worker.hits_before = read_hits(said)
-        worker.cache_tokens = read_cache_tokens(said)
-        worker.hits, worker.looked_at = read_hits(said), looked_at
-        self._metrics.engine_patched.labels(worker.name).set(engine is not None)
+            worker.hits_before = found.hits
+        worker.cache_tokens, worker.hits, worker.probed_at = found.cache_tokens, found.hits, probed_at
+        self._metrics.engine_patched.labels(worker.name).set(found.engine is not None)
         if worker.engine is not None:
             for entry in worker.models:
                 await worker.identify(entry["id"])
         return True
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
-        return await self._upstream.fetch("GET", worker.url + path, timeout=LOOK_TIMEOUT)
+        return await self._upstream.fetch("GET", worker.url + path, timeout=PROBE_TIMEOUT)
 
     def _set_up(self, worker: Worker, up: bool) -> None:
         if up != worker.up:

@@ -26,11 +26,11 @@ from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest
+from proxy.fleet import worker_metrics
 from proxy.fleet.answer_compare import Greedy, Unanswered, Verdict, continued, distance, judge, question
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker, fresh_salt, prompt_of
-from proxy.fleet.worker_metrics import read_running
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
 from proxy.metrics import Metrics
@@ -114,17 +114,17 @@ class SelfCheck:
     @property
     def hints_off(self) -> bool:
         """Whether a worker gets no hints because its answers differed."""
-        return any(not worker.trust.in_hints for worker in self._pool.workers)
+        return any(not worker.cache.hints_allowed for worker in self._pool.workers)
 
     @property
     def cache_off(self) -> bool:
         """Whether nothing is taken from a worker's cache, because they differed without hints, too."""
-        return any(not worker.trust.in_cache for worker in self._pool.workers)
+        return any(not worker.cache.cache_allowed for worker in self._pool.workers)
 
     def reset(self) -> None:
         """An operator has seen to it: hints go out again."""
         for worker in self._pool.workers:
-            worker.trust.restore()
+            worker.cache.restore()
         logger.warning("hints are on again, by an operator")
 
     def forget(self, worker: Worker) -> None:
@@ -151,7 +151,7 @@ class SelfCheck:
         if worker.boot != seen.boot:
             seen.boot, seen.checks = worker.boot, 0
             seen.noises.clear()
-        fit = worker.up and worker.engine is not None and not worker.warming and worker.trust.in_cache
+        fit = worker.up and worker.engine is not None and not worker.warming and worker.cache.cache_allowed
         idle = now - seen.busy_at >= IDLE_SECONDS and now >= seen.next_at
         return fit and idle and seen.in_a_row < MOST_IN_A_ROW and seen.anew < self._allowance(worker)
 
@@ -201,7 +201,7 @@ class SelfCheck:
     async def _judge(self, worker: Worker, replay: WarmupRequest, seen: _Watched) -> Verdict | None:
         """None where nothing came from the cache, or others use the worker. What seems to differ is looked at twice."""
         _, told = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
-        if read_running(told.decode(errors="replace")):
+        if worker_metrics.read(told.decode(errors="replace")).requests:
             return None  # another gateway's clients
         body = {**parse_object(replay.raw), **replay.put}
         chat = chat_in(replay.endpoint, body, self._stored)
@@ -210,7 +210,7 @@ class SelfCheck:
         most = int(min(self._most_tokens, self._allowance(worker) / ANEW))
         prompt = (await prompt_of(chat, worker)).ids()[:most]
         hint = [at for at in worker.hint(replay.boundaries, self._boundary_budget) if at <= len(prompt)]
-        salt = worker.trust.salt(body) or body.get("cache_salt")
+        salt = worker.cache.salt(body) or body.get("cache_salt")
         verdict = None
         for _ in range(2):
             verdict = await self._compare(worker, replay.model, prompt, salt, hint, seen)
@@ -265,14 +265,14 @@ class SelfCheck:
         self._results.labels(verdict.result).inc()
         if verdict.result == "differs":
             self.differs += 1
-            worker.trust.doubt()
+            worker.cache.quarantine()
             seen.checks = 0  # what vLLM now caches by itself is to be looked at as closely
             self._void_cache(worker)
             logger.error(
                 "worker %s gets no more hints, and %s. Restart it; POST /seamark/self-check/reset, or a restart of the "
                 "gateway, turns hints on again",
                 worker.name,
-                "nothing it held is found" if worker.trust.in_cache else "nothing is taken from its cache",
+                "nothing it held is found" if worker.cache.cache_allowed else "nothing is taken from its cache",
             )
 
 

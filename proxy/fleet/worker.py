@@ -1,4 +1,4 @@
-"""One worker and what is known of it, as it says itself."""
+"""One worker: what it said of itself when it was last probed, what it has to do, and whether its cache may be used."""
 
 from __future__ import annotations
 
@@ -15,48 +15,67 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
 from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes
 
+# Requests in a row that a worker took and gave no byte for; it gets no more until a probe finds it well.
+BREAKER_FAILURES = 3
+
 SALT_BYTES = 16
 
 
-class CacheQuarantine:
-    """In one worker. Each doubt takes a step: its hints and all it holds first, then whatever it caches."""
+class CircuitBreaker:
+    """Opens after `BREAKER_FAILURES` failures in a row."""
 
     def __init__(self) -> None:
-        self.in_hints = True  # states may be kept on it
-        self.in_cache = True  # anything may be taken from its cache
-        self._salt = ""  # that parts requests from what was there when it was doubted; empty: nothing was
+        self._failures = 0
 
-    def doubt(self) -> None:
-        """Its answers from the cache were found to differ from those computed anew."""
-        self.in_cache = self.in_hints
-        self.in_hints = False
+    def failed(self) -> bool:
+        """Count a failure; whether the breaker opens with it. The count then starts again."""
+        self._failures = (self._failures + 1) % BREAKER_FAILURES
+        return not self._failures
+
+    def reset(self) -> None:
+        """A request was answered, or the worker has restarted."""
+        self._failures = 0
+
+
+class CacheQuarantine:
+    """What of one worker's cache may be used. Quarantine takes two steps: hints and all held states, then the cache."""
+
+    def __init__(self) -> None:
+        self.hints_allowed = True  # states may be kept on the worker
+        self.cache_allowed = True  # anything may be taken from its cache
+        self._salt = ""  # keeps requests away from what was cached before the quarantine; empty: nothing was
+
+    def quarantine(self) -> None:
+        """Answers from the cache differed from recomputed ones: take the next step."""
+        self.cache_allowed = self.hints_allowed
+        self.hints_allowed = False
         self._salt = fresh_salt()
 
     def restore(self) -> None:
-        """An operator has seen to it. What was there when it was doubted stays out of use."""
-        self.in_hints = self.in_cache = True
+        """An operator has seen to the worker. What was cached before the quarantine stays out of use."""
+        self.hints_allowed = self.cache_allowed = True
 
     def restarted(self) -> None:
-        """The worker has, and its cache is empty."""
+        """The worker has restarted, and its cache is empty."""
         self._salt = ""
 
     def salt(self, body: Mapping[str, Any]) -> str | None:
-        """The cache salt to send with the request `body` instead of its own; None where that stands.
+        """The cache salt to send with the request `body` instead of its own; None if that stands.
 
-        `body` is empty where it was not read: then it is no request for tokens.
+        `body` is empty if it was not read: then it is no request for tokens.
         """
-        if (self.in_cache and not self._salt) or not body:
+        if (self.cache_allowed and not self._salt) or not body:
             return None
         given = body.get("cache_salt")
         if given is None:
             given = ""
         elif not isinstance(given, str) or not given:
             return None  # the worker's to refuse
-        return given + (self._salt if self.in_cache else fresh_salt())
+        return given + (self._salt if self.cache_allowed else fresh_salt())
 
 
 def fresh_salt() -> str:
-    """Under which nothing is in any cache."""
+    """A salt under which no cache holds anything."""
     return os.urandom(SALT_BYTES).hex()
 
 
@@ -66,29 +85,33 @@ class Worker:
 
     url: str
     renderer: WorkerRenderer
-    fast: VerifiedRenderer | None = None  # the same, without asking the worker where that is proved
+    fast: VerifiedRenderer | None = None  # the same, without asking the worker for what is proved
+    max_inflight: int = 0  # requests at it at once, 0 for no limit
+
+    # What the last probe found.
     up: bool = False
     boot: str = ""
     engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
-    pace: StepTimes = UNKNOWN  # of its engine
-    # Prompt tokens that its prefix cache gave since its start, as vLLM counts, and of them those before the gateway saw
-    # it first; None: it does not say.
+    step_times: StepTimes = UNKNOWN
+    # Prompt tokens that its prefix cache gave since its start, as vLLM counts, and how many of them before the gateway
+    # first saw it; None: it does not say.
     hits: int | None = None
     hits_before: int | None = None
     cache_tokens: int = 0  # that fit into its cache; 0: it does not say
-    looked_at: float = 0.0  # time.perf_counter() when it said so
+    probed_at: float = 0.0  # time.perf_counter() before it was asked for these
     models: list[dict[str, Any]] = field(default_factory=list)
     model_ids: frozenset[str] = frozenset()
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
     mute_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
-    max_inflight: int = 0  # requests at it at once, 0 for no limit
-    trust: CacheQuarantine = field(default_factory=CacheQuarantine)  # in what it holds
-    warming: bool = False  # prefixes are replayed on it; it gets requests only where no other worker can take them
+
+    # What the gateway makes of it.
+    cache: CacheQuarantine = field(default_factory=CacheQuarantine)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    warming: bool = False  # prefixes are replayed on it; it gets requests only if no other worker can take them
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
     dispatched: int = 0  # requests ever sent
-    failures: int = 0  # in a row
-    answered_at: float = float("-inf")  # time.monotonic() of its last answer's beginning
+    answered_at: float = float("-inf")  # time.monotonic() when its last answer began
 
     @property
     def name(self) -> str:
@@ -98,7 +121,7 @@ class Worker:
     @property
     def takes_hints(self) -> bool:
         """Whether states can be kept on it, and may be."""
-        return self.engine is not None and self.trust.in_hints
+        return self.engine is not None and self.cache.hints_allowed
 
     def hint(self, boundaries: Sequence[Boundary], budget: int) -> tuple[int, ...]:
         """Token positions of those `boundaries` that are worth a state on it, at most `budget` match units."""
@@ -113,7 +136,7 @@ class Worker:
 
     def answered(self) -> None:
         """It began to answer a request."""
-        self.failures = 0
+        self.breaker.reset()
         self.answered_at = time.monotonic()
 
     def serves(self, model: Any) -> bool:
@@ -121,7 +144,7 @@ class Worker:
         return isinstance(model, str) and model in self.model_ids
 
     async def identify(self, model: Any) -> bool:
-        """Whether it is known what `model` is rendered with; asks for it where it is not yet."""
+        """Whether it is known what `model` is rendered with; asks the worker if it is not known yet."""
         if model not in self.renderer_ids:
             renderer_id = await identify_renderer(self.renderer, model)
             if renderer_id is not None:

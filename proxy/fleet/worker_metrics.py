@@ -1,64 +1,23 @@
-"""What a worker's engine tells on its `/metrics`: its own speed, where it has learnt that, and what its cache gave."""
+"""The one reader of a worker's `/metrics`: its boot, its engine, that engine's speed, and what its cache gave."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_BOOT_AND_ENGINE = re.compile(
-    r"^(seamark_engine_info)\{(.*?)\} ([0-9.eE+]+)$|^(process_start_time_seconds) (\S+)$", re.M
-)
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+BOOT = "process_start_time_seconds"
+ENGINE = "seamark_engine_info"
+PASS, TOKEN = "seamark_pass_seconds", "seamark_token_seconds"
+HITS = "vllm:prefix_cache_hits_total"
+CACHE = "vllm:cache_config_info"
+REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
-_HITS = re.compile(r"^vllm:prefix_cache_hits_total(?:\{.*?\})? (\S+)$", re.M)
-
-_RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*?\})? (\S+)$", re.M)
-
-_CACHE = re.compile(r'^vllm:cache_config_info\{.*?\bkv_cache_size_tokens="(\d+)"', re.M)
-
-_SAMPLE = re.compile(r"^seamark_(pass|token)_seconds(?:\{.*?\})? (\S+)$", re.M)
-
-
-class StepTimes(NamedTuple):
-    """Seconds; 0 while the engine has not learnt them."""
-
-    pass_seconds: float = 0.0  # of a pass over hardly any tokens
-    token_seconds: float = 0.0  # that each prompt token adds
-
-    @property
-    def known(self) -> bool:
-        """Whether the engine has seen enough."""
-        return self.token_seconds > 0
-
-    def seconds(self, tokens: int, passes: int = 0) -> float:
-        """Time that so many tokens and passes take; 0 while unknown."""
-        return self.pass_seconds * passes + self.token_seconds * tokens
-
-
-UNKNOWN = StepTimes()
-
-
-def read_pace(text: str) -> StepTimes:
-    """The pace in a worker's `/metrics`; unknown where the plugin does not run."""
-    return StepTimes(**{f"{name}_seconds": float(value) for name, value in _SAMPLE.findall(text)})
-
-
-def read_hits(text: str) -> int | None:
-    """Prompt tokens that the prefix cache gave, by a worker's `/metrics`; None where it is not vLLM's."""
-    found = _HITS.findall(text)
-    return int(sum(map(float, found))) if found else None
-
-
-def read_running(text: str) -> int:
-    """Requests that run or wait in an engine, whoever sent them."""
-    return int(sum(map(float, _RUNNING.findall(text))))
-
-
-def read_cache_tokens(text: str) -> int:
-    """Tokens that fit into an engine's cache; 0 where it does not say."""
-    return sum(map(int, _CACHE.findall(text)))
+# An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
+_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CACHE, *REQUESTS)
 
 
 @dataclass(frozen=True)
@@ -71,13 +30,61 @@ class EngineInfo:
     block_size: int
 
 
-def read_metrics(text: str) -> tuple[str, EngineInfo | None]:
-    """Boot identity and engine info out of a worker's `/metrics`."""
-    boot, engine = "", None
-    for match in _BOOT_AND_ENGINE.finditer(text):
-        if match[4]:
-            boot = match[5]
-        elif float(match[3]) == 1:
-            labels = dict(_LABEL.findall(match[2]))
-            engine = EngineInfo(labels["version"], labels["vllm"], int(labels["match_unit"]), int(labels["block_size"]))
-    return boot, engine
+class StepTimes(NamedTuple):
+    """How long an engine's steps take, in seconds; 0 until the engine has learnt them."""
+
+    pass_seconds: float = 0.0  # of a pass over hardly any tokens
+    token_seconds: float = 0.0  # that each prompt token adds
+
+    @property
+    def known(self) -> bool:
+        """Whether the engine has seen enough steps."""
+        return self.token_seconds > 0
+
+    def seconds(self, tokens: int, passes: int = 0) -> float:
+        """Time that so many tokens and passes take; 0 while unknown."""
+        return self.pass_seconds * passes + self.token_seconds * tokens
+
+
+UNKNOWN = StepTimes()
+
+
+class WorkerMetrics(NamedTuple):
+    """What a worker says of itself."""
+
+    boot: str = ""  # when its server started, which tells one start from the next
+    engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
+    step_times: StepTimes = UNKNOWN
+    hits: int | None = None  # prompt tokens that the prefix cache gave so far; None: not vLLM's metrics
+    cache_tokens: int = 0  # that fit into the engine's cache; 0: it does not say
+    requests: int = 0  # that run or wait in the engine, whoever sent them
+
+
+def read(text: str) -> WorkerMetrics:
+    """What the exposition `text` says. Raises `ValueError` or `KeyError` if its samples are not what they are named."""
+    lines = "\n".join(line for line in text.split("\n") if line.startswith(_READ))
+    found: dict[str, list[Sample]] = {name: [] for name in _READ}
+    for family in text_string_to_metric_families(lines):
+        for sample in family.samples:
+            if sample.name in found:
+                found[sample.name].append(sample)
+
+    def last(name: str) -> float:
+        return found[name][-1].value if found[name] else 0.0
+
+    # As workers spell it, since gateways share boots. The function has no types.
+    boot = str(floatToGoString(last(BOOT))) if found[BOOT] else ""  # type: ignore[no-untyped-call]
+    engines = [_engine(sample.labels) for sample in found[ENGINE] if sample.value == 1]
+    sizes = [sample.labels.get("kv_cache_size_tokens", "") for sample in found[CACHE]]
+    return WorkerMetrics(
+        boot,
+        engines[-1] if engines else None,
+        StepTimes(last(PASS), last(TOKEN)),
+        int(sum(sample.value for sample in found[HITS])) if found[HITS] else None,
+        sum(int(size) for size in sizes if size.isdecimal()),
+        int(sum(sample.value for name in REQUESTS for sample in found[name])),
+    )
+
+
+def _engine(labels: dict[str, str]) -> EngineInfo:
+    return EngineInfo(labels["version"], labels["vllm"], int(labels["match_unit"]), int(labels["block_size"]))

@@ -223,7 +223,7 @@ class Shadow:
     async def _looked_since(self, seen: AnsweredRequest) -> bool:
         """Wait until the worker has told its hits after this request; False where it will not, or has restarted."""
         worker = seen.worker
-        while worker.looked_at <= seen.at and worker.boot == seen.boot:
+        while worker.probed_at <= seen.at and worker.boot == seen.boot:
             if time.perf_counter() > seen.at + self._patience:
                 return False
             await asyncio.sleep(LOOK_SECONDS)

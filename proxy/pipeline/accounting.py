@@ -72,9 +72,9 @@ class Accounting:
         counters.prompt.inc(usage.prompt)
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
-            saved = call.worker.pace.seconds(usage.cached)
+            saved = call.worker.step_times.seconds(usage.cached)
             counters.saved.inc(saved)
-            if call.worker.pace.known:
+            if call.worker.step_times.known:
                 self.seconds_saved = (self.seconds_saved or 0.0) + saved
         if expected is None:
             return None
@@ -136,7 +136,7 @@ class Accounting:
         except ValueError:
             usage = None
         if usage is not None:
-            seconds = worker.pace.seconds(usage.prompt - (usage.cached or 0), passes=1)
+            seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)
             self._counters(model, worker).spent.inc(seconds)
 
     def _counters(self, model: str, worker: Worker) -> _Counters:

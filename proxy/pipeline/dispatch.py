@@ -164,4 +164,4 @@ def _failure(worker: Worker) -> str | None:
     """Why a worker gets no hint whatever the request; None where it gets one."""
     if worker.engine is None:
         return "unpatched"
-    return None if worker.trust.in_hints else "hint_ignored"
+    return None if worker.cache.hints_allowed else "hint_ignored"

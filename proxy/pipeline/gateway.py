@@ -79,7 +79,7 @@ class Gateway:
         self.metrics.shadow_mode.set(settings.shadow)
         self.metrics.queued.set_function(lambda: len(self.admission))
         self.pool.warm = self._warm
-        self.pool.taken_out = self._forget
+        self.pool.removed = self._forget
         self._boundary_seconds = self.metrics.overhead.labels("boundary")
         self.sharing: RedisSync | None = None  # with other gateways
         self.created = time.time()
@@ -241,7 +241,7 @@ class Gateway:
                 resent = True
                 self.metrics.resent.labels(worker.name, "stale").inc()
             except Broken:
-                self.pool.failed(worker)
+                self.pool.record_failure(worker)
                 raise
             else:
                 worker.answered()
@@ -251,7 +251,7 @@ class Gateway:
         """As its worker gets it."""
         if call.method != "POST":
             return call.raw
-        return call.body_with(self.dispatch.hint(call), call.worker.trust.salt(call.body))
+        return call.body_with(self.dispatch.hint(call), call.worker.cache.salt(call.body))
 
     async def _warm(self, worker: Worker) -> None:
         """Replay hot prefixes on a worker that has restarted."""

@@ -135,9 +135,9 @@ def test_answers_that_differ_are_an_alarm_and_hints_that_are_off_a_warning(worke
         compared(own, 130, 2, True)
         (alarm,) = live(own)["alarms"]
         assert alarm.startswith("Answers differ") and "130" in alarm and "Hints are off" in alarm
-        own.gateway.pool.workers[0].trust.in_cache = False
+        own.gateway.pool.workers[0].cache.cache_allowed = False
         assert live(own)["alarms"][0].endswith("nothing is taken from the cache.")
-        own.gateway.pool.workers[0].trust.restore()
+        own.gateway.pool.workers[0].cache.restore()
         compared(own, 130, 0, True)
         assert live(own)["warnings"] == ["Hints are off."] and not live(own)["alarms"]
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 
 from proxy.bench.harness.servers import Servers
-from proxy.fleet.worker_metrics import UNKNOWN, StepTimes, read_pace
 from tests.harness.gateways import chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import recording_worker
 
 PACE = "seamark_pass_seconds 0.5\nseamark_token_seconds 0.001\n"
 
 SAVED, SPENT = "seamark_seconds_saved_total", "seamark_seconds_spent_total"
-
-
-def test_the_pace_is_read_where_the_engine_tells_it():
-    assert read_pace("# TYPE seamark_pass_seconds gauge\n" + PACE) == StepTimes(0.5, 0.001)
-    assert read_pace("vllm:x 1\n") == UNKNOWN and not UNKNOWN.known
-    assert StepTimes(0.5, 0.001).seconds(1000, passes=2) == pytest.approx(2.0)
 
 
 def test_cached_tokens_are_seconds_saved_at_the_pace_of_their_worker(fleet: Servers):

@@ -88,4 +88,4 @@ def wait_for(condition, seconds: float = 10.0) -> None:
 def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> None:
     """As if the self-check had come to this."""
     own.gateway.self_check.checked, own.gateway.self_check.differs = checked, differs
-    own.gateway.pool.workers[0].trust.in_hints = not hints_off
+    own.gateway.pool.workers[0].cache.hints_allowed = not hints_off

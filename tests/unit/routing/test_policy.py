@@ -8,7 +8,7 @@ from proxy.boundaries.boundary import Boundary
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import union_of_models
 from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import EngineInfo, read_metrics
+from proxy.fleet.worker_metrics import EngineInfo
 from proxy.observability.reasons import Expectation, cache_label, reason
 from proxy.pipeline.sse import usage_in_stream
 from proxy.routing.policy import choose
@@ -45,7 +45,7 @@ def test_a_holding_shorter_than_the_match_unit_does_not_count():
 
 def test_a_worker_whose_answers_differed_holds_nothing_that_counts():
     workers = [worker("a", inflight=1), worker("b")]
-    workers[0].trust.doubt()
+    workers[0].cache.quarantine()
     assert choose(workers, {"a": Holding(400, b"deep")}, load_slack=8).boot == "b"
 
 
@@ -179,15 +179,6 @@ def test_usage_is_read_from_the_end_of_a_stream():
 )
 def test_every_apis_spelling_of_usage_is_read(usage, read):
     assert usage_of({"usage": usage}) == read
-
-
-def test_engine_info_and_boot_are_read_from_a_workers_metrics():
-    text = (
-        "# HELP x\nprocess_start_time_seconds 1.7e+09\n"
-        'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"} 1.0\n'
-    )
-    assert read_metrics(text) == ("1.7e+09", EngineInfo("0.1.0", "0.32.0", 16, 384))
-    assert read_metrics("vllm:x 1\n") == ("", None)
 
 
 def test_models_of_several_workers_are_listed_once():

@@ -1,0 +1,77 @@
+"""Which prefixes a restarted worker gets back first, and how little a replay asks for."""
+
+from __future__ import annotations
+
+import json
+
+from proxy.chat.chat import CHAT
+from proxy.fleet.warmup import ENTRY_BYTES, HALF_LIFE, WarmupRequest, WarmupSet
+
+
+def replay(name: bytes = b"", model: str = "m") -> WarmupRequest:
+    return WarmupRequest(
+        CHAT, b'{"model":"m","messages":[],"stream":true,"n":3}' + name, ("model", "stream", "n"), {}, (), model
+    )
+
+
+class Hot(WarmupSet):
+    def used(self, key: bytes, tokens: int, shorter: tuple[bytes, ...], of: WarmupRequest, now: float) -> None:
+        if not self.used_again(key, now):
+            self.add(key, tokens, shorter, of, now)
+
+
+def hot(size: int = 10**6) -> Hot:
+    return Hot(size)
+
+
+def test_what_saves_the_most_tokens_comes_first_and_the_forgotten_last():
+    prefixes = hot()
+    for key, tokens, uses, at in (
+        (b"often", 100, 30, 0.0),
+        (b"long", 2000, 1, 0.0),
+        (b"old", 9000, 1, -20 * HALF_LIFE),
+    ):
+        for _ in range(uses):
+            prefixes.used(key, tokens, (), replay(key), at)
+    assert [each.raw[-4:] for each in prefixes.hottest({"m"}, 0.0)] == [b"ften", b"long", b"}old"]
+    assert prefixes.hottest({"another"}, 0.0) == []
+
+
+def test_a_later_turn_takes_the_place_of_an_earlier_one_that_nobody_else_used():
+    prefixes = hot()
+    prefixes.used(b"turn 1", 100, (b"system",), replay(), 0.0)
+    prefixes.used(b"turn 2", 200, (b"system", b"turn 1"), replay(), 1.0)
+    assert len(prefixes) == 1
+    prefixes.used(b"system", 50, (), replay(), 2.0)
+    prefixes.used(b"system", 50, (), replay(), 2.0)
+    prefixes.used(b"turn 3", 300, (b"system", b"turn 2"), replay(), 3.0)
+    assert len(prefixes) == 2
+
+
+def test_what_is_kept_is_bounded_and_nothing_where_text_is_not_kept():
+    size = len(replay().raw) + ENTRY_BYTES
+    prefixes = hot(3 * size)
+    for number in range(10):
+        prefixes.used(bytes([number]), 100, (), replay(), float(number))
+    assert len(prefixes) == 3 and prefixes.held <= 3 * size
+    none = hot(0)
+    none.used(b"key", 100, (), replay(), 0.0)
+    assert len(none) == 0
+
+
+def test_a_replay_asks_for_one_token_and_no_more():
+    asked = WarmupRequest(
+        CHAT,
+        b'{"stream":true,"n":3,"max_tokens":900,"vllm_xargs":{"x":1},"seed":1}',
+        ("stream", "n", "max_tokens", "vllm_xargs", "seed"),
+        {"cache_salt": "s"},
+        (),
+        "m",
+    )
+    assert json.loads(asked.body_with((16, 32))) == {
+        "seed": 1,
+        "cache_salt": "s",
+        "max_tokens": 1,
+        "stream": False,
+        "vllm_xargs": {"seamark_boundaries": [16, 32]},
+    }

@@ -1,0 +1,68 @@
+"""A worker's circuit breaker, and the quarantine of its cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.fleet.worker import BREAKER_FAILURES, CacheQuarantine, CircuitBreaker
+
+BODY = {"model": "m"}
+
+
+def test_the_breaker_opens_after_failures_in_a_row_and_counts_again_after_that():
+    breaker = CircuitBreaker()
+    for _ in range(2):
+        assert [breaker.failed() for _ in range(BREAKER_FAILURES)] == [False] * (BREAKER_FAILURES - 1) + [True]
+
+
+def test_an_answer_between_failures_keeps_the_breaker_closed():
+    breaker = CircuitBreaker()
+    for _ in range(3 * BREAKER_FAILURES):
+        breaker.reset()
+        assert not any(breaker.failed() for _ in range(BREAKER_FAILURES - 1))
+
+
+def test_a_trusted_worker_gets_the_salt_that_the_request_has():
+    assert CacheQuarantine().salt({**BODY, "cache_salt": "own"}) is None
+
+
+def test_the_first_doubt_parts_requests_from_what_was_there_and_keeps_who_was_apart_apart():
+    cache = CacheQuarantine()
+    cache.quarantine()
+    salts = [cache.salt(body) for body in (BODY, {**BODY, "cache_salt": None}, {**BODY, "cache_salt": "own"})]
+    assert not cache.hints_allowed and cache.cache_allowed
+    assert salts[0] == salts[1] != salts[2] and len(salts[0]) >= 16
+    assert salts[2] == "own" + salts[0]
+    assert cache.salt(BODY) == salts[0]  # whoever comes next finds what vLLM cached since
+
+
+def test_the_second_takes_nothing_from_the_cache():
+    cache = CacheQuarantine()
+    cache.quarantine()
+    cache.quarantine()
+    assert not cache.cache_allowed and len({cache.salt(BODY) for _ in range(3)}) == 3
+
+
+def test_what_was_doubted_stays_out_of_use_until_the_worker_restarts():
+    cache = CacheQuarantine()
+    cache.quarantine()
+    apart = cache.salt(BODY)
+    cache.restore()
+    assert cache.hints_allowed and cache.salt(BODY) == apart
+    cache.restarted()
+    assert cache.salt(BODY) is None
+
+
+def test_a_restart_alone_does_not_bring_trust_back():
+    cache = CacheQuarantine()
+    cache.quarantine()
+    cache.quarantine()
+    cache.restarted()
+    assert not cache.hints_allowed and not cache.cache_allowed and cache.salt(BODY)
+
+
+@pytest.mark.parametrize("salt", ["", 5, ["own"]])
+def test_a_salt_that_vllm_refuses_is_left_to_it(salt):
+    cache = CacheQuarantine()
+    cache.quarantine()
+    assert cache.salt({**BODY, "cache_salt": salt}) is None

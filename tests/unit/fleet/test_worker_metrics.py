@@ -1,0 +1,57 @@
+"""What a worker's `/metrics` says, as vLLM and the plugin write it."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes, WorkerMetrics, read
+
+INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"}'
+
+
+def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
+    text = (
+        "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"
+        "# TYPE process_start_time_seconds gauge\n"
+        "process_start_time_seconds 1.76378925345e+09\n"
+        f"{INFO} 1.0\n"
+        "seamark_pass_seconds 0.5\n"
+        "seamark_token_seconds 0.001\n"
+        'vllm:prefix_cache_queries_total{engine="0",model_name="m"} 9000.0\n'
+        'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 1600.0\n'
+        'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="4096",num_gpu_blocks="None"} 1.0\n'
+        'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 1.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 70.0\n'
+    )
+    engine = EngineInfo("0.1.0", "0.32.0", 16, 384)
+    assert read(text) == WorkerMetrics("1.76378925345e+09", engine, StepTimes(0.5, 0.001), 1600, 4096, 3)
+
+
+def test_what_is_not_said_is_unknown():
+    assert read("") == read("vllm:x 1\n") == WorkerMetrics("", None, UNKNOWN, None, 0, 0)
+    assert not UNKNOWN.known and read(f"{INFO} 0.0\n").engine is None
+    assert read('vllm:cache_config_info{kv_cache_size_tokens="None"} 1.0\n').cache_tokens == 0
+
+
+def test_counts_of_several_engines_in_one_server_are_summed():
+    lines = [f'vllm:prefix_cache_hits_total{{engine="{engine}"}} {engine + 1}.0' for engine in (0, 1)]
+    lines += [f'vllm:num_requests_running{{engine="{engine}"}} 2.0' for engine in (0, 1)]
+    found = read("\n".join(lines))
+    assert (found.hits, found.requests) == (3, 4)
+
+
+def test_the_boot_is_spelled_as_workers_spell_it():
+    """Gateways share it through Redis."""
+    assert read("process_start_time_seconds 1.7e+09\n").boot == "1.7e+09"
+
+
+@pytest.mark.parametrize("line", ['seamark_engine_info{version="0.1.0"} 1.0', "vllm:prefix_cache_hits_total many"])
+def test_samples_that_are_not_what_they_are_named_are_refused(line):
+    with pytest.raises((ValueError, KeyError)):
+        read(line + "\n")
+
+
+def test_tokens_and_passes_take_seconds_at_known_step_times():
+    assert StepTimes(0.5, 0.001).seconds(1000, passes=2) == pytest.approx(2.0)
+    assert UNKNOWN.seconds(1000, passes=2) == 0
