@@ -23,6 +23,8 @@ EPHEMERAL = {"type": "ephemeral"}
 
 WORDS = ["file", "test", "line", "change", "read", "write", "branch", "commit", "import", "value", "module", "fix"]
 
+FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
 
 class Efficiency(NamedTuple):
     """Of one agent; tokens."""
@@ -118,6 +120,26 @@ def as_chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def prose(draw: random.Random, words: int) -> str:
+    """So many random words."""
+    return " ".join(draw.choices(WORDS, k=words)).capitalize() + "."
+
+
+def _tool(draw: random.Random, name: str) -> dict[str, Any]:
+    properties = {word: {"type": "string", "description": prose(draw, 6)} for word in draw.sample(WORDS, 2)}
+    schema = {"type": "object", "properties": properties, "required": [next(iter(properties))]}
+    return {"name": name, "description": prose(draw, 30), "input_schema": schema}
+
+
+def shapes() -> dict[str, Iterator[tuple[str, dict[str, Any]]]]:
+    """Fresh requests of every agent by name."""
+    return {
+        "Claude Code, /v1/messages": claude_code(random.Random(1), converted=False),
+        "Claude Code, converted to chats": claude_code(random.Random(2), converted=True),
+        "OpenCode, chats": opencode(random.Random(3)),
+    }
+
+
 async def efficiency(
     gateway: str, worker: str, requests: Iterator[tuple[str, dict[str, Any]]], match_unit: int
 ) -> Efficiency:
@@ -162,26 +184,6 @@ async def _tokens(client: httpx.AsyncClient, worker: str, path: str, body: Mappi
     return answer.json()["token_ids"]
 
 
-def prose(draw: random.Random, words: int) -> str:
-    """So many random words."""
-    return " ".join(draw.choices(WORDS, k=words)).capitalize() + "."
-
-
-def _tool(draw: random.Random, name: str) -> dict[str, Any]:
-    properties = {word: {"type": "string", "description": prose(draw, 6)} for word in draw.sample(WORDS, 2)}
-    schema = {"type": "object", "properties": properties, "required": [next(iter(properties))]}
-    return {"name": name, "description": prose(draw, 30), "input_schema": schema}
-
-
-def shapes() -> dict[str, Iterator[tuple[str, dict[str, Any]]]]:
-    """Fresh requests of every agent by name."""
-    return {
-        "Claude Code, /v1/messages": claude_code(random.Random(1), converted=False),
-        "Claude Code, converted to chats": claude_code(random.Random(2), converted=True),
-        "OpenCode, chats": opencode(random.Random(3)),
-    }
-
-
 def main(argv: list[str]) -> int:
     import argparse
     import tempfile
@@ -206,6 +208,3 @@ def main(argv: list[str]) -> int:
                 print(f"{agent:<34}{rules:<16}{result.share:7.1%}  {result.delivered} of {result.oracle}", flush=True)
                 lowest = min(lowest, result.share) if rules == "default rules" else lowest
     return 0 if lowest >= 0.95 else 1
-
-
-FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")

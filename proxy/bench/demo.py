@@ -26,59 +26,9 @@ from proxy.bench.stories import Line, Planted, Story, Teller, Told
 
 REPORTS = Path("reports")
 
+COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "tok/s", "exact", "against vLLM alone")
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="seamark bench demo", description="the stories of the README, on real engines"
-    )
-    parser.add_argument("--keep", action="store_true", help="serve on afterwards and print the base_url")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
-    parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")
-    args = parser.parse_args(argv)
-    began, say = time.monotonic(), narrator()
-    model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Servers(Path(name)) as servers:
-        folder = Path(name)
-        say("starting four engines at once: Seamark, vLLM alone, vLLM with match unit 16, the reference")
-        seamark = servers.engine("seamark", model)
-        alone = servers.engine("vllm-alone", model, "reference")
-        fine = servers.engine(
-            "vllm-unit-16",
-            model,
-            "reference",
-            ("--prefix-match-unit", "16"),
-            # Dormant until the stories are told: then defects are planted here, where hits end inside blocks too.
-            environment=planted.environment(folder / "planted"),
-        )
-        reference = servers.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
-        gateway = servers.gateway(seamark)
-        for server in (seamark, alone, fine, reference):
-            server.wait_until_ready()
-        gateway.wait_until_ready("/ready", seconds=30)
-        tellers = [
-            Teller("Seamark", gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
-            Teller("vLLM alone", alone.url, PassCounter(alone.log)),
-            Teller("vLLM, unit 16", fine.url, PassCounter(fine.log)),
-        ]
-        told, defects = asyncio.run(tell(tellers, reference.url, fine.url, folder / "planted", tuple(args.sizes), say))
-        held = all(story.held for story in told) and [defect.caught for defect in defects] == [
-            defect.defect != "none" for defect in defects
-        ]
-        report = write_report(told, defects, held, time.monotonic() - began)
-        if args.json:
-            print(report.read_text())
-        else:
-            print(render(told, defects))
-            print("\n" + legend())
-            print(f"\n{'every story held' if held else 'SOME STORY DID NOT HOLD'}, {time.monotonic() - began:.0f} s")
-        if args.keep:
-            for server in (alone, fine, reference):
-                server.stop()
-            print(f"serving {MODEL_NAME} at base_url {gateway.url}/v1 until interrupted", flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                seamark.process.wait()
-        print(report)
-    return 0 if held else 1
+WIDTHS = (14, 8, 22, 11, 16, 6, 17, 0)
 
 
 async def tell(
@@ -130,11 +80,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "tok/s", "exact", "against vLLM alone")
-
-WIDTHS = (14, 8, 22, 11, 16, 6, 17, 0)
 
 
 def render(stories: Sequence[Story], defects: Sequence[Planted]) -> str:
@@ -209,3 +154,57 @@ def _comparison(line: Line, alone: Line) -> str:
         if mine is not None and other is not None and mine > other:
             parts.append(f"{mine - other:+.0f} passes {name}")
     return ", ".join(parts)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="seamark bench demo", description="the stories of the README, on real engines"
+    )
+    parser.add_argument("--keep", action="store_true", help="serve on afterwards and print the base_url")
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")
+    args = parser.parse_args(argv)
+    began, say = time.monotonic(), narrator()
+    model = generated_model(say)
+    with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Servers(Path(name)) as servers:
+        folder = Path(name)
+        say("starting four engines at once: Seamark, vLLM alone, vLLM with match unit 16, the reference")
+        seamark = servers.engine("seamark", model)
+        alone = servers.engine("vllm-alone", model, "reference")
+        fine = servers.engine(
+            "vllm-unit-16",
+            model,
+            "reference",
+            ("--prefix-match-unit", "16"),
+            # Dormant until the stories are told: then defects are planted here, where hits end inside blocks too.
+            environment=planted.environment(folder / "planted"),
+        )
+        reference = servers.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
+        gateway = servers.gateway(seamark)
+        for server in (seamark, alone, fine, reference):
+            server.wait_until_ready()
+        gateway.wait_until_ready("/ready", seconds=30)
+        tellers = [
+            Teller("Seamark", gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
+            Teller("vLLM alone", alone.url, PassCounter(alone.log)),
+            Teller("vLLM, unit 16", fine.url, PassCounter(fine.log)),
+        ]
+        told, defects = asyncio.run(tell(tellers, reference.url, fine.url, folder / "planted", tuple(args.sizes), say))
+        held = all(story.held for story in told) and [defect.caught for defect in defects] == [
+            defect.defect != "none" for defect in defects
+        ]
+        report = write_report(told, defects, held, time.monotonic() - began)
+        if args.json:
+            print(report.read_text())
+        else:
+            print(render(told, defects))
+            print("\n" + legend())
+            print(f"\n{'every story held' if held else 'SOME STORY DID NOT HOLD'}, {time.monotonic() - began:.0f} s")
+        if args.keep:
+            for server in (alone, fine, reference):
+                server.stop()
+            print(f"serving {MODEL_NAME} at base_url {gateway.url}/v1 until interrupted", flush=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                seamark.process.wait()
+        print(report)
+    return 0 if held else 1

@@ -29,13 +29,76 @@ from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_m
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.strict_worker import DRIPPING, SILENT, SLOW_BODY, STALLED, StrictWorker
 
+CHAT = "/v1/chat/completions"
+
 TIMES = 50
 
 ENGINE_TIMES = 50
 
+LIMIT_SECONDS = 0.1  # from the client's close to the worker's notice, 99th percentile
+
+PATIENCE_SECONDS = 5.0  # then it counts as never
+
+SETTLE_SECONDS = 15.0  # idle connections to workers are kept for a few seconds
+
+FD_SLACK = 2  # the look at each worker comes and goes
+
 QUEUE_FLAGS = ("--max-inflight", "1")
 
 RUNNING = "vllm:num_requests_running"
+
+QUEUED = "waiting in the gateway's queue"
+
+_numbers = itertools.count(1)
+
+
+class Case(NamedTuple):
+    """How the worker answers, and what the client has seen when it leaves."""
+
+    name: str
+    path: str
+    stream: bool
+    answer: str  # of the strict worker
+    sees: bool = False  # the client has some of the answer; otherwise only the worker has the request
+
+
+CASES = (
+    Case("waiting for the first byte, stream", CHAT, True, SILENT),
+    Case("waiting for the answer, no stream", CHAT, False, SILENT),
+    Case("streaming, the worker silent", CHAT, True, STALLED, sees=True),
+    Case("streaming, the worker busy", CHAT, True, DRIPPING, sees=True),
+    Case("the answer arrives slowly, no stream", CHAT, False, SLOW_BODY),
+    Case("a body is passed on slowly", "/v1/audio/speech", False, SLOW_BODY, sees=True),
+    Case("waiting, /v1/messages, stream", "/v1/messages", True, SILENT),
+    Case("streaming, /v1/responses", "/v1/responses", True, DRIPPING, sees=True),
+)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What became of one case's repetitions."""
+
+    name: str
+    seconds: Sequence[float]  # from the client's close until the worker is free
+    failures: Sequence[str] = ()
+
+    @property
+    def p99(self) -> float:
+        """99th percentile, seconds (of fewer than 100: the slowest)."""
+        return sorted(self.seconds)[math.ceil(0.99 * len(self.seconds)) - 1] if self.seconds else math.inf
+
+    @property
+    def held(self) -> bool:
+        """Whether the target is met."""
+        return not self.failures and self.p99 <= LIMIT_SECONDS
+
+
+class Remains(NamedTuple):
+    """What a gateway holds when nobody asks anything of it."""
+
+    inflight: float | None  # the gauge; None: not to be had
+    queued: float  # 0 where there is no queue
+    open_files: int  # of its processes
 
 
 @dataclass(frozen=True)
@@ -89,211 +152,6 @@ class Aborts:
         return found
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.aborts", description="clients that leave at every moment"
-    )
-    parser.add_argument("--times", type=int, default=TIMES, help="clients per case")
-    parser.add_argument("--no-engine", action="store_true", help="with the strict worker only")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
-    args = parser.parse_args(argv)
-    say = narrator()
-    folder = Path(tempfile.mkdtemp(prefix="seamark-aborts-"))
-    with Servers(folder) as servers:
-        result = asyncio.run(measure(servers, args.times, say, with_engine=not args.no_engine))
-    print(json.dumps(report(result), indent=1) if args.json else render(result))
-    if not result.complaints:
-        shutil.rmtree(folder)
-        return 0
-    say(f"the servers' logs are in {folder}")
-    return 1
-
-
-async def measure(servers: Servers, times: int, say=print, with_engine: bool = True) -> Aborts:
-    """All cases before a strict worker, then the same before a real engine."""
-    async with StrictWorker() as worker:
-        gateway = await started(servers.gateway(worker))
-        await leave_all(gateway, worker, 2)  # what is made once and kept is made now
-        before = await remains(gateway)
-        say(f"{times} clients leave in each case")
-        cases = await leave_all(gateway, worker, times)
-        after = await remains(gateway, before)
-        say("and while they wait in the gateway's queue")
-        cases.append(await queue_case(servers, worker, times))
-    engine: list[EngineLeft] = []
-    if with_engine:
-        say("starting a real engine")
-        vllm = await started(servers.engine("engine", generated_model(say)), "/health")
-        behind = await started(servers.gateway(vllm))
-        engine = [await leave_engine(vllm, behind, stream, ENGINE_TIMES) for stream in (True, False)]
-    return Aborts(cases, before, after, engine)
-
-
-async def queue_case(servers: Servers, worker: StrictWorker, times: int) -> Left:
-    """The queue of a gateway that sends one request at a time to a worker."""
-    try:
-        gateway = await started(servers.gateway(worker, flags=QUEUE_FLAGS))
-        return await leave_queue(gateway, worker, times)
-    except (RuntimeError, TimeoutError) as error:
-        return Left(QUEUED, (), [f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"])
-
-
-async def started(server: Server, path: str = "/ready") -> Server:
-    """The server once it is ready; the strict worker answers meanwhile."""
-    await asyncio.to_thread(server.wait_until_ready, path)
-    return server
-
-
-async def leave_engine(engine: Server, gateway: Server, stream: bool, times: int) -> EngineLeft:
-    """Clients leave in the middle of long answers of a real engine, directly and through the gateway."""
-    counter = PassCounter(engine.log)
-    steps: list[int] = []
-    step_seconds: list[float] = []
-    async with httpx.AsyncClient() as client:
-
-        async def running(wanted: float) -> None:
-            while (await samples_of(client, engine)).get(RUNNING) != wanted:
-                await asyncio.sleep(0.001)
-
-        async def once(server: Server) -> float:
-            body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Tide?"}], "stream": stream}
-            body |= {"max_tokens": 4000, "ignore_eos": True}
-            data = request("POST", CHAT, {"content-type": "application/json"}, json.dumps(body).encode())
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                connection = await Connection.open(server)
-                counter.restart()
-                asked = time.perf_counter()
-                await connection.send(data)
-                while stream and (await connection.some()).count(b"data:") == 0:
-                    pass
-                await running(1)
-                step_seconds.append((time.perf_counter() - asked) / max(1, counter.so_far()))
-                counter.restart()
-                began = time.perf_counter()
-                connection.close()
-                await running(0)
-                seconds = time.perf_counter() - began
-            if server is gateway:
-                steps.append(counter.so_far())
-            return seconds
-
-        direct = await repeated("directly", times, lambda: once(engine))
-        behind = await repeated("behind the gateway", times, lambda: once(gateway))
-    return EngineLeft(stream, direct, behind, statistics.median(steps or [0]), statistics.median(step_seconds or [0.0]))
-
-
-def _told(left: Left) -> str:
-    if left.failures:
-        return left.failures[0]
-    return f"p50 {statistics.median(left.seconds) * 1e3:.1f} ms, p99 {left.p99 * 1e3:.1f} ms"
-
-
-def render(result: Aborts) -> str:
-    """A table for people."""
-    lines = [f"{'from the client leaving until the worker is free':<50}{'clients':>8}  "]
-    lines += [f"  {case.name:<48}{len(case.seconds) + len(case.failures):>8}  {_told(case)}" for case in result.cases]
-    for each in result.engine:
-        name = f"real engine, {'stream' if each.stream else 'no stream'}"
-        lines.append(f"  {name + ', directly':<48}{len(each.direct.seconds):>8}  {_told(each.direct)}")
-        more = f"{each.steps:g} steps of {each.step_seconds * 1e3:.1f} ms meanwhile"
-        lines.append(f"  {name + ', gateway':<48}{len(each.behind.seconds):>8}  {_told(each.behind)}, {more}")
-    lines.append(
-        f"  left over: {result.after.inflight} in flight, {result.after.queued:g} queued, "
-        f"{result.after.open_files} open files ({result.before.open_files} before)"
-    )
-    return "\n".join([*lines, *result.complaints])
-
-
-def report(result: Aborts) -> dict[str, object]:
-    """The same for machines; seconds."""
-
-    def told(left: Left) -> dict[str, object]:
-        p99 = left.p99 if left.seconds else None
-        return {"name": left.name, "seconds": list(left.seconds), "p99": p99, "failures": list(left.failures)}
-
-    return {
-        "held": not result.complaints,
-        "complaints": result.complaints,
-        "cases": [told(case) for case in result.cases],
-        "before": result.before._asdict(),
-        "after": result.after._asdict(),
-        "engine": [
-            {
-                "stream": each.stream,
-                "direct": told(each.direct),
-                "behind": told(each.behind),
-                "steps": each.steps,
-                "step_seconds": each.step_seconds,
-            }
-            for each in result.engine
-        ],
-    }
-
-
-CHAT = "/v1/chat/completions"
-
-LIMIT_SECONDS = 0.1  # from the client's close to the worker's notice, 99th percentile
-
-PATIENCE_SECONDS = 5.0  # then it counts as never
-
-SETTLE_SECONDS = 15.0  # idle connections to workers are kept for a few seconds
-
-FD_SLACK = 2  # the look at each worker comes and goes
-
-_numbers = itertools.count(1)
-
-
-class Case(NamedTuple):
-    """How the worker answers, and what the client has seen when it leaves."""
-
-    name: str
-    path: str
-    stream: bool
-    answer: str  # of the strict worker
-    sees: bool = False  # the client has some of the answer; otherwise only the worker has the request
-
-
-CASES = (
-    Case("waiting for the first byte, stream", CHAT, True, SILENT),
-    Case("waiting for the answer, no stream", CHAT, False, SILENT),
-    Case("streaming, the worker silent", CHAT, True, STALLED, sees=True),
-    Case("streaming, the worker busy", CHAT, True, DRIPPING, sees=True),
-    Case("the answer arrives slowly, no stream", CHAT, False, SLOW_BODY),
-    Case("a body is passed on slowly", "/v1/audio/speech", False, SLOW_BODY, sees=True),
-    Case("waiting, /v1/messages, stream", "/v1/messages", True, SILENT),
-    Case("streaming, /v1/responses", "/v1/responses", True, DRIPPING, sees=True),
-)
-
-QUEUED = "waiting in the gateway's queue"
-
-
-@dataclass(frozen=True)
-class Left:
-    """What became of one case's repetitions."""
-
-    name: str
-    seconds: Sequence[float]  # from the client's close until the worker is free
-    failures: Sequence[str] = ()
-
-    @property
-    def p99(self) -> float:
-        """99th percentile, seconds (of fewer than 100: the slowest)."""
-        return sorted(self.seconds)[math.ceil(0.99 * len(self.seconds)) - 1] if self.seconds else math.inf
-
-    @property
-    def held(self) -> bool:
-        """Whether the target is met."""
-        return not self.failures and self.p99 <= LIMIT_SECONDS
-
-
-class Remains(NamedTuple):
-    """What a gateway holds when nobody asks anything of it."""
-
-    inflight: float | None  # the gauge; None: not to be had
-    queued: float  # 0 where there is no queue
-    open_files: int  # of its processes
-
-
 def chat(question: str, **fields: object) -> bytes:
     """A chat with a shared part and a question."""
     messages = [{"role": "system", "content": "You pilot ships. " * 20}, {"role": "user", "content": question}]
@@ -344,6 +202,15 @@ async def leave_all(gateway: Server, worker: StrictWorker, times: int) -> list[L
     return [await repeated(case.name, times, lambda case=case: leave(gateway, worker, case)) for case in CASES]
 
 
+async def queue_case(servers: Servers, worker: StrictWorker, times: int) -> Left:
+    """The queue of a gateway that sends one request at a time to a worker."""
+    try:
+        gateway = await started(servers.gateway(worker, flags=QUEUE_FLAGS))
+        return await leave_queue(gateway, worker, times)
+    except (RuntimeError, TimeoutError) as error:
+        return Left(QUEUED, (), [f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"])
+
+
 async def leave_queue(gateway: Server, worker: StrictWorker, times: int) -> Left:
     """Clients leave a gateway started with `--max-inflight 1` while another's request has its worker.
 
@@ -389,6 +256,44 @@ async def _queued(client: httpx.AsyncClient, gateway: Server, wanted: float) -> 
         await asyncio.sleep(0.001)
 
 
+async def leave_engine(engine: Server, gateway: Server, stream: bool, times: int) -> EngineLeft:
+    """Clients leave in the middle of long answers of a real engine, directly and through the gateway."""
+    counter = PassCounter(engine.log)
+    steps: list[int] = []
+    step_seconds: list[float] = []
+    async with httpx.AsyncClient() as client:
+
+        async def running(wanted: float) -> None:
+            while (await samples_of(client, engine)).get(RUNNING) != wanted:
+                await asyncio.sleep(0.001)
+
+        async def once(server: Server) -> float:
+            body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Tide?"}], "stream": stream}
+            body |= {"max_tokens": 4000, "ignore_eos": True}
+            data = request("POST", CHAT, {"content-type": "application/json"}, json.dumps(body).encode())
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                connection = await Connection.open(server)
+                counter.restart()
+                asked = time.perf_counter()
+                await connection.send(data)
+                while stream and (await connection.some()).count(b"data:") == 0:
+                    pass
+                await running(1)
+                step_seconds.append((time.perf_counter() - asked) / max(1, counter.so_far()))
+                counter.restart()
+                began = time.perf_counter()
+                connection.close()
+                await running(0)
+                seconds = time.perf_counter() - began
+            if server is gateway:
+                steps.append(counter.so_far())
+            return seconds
+
+        direct = await repeated("directly", times, lambda: once(engine))
+        behind = await repeated("behind the gateway", times, lambda: once(gateway))
+    return EngineLeft(stream, direct, behind, statistics.median(steps or [0]), statistics.median(step_seconds or [0.0]))
+
+
 async def remains(gateway: Server, wanted: Remains | None = None) -> Remains:
     """What the gateway holds, once that is no more than `wanted` or time is up."""
     deadline = time.monotonic() + SETTLE_SECONDS
@@ -415,6 +320,100 @@ def _descriptors(pid: int) -> Iterator[Path]:
         yield from Path(f"/proc/{pid}/fd").iterdir()
     except OSError:
         return  # it has just ended
+
+
+async def started(server: Server, path: str = "/ready") -> Server:
+    """The server once it is ready; the strict worker answers meanwhile."""
+    await asyncio.to_thread(server.wait_until_ready, path)
+    return server
+
+
+async def measure(servers: Servers, times: int, say=print, with_engine: bool = True) -> Aborts:
+    """All cases before a strict worker, then the same before a real engine."""
+    async with StrictWorker() as worker:
+        gateway = await started(servers.gateway(worker))
+        await leave_all(gateway, worker, 2)  # what is made once and kept is made now
+        before = await remains(gateway)
+        say(f"{times} clients leave in each case")
+        cases = await leave_all(gateway, worker, times)
+        after = await remains(gateway, before)
+        say("and while they wait in the gateway's queue")
+        cases.append(await queue_case(servers, worker, times))
+    engine: list[EngineLeft] = []
+    if with_engine:
+        say("starting a real engine")
+        vllm = await started(servers.engine("engine", generated_model(say)), "/health")
+        behind = await started(servers.gateway(vllm))
+        engine = [await leave_engine(vllm, behind, stream, ENGINE_TIMES) for stream in (True, False)]
+    return Aborts(cases, before, after, engine)
+
+
+def _told(left: Left) -> str:
+    if left.failures:
+        return left.failures[0]
+    return f"p50 {statistics.median(left.seconds) * 1e3:.1f} ms, p99 {left.p99 * 1e3:.1f} ms"
+
+
+def render(result: Aborts) -> str:
+    """A table for people."""
+    lines = [f"{'from the client leaving until the worker is free':<50}{'clients':>8}  "]
+    lines += [f"  {case.name:<48}{len(case.seconds) + len(case.failures):>8}  {_told(case)}" for case in result.cases]
+    for each in result.engine:
+        name = f"real engine, {'stream' if each.stream else 'no stream'}"
+        lines.append(f"  {name + ', directly':<48}{len(each.direct.seconds):>8}  {_told(each.direct)}")
+        more = f"{each.steps:g} steps of {each.step_seconds * 1e3:.1f} ms meanwhile"
+        lines.append(f"  {name + ', gateway':<48}{len(each.behind.seconds):>8}  {_told(each.behind)}, {more}")
+    lines.append(
+        f"  left over: {result.after.inflight} in flight, {result.after.queued:g} queued, "
+        f"{result.after.open_files} open files ({result.before.open_files} before)"
+    )
+    return "\n".join([*lines, *result.complaints])
+
+
+def report(result: Aborts) -> dict[str, object]:
+    """The same for machines; seconds."""
+
+    def told(left: Left) -> dict[str, object]:
+        p99 = left.p99 if left.seconds else None
+        return {"name": left.name, "seconds": list(left.seconds), "p99": p99, "failures": list(left.failures)}
+
+    return {
+        "held": not result.complaints,
+        "complaints": result.complaints,
+        "cases": [told(case) for case in result.cases],
+        "before": result.before._asdict(),
+        "after": result.after._asdict(),
+        "engine": [
+            {
+                "stream": each.stream,
+                "direct": told(each.direct),
+                "behind": told(each.behind),
+                "steps": each.steps,
+                "step_seconds": each.step_seconds,
+            }
+            for each in result.engine
+        ],
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.aborts", description="clients that leave at every moment"
+    )
+    parser.add_argument("--times", type=int, default=TIMES, help="clients per case")
+    parser.add_argument("--no-engine", action="store_true", help="with the strict worker only")
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    say = narrator()
+    folder = Path(tempfile.mkdtemp(prefix="seamark-aborts-"))
+    with Servers(folder) as servers:
+        result = asyncio.run(measure(servers, args.times, say, with_engine=not args.no_engine))
+    print(json.dumps(report(result), indent=1) if args.json else render(result))
+    if not result.complaints:
+        shutil.rmtree(folder)
+        return 0
+    say(f"the servers' logs are in {folder}")
+    return 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,41 @@ FOLDER = Path(__file__).parents[2] / "grafana"
 # Grafana's own variables: names and what they stand for are its, see `filled_in`.
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 
+Dimension = Mapping[str, int]  # exponents; {} is a mere number
+
+SECONDS, BYTES, TOKENS, THINGS = "s", "B", "tok", "n"
+
+RATIO: Dimension = {}
+
+RATE_OF_TOKENS: Dimension = {TOKENS: 1, SECONDS: -1}
+
+RATE_OF_THINGS: Dimension = {THINGS: 1, SECONDS: -1}
+
+# Of Grafana's units, and those that the dashboards spell out.
+UNITS: Mapping[str, Dimension] = {
+    "s": {SECONDS: 1},
+    "bytes": {BYTES: 1},
+    "short": {THINGS: 1},
+    "percentunit": RATIO,
+    "reqps": RATE_OF_THINGS,
+    "suffix: s/s": RATIO,
+    "suffix: tok/s": RATE_OF_TOKENS,
+    "suffix: states/s": RATE_OF_THINGS,
+    "suffix: entries/s": RATE_OF_THINGS,
+    "suffix: passes/s": RATE_OF_THINGS,
+    "suffix: preemptions/s": RATE_OF_THINGS,
+}
+
+# By the metric's name, the first that fits: Prometheus' naming rules, and vLLM's names that do not tell.
+_NAMES: tuple[tuple[str, Dimension], ...] = (
+    (r"_count$", {THINGS: 1}),
+    (r"_seconds(_saved|_spent)?(_total|_sum|_bucket)?$", {SECONDS: 1}),
+    (r"_bytes$", {BYTES: 1}),
+    (r"_tokens(_total|_sum|_bucket)?$|^vllm:(prefix_cache_(hits|queries)|iteration_tokens)_total", {TOKENS: 1}),
+    (r"_perc$", RATIO),
+    (r"", {THINGS: 1}),
+)
+
 
 class Query(NamedTuple):
     """One query of a panel."""
@@ -42,6 +77,10 @@ class Query(NamedTuple):
     def tree(self) -> promql_parser.Expr:
         """The query, parsed."""
         return promql_parser.parse(self.filled_in(3600, 15))
+
+
+class Incommensurable(ValueError):
+    """An expression adds or compares what cannot be; the message is the expression."""
 
 
 def dashboards(folder: Path = FOLDER) -> Mapping[str, dict[str, Any]]:
@@ -81,46 +120,6 @@ def metrics_in(tree: promql_parser.Expr) -> set[str]:
 def family_of(series: str) -> str:
     """The metric that a series belongs to: histograms have three."""
     return re.sub(r"_(bucket|sum|count)$", "", series)
-
-
-Dimension = Mapping[str, int]  # exponents; {} is a mere number
-
-SECONDS, BYTES, TOKENS, THINGS = "s", "B", "tok", "n"
-
-RATIO: Dimension = {}
-
-RATE_OF_TOKENS: Dimension = {TOKENS: 1, SECONDS: -1}
-
-RATE_OF_THINGS: Dimension = {THINGS: 1, SECONDS: -1}
-
-# Of Grafana's units, and those that the dashboards spell out.
-UNITS: Mapping[str, Dimension] = {
-    "s": {SECONDS: 1},
-    "bytes": {BYTES: 1},
-    "short": {THINGS: 1},
-    "percentunit": RATIO,
-    "reqps": RATE_OF_THINGS,
-    "suffix: s/s": RATIO,
-    "suffix: tok/s": RATE_OF_TOKENS,
-    "suffix: states/s": RATE_OF_THINGS,
-    "suffix: entries/s": RATE_OF_THINGS,
-    "suffix: passes/s": RATE_OF_THINGS,
-    "suffix: preemptions/s": RATE_OF_THINGS,
-}
-
-# By the metric's name, the first that fits: Prometheus' naming rules, and vLLM's names that do not tell.
-_NAMES: tuple[tuple[str, Dimension], ...] = (
-    (r"_count$", {THINGS: 1}),
-    (r"_seconds(_saved|_spent)?(_total|_sum|_bucket)?$", {SECONDS: 1}),
-    (r"_bytes$", {BYTES: 1}),
-    (r"_tokens(_total|_sum|_bucket)?$|^vllm:(prefix_cache_(hits|queries)|iteration_tokens)_total", {TOKENS: 1}),
-    (r"_perc$", RATIO),
-    (r"", {THINGS: 1}),
-)
-
-
-class Incommensurable(ValueError):
-    """An expression adds or compares what cannot be; the message is the expression."""
 
 
 def dimension(tree: promql_parser.Expr) -> Dimension:

@@ -45,6 +45,8 @@ GATEWAY_FLAGS = ("--memory-bytes", "8000000", "--text-bytes", "8000000")
 
 _RESPONSE = re.compile(rb"HTTP/1\.[01] (\d{3})[^\r\n]*\r\n(.*?)\r\n\r\n", re.S)
 
+_CHAT = b'{"model":"m","messages":[{"role":"user","content":"Tide?"}]}'
+
 
 class Failure(NamedTuple):
     """A case that went wrong."""
@@ -71,29 +73,6 @@ class Fuzzed:
     def held(self) -> bool:
         """Whether nothing went wrong."""
         return not self.failures and not self.wrongs
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.fuzz", description="broken requests on the gateway's sockets"
-    )
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=1, help="of the stream of cases")
-    parser.add_argument("--case", type=int, action="append", help="only the case with this number (repeat)")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
-    args = parser.parse_args(argv)
-    say = narrator()
-    folder = Path(tempfile.mkdtemp(prefix="seamark-fuzz-"))
-    with Servers(folder) as servers:
-        say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
-        result = asyncio.run(fuzz(servers, args.seed, args.seconds, args.case))
-    print(json.dumps(report(result), indent=1) if args.json else render(result))
-    for failure in result.failures[:TOLD]:
-        path = folder / f"case-{failure.case.number}.bin"
-        path.write_bytes(failure.case.data)
-    if not result.held:
-        say(f"logs, and the bytes of what failed, are in {folder}")
-    return 0 if result.held else 1
 
 
 async def fuzz(servers: Servers, seed: int, seconds: float, only: Sequence[int] | None = None) -> Fuzzed:
@@ -229,9 +208,6 @@ class Run:
         return wrongs + _short(bad_lines(self._gateway, 0))
 
 
-_CHAT = b'{"model":"m","messages":[{"role":"user","content":"Tide?"}]}'
-
-
 def _short(lines: Iterable[str]) -> list[str]:
     listed = list(lines)
     more = [f"and {len(listed) - TOLD} more lines that speak of an error"] if len(listed) > TOLD else []
@@ -271,6 +247,29 @@ def report(result: Fuzzed) -> Mapping[str, object]:
         "wrongs": list(result.wrongs),
         "memory": [result.first_bytes, result.last_bytes],
     }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.fuzz", description="broken requests on the gateway's sockets"
+    )
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=1, help="of the stream of cases")
+    parser.add_argument("--case", type=int, action="append", help="only the case with this number (repeat)")
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    say = narrator()
+    folder = Path(tempfile.mkdtemp(prefix="seamark-fuzz-"))
+    with Servers(folder) as servers:
+        say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
+        result = asyncio.run(fuzz(servers, args.seed, args.seconds, args.case))
+    print(json.dumps(report(result), indent=1) if args.json else render(result))
+    for failure in result.failures[:TOLD]:
+        path = folder / f"case-{failure.case.number}.bin"
+        path.write_bytes(failure.case.data)
+    if not result.held:
+        say(f"logs, and the bytes of what failed, are in {folder}")
+    return 0 if result.held else 1
 
 
 if __name__ == "__main__":

@@ -43,6 +43,16 @@ HISTORY = 20  # messages of a large chat behind its system prompt
 
 BYTES_PER_WORD = 6
 
+DIRECT, SEAMARK = "direct", "seamark"
+
+SMALL, LARGE = 2_000, 200_000  # bytes of a chat
+
+ONE, MANY = 1, 16  # clients
+
+PLAIN_LIMIT, STREAM_LIMIT = 2.5, 1.2  # times vllm-router's CPU time, 2 kB, many clients
+
+ADDED_LIMIT = 0.7e-3  # seconds, p50, 2 kB plain, one client
+
 WORDS = (
     "CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.\n"
     "Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the\n"
@@ -51,6 +61,31 @@ WORDS = (
     "finds many together. Both routers run their default, cache-aware policy.\n"
     "sglang-router holds back a stream's beginning at one client, by Nagle's algorithm."
 )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of traffic."""
+
+    size: int  # bytes of a chat
+    streamed: bool
+    clients: int  # at once
+
+    def __str__(self) -> str:
+        kind = "stream" if self.streamed else "plain"
+        return f"{self.size // 1000} kB, {kind}, {self.clients} client{'s' if self.clients > 1 else ''}"
+
+
+CASES = tuple(Case(size, streamed, n) for size in (SMALL, LARGE) for streamed in (False, True) for n in (ONE, MANY))
+
+
+class Batch(NamedTuple):
+    """Requests that one gateway was sent in one round; seconds."""
+
+    cpu: float | None  # of all its processes, for each request; None: there is no gateway
+    p50: float  # from sent to the answer's end
+    p99: float
+    first: float  # to the first byte of the answer's body, median
 
 
 @dataclass
@@ -84,6 +119,64 @@ class Contestant:
             percentile([sample.last for sample in samples], 0.99),
             statistics.median(sample.first for sample in samples),
         )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One gateway, one kind of traffic; a batch for each round, those of the others from the same rounds."""
+
+    gateway: str
+    case: Case
+    batches: tuple[Batch, ...]
+    direct: tuple[Batch, ...]
+    router: tuple[Batch, ...]  # of vllm-router; empty where it does not run
+
+    @property
+    def cpu(self) -> Spread | None:
+        """CPU seconds for a request."""
+        return spread([batch.cpu for batch in self.batches]) if self.batches[0].cpu is not None else None
+
+    def added(self, figure: str) -> float:
+        """Seconds added to that figure of a batch, median of the rounds."""
+        pairs = zip(self.batches, self.direct, strict=True)
+        return statistics.median(getattr(own, figure) - getattr(other, figure) for own, other in pairs)
+
+    @property
+    def ratio(self) -> Spread | None:
+        """CPU time over vllm-router's, round by round."""
+        if self.cpu is None or not self.router:
+            return None
+        pairs = zip(self.batches, self.router, strict=True)
+        return spread([Pair(own.cpu, other.cpu).ratio for own, other in pairs])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure of ours, and what it may be."""
+
+    name: str
+    value: float | None  # None: it could not be taken
+    limit: float
+    unit: str = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether it is as good as it has to be."""
+        return self.value is not None and self.value <= self.limit
+
+    def told(self) -> str:
+        """The verdict in words."""
+        value = "not taken" if self.value is None else f"{self.value:.2f}{self.unit}"
+        return f"{'held' if self.held else 'NOT HELD'}: {self.name}: {value}, at most {self.limit:g}{self.unit} wanted"
+
+
+class Report(NamedTuple):
+    """A whole run."""
+
+    rows: tuple[Row, ...]
+    missing: Mapping[str, str]  # why a gateway has no rows, by its name
+    renders: float  # asked of the worker by Seamark during its batches
+    requests: int  # of these batches
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -173,129 +266,6 @@ def _row(contestant: Contestant, case: Case, lasting: dict[str, Contestant]) -> 
     )
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.gateway_cost",
-        description="CPU time and latency of the gateway, beside those of others",
-    )
-    names = {peer.name: peer for peer in PEERS}
-    parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"in a batch ({REQUESTS})")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
-    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
-    parser.add_argument("--no-peers", action="store_true", help="Seamark alone; no target beside others is judged")
-    parser.add_argument("--size", type=int, choices=sorted({case.size for case in CASES}), help="of chats, only this")
-    parser.add_argument(
-        "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
-    args = parser.parse_args(argv)
-    if args.requests < 1 or args.rounds < 1:
-        parser.error("--requests, --rounds: at least 1")
-    peers = [] if args.no_peers else [names[name] for name in dict.fromkeys(args.peer or names)]
-    cases = [case for case in CASES if args.size in (None, case.size)]
-    report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
-    judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
-    if args.json:
-        print(json.dumps(as_json(report, judged), indent=1))
-    else:
-        print("\n".join([render(report), *(target.told() for target in judged), "", WORDS]))
-    return 0 if all(target.held for target in judged) else 1
-
-
-DIRECT, SEAMARK = "direct", "seamark"
-
-SMALL, LARGE = 2_000, 200_000  # bytes of a chat
-
-ONE, MANY = 1, 16  # clients
-
-PLAIN_LIMIT, STREAM_LIMIT = 2.5, 1.2  # times vllm-router's CPU time, 2 kB, many clients
-
-ADDED_LIMIT = 0.7e-3  # seconds, p50, 2 kB plain, one client
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kind of traffic."""
-
-    size: int  # bytes of a chat
-    streamed: bool
-    clients: int  # at once
-
-    def __str__(self) -> str:
-        kind = "stream" if self.streamed else "plain"
-        return f"{self.size // 1000} kB, {kind}, {self.clients} client{'s' if self.clients > 1 else ''}"
-
-
-CASES = tuple(Case(size, streamed, n) for size in (SMALL, LARGE) for streamed in (False, True) for n in (ONE, MANY))
-
-
-class Batch(NamedTuple):
-    """Requests that one gateway was sent in one round; seconds."""
-
-    cpu: float | None  # of all its processes, for each request; None: there is no gateway
-    p50: float  # from sent to the answer's end
-    p99: float
-    first: float  # to the first byte of the answer's body, median
-
-
-@dataclass(frozen=True)
-class Row:
-    """One gateway, one kind of traffic; a batch for each round, those of the others from the same rounds."""
-
-    gateway: str
-    case: Case
-    batches: tuple[Batch, ...]
-    direct: tuple[Batch, ...]
-    router: tuple[Batch, ...]  # of vllm-router; empty where it does not run
-
-    @property
-    def cpu(self) -> Spread | None:
-        """CPU seconds for a request."""
-        return spread([batch.cpu for batch in self.batches]) if self.batches[0].cpu is not None else None
-
-    def added(self, figure: str) -> float:
-        """Seconds added to that figure of a batch, median of the rounds."""
-        pairs = zip(self.batches, self.direct, strict=True)
-        return statistics.median(getattr(own, figure) - getattr(other, figure) for own, other in pairs)
-
-    @property
-    def ratio(self) -> Spread | None:
-        """CPU time over vllm-router's, round by round."""
-        if self.cpu is None or not self.router:
-            return None
-        pairs = zip(self.batches, self.router, strict=True)
-        return spread([Pair(own.cpu, other.cpu).ratio for own, other in pairs])
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure of ours, and what it may be."""
-
-    name: str
-    value: float | None  # None: it could not be taken
-    limit: float
-    unit: str = ""
-
-    @property
-    def held(self) -> bool:
-        """Whether it is as good as it has to be."""
-        return self.value is not None and self.value <= self.limit
-
-    def told(self) -> str:
-        """The verdict in words."""
-        value = "not taken" if self.value is None else f"{self.value:.2f}{self.unit}"
-        return f"{'held' if self.held else 'NOT HELD'}: {self.name}: {value}, at most {self.limit:g}{self.unit} wanted"
-
-
-class Report(NamedTuple):
-    """A whole run."""
-
-    rows: tuple[Row, ...]
-    missing: Mapping[str, str]  # why a gateway has no rows, by its name
-    renders: float  # asked of the worker by Seamark during its batches
-    requests: int  # of these batches
-
-
 def targets(report: Report, with_router: bool) -> list[Target]:
     """Those of the gateway; `with_router`: those beside vllm-router too."""
     ours = {row.case: row for row in report.rows if row.gateway == SEAMARK}
@@ -354,6 +324,35 @@ def as_json(report: Report, judged: Sequence[Target]) -> dict[str, Any]:
         "requests": report.requests,
         "targets": [{**asdict(target), "held": target.held} for target in judged],
     }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.gateway_cost",
+        description="CPU time and latency of the gateway, beside those of others",
+    )
+    names = {peer.name: peer for peer in PEERS}
+    parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"in a batch ({REQUESTS})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
+    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
+    parser.add_argument("--no-peers", action="store_true", help="Seamark alone; no target beside others is judged")
+    parser.add_argument("--size", type=int, choices=sorted({case.size for case in CASES}), help="of chats, only this")
+    parser.add_argument(
+        "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    if args.requests < 1 or args.rounds < 1:
+        parser.error("--requests, --rounds: at least 1")
+    peers = [] if args.no_peers else [names[name] for name in dict.fromkeys(args.peer or names)]
+    cases = [case for case in CASES if args.size in (None, case.size)]
+    report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
+    judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
+    if args.json:
+        print(json.dumps(as_json(report, judged), indent=1))
+    else:
+        print("\n".join([render(report), *(target.told() for target in judged), "", WORDS]))
+    return 0 if all(target.held for target in judged) else 1
 
 
 if __name__ == "__main__":

@@ -36,6 +36,31 @@ LINES = {"{{cache}}": 3}
 
 MOST_ROUNDS = 6  # of traffic; on a machine with nothing else to do two are enough
 
+# The engine's: room for some ten long prompts, of which each takes many steps.
+TIGHT = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
+
+# The gateways'
+IN_TURN = ("--max-inflight", "3")  # some wait there
+
+IN_SHADOW = ("--shadow",)
+
+CAREFUL = ("--self-check-interval", "1")
+
+CHECKED_SECONDS = 30.0  # for an idle engine to be looked at
+
+FOLLOWERS = 6  # more than that gateway lets through at once
+
+PRESSING = 12  # more than an engine runs at once
+
+# Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
+LONG_WORDS, PRESSING_WORDS = 2600, 1500
+
+PRESSING_ANSWER = 200  # tokens
+
+USAGE = {"include_usage": True}
+
+ODD_HINTS: tuple[Any, ...] = ([-16, 10**9, 64], "64", [3])
+
 
 class Row(NamedTuple):
     """One query, evaluated."""
@@ -44,6 +69,16 @@ class Row(NamedTuple):
     series: int
     peak: float  # the largest value of any series at any time
     problem: str | None  # why it is not proved
+
+
+class Rig(NamedTuple):
+    """What the traffic goes to."""
+
+    engine: Server  # with hardly any room
+    gateway: Server  # before it, which lets only a few requests through at once
+    wide_gateway: Server  # before it, which lets all through
+    shadow: Server  # before it, which sends no hints
+    careful: Server  # before it, which compares its answers in idle moments
 
 
 def evaluated(server: Prometheus) -> list[Row]:
@@ -80,86 +115,6 @@ def proved(server: Prometheus, rig: Rig, say: Callable[[str], None]) -> list[Row
         if not open_rows:
             break
     return rows
-
-
-def table(rows: Sequence[Row]) -> str:
-    """For people."""
-    lines = [("dashboard", "panel", "line", "series", "largest", "unit", "")]
-    lines += [
-        (
-            row.query.dashboard,
-            row.query.panel,
-            row.query.legend,
-            str(row.series),
-            f"{row.peak:.4g}",
-            row.query.unit.removeprefix("suffix: "),
-            row.problem or "ok",
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.panels", description="the dashboards' queries on a real run"
-    )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
-    args = parser.parse_args(argv)
-    say = narrator()
-    model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Servers(Path(name)) as servers:
-        say("starting an engine")
-        engine = servers.engine("tight", model, flags=TIGHT)
-        engine.wait_until_ready()
-        rig = Rig(engine, *(servers.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)))
-        _, *gateways = rig
-        for gateway in gateways:
-            gateway.wait_until_ready("/ready", seconds=30)
-        jobs = {"seamark": gateways, "vllm": (engine,)}
-        rows = proved(prometheus(servers, Path(name), jobs), rig, say)
-    if args.json:
-        print(json.dumps([{**row.query._asdict(), **row._asdict(), "query": row.query.expression} for row in rows]))
-    else:
-        print(table(rows))
-    return 0 if all(row.problem is None for row in rows) else 1
-
-
-# The engine's: room for some ten long prompts, of which each takes many steps.
-TIGHT = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
-
-# The gateways'
-IN_TURN = ("--max-inflight", "3")  # some wait there
-
-IN_SHADOW = ("--shadow",)
-
-CAREFUL = ("--self-check-interval", "1")
-
-CHECKED_SECONDS = 30.0  # for an idle engine to be looked at
-
-FOLLOWERS = 6  # more than that gateway lets through at once
-
-PRESSING = 12  # more than an engine runs at once
-
-# Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
-LONG_WORDS, PRESSING_WORDS = 2600, 1500
-
-PRESSING_ANSWER = 200  # tokens
-
-USAGE = {"include_usage": True}
-
-ODD_HINTS: tuple[Any, ...] = ([-16, 10**9, 64], "64", [3])
-
-
-class Rig(NamedTuple):
-    """What the traffic goes to."""
-
-    engine: Server  # with hardly any room
-    gateway: Server  # before it, which lets only a few requests through at once
-    wide_gateway: Server  # before it, which lets all through
-    shadow: Server  # before it, which sends no hints
-    careful: Server  # before it, which compares its answers in idle moments
 
 
 async def one_round(rig: Rig, number: int) -> None:
@@ -238,6 +193,50 @@ async def _chat(client: httpx.AsyncClient, url: str, system: str, question: str,
 async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> None:
     body = {"model": MODEL_NAME, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **body}
     (await client.post(url + CHAT, json=body)).raise_for_status()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people."""
+    lines = [("dashboard", "panel", "line", "series", "largest", "unit", "")]
+    lines += [
+        (
+            row.query.dashboard,
+            row.query.panel,
+            row.query.legend,
+            str(row.series),
+            f"{row.peak:.4g}",
+            row.query.unit.removeprefix("suffix: "),
+            row.problem or "ok",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.panels", description="the dashboards' queries on a real run"
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
+    args = parser.parse_args(argv)
+    say = narrator()
+    model = generated_model(say)
+    with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Servers(Path(name)) as servers:
+        say("starting an engine")
+        engine = servers.engine("tight", model, flags=TIGHT)
+        engine.wait_until_ready()
+        rig = Rig(engine, *(servers.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)))
+        _, *gateways = rig
+        for gateway in gateways:
+            gateway.wait_until_ready("/ready", seconds=30)
+        jobs = {"seamark": gateways, "vllm": (engine,)}
+        rows = proved(prometheus(servers, Path(name), jobs), rig, say)
+    if args.json:
+        print(json.dumps([{**row.query._asdict(), **row._asdict(), "query": row.query.expression} for row in rows]))
+    else:
+        print(table(rows))
+    return 0 if all(row.problem is None for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -27,6 +27,12 @@ QUIET_SECONDS = 0.0003  # of CPU time in one poll; an idle server uses less
 
 SETTLE_SECONDS = 10.0
 
+LOG_SECONDS = 10.0
+
+_ITERATION = re.compile(
+    rb"Iteration\(\d+\): \d+ context requests, (\d+) context tokens, \d+ generation requests, (\d+)"
+)
+
 
 class CpuTime:
     """The CPU time of the process `pid` and of its descendants at this moment, a server that is ready."""
@@ -99,28 +105,6 @@ def _clock(pid: int) -> int:
     return (~pid << 3) | 2
 
 
-async def samples_of(client: httpx.AsyncClient, server: Server) -> Mapping[str, float]:
-    """By name, and by `name{label="value"}`, summed over all other labels; empty when the server does not answer."""
-    found: Counter[str] = Counter()
-    try:
-        response = await client.get(server.url + "/metrics")
-    except httpx.HTTPError:
-        return found
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            found[sample.name] += sample.value
-            for label, value in sample.labels.items():
-                found[f'{sample.name}{{{label}="{value}"}}'] += sample.value
-    return found
-
-
-_ITERATION = re.compile(
-    rb"Iteration\(\d+\): \d+ context requests, (\d+) context tokens, \d+ generation requests, (\d+)"
-)
-
-LOG_SECONDS = 10.0
-
-
 class Passes(NamedTuple):
     """Executions of the model."""
 
@@ -166,3 +150,18 @@ class PassCounter:
             text = log.read()
         counts = [(int(prompt), int(generated)) for prompt, generated in _ITERATION.findall(text)]
         return Passes(len(counts), sum(prompt > 0 for prompt, _ in counts), sum(map(sum, counts)))
+
+
+async def samples_of(client: httpx.AsyncClient, server: Server) -> Mapping[str, float]:
+    """By name, and by `name{label="value"}`, summed over all other labels; empty when the server does not answer."""
+    found: Counter[str] = Counter()
+    try:
+        response = await client.get(server.url + "/metrics")
+    except httpx.HTTPError:
+        return found
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            found[sample.name] += sample.value
+            for label, value in sample.labels.items():
+                found[f'{sample.name}{{{label}="{value}"}}'] += sample.value
+    return found

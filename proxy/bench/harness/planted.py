@@ -29,6 +29,16 @@ def environment(folder: Path, others: Mapping[str, str] = {}) -> Mapping[str, st
     return {**plugin_environment(folder, {**own, **others}), FILE_VARIABLE: str(_file(folder))}
 
 
+def plugin_environment(folder: Path, plugins: Mapping[str, str]) -> Mapping[str, str]:
+    """Environment of an engine that loads `plugins`, names to `module:function`; `folder` holds their metadata."""
+    metadata = folder / "seamark_test_plugins-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: seamark-test-plugins\nVersion: 0\n")
+    points = [f"{name} = {target}" for name, target in plugins.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *points, ""]))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
 @contextlib.contextmanager
 def planted(folder: Path, defect: str) -> Iterator[None]:
     """While inside, the engine started with `environment(folder)` has `defect`."""
@@ -105,13 +115,3 @@ def _with_wrong_states(original: Callable) -> Callable:
     get_computed_blocks.planted = True
     get_computed_blocks.__seamark_original__ = original  # so that the ledger still finds its patch applied
     return get_computed_blocks
-
-
-def plugin_environment(folder: Path, plugins: Mapping[str, str]) -> Mapping[str, str]:
-    """Environment of an engine that loads `plugins`, names to `module:function`; `folder` holds their metadata."""
-    metadata = folder / "seamark_test_plugins-0.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: seamark-test-plugins\nVersion: 0\n")
-    points = [f"{name} = {target}" for name, target in plugins.items()]
-    (metadata / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *points, ""]))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}

@@ -40,6 +40,18 @@ ENGINE_FLAGS = (
     "--enable-logging-iteration-details",
 )
 
+CACHE = Path(".cache")
+
+NO_ENGINE = (
+    "seamark bench: it starts vLLM engines, and this environment has no vLLM. Install vllm-seamark into vLLM's "
+    "environment and run it there, or run ./set-up.sh in the source, which installs vLLM's CPU build."
+)
+
+NEMOTRON_H, QWEN3_NEXT = "nemotron_h", "qwen3_next"
+
+# Match unit (tokens) that the plugin chooses: a delta net's kernels scan in chunks of 64.
+MATCH_UNITS: Mapping[str, int] = {NEMOTRON_H: 16, QWEN3_NEXT: 64}
+
 
 @dataclass
 class Server:
@@ -159,19 +171,6 @@ def narrator() -> Callable[[str], None]:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     return say
-
-
-CACHE = Path(".cache")
-
-NO_ENGINE = (
-    "seamark bench: it starts vLLM engines, and this environment has no vLLM. Install vllm-seamark into vLLM's "
-    "environment and run it there, or run ./set-up.sh in the source, which installs vLLM's CPU build."
-)
-
-NEMOTRON_H, QWEN3_NEXT = "nemotron_h", "qwen3_next"
-
-# Match unit (tokens) that the plugin chooses: a delta net's kernels scan in chunks of 64.
-MATCH_UNITS: Mapping[str, int] = {NEMOTRON_H: 16, QWEN3_NEXT: 64}
 
 
 def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H) -> Path:
