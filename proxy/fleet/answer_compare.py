@@ -1,7 +1,7 @@
-"""Greedy continuations of one prompt, and how far two of them are from each other.
+"""Greedy continuations of one prompt, from a worker's cache and recomputed: are they the same but for arithmetic?
 
-Both follow the same tokens up to the first that differs, so up to there, and at that one itself, they say the same of
-the same text: what they differ in is arithmetic, or a wrong state.
+Two continuations follow the same tokens up to the first that differs. Up to there, and at that token itself, both give
+logprobs for the same text: what these differ in is arithmetic, or a wrong state.
 """
 
 from __future__ import annotations
@@ -18,53 +18,70 @@ from proxy.chat.usage import usage_of
 from proxy.http.client import Upstream
 from proxy.http.json_body import HINT, XARGS
 
-TOKENS = 16
+TOKENS = 16  # of a continuation
 
-TOP = 5
+TOP = 5  # logprobs of each token
 
-# Logits come in the model's precision: of bfloat16, the differences between them are multiples of one of these.
+# Logits come in the model's precision: differences between bfloat16 logits are multiples of one of these.
 GRAINS = tuple(2.0**power for power in range(-2, -9, -1))
 
 GRAIN_ERROR = 2e-5  # of a difference between two float32 logprobs
 
+# What still counts as noise: so many times the largest difference between two recomputed continuations, so many steps
+# of the model's logits. Differences up to `LEAST` are any arithmetic's.
+NOISES, STEPS, LEAST = 3.0, 4.0, 1e-3
+
+Result = Literal["same", "noise", "differs"]
+
 
 class Unanswered(Exception):
-    """The worker would not, or gave something that cannot be compared. The message holds no prompt text."""
+    """The worker refused, or its answer cannot be compared. The message holds no prompt text."""
 
 
 class Step(NamedTuple):
     """One generated token."""
 
     token: str
-    top: Mapping[str, float]  # the most likely ones and their logprobs
+    top: Mapping[str, float]  # the most likely tokens and their logprobs
 
 
-class Greedy(NamedTuple):
-    """A continuation."""
+class Continuation(NamedTuple):
+    """What a worker generated greedily."""
 
     steps: tuple[Step, ...]
-    cached: int  # tokens of the prompt that the engine says it had
+    cached: int  # tokens of the prompt that came from the cache, by the engine
 
     @property
     def hash(self) -> str:
-        """Names its tokens."""
+        """A name for its tokens."""
         return xxh3_64_hexdigest(" ".join(step.token for step in self.steps).encode())
 
     @property
     def grain(self) -> float:
-        """What its logits are multiples of, 0 where that is finer than `GRAINS`."""
+        """The step of its logits, 0 if that is finer than `GRAINS`."""
         return statistics.median_low([_grain(step) for step in self.steps])
 
 
 class Distance(NamedTuple):
-    """Between two continuations."""
+    """How far two continuations are apart."""
 
     error: float  # largest difference of a logprob
     position: int | None  # of the first token that differs
 
 
-def question(model: Any, prompt: Sequence[int], salt: str | None, hint: Sequence[int] = ()) -> bytes:
-    """What to continue, as a worker is asked; `hint` are positions."""
+class Verdict(NamedTuple):
+    """On one prompt; differences of logprobs."""
+
+    result: Result
+    off: Distance  # between the two below
+    noise: float  # largest difference between two recomputed continuations
+    bound: float  # largest difference that is noise
+    cached: Continuation  # the one from the cache that is furthest off
+    recomputed: Continuation  # the recomputed one nearest to it
+
+
+def completion_request(model: Any, prompt: Sequence[int], salt: str | None, hint: Sequence[int] = ()) -> bytes:
+    """The request whose answer is a continuation of `prompt`; `hint` holds positions in it, tokens."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
@@ -81,37 +98,52 @@ def question(model: Any, prompt: Sequence[int], salt: str | None, hint: Sequence
     return json.dumps(body).encode()
 
 
-async def continued(upstream: Upstream, url: str, asked: bytes, timeout: float) -> Greedy:
-    """What the worker at `url` makes of a `question`; `timeout` in seconds.
+async def continuation(upstream: Upstream, url: str, request: bytes, timeout: float) -> Continuation:
+    """The answer of the worker at `url` to a `completion_request`; `timeout` in seconds.
 
     Raises `Unanswered`, `Unreachable` or `Broken`.
     """
-    status, raw = await upstream.fetch("POST", url + COMPLETIONS, asked, timeout)
+    status, raw = await upstream.fetch("POST", url + COMPLETIONS, request, timeout)
     if status != 200:
         raise Unanswered(f"status {status}")
     try:
         answer = json.loads(raw)
-        usage, told = usage_of(answer), answer["choices"][0]["logprobs"]
-        steps = tuple(map(Step, told["tokens"], told["top_logprobs"]))
+        usage, logprobs = usage_of(answer), answer["choices"][0]["logprobs"]
+        steps = tuple(map(Step, logprobs["tokens"], logprobs["top_logprobs"]))
     except (ValueError, KeyError, TypeError, IndexError):
         raise Unanswered("no logprobs") from None
     if usage is None or usage.cached is None or not steps or not all(step.top for step in steps):
         raise Unanswered("no cached tokens, or no logprobs")
-    return Greedy(steps, usage.cached)
+    return Continuation(steps, usage.cached)
 
 
-def distance(one: Greedy, other: Greedy) -> Distance:
-    """How far they are apart, up to and including the first token that differs."""
+def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], noise: float) -> Verdict:
+    """A verdict on the worst of the `cached` continuations, each held against the nearest of the `recomputed`.
+
+    `noise` is the largest difference seen between two recomputed ones.
+    """
+    pairs = [
+        min(((distance(one, other), one, other) for other in recomputed), key=lambda pair: pair[0].error)
+        for one in cached
+    ]
+    off, worst, nearest = max(pairs, key=lambda pair: pair[0].error)
+    bound = max(LEAST, NOISES * noise, STEPS * max(each.grain for each in recomputed))
+    result: Result = "same" if off.error <= LEAST else "noise" if off.error <= bound else "differs"
+    return Verdict(result, off, noise, bound, worst, nearest)
+
+
+def distance(one: Continuation, other: Continuation) -> Distance:
+    """How far two continuations are apart, up to and including the first token that differs."""
     error = 0.0
     for position, (left, right) in enumerate(zip(one.steps, other.steps, strict=False)):
-        error = max(error, _off(left.top, right.top), _off(right.top, left.top))
+        error = max(error, _largest_difference(left.top, right.top), _largest_difference(right.top, left.top))
         if left.token != right.token:
             return Distance(error, position)
     return Distance(error, None)
 
 
-def _off(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """Largest difference; a token that `other` does not name is at most as likely there as the last that it does."""
+def _largest_difference(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """Of the logprobs of `one`; a token that `other` does not name is at most as likely there as its least likely."""
     least = min(other.values())
     return max(abs(value - other[token]) if token in other else max(0.0, value - least) for token, value in one.items())
 
@@ -124,36 +156,3 @@ def _grain(step: Step) -> float:
 
 def _is_multiple(value: float, grain: float) -> bool:
     return abs(value - round(value / grain) * grain) < GRAIN_ERROR
-
-
-# Of the largest difference between two answers computed anew; of a step of the model's logits; and of any arithmetic.
-NOISES, STEPS, LEAST = 3.0, 4.0, 1e-3
-
-Result = Literal["same", "noise", "differs"]
-
-
-class Verdict(NamedTuple):
-    """On one prompt; differences of logprobs."""
-
-    result: Result
-    off: Distance  # the cached answer that is furthest from those computed anew
-    noise: float  # largest between two answers computed anew
-    bound: float
-    cached: Greedy
-    anew: Greedy
-
-
-def judge(cached: Sequence[Greedy], anew: Sequence[Greedy], noise: float) -> Verdict:
-    """The worst of the `cached` answers, each against the nearest of those computed `anew`.
-
-    `noise` is the largest difference seen between two computed anew.
-    """
-    nearest = [min(((distance(answer, other), other) for other in anew), key=_error) for answer in cached]
-    (off, other), answer = max(zip(nearest, cached, strict=True), key=lambda pair: pair[0][0].error)
-    bound = max(LEAST, NOISES * noise, STEPS * max(each.grain for each in anew))
-    result: Result = "same" if off.error <= LEAST else "noise" if off.error <= bound else "differs"
-    return Verdict(result, off, noise, bound, answer, other)
-
-
-def _error(compared: tuple[Distance, Greedy]) -> float:
-    return compared[0].error

@@ -27,7 +27,15 @@ from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest
 from proxy.fleet import worker_metrics
-from proxy.fleet.answer_compare import Greedy, Unanswered, Verdict, continued, distance, judge, question
+from proxy.fleet.answer_compare import (
+    Continuation,
+    Unanswered,
+    Verdict,
+    completion_request,
+    continuation,
+    distance,
+    judge,
+)
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker, fresh_salt, prompt_of
@@ -224,7 +232,7 @@ class SelfCheck:
                 xxh3_64_hexdigest(repr(prompt).encode()),
                 len(prompt),
                 verdict.cached.hash,
-                verdict.anew.hash,
+                verdict.recomputed.hash,
                 verdict.off.position,
                 verdict.off.error,
                 verdict.noise,
@@ -234,10 +242,11 @@ class SelfCheck:
     async def _compare(
         self, worker: Worker, model: str, prompt: Sequence[int], salt: str | None, hint: Sequence[int], seen: _Watched
     ) -> Verdict | None:
-        async def ask(salt: str | None, hint: Sequence[int] = ()) -> Greedy:
-            return await continued(self._upstream, worker.url, question(model, prompt, salt, hint), self._timeout)
+        async def ask(salt: str | None, hint: Sequence[int] = ()) -> Continuation:
+            request = completion_request(model, prompt, salt, hint)
+            return await continuation(self._upstream, worker.url, request, self._timeout)
 
-        async def anew(hint: Sequence[int] = ()) -> Greedy:
+        async def anew(hint: Sequence[int] = ()) -> Continuation:
             seen.anew += len(prompt)
             return await ask(fresh_salt(), hint)
 

@@ -1,7 +1,7 @@
-"""Which prefixes a restarted worker should hold before it takes requests, and giving them to it.
+"""Warming up a restarted worker: which prefixes it should hold before it takes requests, and replaying them on it.
 
-Prompts are kept for this, bounded in bytes, in memory only: a request that shared its prefix stands for that prefix,
-and is sent again for one token.
+Prompts are kept for this, bounded in bytes, in memory only. A request that shared its prefix stands for that prefix,
+and is replayed for one token.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Boundary
 from proxy.chat.chat import RESPONSES
 from proxy.http.json_body import HINT, TRANSFERS, XARGS, with_fields
 
-# A prefix nobody has used for so long (seconds) counts half.
+# A prefix that nobody has used for so long (seconds) counts half.
 HALF_LIFE = 300.0
 
 ENTRY_BYTES = 2000  # of an entry beside its body
 
 MAX_REPLAYS = 64
 
-# Requests at once: enough to fill passes, few enough that the hottest are there first.
+# Replays at once: enough to fill passes, few enough that the hottest prefixes are there first.
 CONCURRENCY = 4
 
 _ONE_TOKEN = {"max_tokens": 1, "stream": False}
@@ -48,7 +49,7 @@ _OF_THE_ANSWER = (
 
 
 class WarmupRequest(NamedTuple):
-    """A request that a prefix can be computed from again."""
+    """A request from which a prefix can be computed again."""
 
     endpoint: str
     raw: bytes  # as the client sent it, without a hint
@@ -64,14 +65,19 @@ class WarmupRequest(NamedTuple):
         return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))
 
 
-class _Hot:
-    __slots__ = ("at", "replay", "tokens", "uses")
+@dataclass(slots=True)
+class _HotPrefix:
+    request: WarmupRequest
+    tokens: int
+    uses: float  # those long ago count less
+    used_at: float  # time.monotonic()
 
-    def __init__(self, replay: WarmupRequest, tokens: int, uses: float, at: float) -> None:
-        self.replay = replay
-        self.tokens = tokens
-        self.uses = uses  # those long ago count less
-        self.at = at
+    @property
+    def size(self) -> int:
+        return len(self.request.raw) + ENTRY_BYTES
+
+    def uses_at(self, now: float) -> float:
+        return self.uses * math.exp2((self.used_at - now) / HALF_LIFE)
 
 
 class WarmupSet:
@@ -81,60 +87,56 @@ class WarmupSet:
         """`size` in bytes; 0 keeps nothing."""
         self._size = size
         self.held = 0
-        self._entries: OrderedDict[bytes, _Hot] = OrderedDict()
+        self._entries: OrderedDict[bytes, _HotPrefix] = OrderedDict()
 
     def used_again(self, key: bytes, now: float | None = None) -> bool:
-        """A request shared the prefix `key`; whether that is known."""
+        """Count another request that shared the prefix `key`; False if that prefix is not known."""
         entry = self._entries.get(key)
         if entry is None:
             return False
         now = time.monotonic() if now is None else now
-        entry.uses = entry.uses * _faded(now - entry.at) + 1
-        entry.at = now
+        entry.uses, entry.used_at = entry.uses_at(now) + 1, now
         self._entries.move_to_end(key)
         return True
 
     def add(
-        self, key: bytes, tokens: int, shorter: Collection[bytes], replay: WarmupRequest, now: float | None = None
+        self, key: bytes, tokens: int, shorter: Collection[bytes], request: WarmupRequest, now: float | None = None
     ) -> None:
-        """A request shared `tokens` under the new `key`; `shorter` are keys of what that prefix itself begins with."""
+        """Keep a `request` that shared `tokens` under the new `key`; `shorter` are keys of its earlier beginnings."""
         now = time.monotonic() if now is None else now
-        if len(replay.raw) + ENTRY_BYTES > self._size:
+        entry = _HotPrefix(request, tokens, 1.0, now)
+        if entry.size > self._size:
             return
         for each in shorter:  # an earlier turn of the same conversation, which nobody else has used
             if (found := self._entries.get(each)) is not None and found.uses < 1.5:
                 self._forget(each)
-        self._entries[key] = _Hot(replay, tokens, 1.0, now)
-        self.held += len(replay.raw) + ENTRY_BYTES
+        self._entries[key] = entry
+        self.held += entry.size
         while self.held > self._size:
             self._forget(next(iter(self._entries)))
 
     def hottest(self, models: Collection[Any], now: float | None = None) -> list[WarmupRequest]:
         """What to compute first: the prefixes that save the most tokens in a given time."""
         now = time.monotonic() if now is None else now
-        wanted = [entry for entry in self._entries.values() if entry.replay.model in models]
-        wanted.sort(key=lambda entry: -entry.tokens * entry.uses * _faded(now - entry.at))
-        return [entry.replay for entry in wanted[:MAX_REPLAYS]]
+        wanted = [entry for entry in self._entries.values() if entry.request.model in models]
+        wanted.sort(key=lambda entry: -entry.tokens * entry.uses_at(now))
+        return [entry.request for entry in wanted[:MAX_REPLAYS]]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def _forget(self, key: bytes) -> None:
-        self.held -= len(self._entries.pop(key).replay.raw) + ENTRY_BYTES
+        self.held -= self._entries.pop(key).size
 
 
-def _faded(seconds: float) -> float:
-    return math.exp2(-seconds / HALF_LIFE)
-
-
-async def send_all(replays: Sequence[WarmupRequest], one: Callable[[WarmupRequest], Awaitable[None]]) -> None:
-    """Run `one(replay)` for each, a few at once, the first ones first."""
-    waiting = iter(replays)
+async def replay_all(requests: Sequence[WarmupRequest], replay: Callable[[WarmupRequest], Awaitable[None]]) -> None:
+    """Run `replay` for each of `requests`, a few at once, the first ones first."""
+    waiting = iter(requests)
 
     async def work() -> None:
-        for replay in waiting:
-            await one(replay)
+        for request in waiting:
+            await replay(request)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(CONCURRENCY, len(replays))):
+        for _ in range(min(CONCURRENCY, len(requests))):
             group.create_task(work())

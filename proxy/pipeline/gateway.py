@@ -17,7 +17,7 @@ from proxy.config_files import read_secret
 from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooDeep
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.self_check import SelfCheck
-from proxy.fleet.warmup import WarmupRequest, send_all
+from proxy.fleet.warmup import WarmupRequest, replay_all
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
 from proxy.http.auth import KeyRing
@@ -270,4 +270,4 @@ class Gateway:
                 self.dispatch.directory.note(replay.boundaries, worker.boot)
 
         if worker.takes_hints:
-            await send_all(self.dispatch.hot.hottest(models), one)
+            await replay_all(self.dispatch.hot.hottest(models), one)

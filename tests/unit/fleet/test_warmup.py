@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from proxy.chat.chat import CHAT
-from proxy.fleet.warmup import ENTRY_BYTES, HALF_LIFE, WarmupRequest, WarmupSet
+from proxy.fleet.warmup import (
+    CONCURRENCY,
+    ENTRY_BYTES,
+    HALF_LIFE,
+    MAX_REPLAYS,
+    WarmupRequest,
+    WarmupSet,
+    replay_all,
+)
 
 
 def replay(name: bytes = b"", model: str = "m") -> WarmupRequest:
@@ -75,3 +84,37 @@ def test_a_replay_asks_for_one_token_and_no_more():
         "stream": False,
         "vllm_xargs": {"seamark_boundaries": [16, 32]},
     }
+
+
+async def test_a_few_replays_run_at_once_the_first_ones_first():
+    running, most, started = 0, 0, []
+
+    async def one(request: WarmupRequest) -> None:
+        nonlocal running, most
+        started.append(request.raw)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    requests = [replay(bytes([number])) for number in range(MAX_REPLAYS)]
+    await replay_all(requests, one)
+    assert started == [request.raw for request in requests]
+    assert most == CONCURRENCY
+
+
+def test_the_hottest_are_no_more_than_a_restart_can_wait_for():
+    prefixes = hot()
+    for number in range(MAX_REPLAYS + 5):
+        prefixes.used(bytes([number]), 1000 - number, (), replay(bytes([number])), 0.0)
+    hottest = prefixes.hottest({"m"}, 0.0)
+    assert [request.raw[-1] for request in hottest] == list(range(MAX_REPLAYS))
+
+
+def test_a_prefix_that_takes_the_place_of_another_gives_its_room_back():
+    prefixes = hot()
+    sizes = 0
+    for number in range(50):
+        prefixes.used(b"%d" % number, 100, (b"%d" % (number - 1),), replay(b"x" * number), float(number))
+        sizes = len(replay(b"x" * number).raw) + ENTRY_BYTES
+    assert (len(prefixes), prefixes.held) == (1, sizes)
