@@ -1,17 +1,26 @@
-"""What all tests share. The folder of a test decides its tier, and which process of the run it goes to."""
+"""What tests of every tier share. The folder of a test decides its tier, its time limit, and what it may import."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Servers, generated_model
+from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Servers
+from tests.harness.forked_gateways import GatewayForks
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
-# Tests in these folders start engines of their own, or want the machine as quiet as it can be.
-WITH_ENGINES = ("tests/engine/", "tests/upstream/")
+FOLDER = Path(__file__).parent
+
+# What these tests import takes seconds: no engine, and nothing that one is made of.
+FAST = {"unit", "gateway"}
+
+HEAVY = {"vllm", "torch", "transformers"}
+
+# Seconds for one test with an engine; the first one waits for all shared engines. Fast tests: pyproject.toml.
+ENGINE_TIMEOUT = 600
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,47 +32,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def tier(item: pytest.Item) -> str:
+    """The folder directly under `tests`."""
+    return item.path.relative_to(FOLDER).parts[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What ends a server that others ask comes last."""
+    """Give each test its time limit and its process. A test that ends a server comes last.
+
+    Tests of the shared engines run in one process; the files of all others go to whichever process is free.
+    """
+    for item in items:
+        if tier(item) not in FAST:
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT), append=False)
+        shared = "servers" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("engines" if shared else str(item.path.relative_to(FOLDER))))
     items.sort(key=lambda item: item.get_closest_marker("ends_a_server") is not None)
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Files with real engines one after another in one process of the run, everything else in the other."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class EnginesTogether(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "engines" if nodeid.startswith(WITH_ENGINES) else nodeid
-
-    return EnginesTogether(config, log)
-
-
-@pytest.fixture(scope="session")
-def family(request: pytest.FixtureRequest) -> str:
-    """Family of the generated model."""
-    return request.config.getoption("--family")
-
-
-@pytest.fixture(scope="session")
-def model(family: str) -> Path:
-    """Folder of the generated model."""
-    return generated_model(print, family)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model: Path):
-    """Tokenizer and chat template of the generated model."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
+@pytest.fixture(scope="session", autouse=True)
+def fast_tests_import_no_engine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A run of fast tests alone ends in an error if any of them has imported what they have to do without."""
+    yield
+    if {tier(item) for item in request.session.items} <= FAST:
+        imported = HEAVY & sys.modules.keys()
+        assert not imported, f"tests/unit and tests/gateway must not import {', '.join(sorted(imported))}"
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Servers]:
     """Servers that end with the test."""
-    with Servers(tmp_path) as started:
+    with GatewayForks(tmp_path) as started:
         yield started
 
 

@@ -9,8 +9,20 @@ import pytest
 
 from proxy.bench.harness import planted
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.servers import QWEN3_NEXT, Servers
+from proxy.bench.harness.servers import QWEN3_NEXT, Servers, generated_model
 from tests.harness.engines import FLOAT32_DELTA, SharedServers
+
+
+@pytest.fixture(scope="session")
+def family(request: pytest.FixtureRequest) -> str:
+    """Family of the generated model."""
+    return request.config.getoption("--family")
+
+
+@pytest.fixture(scope="session")
+def model(family: str) -> Path:
+    """Folder of the generated model."""
+    return generated_model(print, family)
 
 
 @pytest.fixture(scope="session")

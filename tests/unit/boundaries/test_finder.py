@@ -16,6 +16,7 @@ from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from proxy.routing.prefix_index import PrefixIndex
+from tests.harness.small_tokenizer import SmallTokenizer
 
 SYSTEM = {"role": "system", "content": "You pilot ships into the harbour. Answer briefly, and name the tide."}
 
@@ -23,9 +24,9 @@ TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type"
 
 
 class LocalRenderer:
-    """Renders with transformers, and counts."""
+    """Renders here, and counts."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: SmallTokenizer) -> None:
         self.tokenizer = tokenizer
         self.renders = 0
         self.fail = False
@@ -35,12 +36,7 @@ class LocalRenderer:
         await asyncio.sleep(0)
         if self.fail:
             raise RenderFailed("planned")
-        return self.tokenizer.apply_chat_template(
-            body["messages"],
-            tools=body.get("tools"),
-            add_generation_prompt=body.get("add_generation_prompt", True),
-            return_dict=False,
-        )
+        return self.tokenizer.render(body)
 
 
 @pytest.fixture

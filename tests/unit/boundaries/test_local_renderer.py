@@ -15,6 +15,7 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from proxy.errors import SettingsError
+from tests.harness.small_tokenizer import SmallTokenizer
 
 SYSTEM = {"role": "system", "content": "You pilot ships into the harbour, and you name the tide. " * 5}
 
@@ -24,23 +25,22 @@ TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type"
 
 
 class Reference:
-    """A worker that renders with transformers."""
+    """A worker that renders each prompt as a whole."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer: SmallTokenizer) -> None:
         self.tokenizer = tokenizer
         self.asked = 0
         self.broken = False
 
     async def __call__(self, body, path=CHAT) -> TokenIds:
         self.asked += 1
-        options = {"add_generation_prompt": body.get("add_generation_prompt", True), "return_dict": False}
-        ids = self.tokenizer.apply_chat_template(body["messages"], tools=body.get("tools"), **options)
+        ids = self.tokenizer.render(body)
         return TokenIds.of([*ids, 7] if self.broken else ids)
 
 
 @pytest.fixture(scope="module")
-def local(model) -> LocalRender:
-    return LocalRender(model, 10**7)
+def local(tokenizer_folder) -> LocalRender:
+    return LocalRender(tokenizer_folder, 10**7)
 
 
 @pytest.fixture

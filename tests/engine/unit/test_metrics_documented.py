@@ -12,7 +12,7 @@ import yaml
 from tests.bench.dashboards import FOLDER, UNITS, dimension, family_of, metrics_in, queries
 from tests.harness.documented_metrics import ENGINE, GATEWAY, Family
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 TABLE = (FOLDER / "README.md").read_text()
 
