@@ -34,9 +34,9 @@ FROM ${VLLM_IMAGE}
 COPY --from=wheel /out /tmp/seamark
 # Images come with pip or with uv, and some of them mark their Python as the system's.
 RUN if python3 -m pip --version >/dev/null 2>&1; then \
-        PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-index --no-deps /tmp/seamark/*.whl; \
+        PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-index --no-deps /tmp/seamark/vllm_seamark-*.whl; \
     else \
-        uv pip install --python "$(command -v python3)" --break-system-packages --no-index --no-deps /tmp/seamark/*.whl; \
+        uv pip install --python "$(command -v python3)" --break-system-packages --no-index --no-deps /tmp/seamark/vllm_seamark-*.whl; \
     fi \
     && rm -r /tmp/seamark
 EXPOSE 8000

@@ -11,7 +11,7 @@ source=$(mktemp -d)
 trap 'rm -rf "$source"' EXIT
 cp -r "$root"/{pyproject.toml,README.md,LICENSE,engine_patches} "$source"
 mkdir -p "$target/mods/seamark"
-rm -f "$target"/mods/seamark/*.whl
+rm -f "$target"/mods/seamark/{,vllm_}seamark-*.whl
 python3 -m pip wheel --quiet --no-deps --wheel-dir "$target/mods/seamark" "$source"
 cp "$here/mods/seamark/run.sh" "$target/mods/seamark/"
 cp "$here"/recipes/*.yaml "$target/recipes/"

@@ -149,7 +149,7 @@ def test_an_image_is_built_from_its_half_alone(half):
 
 
 def test_the_plugin_is_installed_without_dependencies():
-    installs = re.findall(r"pip install .*seamark/\*\.whl", (DEPLOY / "worker.Dockerfile").read_text())
+    installs = re.findall(r"pip install .*seamark/vllm_seamark-\*\.whl", (DEPLOY / "worker.Dockerfile").read_text())
     assert len(installs) == 2 and all("--no-deps" in line and "--no-index" in line for line in installs)
 
 

@@ -21,7 +21,7 @@ from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, SYSTEM, OwnGateway, chat, compared, own_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+GATEWAY = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
 
 
 @pytest.fixture
@@ -163,7 +163,9 @@ def test_the_last_ones_are_bounded():
 
 
 def test_every_reason_has_words_and_every_word_a_reason():
-    described = set(re.findall(r"^\| `(\w+)` \|", README.split("| reason in `seamark_miss_total`")[1], re.M))
+    described = set(
+        re.findall(r"^\| `(\w+)` \|", GATEWAY.split("| reason in `seamark_miss_total`")[1].partition("\n\n")[0], re.M)
+    )
     assert set(WORDS) == described | {"hit"}
     assert reasons.ENGINE_CAUSES.keys() <= set(WORDS)
 

@@ -53,7 +53,7 @@ def run(source: Path, module: str, *arguments: str) -> object:
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.{module}", *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", f"tests.harness.{module}", *arguments], env=environment, capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"{module} on {source.name}:\n{done.stderr[-3000:]}")

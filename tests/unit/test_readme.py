@@ -1,4 +1,4 @@
-"""The README names what the code has."""
+"""The documents name what the code has: settings, commands, reasons, files, make targets."""
 
 from __future__ import annotations
 
@@ -8,33 +8,46 @@ from pathlib import Path
 import pytest
 
 from proxy.cli import COMMANDS
+from proxy.observability.reasons import WORDS
 from proxy.settings import Settings
+from tests.harness import settings_table
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
 
-# Set by outcome.reason itself, or carried through from the search for a boundary.
-REASONS = set(
-    re.findall(r'"(\w+)"', (Path(__file__).parents[2] / "proxy" / "observability" / "reasons.py").read_text())
-) & {
-    "cold",
-    "evicted",
-    "other_worker",
-    "worker_restarted",
-    "below_unit",
-    "prefix_changed",
-    "salt",
-}
+README = (ROOT / "README.md").read_text()
+GATEWAY = (ROOT / "proxy" / "README.md").read_text()
+
+FOLDERS = ("proxy", "engine_patches", "deploy", "grafana", "tests")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+
+# Where code may have a file that a document names without its folder.
+ROOTS = (ROOT, ROOT / "deploy")
+
+
+def heading_anchors(text: str) -> set[str]:
+    """The anchors that a Markdown viewer gives the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_fits_on_two_screens():
+    assert len(README.splitlines()) <= 130
+
+
+def test_the_table_of_settings_is_that_of_the_code():
+    assert settings_table.committed() == settings_table.table(), "run: python -m tests.harness.settings_table"
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_every_setting_is_described_with_its_default(name):
-    row = next(line for line in README.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
+    row = next(line for line in GATEWAY.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
     default = Settings.model_fields[name].get_default()
     if isinstance(default, float):
         default = f"{default:g}"
     elif isinstance(default, tuple):
         default = ",".join(default)
     assert name == "worker" or re.search(rf"\b{re.escape(str(default).lower())}\b", row)
+    assert len(row.split("|")[3].strip()) > 10
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -42,6 +55,41 @@ def test_every_command_is_described(name):
     assert f"`seamark {name} " in README
 
 
-@pytest.mark.parametrize("reason", sorted(REASONS | {"unpatched", "no_boundary", "render_failed"}))
+@pytest.mark.parametrize("reason", sorted(set(WORDS) - {"hit"}))
 def test_every_reason_is_described(reason):
-    assert f"| `{reason}` |" in README
+    assert f"| `{reason}` |" in GATEWAY
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    text = document.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http://", "https://")):
+            path, _, anchor = target.partition("#")
+            file = document.parent / path if path else document
+            assert file.exists(), target
+            assert not anchor or anchor in heading_anchors(file.read_text()), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_document_names_are_there(document):
+    named = re.findall(
+        r"`((?:proxy|engine_patches|tests|deploy|grafana)/[\w./-]+|[\w./-]+\.(?:py|yaml|sh))`", document.read_text()
+    )
+    missing = [name for name in named if not any((root / name).exists() for root in (*ROOTS, document.parent))]
+    assert not [name for name in missing if not any(any((ROOT / folder).rglob(name)) for folder in FOLDERS)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_that_a_document_names_are_there(document):
+    text = document.read_text()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= set(targets)
+    commands = re.findall(r"(?:^|`|bin/)seamark ([a-z][a-z-]*)", text, re.M)
+    assert set(commands) <= set(COMMANDS)
+    benchmarks = re.findall(r"(?:^|`)seamark bench ([a-z][a-z-]*)", text, re.M)
+    menu = (ROOT / "proxy" / "bench" / "menu.py").read_text()
+    assert all(f'"{name}":' in menu for name in benchmarks)
+    for module in re.findall(r"python3? -m (tests(?:\.[a-z_]+)*)(?![\w.])", text):
+        file = ROOT.joinpath(*module.split("."))
+        assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[3]
 
 TABLE = (FOLDER / "README.md").read_text()
 
-DOCUMENTS = (ROOT / "README.md", FOLDER / "README.md")
+DOCUMENTS = tuple(
+    ROOT / folder / "README.md" for folder in (".", "proxy", "engine_patches", "deploy", "grafana", "tests")
+)
 
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
 

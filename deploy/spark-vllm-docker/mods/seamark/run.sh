@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-wheels=(./*.whl)
+wheels=(./vllm_seamark-*.whl)
 [ -e "${wheels[0]}" ] || { echo "[seamark] no wheel beside $PWD/run.sh: make it with make-mod.sh" >&2; exit 1; }
 
 # --no-deps: torch, vLLM and all they stand on stay as the container has them.
