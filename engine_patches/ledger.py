@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+MARK = "__seamark_original__"  # on a replacement: the function that it replaced
+
+NAME = "__seamark_patch__"  # on a replacement: the name of its patch
+
+# vLLM's functions, and what replaces them. vLLM is untyped at this seam: its parameters change between releases.
+Function = Callable[..., Any]
+
 _live = False
-
-MARK = "__seamark_original__"  # on a replacement: what it replaced
-
-NAME = "__seamark_patch__"  # on a replacement: whose it is
 
 
 class Role(enum.Enum):
@@ -38,22 +41,22 @@ class Shape:
     """What a patch relies on: a callable's parameter names, and words its source must contain."""
 
     target: str  # "package.module:Class.function"
-    parameters: tuple[str, ...] | None = None
+    parameters: str | None = None  # "self, request, num_tokens"
     mentions: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise `ShapeMismatch` where vLLM differs."""
-        found = _chain(resolve(self.target).value)[-1]
+        """Raise `ShapeMismatch` if vLLM differs."""
+        original = _chain(resolve(self.target).value)[-1]
         if self.parameters is not None:
-            actual = tuple(inspect.signature(found).parameters)
+            actual = ", ".join(inspect.signature(original).parameters)
             if actual != self.parameters:
-                raise ShapeMismatch(f"{self.target} takes {actual}, expected {self.parameters}")
+                raise ShapeMismatch(f"{self.target} takes ({actual}), expected ({self.parameters})")
         if self.mentions:
             try:
-                source = inspect.getsource(found)
+                source = inspect.getsource(original)
             except (OSError, TypeError) as error:
                 raise ShapeMismatch(f"{self.target}: {error}") from error
-            missing = [word for word in self.mentions if word not in source]
+            missing = [text for text in self.mentions if text not in source]
             if missing:
                 raise ShapeMismatch(f"{self.target} no longer mentions {', '.join(missing)}")
 
@@ -62,22 +65,28 @@ class Shape:
 class Patch:
     """One replaced function.
 
-    `build` receives the original function and returns its replacement (both take `cls` where the target is a
-    classmethod). `rebind` lists modules that import the function by name:
-    those already loaded are rebound, the others will find the replacement when they import it.
+    `build` receives the original function and returns its replacement (if the target is a classmethod, both take
+    `cls`). `rebind` lists modules that import the function by name: a module that is already loaded is rebound, any
+    other finds the replacement when it imports the function.
     """
 
     name: str
-    role: Role
-    target: str
+    target: str  # "package.module:Class.function"
     why: str
-    upstream: str
     until: str
-    shape: Shape
-    build: Callable[[Callable[..., Any]], Callable[..., Any]]
-    relies_on: tuple[Shape, ...] = ()
+    build: Callable[[Function], Function]
+    role: Role = Role.FEATURE
+    upstream: str = "none: depends on hints"
+    parameters: str | None = None  # of the target, as in `Shape`
+    mentions: tuple[str, ...] = ()
+    relies_on: tuple[Shape, ...] = ()  # besides the target
     rebind: tuple[str, ...] = ()
     applies: Callable[[], bool] = field(default=lambda: True)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Everything that has to hold before the patch may be applied."""
+        return Shape(self.target, self.parameters, self.mentions), *self.relies_on
 
 
 @dataclass(frozen=True)
@@ -90,12 +99,12 @@ class Target:
 
     @property
     def value(self) -> Any:
-        """The function itself, where a classmethod is stored."""
+        """The function itself, also if a classmethod is stored."""
         return self.stored.__func__ if isinstance(self.stored, classmethod) else self.stored
 
 
 def resolve(path: str) -> Target:
-    """Import the module of "module:Class.function" and walk to the attribute; `ShapeMismatch` where it is missing."""
+    """Import the module of "module:Class.function" and walk to the attribute; `ShapeMismatch` if it is missing."""
     module_name, _, attributes = path.partition(":")
     try:
         owner: Any = importlib.import_module(module_name)
@@ -111,7 +120,7 @@ def resolve(path: str) -> Target:
 
 
 def exists(path: str) -> bool:
-    """Whether a "module:Class.function" path stands where it says: vLLM moves methods between classes."""
+    """Whether a "module:Class.function" path leads to a function here: vLLM moves methods between classes."""
     try:
         resolve(path)
     except ShapeMismatch:
@@ -134,21 +143,24 @@ def _chain(function: Any) -> list[Any]:
     return chain
 
 
-def apply(patches: Sequence[Patch]) -> None:
-    """Apply every patch that applies here, or none.
+def apply(patches: Sequence[Patch]) -> int:
+    """Apply every patch that applies here, or none. Returns how many were applied.
 
     Patches already in place are left as they are, so a second call changes nothing. Raises `ShapeMismatch` with vLLM
     untouched when anything differs from what a patch expects.
     """
-    wanted = [patch for patch in patches if patch.applies() and not is_applied(patch)]
-    for patch in wanted:
-        for shape in (patch.shape, *patch.relies_on):
+    global _live
+    _live = False
+    wanted = [patch for patch in patches if patch.applies()]
+    missing = [patch for patch in wanted if not is_applied(patch)]
+    for patch in missing:
+        for shape in patch.shapes:
             shape.check()
     replaced: list[tuple[Any, str, Any]] = []
     try:
-        for patch in wanted:
+        for patch in missing:
             target = resolve(patch.target)
-            replacement = patch.build(target.value)
+            replacement: Any = patch.build(target.value)
             setattr(replacement, MARK, target.value)
             setattr(replacement, NAME, patch.name)
             stored = classmethod(replacement) if isinstance(target.stored, classmethod) else replacement
@@ -160,18 +172,14 @@ def apply(patches: Sequence[Patch]) -> None:
         for owner, name, original in reversed(replaced):
             setattr(owner, name, original)
         raise
+    _live = any(patch.role is Role.FEATURE for patch in wanted)
+    return len(missing)
+
+
+def patches_live() -> bool:
+    """Whether checkpoints work in this process: the last `apply` was asked for them and succeeded."""
+    return _live
 
 
 def _loaded(names: Sequence[str]) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules]
-
-
-def patches_live() -> bool:
-    """Whether checkpoints work in this process: all features of the ledger are in place."""
-    return _live
-
-
-def mark_live(live: bool) -> None:
-    """Note whether all features of the ledger are in place in this process."""
-    global _live
-    _live = live

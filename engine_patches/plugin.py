@@ -26,12 +26,9 @@ def register() -> None:
     try:
         from engine_patches.patches import PATCHES
 
-        wanted = [patch for patch in PATCHES if mode == FULL or patch.role is ledger.Role.CURE]
-        ledger.apply(wanted)
+        applied = ledger.apply([patch for patch in PATCHES if mode == FULL or patch.role is ledger.Role.CURE])
     except Exception as error:
-        ledger.mark_live(False)
         logger.error("seamark: vLLM is left untouched, no checkpoints: %s", error)
         return
-    if mode == FULL and not ledger.patches_live():
-        logger.info("seamark: %d patches live", sum(patch.applies() for patch in wanted))
-    ledger.mark_live(mode == FULL)
+    if mode == FULL and applied:
+        logger.info("seamark: %d patches live", applied)

@@ -1,23 +1,31 @@
-"""Recurrent states written inside the forward pass: a recurrent layer runs its part of a step piece by piece.
+"""Recurrent states written inside the forward pass: a recurrent layer runs its part of a step segment by segment.
 
-The rest of the model (projections, attention, experts) runs once over all tokens of the step; only the core of a
-recurrent layer, which reads no weights worth the name, runs first up to the wanted position and then on from there.
-Between two pieces the layer's running block holds exactly the state of that position, and is copied to the block that
-the scheduler reserved. It needs nothing of the kernels but what chunked prefill needs anyway, so it fits every
+The rest of the model (projections, attention, experts) runs once over all tokens of the step. Only the core of a
+recurrent layer, which reads no weights worth the name, runs up to the wanted position first and then on from there.
+Between two segments the layer's running block holds exactly the state of that position, and is copied to the block
+that the scheduler reserved. Kernels need nothing for this but what chunked prefill needs anyway, so it fits every
 backend at any position, and it computes what a chunk that ended there would have computed, bit for bit.
+
+The way of a step through this module: `track_steps` takes the writes from the scheduler's output; `plan_segments` and
+`plan_segments_of_group` cut the step at them and put the segments on each cache group's metadata; the layers
+(`layers.py`) run the segments they find there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-PIECES = "seamark_pieces"  # on the metadata of a recurrent layer: how its tokens are run
+from engine_patches.ledger import Function
 
-WRITES = "seamark_writes"  # on a scheduler's output: which states the step has to write
+SEGMENTS = "seamark_segments"  # on the metadata of a recurrent layer: how its tokens are run
+
+WRITES = "seamark_writes"  # on a scheduler's output: the states that the step has to write
+
+_PLAN = "seamark_plan"  # on the metadata of a recurrent layer: what other cache groups need to make their segments
 
 
 class Write(NamedTuple):
@@ -35,30 +43,18 @@ class Step:
     group_of_layer: Mapping[str, int]
     req_ids: Sequence[str] = ()  # of the batch's rows, in order
 
-
-_step: Step | None = None  # none outside of one, and where the scheduler leaves the states to vLLM
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a step's tokens, at most one run of them per request."""
-
-    tokens: Any  # slice or index tensor into the step's tokens
-    metadata: Any  # what the layer's backend made for these tokens
-    sources: Any = None  # running blocks whose state is final for a write once this piece has run
-    targets: Any = None  # the blocks that take them, same length
-
-    def keep_states(self, kv_cache: Sequence[Any]) -> None:
-        """Copy what has to be kept; each tensor of `kv_cache` is indexed by block first."""
-        if self.targets is not None:
-            for state in kv_cache:
-                state[self.targets] = state[self.sources]
+    def writes_by_row(self, num_rows: int) -> dict[int, Sequence[Write]]:
+        """The writes of the batch's first `num_rows` rows, for the rows that have any."""
+        return {row: self.writes[name] for row, name in enumerate(self.req_ids[:num_rows]) if name in self.writes}
 
 
-def follow_steps(original: Callable) -> Callable:
+_step: Step | None = None  # None outside of a step, and if the scheduler leaves the states to vLLM
+
+
+def track_steps(original: Function) -> Function:
     """Replacement of a model runner's `execute_model`: makes the step's writes known to the layers."""
 
-    def execute_model(self, scheduler_output, *args, **kwargs):
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         global _step
         writes = getattr(scheduler_output, WRITES, None)
         if writes is None:
@@ -75,10 +71,10 @@ def follow_steps(original: Callable) -> Callable:
     return execute_model
 
 
-def note_batch(original: Callable) -> Callable:
+def track_batch(original: Function) -> Function:
     """Replacement of `prepare_inputs` of model runner V2, which makes a new batch for each step."""
 
-    def prepare_inputs(self, *args, **kwargs):
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(self, *args, **kwargs)
         if _step is not None:
             _step.req_ids = batch.req_ids
@@ -87,10 +83,10 @@ def note_batch(original: Callable) -> Callable:
     return prepare_inputs
 
 
-def leave_exports(original: Callable) -> Callable:
-    """Replacement of `MambaPrefillCheckpointBuilder.build`: no export of vLLM's own while the states are ours."""
+def skip_vllm_exports(original: Function) -> Function:
+    """Replacement of `MambaPrefillCheckpointBuilder.build`: no export of vLLM's own while Seamark writes the states."""
 
-    def build(self, m, request_rows):
+    def build(self: Any, m: Any, request_rows: Any) -> Any:
         return None if _step is not None else original(self, m, request_rows)
 
     return build
@@ -102,163 +98,173 @@ def _groups_of_layers(runner: Any) -> Mapping[str, int]:
     if known is None or known[0] is not config:
         groups = {name: gid for gid, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
         known = runner._seamark_groups = (config, groups)
-    return known[1]
+    of_layers: Mapping[str, int] = known[1]
+    return of_layers
 
 
-def plan_pieces(original: Callable) -> Callable:
-    """Replacement of `build` of a recurrent backend's metadata builder."""
+@dataclass(frozen=True)
+class Segment:
+    """A part of a step's tokens, at most one run of them per request."""
 
-    def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
-        # Planned from what vLLM's own build was given: it may clear flags in place.
-        metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        step = _step
-        if step is not None and step.writes:
-            cuts = _cuts(step, common_attn_metadata)
-            if cuts:
-                plan = _Plan(common_attn_metadata, cuts)
-                parts = [
-                    (level, metadata if level.whole else original(self, 0, plan.common(level), *args, **kwargs))
-                    for level in plan.levels
-                ]
-                _attach(metadata, plan, parts, step.group_of_layer[self.layer_names[0]])
-        return metadata
+    tokens: Any  # slice or index tensor into the step's tokens
+    metadata: Any  # what the layer's backend made for these tokens
+    sources: Any = None  # running blocks whose state is final for a write once this segment has run
+    targets: Any = None  # the blocks that take them, same length
 
-    return build
-
-
-def plan_pieces_of_group(original: Callable) -> Callable:
-    """Replacement of `update_block_table`, by which a cache group takes over the metadata of another."""
-
-    def update_block_table(self, metadata, *args, **kwargs):
-        updated = original(self, metadata, *args, **kwargs)
-        pieces = getattr(metadata, PIECES, None)
-        if pieces is not None:
-            plan, parts = pieces.plan, pieces.parts
-            parts = [(level, updated if level.whole else part) for level, part in parts]
-            _attach(updated, plan, parts, _step.group_of_layer[self.layer_names[0]])
-        return updated
-
-    return update_block_table
+    def keep_states(self, kv_cache: Sequence[Any]) -> None:
+        """Copy the states that are to be kept; each tensor of `kv_cache` is indexed by block first."""
+        if self.targets is not None:
+            for state in kv_cache:
+                state[self.targets] = state[self.sources]
 
 
 class _Level(NamedTuple):
-    """One run of tokens for some rows of the batch."""
+    """One run of tokens of each of some rows; level k has the k-th run of every row that is cut at least k times."""
 
     rows: list[int]
     begins: list[int]  # first token of each row's run, in the step
     lengths: list[int]
     ends: list[int]  # sequence length of each row after its run
-    writes: list[tuple[int, Mapping[int, int]]]  # (row, blocks) complete after it
+    writes: list[tuple[int, Mapping[int, int]]]  # (row, blocks) of the states that are complete after it
     whole: bool  # all tokens of the step, in order
 
 
-class Pieces(list):
-    """The pieces of one cache group, with what is needed to make those of the next."""
+class _Plan(NamedTuple):
+    """How a step is cut; every cache group makes its own segments of it."""
 
-    plan: _Plan
-    parts: list[tuple[_Level, Any]]
-
-
-def _cuts(step: Step, common: Any) -> dict[int, Sequence[Write]]:
-    writes = step.writes
-    return {row: writes[name] for row, name in enumerate(step.req_ids) if name in writes and row < common.num_reqs}
+    levels: Sequence[tuple[_Level, Any]]  # with the metadata that the backend made for the level's tokens
+    group_of_layer: Mapping[str, int]
 
 
-class _Plan:
-    """How the rows of a step are cut into levels: level k runs the k-th stretch of every row that has one."""
+def plan_segments(original: Function) -> Function:
+    """Replacement of `build` of a recurrent backend's metadata builder."""
 
-    def __init__(self, common: Any, cuts: Mapping[int, Sequence[Write]]) -> None:
-        self._common = common
-        starts = common.query_start_loc_cpu.tolist()
-        seq_lens = common.seq_lens_cpu_upper_bound.tolist()
-        runs: list[dict[int, tuple[int, int]]] = []  # level -> row -> (from, to), offsets into the row's chunk
-        written: list[list[tuple[int, Mapping[int, int]]]] = []
-        for row in range(common.num_reqs):
-            length = starts[row + 1] - starts[row]
-            if length == 0:
-                continue  # padding
-            writes = cuts.get(row, ())
-            ends = sorted({write.offset for write in writes} | {length})
-            for level, end in enumerate(ends):
-                if level == len(runs):
-                    runs.append({})
-                    written.append([])
-                runs[level][row] = (ends[level - 1] if level else 0, end)
-                written[level] += [(row, write.blocks) for write in writes if write.offset == end]
-        self.levels = []
-        for level, of_rows in enumerate(runs):
-            # Backends expect rows that are one step of decoding before all others.
-            rows = sorted(of_rows, key=lambda row: not _is_single(of_rows[row], starts, seq_lens, row))
-            begins = [starts[row] + of_rows[row][0] for row in rows]
-            lengths = [of_rows[row][1] - of_rows[row][0] for row in rows]
-            ends = [seq_lens[row] - (starts[row + 1] - starts[row]) + of_rows[row][1] for row in rows]
-            whole = len(runs) == 1
-            self.levels.append(_Level(rows, begins, lengths, ends, written[level], whole))
+    def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        # Planned from what vLLM's own build was given: it may clear flags in place.
+        metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        if _step is not None and (writes := _step.writes_by_row(common_attn_metadata.num_reqs)):
+            levels = []
+            for level in _levels(common_attn_metadata, writes):
+                part = metadata
+                if not level.whole:
+                    part = original(self, 0, _batch_of(level, common_attn_metadata), *args, **kwargs)
+                levels.append((level, part))
+            _attach(metadata, _Plan(levels, _step.group_of_layer), self.layer_names[0])
+        return metadata
 
-    def common(self, level: _Level) -> Any:
-        """What vLLM tells a backend about a batch, for the tokens of one level."""
-        import torch
-
-        common = self._common
-        device = common.query_start_loc.device
-        lengths = torch.tensor(level.lengths, dtype=torch.int32)
-        starts = torch.zeros(len(level.rows) + 1, dtype=torch.int32)
-        torch.cumsum(lengths, 0, out=starts[1:])
-        ends = torch.tensor(level.ends, dtype=torch.int32)
-        rows = torch.tensor(level.rows)
-        fields = {field.name for field in dataclasses.fields(common)}
-        changes = {
-            "query_start_loc": starts.to(device, non_blocking=True),
-            "query_start_loc_cpu": starts,
-            "seq_lens": ends.to(device, common.seq_lens.dtype, non_blocking=True),
-            "seq_lens_cpu_upper_bound": ends.to(common.seq_lens_cpu_upper_bound.dtype),
-            "num_reqs": len(level.rows),
-            "num_actual_tokens": sum(level.lengths),
-            "max_query_len": max(level.lengths),
-            "block_table_tensor": common.block_table_tensor[rows.to(device, non_blocking=True)],
-            "is_prefilling": None if common.is_prefilling is None else common.is_prefilling[rows],
-            "positions": None,
-            "req_idx": None,
-            "_num_computed_tokens_cache": None,
-            "_token_to_req_indices_cache": None,
-        }
-        return common.replace(**{name: value for name, value in changes.items() if name in fields})
+    return build
 
 
-def _is_single(run: tuple[int, int], starts: list[int], seq_lens: list[int], row: int) -> bool:
-    has_state = run[0] > 0 or seq_lens[row] > starts[row + 1] - starts[row]
-    return has_state and run[1] - run[0] == 1
+def plan_segments_of_group(original: Function) -> Function:
+    """Replacement of `update_block_table`, by which a cache group takes over the metadata of another."""
+
+    def update_block_table(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        updated = original(self, metadata, *args, **kwargs)
+        plan: _Plan | None = getattr(metadata, _PLAN, None)
+        if plan is not None:
+            levels = [(level, updated if level.whole else part) for level, part in plan.levels]
+            _attach(updated, plan._replace(levels=levels), self.layer_names[0])
+        return updated
+
+    return update_block_table
 
 
-def _attach(metadata: Any, plan: _Plan, parts: list[tuple[_Level, Any]], group: int) -> None:
-    """Put the pieces of one cache group on its metadata."""
+def _levels(common: Any, writes: Mapping[int, Sequence[Write]]) -> list[_Level]:
+    """Cut the rows of a step at their writes. `common`: what vLLM tells a backend about the batch."""
+    starts: list[int] = common.query_start_loc_cpu.tolist()
+    seq_lens: list[int] = common.seq_lens_cpu_upper_bound.tolist()
+    chunks = [after - start for start, after in itertools.pairwise(starts)]
+    runs: list[dict[int, tuple[int, int]]] = []  # level -> row -> (from, to), offsets into the row's chunk
+    written: list[list[tuple[int, Mapping[int, int]]]] = []  # by level
+    for row in range(common.num_reqs):
+        if chunks[row] == 0:
+            continue  # padding
+        of_row = writes.get(row, ())
+        cuts = sorted({write.offset for write in of_row} | {chunks[row]})
+        for level, (begin, end) in enumerate(itertools.pairwise([0, *cuts])):
+            if level == len(runs):
+                runs.append({})
+                written.append([])
+            runs[level][row] = (begin, end)
+            written[level] += [(row, write.blocks) for write in of_row if write.offset == end]
 
+    def takes_many_tokens(run: tuple[int, tuple[int, int]]) -> bool:
+        row, (begin, end) = run
+        has_state = begin > 0 or seq_lens[row] > chunks[row]
+        return not (has_state and end - begin == 1)
+
+    levels = []
+    for of_rows, states in zip(runs, written, strict=True):
+        # Backends expect rows that are one step of decoding before all others.
+        ordered = sorted(of_rows.items(), key=takes_many_tokens)
+        levels.append(
+            _Level(
+                rows=[row for row, _ in ordered],
+                begins=[starts[row] + begin for row, (begin, _) in ordered],
+                lengths=[end - begin for _, (begin, end) in ordered],
+                ends=[seq_lens[row] - chunks[row] + end for row, (_, end) in ordered],
+                writes=states,
+                whole=len(runs) == 1,
+            )
+        )
+    return levels
+
+
+def _batch_of(level: _Level, common: Any) -> Any:
+    """What vLLM tells a backend about a batch, for the tokens of one level."""
+    import torch
+
+    device = common.query_start_loc.device
+    starts = torch.tensor([0, *itertools.accumulate(level.lengths)], dtype=torch.int32)
+    ends = torch.tensor(level.ends, dtype=torch.int32)
+    rows = torch.tensor(level.rows)
+    fields = {field.name for field in dataclasses.fields(common)}
+    changes = {
+        "query_start_loc": starts.to(device, non_blocking=True),
+        "query_start_loc_cpu": starts,
+        "seq_lens": ends.to(device, common.seq_lens.dtype, non_blocking=True),
+        "seq_lens_cpu_upper_bound": ends.to(common.seq_lens_cpu_upper_bound.dtype),
+        "num_reqs": len(level.rows),
+        "num_actual_tokens": sum(level.lengths),
+        "max_query_len": max(level.lengths),
+        "block_table_tensor": common.block_table_tensor[rows.to(device, non_blocking=True)],
+        "is_prefilling": None if common.is_prefilling is None else common.is_prefilling[rows],
+        "positions": None,
+        "req_idx": None,
+        "_num_computed_tokens_cache": None,
+        "_token_to_req_indices_cache": None,
+    }
+    return common.replace(**{name: value for name, value in changes.items() if name in fields})
+
+
+def _attach(metadata: Any, plan: _Plan, layer: str) -> None:
+    """Put the segments of the cache group that `layer` is in on the group's metadata."""
+    group = plan.group_of_layer[layer]
     running = running_blocks(metadata)  # by row of the whole step
-    pieces = Pieces()
-    pieces.plan, pieces.parts = plan, parts
-    for level, part in parts:
-        targets = sources = None
+    segments = []
+    for level, part in plan.levels:
+        sources = targets = None
         if level.writes:
             written = _upload([[row, blocks[group]] for row, blocks in level.writes], running.device)
             sources, targets = running[written[:, 0]].long(), written[:, 1]
-        if level.whole:
-            pieces.append(Segment(slice(None), metadata, sources, targets))
-            continue
-        rows = _upload(level.rows, running.device)
-        pieces.append(
-            Segment(_tokens(level, running.device), with_running_blocks(part, running[rows]), sources, targets)
-        )
-    setattr(metadata, PIECES, pieces)
+        tokens, own = slice(None), metadata
+        if not level.whole:
+            tokens = _tokens(level, running.device)
+            own = with_running_blocks(part, running[_upload(level.rows, running.device)])
+        segments.append(Segment(tokens, own, sources, targets))
+    setattr(metadata, SEGMENTS, segments)
+    setattr(metadata, _PLAN, plan)
 
 
-def _upload(numbers: list, device: Any) -> Any:
-    """A tensor on `device`, without waiting for what runs there."""
+def _upload(numbers: Sequence[Any], device: Any) -> Any:
+    """A tensor of (nested) integers on `device`, without waiting for what runs there."""
     import torch
 
     return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _tokens(level: _Level, device: Any) -> Any:
+    """The level's tokens in the step: a slice if they follow each other, else an index tensor."""
     import torch
 
     runs = list(zip(level.begins, level.lengths, strict=True))
@@ -280,7 +286,7 @@ def running_blocks(metadata: Any) -> Any:
 
 
 def with_running_blocks(metadata: Any, blocks: Any) -> Any:
-    """`metadata` of a piece, working on the states in `blocks`: the whole chunk's, not its own end's."""
+    """`metadata` of a segment, working on the states in `blocks`: the whole chunk's, not its own end's."""
     decodes = metadata.num_decodes
     if hasattr(metadata, "state_indices_tensor_p"):
         return dataclasses.replace(
@@ -289,6 +295,6 @@ def with_running_blocks(metadata: Any, blocks: Any) -> Any:
     changes = {"non_spec_state_indices_tensor": blocks}
     if metadata.prefill_state_indices is not None:
         changes["prefill_state_indices"] = blocks[decodes:]
-    # Batches without a prefill are given as views of a buffer that the next piece would fill anew.
+    # Batches without a prefill are given as views of a buffer that the next segment would fill again.
     changes["non_spec_query_start_loc"] = metadata.non_spec_query_start_loc.clone()
     return dataclasses.replace(metadata, **changes)

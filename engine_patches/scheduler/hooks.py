@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from engine_patches import settings
-from engine_patches.forward.layers import EXPORTS
+from engine_patches.forward.layers import WRITES_IN_FORWARD
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.hints import HINTED, TAIL
@@ -46,7 +46,7 @@ def set_up_checkpoints(original: Callable) -> Callable:
             )
             # Connectors load into and store from blocks they were told of; ours are taken after that.
             checkpoints.exporting = self.connector is None and all(
-                getattr(groups[group].kv_cache_spec, EXPORTS, False) for group in checkpoints.recurrent_groups
+                getattr(groups[group].kv_cache_spec, WRITES_IN_FORWARD, False) for group in checkpoints.recurrent_groups
             )
             if checkpoints.exporting:
                 specs = [groups[group].kv_cache_spec for group in checkpoints.recurrent_groups]

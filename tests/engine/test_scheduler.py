@@ -32,7 +32,7 @@ def test_every_key_leads_to_what_it_promises(model: Path, cores):
 def test_the_audit_notices_evictions_that_nobody_tells_of(model: Path):
     audited = {"seeds": [1], "chats": 60, "cores": [TIGHT]}
     (told,) = run_apart("scheduler_audit", str(model), json.dumps(audited))
-    (untold,) = run_apart("scheduler_audit", str(model), json.dumps({**audited, "without": ["taken-back"]}))
+    (untold,) = run_apart("scheduler_audit", str(model), json.dumps({**audited, "without": ["evicted-states"]}))
     assert told["gone"] > 20 and told["errors"] == []
     assert any("said to be there" in error for error in untold["errors"]) and not untold["gone"]
 

@@ -44,7 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_patches import ledger
-from engine_patches.forward.layers import EXPORTS
+from engine_patches.forward.layers import WRITES_IN_FORWARD
 from engine_patches.forward.segments import WRITES
 from engine_patches.patches import PATCHES
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
@@ -106,7 +106,7 @@ class Core:
         attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         states = [MambaSpec(**recurrent), MambaSpec(**recurrent)]
         for spec in states if pieces else ():
-            object.__setattr__(spec, EXPORTS, True)
+            object.__setattr__(spec, WRITES_IN_FORWARD, True)
         groups = [
             KVCacheGroupSpec(["m0"], states[0]),
             KVCacheGroupSpec(["a"], attention),

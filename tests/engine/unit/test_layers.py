@@ -3,20 +3,25 @@
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from engine_patches.forward.layers import EXPORTS, hold_all_to_the_promise
+from engine_patches.forward.layers import WRITES_IN_FORWARD, require_promise_of_all
 
 
 def recurrent(promised: bool) -> MambaSpec:
     spec = MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,))
     if promised:
-        object.__setattr__(spec, EXPORTS, True)
+        object.__setattr__(spec, WRITES_IN_FORWARD, True)
     return spec
 
 
 def promised_after(*of_workers: dict) -> list[bool]:
-    get_kv_cache_specs = hold_all_to_the_promise(lambda self: list(of_workers))
+    get_kv_cache_specs = require_promise_of_all(lambda self: list(of_workers))
     found = get_kv_cache_specs(None)
-    return [getattr(spec, EXPORTS, False) for specs in found for spec in specs.values() if isinstance(spec, MambaSpec)]
+    return [
+        getattr(spec, WRITES_IN_FORWARD, False)
+        for specs in found
+        for spec in specs.values()
+        if isinstance(spec, MambaSpec)
+    ]
 
 
 def test_a_promise_of_all_holds():
