@@ -46,7 +46,7 @@ def test_the_type_checker_refuses_a_wrong_type(copied):
         "from proxy.errors import SettingsError\n\n\ndef text(error: SettingsError) -> str:\n    return {}\n"
     )
     wrong = run("mypy", str(file), folder=copied)
-    assert wrong.returncode == 1 and "planted.py:4: error: Incompatible return value type" in wrong.stdout
+    assert wrong.returncode == 1 and "planted.py:5: error: Incompatible return value type" in wrong.stdout
     file.write_text(file.read_text().replace("{}", "str(error)").replace("error: SettingsError", "error"))
     untyped = run("mypy", str(file), folder=copied)
     assert untyped.returncode == 1 and "missing a type annotation" in untyped.stdout
