@@ -181,7 +181,8 @@ def _is_header(part: Mapping[str, Any]) -> bool:
 async def _tokens(client: httpx.AsyncClient, worker: str, path: str, body: Mapping[str, Any]) -> list[int]:
     answer = await client.post(worker + path + "/render", json=body)
     answer.raise_for_status()
-    return answer.json()["token_ids"]
+    tokens: list[int] = answer.json()["token_ids"]
+    return tokens
 
 
 def main(argv: list[str]) -> int:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.client import ask, tokens_of
+from proxy.bench.harness.client import ask, complete, tokens_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME
-from proxy.bench.stories import UNIT, complete, floored
+from proxy.bench.stories import UNIT, floored
 from proxy.boundaries.token_ids import common_prefix
 from proxy.fleet import worker_metrics
 from proxy.fleet.worker_metrics import EngineInfo
@@ -142,7 +142,8 @@ async def source_tokens(client: httpx.AsyncClient, url: str, length: int) -> lis
     body = {"model": MODEL_NAME, "prompt": prose(length, seed=0), "add_special_tokens": False}
     response = await client.post(url + "/tokenize", json=body)
     response.raise_for_status()
-    return response.json()["tokens"][:length]
+    tokens: list[int] = response.json()["tokens"]
+    return tokens[:length]
 
 
 def chats(client: httpx.AsyncClient, gateway: str, worker: str, tokens: Sequence[int]) -> Measure:
@@ -155,7 +156,8 @@ def chats(client: httpx.AsyncClient, gateway: str, worker: str, tokens: Sequence
         body = {"model": MODEL_NAME, "tokens": tokens[: max(0, length)]}
         response = await client.post(worker + "/detokenize", json=body)
         response.raise_for_status()
-        return response.json()["prompt"]
+        text: str = response.json()["prompt"]
+        return text
 
     async def measure(wanted: Lengths) -> Cell:
         system, user = wanted

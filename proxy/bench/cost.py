@@ -19,7 +19,7 @@ import httpx
 
 from proxy.bench.harness.client import fresh_tokens, open_client, request, three_boundaries
 from proxy.bench.harness.counters import CpuTime
-from proxy.bench.harness.ratios import Comparison, Pair, Spread, pooled, spread, told
+from proxy.bench.harness.ratios import Comparison, Pair, Spread, in_words, pooled, spread
 from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from proxy.bench.passes import BASELINE, FLAGS
 
@@ -38,7 +38,7 @@ KINDS = NO_HINTS, THREE_HINTS = ("no hints", "three hints, never shared")
 WORDS = (
     "ratio: CPU time (user and system, all processes of the server) over that of vLLM alone, median of the pairs and\n"
     "quartiles; calm: the lower quartile of each side over the other's, where the machine was least disturbed;\n"
-    "extra: CPU milliseconds a request takes more. No two prompts share a beginning. vLLM alone carries the cures\n"
+    "extra: CPU milliseconds that a request takes more. No two prompts share a beginning. vLLM alone has the cures\n"
     "of upstream defects (SEAMARK_ENGINE=reference), caches prefixes, and chooses its match unit itself."
 )
 
@@ -80,7 +80,12 @@ class Cost:
 
 
 async def compare(
-    client: httpx.AsyncClient, ours: Metered, baseline: Metered, batches: dict[int, int], pairs: int, say: Callable
+    client: httpx.AsyncClient,
+    ours: Metered,
+    baseline: Metered,
+    batches: dict[int, int],
+    pairs: int,
+    say: Callable[[str], None],
 ) -> dict[int, dict[str, Comparison]]:
     """Pairs of every length, the order of the engines turned round each time.
 
@@ -141,7 +146,7 @@ def _line(comparison: Comparison, length: str) -> str:
         calm = f"{comparison.calm:.3f}"
         theirs = f"{1000 * spread([pair.theirs for pair in comparison.pairs]).median:.1f}"
     mark = "" if comparison.held else "  above"
-    ratio = f"{told(comparison.ratio):<22}{calm:<7}"
+    ratio = f"{in_words(comparison.ratio):<22}{calm:<7}"
     return f"  {comparison.name:<27}{length:>6}  {ratio}{_milliseconds(extra):<26}{theirs}{mark}"
 
 

@@ -1,4 +1,4 @@
-"""`make demo`: real engines with a generated model, the gateway in front, the README's stories told by each.
+"""`seamark bench demo` (`make demo`): the README's stories, on real engines with a generated model behind the gateway.
 
 Exit status 0 when every story held. Everything started is ended; `--keep` serves on until interrupted.
 """
@@ -12,17 +12,17 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 from proxy.bench import stories
 from proxy.bench.harness import planted
-from proxy.bench.harness.client import open_client
+from proxy.bench.harness.client import ask_all, open_client
 from proxy.bench.harness.counters import PassCounter
 from proxy.bench.harness.servers import MODEL_NAME, Servers, generated_model, narrator
-from proxy.bench.stories import Line, Planted, Story, Teller, Told
+from proxy.bench.stories import Contender, Line, Planted, Stage, Story
 
 REPORTS = Path("reports")
 
@@ -31,31 +31,39 @@ COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "tok
 WIDTHS = (14, 8, 22, 11, 16, 6, 17, 0)
 
 
-async def tell(
-    tellers: list[Teller], reference: str, defective: str, folder: Path, sizes: tuple[int, ...], say
+async def play(
+    contenders: list[Contender],
+    reference: str,
+    defective: str,
+    folder: Path,
+    sizes: tuple[int, ...],
+    say: Callable[[str], None],
 ) -> tuple[list[Story], list[Planted]]:
     """All stories in order, then the planted defects in the engine at `defective`."""
     async with open_client(300) as client:
-        told = Told(client, reference, tellers)
-        for url in {reference, *(teller.url for teller in tellers)}:  # the first request of a process pays for set-up
-            warm_up = await told.shared_prompts(469)
-            await stories.ask_all(client, url, warm_up.prompts[:2], stories.SHORT, parallel=2)
+        stage = Stage(client, reference, contenders)
+        for url in {
+            reference,
+            *(contender.url for contender in contenders),
+        }:  # the first request of a process pays for set-up
+            warm_up = await stage.shared_prompts(469)
+            await ask_all(client, url, warm_up.prompts[:2], stories.SHORT, parallel=2)
         result = []
         for size in sizes:
             say(f"one system prompt of {size} shared tokens, six questions")
-            result.append(await stories.one_system_prompt(told, size))
+            result.append(await stories.one_system_prompt(stage, size))
         for size, parallel in ((163, 1), (163, stories.FAN_OUT), (1864, stories.FAN_OUT)):
             say(f"a cold fan-out of four on {size} shared tokens, {parallel} in parallel")
-            result.append(await stories.fan_out(told, size, parallel))
+            result.append(await stories.fan_out(stage, size, parallel))
         say("a conversation of four turns")
-        result.append(await stories.conversation(told))
+        result.append(await stories.conversation(stage))
         say("the same request twice")
-        result.append(await stories.same_request_twice(told))
+        result.append(await stories.same_request_twice(stage))
         say("planting defects")
-        return result, await stories.planted_defects(told, defective, folder)
+        return result, await stories.planted_defects(stage, defective, folder)
 
 
-def write_report(told: list[Story], defects: list[Planted], held: bool, seconds: float) -> Path:
+def write_report(played: list[Story], defects: list[Planted], held: bool, seconds: float) -> Path:
     """The whole run as JSON; times in seconds, lengths in tokens."""
     REPORTS.mkdir(exist_ok=True)
     path = REPORTS / time.strftime("demo-%Y%m%d-%H%M%S.json")
@@ -67,7 +75,7 @@ def write_report(told: list[Story], defects: list[Planted], held: bool, seconds:
         "match_unit": stories.UNIT,
         "stories": [
             {**asdict(story), "lines": [{**asdict(line), "exact": line.exact} for line in story.lines]}
-            for story in told
+            for story in played
         ],
         "planted_defects": [asdict(defect) for defect in defects],
     }
@@ -176,7 +184,7 @@ def main(argv: list[str]) -> int:
             model,
             "reference",
             ("--prefix-match-unit", "16"),
-            # Dormant until the stories are told: then defects are planted here, where hits end inside blocks too.
+            # Dormant during the stories; then defects are planted here, where hits end inside blocks too.
             environment=planted.environment(folder / "planted"),
         )
         reference = servers.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
@@ -184,20 +192,22 @@ def main(argv: list[str]) -> int:
         for server in (seamark, alone, fine, reference):
             server.wait_until_ready()
         gateway.wait_until_ready("/ready", seconds=30)
-        tellers = [
-            Teller("Seamark", gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
-            Teller("vLLM alone", alone.url, PassCounter(alone.log)),
-            Teller("vLLM, unit 16", fine.url, PassCounter(fine.log)),
+        contenders = [
+            Contender("Seamark", gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
+            Contender("vLLM alone", alone.url, PassCounter(alone.log)),
+            Contender("vLLM, unit 16", fine.url, PassCounter(fine.log)),
         ]
-        told, defects = asyncio.run(tell(tellers, reference.url, fine.url, folder / "planted", tuple(args.sizes), say))
-        held = all(story.held for story in told) and [defect.caught for defect in defects] == [
+        played, defects = asyncio.run(
+            play(contenders, reference.url, fine.url, folder / "planted", tuple(args.sizes), say)
+        )
+        held = all(story.held for story in played) and [defect.caught for defect in defects] == [
             defect.defect != "none" for defect in defects
         ]
-        report = write_report(told, defects, held, time.monotonic() - began)
+        report = write_report(played, defects, held, time.monotonic() - began)
         if args.json:
             print(report.read_text())
         else:
-            print(render(told, defects))
+            print(render(played, defects))
             print("\n" + legend())
             print(f"\n{'every story held' if held else 'SOME STORY DID NOT HOLD'}, {time.monotonic() - began:.0f} s")
         if args.keep:

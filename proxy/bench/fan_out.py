@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import math
-import re
 import statistics
 import tempfile
 import time
@@ -24,10 +23,20 @@ from typing import NamedTuple
 import httpx
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import Answer, fresh_tokens, open_client
-from proxy.bench.harness.counters import CpuTime, samples_of
+from proxy.bench.harness.client import (
+    COMPLETION,
+    MIN_TOKENS,
+    Answer,
+    Leave,
+    Left,
+    complete,
+    fresh_tokens,
+    judgeable,
+    open_client,
+    send,
+)
+from proxy.bench.harness.counters import CpuTime, PassCounter, samples_of
 from proxy.bench.harness.ratios import Comparison, Pair
-from proxy.bench.harness.sending import COMPLETION, Leave, Left, judgeable, send
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 
 FLAGS = (
@@ -58,8 +67,6 @@ SHORT_TOKENS = 60
 SHORT_INTERVAL = 0.2  # seconds
 
 ON, OFF, BASELINE = "Seamark", "Seamark, gate off", "vLLM, unit 16"
-
-_ITERATION = re.compile(rb"Iteration\(\d+\): \d+ context requests, (\d+) context tokens")
 
 
 @dataclass(frozen=True)
@@ -184,21 +191,13 @@ class FanOut:
         ]
 
 
-class PromptTokens:
-    """Counts the prompt tokens that an engine computes from here on."""
-
-    def __init__(self, log: Path) -> None:
-        self._log, self._offset = log, log.stat().st_size
-
-    def computed(self) -> int:
-        """As the log has it by now."""
-        with self._log.open("rb") as log:
-            log.seek(self._offset)
-            return sum(int(tokens) for tokens in _ITERATION.findall(log.read()))
-
-
 async def run_wave(
-    client: httpx.AsyncClient, server: Server, plan: Plan, *seed: object, leave: Leave | None = None, short=False
+    client: httpx.AsyncClient,
+    server: Server,
+    plan: Plan,
+    *seed: object,
+    leave: Leave | None = None,
+    short: bool = False,
 ) -> Wave:
     """Send a wave nobody has seen to an idle engine. `leave`: of the first request of each group.
 
@@ -206,7 +205,7 @@ async def run_wave(
     """
     prompts = plan.prompts(*seed)
     async with decoding(client, server, plan, *seed):
-        tokens, cpu = PromptTokens(server.log), CpuTime(server.process.pid)
+        passes, cpu = PassCounter(server.log), CpuTime(server.process.pid)
         cpu_before = cpu.seconds()
         sent = time.perf_counter()
         arriving = asyncio.create_task(short_requests(client, server, *seed)) if short else None
@@ -222,7 +221,7 @@ async def run_wave(
             arriving.cancel()  # no more of them; those on the way are waited for
             short_ttfts = await arriving
     await until_idle(client, server)
-    return Wave(prompts, results, tokens.computed(), seconds, cpu_seconds, short_ttfts)
+    return Wave(prompts, results, passes.so_far().prompt_tokens, seconds, cpu_seconds, short_ttfts)
 
 
 def body(prompt: Sequence[int], shared: int) -> Mapping[str, object]:
@@ -292,8 +291,9 @@ Right = Mapping[tuple[int, ...], Answer]
 async def right_answers(client: httpx.AsyncClient, reference: Server, plan: Plan, waves: Sequence[Wave]) -> Right:
     """The reference engine's answers to all prompts of `waves`."""
     prompts = list({tuple(prompt) for wave in waves for prompt in wave.prompts})
-    asked = (send(client, reference.url, COMPLETION, body(prompt, plan.shared)) for prompt in prompts)
-    return dict(zip(prompts, await asyncio.gather(*asked), strict=True))
+    hint = {"seamark_boundaries": [plan.shared]}
+    answers = (complete(client, reference.url, prompt, vllm_xargs=hint, stream=True) for prompt in prompts)
+    return dict(zip(prompts, await asyncio.gather(*answers), strict=True))
 
 
 def judged(engine: str, plan: Plan, wave: Wave, right: Right) -> Line:
@@ -301,9 +301,9 @@ def judged(engine: str, plan: Plan, wave: Wave, right: Right) -> Line:
     differences = []
     for prompt, result in zip(wave.prompts, wave.results, strict=True):
         if isinstance(result, Answer):
-            complete = len(result.steps) == exact.MIN_TOKENS
             difference = exact.compare(result, right[tuple(prompt)])
-            differences.append(difference if complete else exact.Difference(len(result.steps), 0.0))
+            is_whole = len(result.steps) == MIN_TOKENS
+            differences.append(difference if is_whole else exact.Difference(len(result.steps), 0.0))
     left = [result for result in wave.results if isinstance(result, Left)]
     return Line(
         engine,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from proxy.bench import picture
-from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Mode, Plan, measure_baseline, measure_seamark
+from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Lengths, Mode, Plan, measure_baseline, measure_seamark
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.servers import Servers, generated_model, narrator
 from proxy.bench.stories import UNIT
@@ -83,17 +83,17 @@ def render(family: Family) -> str:
         lines += ["", f"{mode.name}: {mode.efficiency:.2%} of {sum(cell.oracle for cell in mode.cells)} tokens"]
         if mode.ours and family.unit != UNIT:
             lines[-1] += f", {mode.efficiency_at(family.unit):.2%} of what its unit of {family.unit} allows"
-        lines[-1] += f", worst {told(mode.worst)}, {mode.seconds:.0f} s"
+        lines[-1] += f", worst {_in_words(mode.worst)}, {mode.seconds:.0f} s"
         lines.append("  shared \\ own" + "".join(f"{own:>6}" for own in family.plan.own))
         by_place = {cell.wanted: cell for cell in mode.cells}
         for shared in family.plan.shared:
-            percents = (int(100 * by_place[shared, own].efficiency) for own in family.plan.own)
+            percents = (int(100 * by_place[Lengths(shared, own)].efficiency) for own in family.plan.own)
             lines.append(f"  {shared:>12}" + "".join(f"{percent:>6}" for percent in percents))
     return "\n".join(lines)
 
 
-def told(cell: Cell) -> str:
-    """One cell in words."""
+def _in_words(cell: Cell) -> str:
+    """A cell and its hit."""
     return f"{cell.delivered} of {cell.oracle} at {cell.shared} shared, {cell.own} own"
 
 
@@ -101,7 +101,7 @@ def complaints(family: Family) -> list[str]:
     """What is not as good as it has to be, with the worst cell."""
     return [
         f"{family.name}, {mode.name}: {mode.efficiency_at(family.unit):.2%} is less than {WANTED:.0%};"
-        f" worst {told(mode.worst)}"
+        f" worst {_in_words(mode.worst)}"
         for mode in family.short
     ]
 

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.client import fresh_tokens, open_client, three_boundaries
+from proxy.bench.harness.client import complete, fresh_tokens, open_client, three_boundaries
 from proxy.bench.harness.counters import CpuTime, PassCounter
 from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
-from proxy.bench.stories import complete
 from proxy.fleet import worker_metrics
 
 # One pass holds any prompt here, so that a second one has to be somebody's choice.

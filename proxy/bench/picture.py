@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from proxy.bench.cells import Family, Mode
+from proxy.bench.cells import Family, Lengths, Mode
 from proxy.bench.stories import UNIT
 
 WIDTH = 920
@@ -136,7 +136,7 @@ def _map(mode: Mode, family: Family, corner: Point) -> str:
         y = top + line * row
         parts.append(_text(Point(left - 8, y + row - 7), str(own), 'class="faint" font-size="11" text-anchor="end"'))
         for number, shared in enumerate(plan.shared):
-            parts.append(_field(efficiency[shared, own], Point(left + number * column, y), column, row))
+            parts.append(_field(efficiency[Lengths(shared, own)], Point(left + number * column, y), column, row))
     bottom = top + row * len(plan.own)
     for number, shared in enumerate(plan.shared):
         middle = Point(left + (number + 0.5) * column, bottom + 15)

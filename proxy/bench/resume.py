@@ -21,7 +21,7 @@ import httpx
 from proxy.bench.cost import Metered
 from proxy.bench.harness.client import fresh_tokens, open_client, request, three_boundaries
 from proxy.bench.harness.counters import CpuTime
-from proxy.bench.harness.ratios import Comparison, Pair, Spread, spread, told
+from proxy.bench.harness.ratios import Comparison, Pair, Spread, in_words, spread
 from proxy.bench.harness.servers import Servers, generated_model, narrator
 from proxy.bench.passes import BASELINE, FLAGS, OURS
 
@@ -94,7 +94,8 @@ class Resumed:
 
     def median(self, kind: str, number: str) -> float:
         """Median over the rounds of one number of one kind of request."""
-        return statistics.median(getattr(getattr(r, kind), number) for r in self.rounds)
+        values: list[float] = [getattr(getattr(r, kind), number) for r in self.rounds]
+        return statistics.median(values)
 
 
 class Beside(NamedTuple):
@@ -171,13 +172,13 @@ def render(name: str, engines: Sequence[Resumed]) -> str:
             ("CPU", "cpu", engine.cpu, engine.cpu_factor),
         ):
             times = "".join(f"{1000 * engine.median(kind, number):>8.1f}" for kind in Round._fields)
-            row = f"{engine.cached_tokens:>6g}{times}  {told(comparison.ratio):<24}{factor:.2f}"
+            row = f"{engine.cached_tokens:>6g}{times}  {in_words(comparison.ratio):<24}{factor:.2f}"
             lines.append(f"  {engine.engine:<14}{label + ' (ms)':<14}{row}")
     ours, theirs = engines
     verdict = "held" if ours.first_token.held else "NOT HELD"
     lines.append(f"  {verdict}: warm over alone {ours.first_token.ratio.median:.3f}, at most {MOST} wanted")
     beside = beside_alone(ours, theirs)
-    lines.append(f"  warm over vLLM's warm: first token {told(beside.first_token)}, CPU {told(beside.cpu)}")
+    lines.append(f"  warm over vLLM's warm: first token {in_words(beside.first_token)}, CPU {in_words(beside.cpu)}")
     lines.append(f"  cold over warm {ours.factor:.2f}; mlx-lm published {MLX_LM} for these lengths")
     return "\n".join(lines)
 

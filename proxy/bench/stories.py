@@ -1,4 +1,4 @@
-"""The stories: what clients do with one long prefix, each told by every engine in the same run."""
+"""The stories: what clients do with one long prefix, each played on every engine in the same run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 import httpx
 
 from proxy.bench.harness import exact, planted
-from proxy.bench.harness.client import Answer, Messages, ask, ask_all, tokens_of
+from proxy.bench.harness.client import MIN_TOKENS, Answer, Messages, ask, ask_all, complete, tokens_of
 from proxy.bench.harness.counters import PassCounter
 from proxy.bench.harness.prompts import Shared, prose, with_shared_tokens
-from proxy.bench.harness.sending import COMPLETION, judgeable, send
 from proxy.boundaries.token_ids import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
@@ -33,7 +32,7 @@ JUDGED = (0, 1)  # requests of a series whose answers are compared: a cold one a
 
 
 def cold_starts(shared: int) -> int:
-    """How many system prompts of a size are told, each a cold start to take the median of."""
+    """How many system prompts of a size are sent; each is a cold start, and the median counts."""
     return 3 if shared < LONG else 2
 
 
@@ -46,8 +45,8 @@ SECTIONS = (
 
 
 @dataclass
-class Teller:
-    """An engine that tells the stories: where clients reach it, and where its passes are counted."""
+class Contender:
+    """An engine in the stories: where clients reach it, and where its passes are counted."""
 
     name: str
     url: str
@@ -91,12 +90,12 @@ class Story:
 
 
 @dataclass
-class Told:
-    """What all stories are told with."""
+class Stage:
+    """What all stories need."""
 
     client: httpx.AsyncClient
     reference: str  # URL of the reference engine
-    tellers: Sequence[Teller]  # Seamark first
+    contenders: Sequence[Contender]  # Seamark first
     seed: int = 0
 
     def fresh_seed(self) -> int:
@@ -111,7 +110,7 @@ class Told:
 
     async def right_answers(self, prompts: Sequence[Messages]) -> list[Answer]:
         """The reference engine's answers."""
-        return await ask_all(self.client, self.reference, prompts, exact.MIN_TOKENS, parallel=8)
+        return await ask_all(self.client, self.reference, prompts, MIN_TOKENS, parallel=8)
 
 
 def floored(tokens: int, unit: int = UNIT) -> int:
@@ -120,29 +119,31 @@ def floored(tokens: int, unit: int = UNIT) -> int:
 
 
 def judge(line: Line, answers: Sequence[Answer], right: Sequence[Answer]) -> None:
-    """Note in `line` how far `answers` are from the `right` ones."""
+    """Write into `line` how far `answers` are from the `right` ones."""
     worst = exact.worst([exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True)])
     line.first_difference, line.largest_error = worst.position, worst.largest_error
 
 
-async def one_system_prompt(told: Told, shared: int) -> Story:
+async def one_system_prompt(stage: Stage, shared: int) -> Story:
     """Six questions, one after the other, on one system prompt; a question or two on others for the medians."""
-    variants = [await told.shared_prompts(shared) for _ in range(cold_starts(shared))]
+    variants = [await stage.shared_prompts(shared) for _ in range(cold_starts(shared))]
     full = variants[0]
-    right = await told.right_answers([full.prompts[index] for index in JUDGED])
+    right = await stage.right_answers([full.prompts[index] for index in JUDGED])
     lines = []
-    for teller in told.tellers:
-        line = Line(teller.name)
+    for contender in stage.contenders:
+        line = Line(contender.name)
         cold: list[Answer] = []
         warm: list[Answer] = []
-        passes_cold, passes_warm, answers = [], [], {}
+        passes_cold: list[int] = []
+        passes_warm: list[int] = []
+        answers: dict[int, Answer] = {}
         for number, variant in enumerate(variants):
             prompts = variant.prompts if variant is full else variant.prompts[:2]
             for index, prompt in enumerate(prompts):
-                tokens = exact.MIN_TOKENS if variant is full and index in JUDGED else SHORT
-                teller.passes.restart()
-                answer = await ask(told.client, teller.url, prompt, tokens)
-                passes = teller.passes.after([answer]).with_prompt
+                tokens = MIN_TOKENS if variant is full and index in JUDGED else SHORT
+                contender.passes.restart()
+                answer = await ask(stage.client, contender.url, prompt, tokens)
+                passes = contender.passes.after([answer]).with_prompt
                 (warm if index else cold).append(answer)
                 (passes_warm if index else passes_cold).append(passes)
                 if number == 0:
@@ -174,32 +175,32 @@ NEXT_WAVE = (  # first words that share no beginning with those of the sections
 )
 
 
-async def fan_out(told: Told, size: int, parallel: int) -> Story:
+async def fan_out(stage: Stage, size: int, parallel: int) -> Story:
     """A brief-writer sends four sections on one new system prompt, `parallel` at a time, and four more after that.
 
     Whether the later ones wait for the first is the engine's choice, by what waiting saves; the next wave hits anyway.
     """
-    shared = await told.shared_prompts(size, (*SECTIONS, *NEXT_WAVE))
+    shared = await stage.shared_prompts(size, (*SECTIONS, *NEXT_WAVE))
     wave, after = shared.prompts[: len(SECTIONS)], shared.prompts[len(SECTIONS) :]
-    right = await told.right_answers(shared.prompts)
+    right = await stage.right_answers(shared.prompts)
     lines, choice = [], ""
-    for teller in told.tellers:
-        teller.passes.restart()
-        before = await followers(told.client, teller)
-        answers = await ask_all(told.client, teller.url, wave, exact.MIN_TOKENS, parallel)
-        passes = teller.passes.after(answers)
-        if teller is told.tellers[0]:
-            choice = await chosen(told.client, teller, before, shared.shared)
-        line = Line(teller.name, passes_cold=passes.all)
+    for contender in stage.contenders:
+        contender.passes.restart()
+        before = await followers(stage.client, contender)
+        answers = await ask_all(stage.client, contender.url, wave, MIN_TOKENS, parallel)
+        passes = contender.passes.after(answers)
+        if contender is stage.contenders[0]:
+            choice = await chosen(stage.client, contender, before, shared.shared)
+        line = Line(contender.name, passes_cold=passes.all)
         line.ttft_cold = statistics.median(answer.ttft for answer in answers)
         began, ended = min(answer.sent for answer in answers), max(answer.finished for answer in answers)
         line.tokens_per_second = sum(len(answer.steps) for answer in answers) / (ended - began)
         line.all_in_flight = max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
         # The leader is whoever found nothing; with several at once that need not be the first sent.
         line.hit_first_wave = sorted(answer.cached_tokens or 0 for answer in answers)[1:]
-        teller.passes.restart()
-        next_answers = await ask_all(told.client, teller.url, after, exact.MIN_TOKENS, FAN_OUT)
-        line.passes_warm = teller.passes.after(next_answers).all
+        contender.passes.restart()
+        next_answers = await ask_all(stage.client, contender.url, after, MIN_TOKENS, FAN_OUT)
+        line.passes_warm = contender.passes.after(next_answers).all
         line.ttft_warm = statistics.median(answer.ttft for answer in next_answers)
         hits = [answer.cached_tokens or 0 for answer in next_answers]
         line.hit_second, line.hit_after = hits[0], hits[1:]
@@ -223,20 +224,20 @@ async def fan_out(told: Told, size: int, parallel: int) -> Story:
     )
 
 
-async def followers(client: httpx.AsyncClient, teller: Teller) -> Mapping[str, float]:
+async def followers(client: httpx.AsyncClient, contender: Contender) -> Mapping[str, float]:
     """The engine's own counts around fan-outs and its learnt step times, by metric; empty for one without Seamark."""
-    if not teller.metrics:
+    if not contender.metrics:
         return {}
-    text = (await client.get(teller.metrics)).text
+    text = (await client.get(contender.metrics)).text
     wanted = ("seamark_followers_total{", "seamark_pass_seconds", "seamark_token_seconds")
     return {
         line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(wanted)
     }
 
 
-async def chosen(client: httpx.AsyncClient, teller: Teller, before: Mapping[str, float], shared: int) -> str:
+async def chosen(client: httpx.AsyncClient, contender: Contender, before: Mapping[str, float], shared: int) -> str:
     """What the engine chose for the followers of a wave, and on which figures."""
-    after = await followers(client, teller)
+    after = await followers(client, contender)
     held = after.get('seamark_followers_total{fate="held"}', 0) - before.get('seamark_followers_total{fate="held"}', 0)
     token, one_pass = after.get("seamark_token_seconds", 0.0), after.get("seamark_pass_seconds", 0.0)
     figures = f"{shared} tokens take {shared * token * 1000:.0f} ms, a pass {one_pass * 1000:.0f} ms"
@@ -245,27 +246,27 @@ async def chosen(client: httpx.AsyncClient, teller: Teller, before: Mapping[str,
     return f"{held:.0f} waited for the leader ({figures})"
 
 
-async def conversation(told: Told) -> Story:
+async def conversation(stage: Stage) -> Story:
     """Four turns; the assistant's side is given, so that every engine sees the same chats."""
-    seed = told.fresh_seed()
+    seed = stage.fresh_seed()
     messages: list[Mapping[str, Any]] = [{"role": "system", "content": prose(90, seed)}]
     turns: list[Messages] = []
     for turn in range(TURNS):
         messages.append({"role": "user", "content": f"{turn + 1}. {prose(30, seed + 1000 + turn)} What follows?"})
         turns.append(list(messages))
         messages.append({"role": "assistant", "content": prose(40, seed + 2000 + turn)})
-    prompts = [await tokens_of(told.client, told.reference, turn) for turn in turns]
+    prompts = [await tokens_of(stage.client, stage.reference, turn) for turn in turns]
     shared = [common_prefix(prompts[turn - 1], prompts[turn]) for turn in range(1, TURNS)]
-    right = await told.right_answers(turns)
+    right = await stage.right_answers(turns)
     lines = []
-    for teller in told.tellers:
-        line = Line(teller.name)
+    for contender in stage.contenders:
+        line = Line(contender.name)
         answers, passes = [], []
-        for turn in turns:
-            teller.passes.restart()
-            answer = await ask(told.client, teller.url, turn, exact.MIN_TOKENS)
+        for messages_so_far in turns:
+            contender.passes.restart()
+            answer = await ask(stage.client, contender.url, messages_so_far, MIN_TOKENS)
             answers.append(answer)
-            passes.append(teller.passes.after([answer]).with_prompt)
+            passes.append(contender.passes.after([answer]).with_prompt)
         hits = [answer.cached_tokens or 0 for answer in answers[1:]]
         line.hit_second, line.hit_after = hits[0], hits[1:]
         line.passes_cold, line.passes_warm = passes[0], statistics.median(passes[1:])
@@ -286,21 +287,24 @@ async def conversation(told: Told) -> Story:
     )
 
 
-async def same_request_twice(told: Told) -> Story:
+async def same_request_twice(stage: Stage) -> Story:
     """The identical request again: everything but the last token could be shared."""
-    variants = [(await told.shared_prompts(163)).prompts[0] for _ in range(cold_starts(163))]
-    tokens = len(await tokens_of(told.client, told.reference, variants[0]))
-    right = await told.right_answers(variants[:1])
+    variants = [(await stage.shared_prompts(163)).prompts[0] for _ in range(cold_starts(163))]
+    tokens = len(await tokens_of(stage.client, stage.reference, variants[0]))
+    right = await stage.right_answers(variants[:1])
     lines = []
-    for teller in told.tellers:
-        line = Line(teller.name)
-        cold, warm, passes_cold, passes_warm = [], [], [], []
+    for contender in stage.contenders:
+        line = Line(contender.name)
+        cold: list[Answer] = []
+        warm: list[Answer] = []
+        passes_cold: list[int] = []
+        passes_warm: list[int] = []
         for prompt in variants:
             for answers, passes in ((cold, passes_cold), (warm, passes_warm)):
-                teller.passes.restart()
-                length = exact.MIN_TOKENS if prompt is variants[0] else SHORT
-                answers.append(await ask(told.client, teller.url, prompt, length))
-                passes.append(teller.passes.after(answers[-1:]).with_prompt)
+                contender.passes.restart()
+                length = MIN_TOKENS if prompt is variants[0] else SHORT
+                answers.append(await ask(stage.client, contender.url, prompt, length))
+                passes.append(contender.passes.after(answers[-1:]).with_prompt)
         line.hit_second = warm[0].cached_tokens
         line.passes_cold, line.passes_warm = statistics.median(passes_cold), statistics.median(passes_warm)
         line.ttft_cold = statistics.median(answer.ttft for answer in cold)
@@ -329,32 +333,25 @@ class Planted:
     first_difference: int | None
 
 
-async def planted_defects(told: Told, url: str, folder: Path, unit: int = UNIT) -> list[Planted]:
+async def planted_defects(stage: Stage, url: str, folder: Path, unit: int = UNIT) -> list[Planted]:
     """Plant each defect in the engine at `url` and let the exactness check look; the first line has none."""
     found = []
     for defect in (None, *planted.DEFECTS):
-        prompts = (await told.shared_prompts(163)).prompts
-        prompt = await tokens_of(told.client, told.reference, prompts[0])
+        prompts = (await stage.shared_prompts(163)).prompts
+        prompt = await tokens_of(stage.client, stage.reference, prompts[0])
         hit = floored(len(prompt) - 1, unit)
-        right = await complete(told.client, told.reference, prompt)
+        right = await complete(stage.client, stage.reference, prompt)
         # Leaves a state one unit before the hit, and one there. vLLM alone does so without the hints.
-        await complete(told.client, url, prompt[: hit - unit + 1], vllm_xargs={"seamark_boundaries": [hit - unit]})
-        await complete(told.client, url, prompt, vllm_xargs={"seamark_boundaries": [hit]})
+        await complete(stage.client, url, prompt[: hit - unit + 1], vllm_xargs={"seamark_boundaries": [hit - unit]})
+        await complete(stage.client, url, prompt, vllm_xargs={"seamark_boundaries": [hit]})
         if defect is None:
-            answer = await complete(told.client, url, prompt)
+            answer = await complete(stage.client, url, prompt)
         else:
             with planted.planted(folder, defect):
-                answer = await complete(told.client, url, prompt)
+                answer = await complete(stage.client, url, prompt)
         if answer.cached_tokens != hit:
             raise RuntimeError(f"planting {defect}: the engine hit {answer.cached_tokens} tokens, not {hit}")
         difference = exact.compare(answer, right)
         caught = not difference.exact
         found.append(Planted(defect or "none", caught, difference.largest_error, difference.position))
     return found
-
-
-async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int], **fields: Any) -> Answer:
-    """A greedy completion of a prompt given as token ids. Raises `RuntimeError` for an error answer."""
-    answer = await send(client, url, COMPLETION, judgeable(prompt, **fields))
-    assert isinstance(answer, Answer)  # nobody leaves
-    return answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from xxhash import xxh3_64_hexdigest
 
@@ -43,6 +43,13 @@ class Step(NamedTuple):
 
     token: str
     top: Mapping[str, float]  # the most likely tokens and their logprobs
+
+
+class Stepwise(Protocol):
+    """An answer token by token: a continuation, or an answer that a benchmark got."""
+
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
 
 
 class Continuation(NamedTuple):
@@ -132,20 +139,27 @@ def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], no
     return Verdict(result, off, noise, bound, worst, nearest)
 
 
-def distance(one: Continuation, other: Continuation) -> Distance:
-    """How far two continuations are apart, up to and including the first token that differs."""
+def distance(one: Stepwise, other: Stepwise) -> Distance:
+    """How far two answers are apart, up to and including the first token that differs."""
     error = 0.0
     for position, (left, right) in enumerate(zip(one.steps, other.steps, strict=False)):
-        error = max(error, _largest_difference(left.top, right.top), _largest_difference(right.top, left.top))
+        error = max(error, _largest_difference(left, right), _largest_difference(right, left))
         if left.token != right.token:
             return Distance(error, position)
     return Distance(error, None)
 
 
-def _largest_difference(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """Of the logprobs of `one`; a token that `other` does not name is at most as likely there as its least likely."""
-    least = min(other.values())
-    return max(abs(value - other[token]) if token in other else max(0.0, value - least) for token, value in one.items())
+def _largest_difference(one: Step, other: Step) -> float:
+    """Of the logprobs of `one`; a token that `other` does not name is at most as likely there as the last it ranks.
+
+    An engine names the chosen token even when that is not among the most likely ones, so it is no rank.
+    """
+    ranked = [value for token, value in other.top.items() if token != other.token]
+    least = min(ranked or other.top.values())
+    return max(
+        abs(value - other.top[token]) if token in other.top else max(0.0, value - least)
+        for token, value in one.top.items()
+    )
 
 
 def _grain(step: Step) -> float:

@@ -1,0 +1,1 @@
+"""Developers' benchmarks and long runs: `python -m tests.bench` lists them."""

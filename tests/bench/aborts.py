@@ -279,14 +279,14 @@ async def leave_engine(engine: Server, gateway: Server, stream: bool, times: int
                 while stream and (await connection.some()).count(b"data:") == 0:
                     pass
                 await running(1)
-                step_seconds.append((time.perf_counter() - asked) / max(1, counter.so_far()))
+                step_seconds.append((time.perf_counter() - asked) / max(1, counter.so_far().all))
                 counter.restart()
                 began = time.perf_counter()
                 connection.close()
                 await running(0)
                 seconds = time.perf_counter() - began
             if server is gateway:
-                steps.append(counter.so_far())
+                steps.append(counter.so_far().all)
             return seconds
 
         direct = await repeated("directly", times, lambda: once(engine))

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.client import open_client, status_of
+from proxy.bench.harness.client import CHAT, COMPLETION, open_client, status_of
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.sending import CHAT, COMPLETION
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from tests.bench.dashboards import UNITS, Query, dimension, queries
 from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus, prometheus

@@ -22,10 +22,9 @@ from typing import Any
 import httpx
 
 from proxy.bench.harness import planted
-from proxy.bench.harness.client import open_client, status_of, tokens_of
+from proxy.bench.harness.client import CHAT, COMPLETION, judgeable, open_client, send, status_of, tokens_of
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.prompts import QUESTIONS, prose
-from proxy.bench.harness.sending import CHAT, COMPLETION, judgeable, send
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model, narrator
 from proxy.boundaries.token_ids import common_prefix
 from proxy.http.json_body import HINT, XARGS

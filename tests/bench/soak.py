@@ -24,9 +24,8 @@ from typing import NamedTuple
 import httpx
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import Answer, open_client
+from proxy.bench.harness.client import Answer, Left, open_client, send
 from proxy.bench.harness.counters import samples_of
-from proxy.bench.harness.sending import Left, send
 from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Server, Servers, generated_model, narrator
 from tests.bench.traffic import Request, Traffic
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import httpx
 
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.ratios import Comparison, Pair, told
+from proxy.bench.harness.ratios import Comparison, Pair, in_words
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 
 WORDS_PER_PROMPT = 1500
@@ -109,11 +109,11 @@ def report(rounds: Sequence[Round], as_json: bool) -> int:
         "first token of a prompt that another key has asked, over that of one that nobody has asked (median, quartiles)"
     )
     print(
-        f"  a stranger's key      {told(stranger.ratio)}   tokens from the cache: 0 wanted, "
+        f"  a stranger's key      {in_words(stranger.ratio)}   tokens from the cache: 0 wanted, "
         f"{max(r.stranger.cached_tokens for r in rounds)} at most"
     )
     print(
-        f"  a key that shares     {told(sharer.ratio)}   tokens from the cache: "
+        f"  a key that shares     {in_words(sharer.ratio)}   tokens from the cache: "
         f"{min(r.sharer.cached_tokens for r in rounds)} at least"
     )
     print(

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from proxy.bench.harness.client import TOP_LOGPROBS
-from proxy.bench.harness.exact import MIN_TOKENS
+from proxy.bench.harness.client import CHAT, COMPLETION, MIN_TOKENS, TOP_LOGPROBS, Leave
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.sending import CHAT, COMPLETION, Leave
 
 JUDGED = 0.3  # of the requests whose client stays
 

@@ -18,7 +18,7 @@ from proxy.bench import cost, passes, resume
 from proxy.bench.cost import KINDS, NO_HINTS, THREE_HINTS, Cost
 from proxy.bench.harness.client import fresh_tokens, open_client, three_boundaries
 from proxy.bench.harness.counters import CpuTime, family
-from proxy.bench.harness.ratios import Comparison, Pair, Spread, pooled, spread, told
+from proxy.bench.harness.ratios import Comparison, Pair, Spread, in_words, pooled, spread
 from proxy.bench.passes import AT_ONCE, BASELINE, OURS, UNTOUCHED, Plan, Row, Table, count
 from proxy.bench.resume import Resumed, Round, Sample
 from tests.harness.engines import SharedServers
@@ -58,7 +58,7 @@ def test_a_comparison_is_judged_by_the_median_of_its_pairs_ratios():
     assert comparison.extra.median == pytest.approx(0.0008)
     assert comparison.held
     assert not Comparison("any", PAIRS, 1.019).held
-    assert told(comparison.ratio) == "1.020 (1.010..1.027)"
+    assert in_words(comparison.ratio) == "1.020 (1.010..1.027)"
     assert comparison.calm == pytest.approx(0.0409 / 0.0402)
 
 

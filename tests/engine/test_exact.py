@@ -16,11 +16,12 @@ import pytest
 
 from proxy.bench import stories
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import Answer, Messages, ask, ask_all, open_client, tokens_of
+from proxy.bench.harness.client import MIN_TOKENS, Answer, Messages, ask, ask_all, open_client, tokens_of
+from proxy.bench.harness.client import complete as completion
 from proxy.bench.harness.counters import PassCounter, samples_of
 from proxy.bench.harness.prompts import prose, with_shared_tokens
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
-from proxy.bench.stories import Told, floored
+from proxy.bench.stories import Stage, floored
 from tests.harness.engines import SharedServers
 
 CHATS = 60
@@ -90,10 +91,10 @@ async def client():
 async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: SharedServers, room, shares):
     engine, gateway = (servers.seamark, servers.gateway) if room == "room" else (servers.tight, servers.tight_gateway)
     chats = random_chats(seed=7)
-    right = await ask_all(client, servers.reference.url, chats, exact.MIN_TOKENS, PARALLEL)
+    right = await ask_all(client, servers.reference.url, chats, MIN_TOKENS, PARALLEL)
     hits_before = await metric(client, engine, "seamark_checkpoint_hits_total")
     for round_number in (1, 2):
-        answers = await ask_all(client, gateway.url, chats, exact.MIN_TOKENS, PARALLEL)
+        answers = await ask_all(client, gateway.url, chats, MIN_TOKENS, PARALLEL)
         check_exact(answers, right)
         prompt, cached = (
             sum(values) for values in zip(*((a.prompt_tokens, a.cached_tokens) for a in answers), strict=True)
@@ -107,16 +108,16 @@ async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: 
 
 async def test_the_second_request_hits_at_the_seam_and_in_another_process_too(client, servers, unit):
     shared = await with_shared_tokens(client, servers.reference.url, 163, seed=101)
-    right = await ask_all(client, servers.reference.url, shared.prompts[:3], exact.MIN_TOKENS, 3)
-    answers = [await ask(client, servers.gateway.url, prompt, exact.MIN_TOKENS) for prompt in shared.prompts[:3]]
+    right = await ask_all(client, servers.reference.url, shared.prompts[:3], MIN_TOKENS, 3)
+    answers = [await ask(client, servers.gateway.url, prompt, MIN_TOKENS) for prompt in shared.prompts[:3]]
     assert [answer.cached_tokens for answer in answers] == [0, floored(163, unit), floored(163, unit)]
     check_exact(answers, right)
 
 
 async def test_a_cold_fan_out_on_a_long_prefix_shares_one_prefill(client, servers, unit):
     shared = await with_shared_tokens(client, servers.reference.url, 3600, seed=102, questions=stories.SECTIONS)
-    right = await ask_all(client, servers.reference.url, shared.prompts, exact.MIN_TOKENS, 4)
-    answers = await ask_all(client, servers.gateway.url, shared.prompts, exact.MIN_TOKENS, 4)
+    right = await ask_all(client, servers.reference.url, shared.prompts, MIN_TOKENS, 4)
+    answers = await ask_all(client, servers.gateway.url, shared.prompts, MIN_TOKENS, 4)
     assert max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
     assert sorted(answer.cached_tokens for answer in answers) == [0, *[floored(3600, unit)] * 3]
     check_exact(answers, right)
@@ -162,7 +163,7 @@ async def test_two_salts_never_share(client, servers, unit):
     shared = await with_shared_tokens(client, servers.reference.url, 163, seed=106)
     for number, (salt, expected) in enumerate((("one", 0), ("two", 0), ("one", floored(163, unit)))):
         prompt = shared.prompts[number]
-        answer = await ask(client, servers.gateway.url, prompt, exact.MIN_TOKENS, cache_salt=salt)
+        answer = await ask(client, servers.gateway.url, prompt, MIN_TOKENS, cache_salt=salt)
         assert answer.cached_tokens == expected
 
 
@@ -204,7 +205,7 @@ async def test_identical_prompts_that_resume_in_one_step(client, servers):
     for number in range(8):
         prompt = [*head[:100], *(10 + number, 11, 12) * (5 + number)]
         right = await complete(client, servers.reference, prompt, None)
-        body = {"model": MODEL_NAME, "prompt": [prompt] * 4, "max_tokens": exact.MIN_TOKENS, "temperature": 0}
+        body = {"model": MODEL_NAME, "prompt": [prompt] * 4, "max_tokens": MIN_TOKENS, "temperature": 0}
         body |= {"ignore_eos": True, "return_tokens_as_token_ids": True, "logprobs": 1}
         body |= {"vllm_xargs": {"seamark_boundaries": [100]}}
         choices = (await client.post(servers.seamark.url + "/v1/completions", json=body)).json()["choices"]
@@ -248,8 +249,8 @@ async def test_two_seeded_answers_to_one_prompt_and_prompt_logprobs(client, serv
 
 
 async def test_the_exactness_check_notices_planted_defects(client, servers, unit):
-    told = Told(client, servers.reference.url, (), seed=5000)
-    defects = await stories.planted_defects(told, servers.seamark.url, servers.planted, unit)
+    stage = Stage(client, servers.reference.url, (), seed=5000)
+    defects = await stories.planted_defects(stage, servers.seamark.url, servers.planted, unit)
     assert {defect.defect: defect.caught for defect in defects} == {
         "none": False,
         "another prefix's state": True,
@@ -267,4 +268,4 @@ async def complete(client, server: Server, prompt: Sequence[int], hint: object, 
     fields = {} if hint is None else {"vllm_xargs": {"seamark_boundaries": hint}}
     if tokens is not None:
         fields["max_tokens"] = tokens
-    return await stories.complete(client, server.url, prompt, **fields)
+    return await completion(client, server.url, prompt, **fields)

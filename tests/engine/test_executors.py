@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.bench import stories
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import open_client, tokens_of
+from proxy.bench.harness.client import complete, open_client, tokens_of
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import Server, Servers
@@ -32,8 +31,8 @@ async def test_tensor_parallel_workers_write_the_same_states(engine: Server, ser
         for shared, own, hit in ((500, 40, 0), (500, 25, 496), (163, 9, 160), (163, 200, 160)):
             asked = [*prompt[:shared], *reversed(prompt[:own])]
             hint = {"vllm_xargs": {"seamark_boundaries": [163, 500]}}
-            answer = await stories.complete(client, engine.url, asked, **hint)
-            right = await stories.complete(client, servers.reference.url, asked)
+            answer = await complete(client, engine.url, asked, **hint)
+            right = await complete(client, servers.reference.url, asked)
             assert answer.cached_tokens == hit
             assert exact.compare(answer, right).exact
         counted = await samples_of(client, engine)

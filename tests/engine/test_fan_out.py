@@ -22,10 +22,9 @@ from proxy.bench.fan_out import (
     right_answers,
     run_wave,
 )
-from proxy.bench.harness.client import open_client
+from proxy.bench.harness.client import Leave, Left, open_client
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.ratios import Comparison, Pair
-from proxy.bench.harness.sending import Leave, Left
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.engines import SharedServers
 

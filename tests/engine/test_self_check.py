@@ -102,7 +102,7 @@ def told(url: str, messages: list[dict], **fields) -> tuple[int, list[float]]:
             return await ask(client, url, messages, 8, **fields)
 
     answer = asyncio.run(asked())
-    return answer.cached_tokens, [step.logprob for step in answer.steps]
+    return answer.cached_tokens, [step.top[step.token] for step in answer.steps]
 
 
 def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_does(

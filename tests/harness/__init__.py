@@ -1,0 +1,1 @@
+"""Fakes, servers and clients that tests and benchmarks share."""

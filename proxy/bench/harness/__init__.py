@@ -1,0 +1,1 @@
+"""What benchmarks share: servers, clients, counters, prompts, and the comparison of answers."""

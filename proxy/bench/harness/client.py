@@ -1,4 +1,4 @@
-"""A chat request as an SDK would send it, timed, with everything an exactness check needs."""
+"""Requests as a client would send them, timed, each left by its client whenever a benchmark wants that."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import httpx
 
 from proxy.bench.harness.servers import MODEL_NAME
+from proxy.fleet.answer_compare import Step
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 Messages = Sequence[Mapping[str, Any]]
 
 TOP_LOGPROBS = 5
 
+MIN_TOKENS = 32  # of an answer that is compared with another's
 
-class Step(NamedTuple):
-    """One generated token."""
+TOKEN_IDS = range(10, 4000)  # ordinary tokens of the generated models
 
-    token: str  # "token_id:<n>"
-    logprob: float
-    top: Mapping[str, float]  # the most likely tokens and their logprobs
+TAIL = 5  # tokens between the last boundary and the prompt's end
 
 
 class Answer(NamedTuple):
@@ -42,6 +43,19 @@ class Answer(NamedTuple):
         return self.first_token - self.sent
 
 
+class Leave(NamedTuple):
+    """When a client closes its connection before the answer has ended: whichever comes first."""
+
+    seconds: float | None = None  # after sending
+    events: int | None = None  # received, of a stream
+
+
+class Left(NamedTuple):
+    """A request whose client has left."""
+
+    events: int  # that had come by then
+
+
 def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
     """A client with a connection for each request, which may take `seconds`.
 
@@ -51,43 +65,19 @@ def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
 
 
 async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> Answer:
-    """Stream a greedy answer of exactly `tokens` tokens. Raises `RuntimeError` for an error answer."""
+    """Stream a greedy answer of exactly `tokens` tokens to a chat. Raises `RuntimeError` for an error answer."""
     body = {
-        "model": MODEL_NAME,
         "messages": messages,
         "temperature": 0,
         "max_tokens": tokens,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
         "logprobs": True,
         "top_logprobs": TOP_LOGPROBS,
         "return_tokens_as_token_ids": True,
         **fields,
     }
-    steps: list[Step] = []
-    usage: Mapping[str, Any] = {}
-    first_token = 0.0
-    sent = time.perf_counter()
-    async with client.stream("POST", url + "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{url}: {response.status_code} {(await response.aread()).decode()[:500]}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(f"{url}: {event['error']}")
-            for choice in event["choices"]:
-                for entry in (choice.get("logprobs") or {}).get("content") or ():
-                    first_token = first_token or time.perf_counter()
-                    top = {candidate["token"]: candidate["logprob"] for candidate in entry["top_logprobs"]}
-                    steps.append(Step(entry["token"], entry["logprob"], top))
-            usage = event.get("usage") or usage
-    details = usage.get("prompt_tokens_details") or {}
-    return Answer(
-        tuple(steps), usage["prompt_tokens"], details.get("cached_tokens"), sent, first_token, time.perf_counter()
-    )
+    return _complete(await send(client, url, CHAT, body))
 
 
 async def ask_all(
@@ -103,21 +93,117 @@ async def ask_all(
     return list(await asyncio.gather(*(one(messages) for messages in prompts)))
 
 
+async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int], **fields: Any) -> Answer:
+    """A greedy completion of a prompt given as token ids. Raises `RuntimeError` for an error answer."""
+    return _complete(await send(client, url, COMPLETION, judgeable(prompt, **fields)))
+
+
+def _complete(answer: Answer | Left) -> Answer:
+    assert isinstance(answer, Answer)  # noqa: S101 - a client that was not asked to leave stays
+    return answer
+
+
+def judgeable(prompt: Sequence[int], **fields: Any) -> Mapping[str, Any]:
+    """A greedy completion of token ids with everything that an exactness check needs."""
+    return {
+        "prompt": list(prompt),
+        "temperature": 0,
+        "max_tokens": MIN_TOKENS,
+        "ignore_eos": True,
+        "logprobs": TOP_LOGPROBS,
+        "return_tokens_as_token_ids": True,
+        **fields,
+    }
+
+
+async def send(
+    client: httpx.AsyncClient, url: str, path: str, body: Mapping[str, Any], leave: Leave | None = None
+) -> Answer | Left:
+    """The answer of the server at `url`, every step of every choice one after the other, prompt logprobs first.
+
+    Raises `RuntimeError` for an error answer.
+    """
+    if body.get("stream"):
+        body = {**body, "stream_options": {"include_usage": True}}
+    leave = leave or Leave()
+    received: list[Mapping[str, Any]] = []
+    times: list[float] = []
+    sent = time.perf_counter()
+    try:
+        async with (
+            asyncio.timeout(leave.seconds),
+            client.stream("POST", url + path, json={"model": MODEL_NAME, **body}) as response,
+        ):
+            if response.status_code != 200:
+                raise RuntimeError(f"{response.status_code} {(await response.aread()).decode()[:500]}")
+            async for event in _events(response, bool(body.get("stream"))):
+                if "error" in event:
+                    raise RuntimeError(f"in the stream: {event['error']}")
+                received.append(event)
+                times.append(time.perf_counter())
+                if len(received) == leave.events:
+                    return Left(len(received))
+    except TimeoutError:
+        return Left(len(received))
+    return _answer(received, times, sent, body.get("prompt"))
+
+
+async def _events(response: httpx.Response, streamed: bool) -> AsyncIterator[Mapping[str, Any]]:
+    if not streamed:
+        yield json.loads(await response.aread())
+        return
+    ended = False
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            ended = True
+        elif line.startswith("data: "):
+            yield json.loads(line[6:])
+    if not ended:
+        raise RuntimeError("the stream ended before its end")
+
+
+def _answer(events: list[Mapping[str, Any]], times: list[float], sent: float, prompt: Any) -> Answer:
+    steps: dict[int, list[Step]] = {}  # by choice
+    usage: Mapping[str, Any] = {}
+    first_token = 0.0
+    for event, at in zip(events, times, strict=True):
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            found = [*_prompt_steps(choice, prompt), *_steps(choice.get("logprobs") or {})]
+            steps.setdefault(choice["index"], []).extend(found)
+            if not first_token and (found or choice.get("text") or (choice.get("delta") or {}).get("content")):
+                first_token = at
+    details = usage.get("prompt_tokens_details") or {}
+    flat = tuple(step for index in sorted(steps) for step in steps[index])
+    last = times[-1]
+    return Answer(flat, usage["prompt_tokens"], details.get("cached_tokens"), sent, first_token or last, last)
+
+
+def _steps(logprobs: Mapping[str, Any]) -> Iterator[Step]:
+    for entry in logprobs.get("content") or ():  # of a chat
+        yield Step(entry["token"], {other["token"]: other["logprob"] for other in entry["top_logprobs"]})
+    if "tokens" in logprobs:  # of a completion
+        yield from map(Step, logprobs["tokens"], logprobs["top_logprobs"])
+
+
+def _prompt_steps(choice: Mapping[str, Any], prompt: Any) -> Iterator[Step]:
+    for token, entry in zip(prompt or (), choice.get("prompt_logprobs") or (), strict=False):
+        if entry is not None:  # the first token has none
+            yield Step(str(token), {name: other["logprob"] for name, other in entry.items()})
+
+
 async def status_of(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """What the gateway at `url` says of itself."""
-    return (await client.get(url + "/seamark/status")).json()
+    """`/seamark/status` of the gateway at `url`."""
+    status: dict[str, Any] = (await client.get(url + "/seamark/status")).json()
+    return status
 
 
 async def tokens_of(client: httpx.AsyncClient, url: str, messages: Messages) -> list[int]:
     """The prompt as the engine tokenises it."""
     response = await client.post(url + "/tokenize", json={"model": MODEL_NAME, "messages": messages})
     response.raise_for_status()
-    return response.json()["tokens"]
-
-
-TOKEN_IDS = range(10, 4000)  # ordinary tokens of the generated models
-
-TAIL = 5  # tokens between the last boundary and the prompt's end
+    tokens: list[int] = response.json()["tokens"]
+    return tokens
 
 
 class Reply(NamedTuple):

@@ -1,7 +1,7 @@
-"""CPU time of a server and all its processes, read from outside: what a request costs, whatever else the machine does.
+"""What a server did between two moments, read from outside: CPU time, forward passes, and its own metrics.
 
-Linux keeps it in nanoseconds for each process, threads that have ended included; `/proc/PID/stat` has it in ticks of
-10 ms only. It is read through the process's clock, so the server does not notice.
+Linux keeps CPU time in nanoseconds for each process, threads that have ended included; `/proc/PID/stat` has it only in
+ticks of 10 ms. It is read through the process's clock, so the server does not notice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -110,11 +110,12 @@ class Passes(NamedTuple):
 
     all: int
     with_prompt: int  # those that computed prompt tokens
-    tokens: int
+    prompt_tokens: int
+    tokens: int  # computed, those of prompts and of answers
 
 
 class PassCounter:
-    """Counts what an engine does between two moments."""
+    """Counts an engine's passes by its log."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -133,28 +134,26 @@ class PassCounter:
         # The last token of an answer is sampled, never computed.
         wanted = sum(answer.prompt_tokens - (answer.cached_tokens or 0) + len(answer.steps) - 1 for answer in answers)
         deadline = time.monotonic() + LOG_SECONDS
-        while (passes := self._read()).tokens < wanted:
+        while (passes := self.so_far()).tokens < wanted:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._log.name}: {passes.tokens} tokens computed of {wanted}")
             time.sleep(0.005)
         self.restart()
         return passes
 
-    def so_far(self) -> int:
-        """Passes since `restart`, as far as the log tells."""
-        return self._read().all
-
-    def _read(self) -> Passes:
+    def so_far(self) -> Passes:
+        """Passes since `restart` that the log names by now."""
         with self._log.open("rb") as log:
             log.seek(self._offset)
             text = log.read()
         counts = [(int(prompt), int(generated)) for prompt, generated in _ITERATION.findall(text)]
-        return Passes(len(counts), sum(prompt > 0 for prompt, _ in counts), sum(map(sum, counts)))
+        prompts = [prompt for prompt, _ in counts]
+        return Passes(len(counts), sum(map(bool, prompts)), sum(prompts), sum(map(sum, counts)))
 
 
 async def samples_of(client: httpx.AsyncClient, server: Server) -> Mapping[str, float]:
     """By name, and by `name{label="value"}`, summed over all other labels; empty when the server does not answer."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     try:
         response = await client.get(server.url + "/metrics")
     except httpx.HTTPError:

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from proxy.bench.harness.client import Answer, Step
+from proxy.bench.harness.client import Answer
 from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT
+from proxy.fleet.answer_compare import distance
 
 LOGPROB_BOUND = 1e-4
-
-MIN_TOKENS = 32
 
 
 class Difference(NamedTuple):
@@ -62,23 +61,15 @@ RULES: Mapping[str, Rule] = {NEMOTRON_H: FLOAT32, QWEN3_NEXT: BFLOAT16}  # by fa
 
 def compare(answer: Answer, reference: Answer) -> Difference:
     """How `answer` differs from the reference engine's. Compares as many tokens as `answer` has."""
-    error = 0.0
-    for position, (step, wanted) in enumerate(zip(answer.steps, reference.steps, strict=False)):
-        if step.token != wanted.token:
-            best, second, *_ = sorted(wanted.top.values(), reverse=True)
-            return Difference(position, max(error, _error(step, wanted)), best - second)
-        error = max(error, _error(step, wanted))
-    if len(answer.steps) > len(reference.steps):
-        return Difference(len(reference.steps), error)
-    return Difference(None, error)
-
-
-def _error(step: Step, wanted: Step) -> float:
-    # The fifth and sixth best can change places within the bound, so only tokens both lists name are compared.
-    common = step.top.keys() & wanted.top.keys()
-    if len(common) < len(wanted.top) - 1:
-        return math.inf
-    return max(abs(step.top[token] - wanted.top[token]) for token in common)
+    error, position = distance(answer, reference)
+    compared = list(zip(answer.steps, reference.steps, strict=False))[: None if position is None else position + 1]
+    # The fifth and the sixth best can change places within the bound; of more tokens that would be a coincidence.
+    if any(len(step.top.keys() & wanted.top.keys()) < len(wanted.top) - 1 for step, wanted in compared):
+        error = math.inf
+    if position is not None:
+        best, second, *_ = sorted(reference.steps[position].top.values(), reverse=True)
+        return Difference(position, error, best - second)
+    return Difference(len(reference.steps) if len(answer.steps) > len(reference.steps) else None, error)
 
 
 def worst(differences: Sequence[Difference]) -> Difference:

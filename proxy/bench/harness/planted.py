@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 FILE_VARIABLE = "SEAMARK_PLANTED_DEFECT_FILE"
 
@@ -19,6 +20,8 @@ OTHER_STATE = "another prefix's state"
 EARLY_STATE = "a state one unit early"
 
 COPY_CURE_OFF = "the copy cure off"
+
+_COPY = "copy_kv_cache_blocks_inplace"  # of a partial cache block; vLLM imports it by name
 
 DEFECTS = (OTHER_STATE, EARLY_STATE, COPY_CURE_OFF)
 
@@ -69,27 +72,31 @@ def register() -> None:
         plugin.load()()  # the cures come first, so that there is something to take off
     if not hasattr(KVCacheManager.get_computed_blocks, "planted"):
         KVCacheManager.get_computed_blocks = _with_wrong_states(KVCacheManager.get_computed_blocks)
-        copy = _with_cure_off(utils.copy_kv_cache_blocks_inplace)
-        utils.copy_kv_cache_blocks_inplace = copy
-        for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
-            if name in sys.modules:
-                sys.modules[name].copy_kv_cache_blocks_inplace = copy
+        copy = _with_cure_off(getattr(utils, _COPY))
+        runners = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+        for module in (utils, *(sys.modules[name] for name in runners if name in sys.modules)):
+            setattr(module, _COPY, copy)
 
 
-def _with_cure_off(cured: Callable) -> Callable:
-    def copy_kv_cache_blocks_inplace(*args):
+def _with_cure_off(cured: Any) -> Any:
+    def copy_kv_cache_blocks_inplace(*args: Any) -> Any:
         uncured = cured.__seamark_original__
         return (uncured if _present() == COPY_CURE_OFF else cured)(*args)
 
-    copy_kv_cache_blocks_inplace.__seamark_original__ = cured  # so that the ledger still finds its patch applied
-    return copy_kv_cache_blocks_inplace
+    return _as_patch(copy_kv_cache_blocks_inplace, cured)
 
 
-def _with_wrong_states(original: Callable) -> Callable:
+def _as_patch(wrapper: Any, wrapped: Any) -> Any:
+    """`wrapper`, marked so that the ledger still finds its own patch `wrapped` applied."""
+    wrapper.__seamark_original__ = wrapped
+    return wrapper
+
+
+def _with_wrong_states(original: Any) -> Any:
     from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, make_block_hash_with_group_id
     from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
-    def get_computed_blocks(self, request, *args, **kwargs):
+    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, request, *args, **kwargs)
         blocks, hit = found[0], found[1]
         defect = _present()
@@ -112,6 +119,6 @@ def _with_wrong_states(original: Callable) -> Callable:
                 blocks.blocks[group][-1] = wrong
         return found
 
-    get_computed_blocks.planted = True
-    get_computed_blocks.__seamark_original__ = original  # so that the ledger still finds its patch applied
-    return get_computed_blocks
+    wrapper = _as_patch(get_computed_blocks, original)
+    wrapper.planted = True
+    return wrapper

@@ -31,7 +31,7 @@ class Spread(NamedTuple):
 def spread(values: Sequence[float]) -> Spread:
     """Quartiles of at least one number, the extremes among them."""
     if len(values) == 1:
-        return Spread(*values * 3)
+        return Spread(values[0], values[0], values[0])
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
@@ -70,6 +70,6 @@ def pooled(name: str, comparisons: Sequence[Comparison]) -> Comparison:
     return Comparison(name, sum((comparison.pairs for comparison in comparisons), ()), comparisons[0].limit)
 
 
-def told(ratio: Spread) -> str:
+def in_words(ratio: Spread) -> str:
     """Median and quartiles in words."""
     return f"{ratio.median:.3f} ({ratio.lower:.3f}..{ratio.upper:.3f})"

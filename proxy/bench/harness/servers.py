@@ -155,7 +155,7 @@ class Servers:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    previous: Callable | int | None = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
