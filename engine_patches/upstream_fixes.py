@@ -1,22 +1,22 @@
-"""Cures of upstream defects, wanted with or without checkpoints: they repair answers, they never change right ones."""
+"""Cures of upstream defects, wanted with or without checkpoints: they repair wrong answers and change no right one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from typing import Any
 
-from engine_patches.ledger import exists
+from engine_patches.ledger import Function, exists
 
 
-def copy_largest_view_first(original: Callable) -> Callable:
-    """vLLM's block copy takes the first of several caches that start at one address and skips the rest.
+def copy_largest_view_first(original: Function) -> Function:
+    """vLLM's block copy takes the first of several caches that start at one address and skips the others.
 
-    With a layer-major layout a Mamba page and a larger attention page share their start; copying only the shorter one
-    loses the tail of the attention page, and a request that resumes inside that block computes on someone else's keys.
-    Offering the widest view of each address first makes the one copy complete.
+    With a layer-major layout a Mamba page and a larger attention page share their start. If only the shorter one is
+    copied, the tail of the attention page is lost, and a request that resumes inside that block computes on someone
+    else's keys. With the widest view of each address offered first, the one copy is complete.
     """
 
-    def copy_kv_cache_blocks_inplace(kv_caches, num_blocks, kv_cache_block_copies):
+    def copy_kv_cache_blocks_inplace(kv_caches: Any, num_blocks: Any, kv_cache_block_copies: Any) -> Any:
         caches = list(kv_caches) if kv_cache_block_copies else []
         caches.sort(key=lambda cache: cache.nbytes, reverse=True)
         return original(caches, num_blocks, kv_cache_block_copies)
@@ -24,27 +24,29 @@ def copy_largest_view_first(original: Callable) -> Callable:
     return copy_kv_cache_blocks_inplace
 
 
-def states_at_chunk_ends(original: Callable) -> Callable:
-    """vLLM promises to export a state from inside one forward pass; its CPU scan returns final states only, and any
+def states_at_chunk_ends(original: Function) -> Function:
+    """vLLM promises to export a state from inside one forward pass, but its CPU scan returns final states only: any
     prompt longer than a block kills the engine with an IndexError.
 
-    Asked for intermediate states, the scan runs chunk by chunk and returns the state at each chunk's end.
+    When asked for intermediate states, the scan runs chunk by chunk and returns the state at each chunk's end.
     """
     import torch
 
-    def _mamba_chunk_scan_combined_fwd_cpu(x, dt, A, B, C, chunk_size, out, **options):
+    def _mamba_chunk_scan_combined_fwd_cpu(
+        x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: Any, out: Any, **options: Any
+    ) -> Any:
         if not options.get("return_intermediate_states"):
             return original(x, dt, A, B, C, chunk_size, out, **options)
         starts, rows = options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist()
         initial, z = options.get("initial_states"), options.get("z")
-        same = {name: options.get(name) for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in options}
-        states, previous = [], None
+        same = {name: options[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in options}
+        states: list[Any] = []
+        previous = None
         for start, end, row in zip(starts, starts[1:], rows, strict=False):
             if row != previous:
                 state = None if initial is None else initial[row : row + 1]
             previous = row
             part = slice(start, end)
-            length = torch.tensor([0, end - start], dtype=torch.int32)
             state = original(
                 x[part],
                 dt[part],
@@ -55,7 +57,7 @@ def states_at_chunk_ends(original: Callable) -> Callable:
                 out[part],
                 z=None if z is None else z[part],
                 initial_states=state,
-                cu_seqlens=length,
+                cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
                 state_dtype=torch.float32,
                 **same,
             )
@@ -65,12 +67,20 @@ def states_at_chunk_ends(original: Callable) -> Callable:
     return _mamba_chunk_scan_combined_fwd_cpu
 
 
-def store_checkpoints_without_triton(original: Callable) -> Callable:
-    """The export's last step is a Triton kernel; a CPU has none. The same in torch."""
+def store_checkpoints_without_triton(original: Function) -> Function:
+    """The last step of the export is a Triton kernel, and a CPU has none. This is the same in torch."""
 
     def store_prefill_checkpoint(
-        checkpoint, chunk_idx, x, conv_state, chunk_states, ssm_state, query_start_loc, *, state_len
-    ):
+        checkpoint: Any,
+        chunk_idx: Any,
+        x: Any,
+        conv_state: Any,
+        chunk_states: Any,
+        ssm_state: Any,
+        query_start_loc: Any,
+        *,
+        state_len: int,
+    ) -> None:
         offsets, chunks = checkpoint.checkpoint_offsets.tolist(), chunk_idx.tolist()
         starts, blocks = query_start_loc.tolist(), checkpoint.state_indices.tolist()
         for offset, chunk, start, block in zip(offsets, chunks, starts, blocks, strict=False):
@@ -82,13 +92,14 @@ def store_checkpoints_without_triton(original: Callable) -> Callable:
     return store_prefill_checkpoint
 
 
-def keep_enlarged_block_size(original: Callable) -> Callable:
-    """vLLM's CPU platform sets its default block size again after the cache of a hybrid model was built with a larger
-    one. The scheduler then ends chunks at multiples of 128 while cache blocks are longer, and a state from the middle
-    of a block is registered as the state at its end: wrong tokens on the next hit, whenever a prompt takes two chunks.
+def keep_enlarged_block_size(original: Function) -> Function:
+    """vLLM's CPU platform sets its default block size again after the cache of a hybrid was built with a larger one.
+
+    The scheduler then ends chunks at multiples of 128 while cache blocks are longer, and registers a state from the
+    middle of a block as the state at its end: wrong tokens on the next hit, whenever a prompt takes two chunks.
     """
 
-    def check_and_update_config(cls, vllm_config):
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         enlarged = vllm_config.cache_config.block_size
         original(cls, vllm_config)
         cache_config = vllm_config.cache_config
@@ -98,17 +109,21 @@ def keep_enlarged_block_size(original: Callable) -> Callable:
     return check_and_update_config
 
 
-def stop_at_the_block_edge_after_a_hit(original: Callable) -> Callable:
-    """A prefill chunk that starts inside a block has to end at the block's edge; vLLM drops that rule where its backend
+def stop_at_the_block_edge_after_a_hit(original: Function) -> Function:
+    """A prefill chunk that starts inside a block has to end at the block's edge. vLLM drops that rule if its backend
     can export a state from the last chunk.
 
-    The chunk then runs past the edge, and the block, which still holds the state of the position where the chunk
-    began, is registered under the key of its edge. Without the export for such chunks the rule holds again.
+    The chunk then runs past the edge. The block still holds the state of the position at which the chunk began, but is
+    registered under the key of its edge. Without the export for such chunks the rule holds again.
     """
 
     def _mamba_block_aligned_split(
-        self, request, num_new_tokens, num_new_local_computed_tokens=0, num_external_computed_tokens=0
-    ):
+        self: Any,
+        request: Any,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> Any:
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         exports = self.mamba_has_prefill_checkpoint_blocks
         self.mamba_has_prefill_checkpoint_blocks = exports and start % self.cache_config.block_size == 0
@@ -120,10 +135,10 @@ def stop_at_the_block_edge_after_a_hit(original: Callable) -> Callable:
     return _mamba_block_aligned_split
 
 
-def take_back_uncomputed_keys(original: Callable) -> Callable:
+def take_back_uncomputed_keys(original: Function) -> Function:
     """A request that is preempted in the step that was to compute it must not leave keys of what nobody computes."""
 
-    def _preempt_request(self, request, *args, **kwargs):
+    def _preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         cache = self.kv_cache_manager
         for manager in cache.coordinator.single_type_managers:
             blocks = manager.req_to_blocks.get(request.request_id, ())
@@ -141,14 +156,14 @@ def runs_on_cpu() -> bool:
     """Whether vLLM's platform in this process is the CPU."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cpu()
+    return bool(current_platform.is_cpu())
 
 
 def runs_on_gpu() -> bool:
-    """Whether vLLM's platform in this process is a GPU that speaks CUDA, or HIP."""
+    """Whether vLLM's platform in this process is a GPU that speaks CUDA or HIP."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda_alike()
+    return bool(current_platform.is_cuda_alike())
 
 
 def resets_block_size() -> bool:

@@ -14,15 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine_patches.commands.worker import INSTALL
+
 VOCABULARY = 4096
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-# Matrices drawn with the usual 0.02 give almost flat logits, where greedy decoding hides a damaged state.
+# Matrices drawn with the usual 0.02 give almost flat logits: greedy decoding would hide a damaged state.
 WEIGHT_STD = 0.08
 
-# Gated delta heads drawn the usual way forget within a token, so that a lost state would go unnoticed: tokens a head
-# remembers at the least and at the most, by its decay alone.
+# Gated delta heads drawn the usual way forget within a token, so that a lost state would go unnoticed. These are the
+# tokens that a head remembers at least and at most, by its decay alone.
 MEMORY_TOKENS = (200.0, 3000.0)
 
 CHAT_TEMPLATE = """\
@@ -49,7 +51,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer():
+def train_tokenizer() -> Any:
     """A byte-level BPE tokenizer of `VOCABULARY` entries, trained on the English text Python carries with it.
 
     Returns a `transformers` fast tokenizer whose end-of-turn token is also the end-of-sequence token.
@@ -79,7 +81,7 @@ def train_tokenizer():
     return fast
 
 
-def nemotron_h_config():
+def nemotron_h_config() -> Any:
     """NemotronH with the real family's layer pattern (Mamba2, MLP, attention) at 4.5 million parameters."""
     from transformers import NemotronHConfig
 
@@ -113,11 +115,11 @@ def nemotron_h_config():
     )
 
 
-def qwen3_next_config():
+def qwen3_next_config() -> Any:
     """Qwen3-Next with the real pattern (three gated delta nets, one attention), twice, at 7 million parameters.
 
-    One layer has experts, because vLLM refuses the family without, and it has one expert: between several, rounding
-    alone would now and then send a token elsewhere and hide what a check looks for.
+    One layer has experts, because vLLM refuses the family without. It has one expert: between several, rounding alone
+    would now and then send a token elsewhere and hide what a check looks for.
     """
     from transformers import Qwen3NextConfig
 
@@ -139,7 +141,7 @@ def qwen3_next_config():
         moe_intermediate_size=256,
         shared_expert_intermediate_size=256,
         mlp_only_layers=list(range(layers - 1)),
-        initializer_range=WEIGHT_STD,  # for what is no matrix: convolutions and experts
+        initializer_range=WEIGHT_STD,  # for parameters that are no matrices: convolutions and experts
         max_position_embeddings=32768,
         pad_token_id=0,
         eos_token_id=2,
@@ -151,7 +153,7 @@ class Family(NamedTuple):
     """How one family's tiny model is made."""
 
     config: Callable[[], Any]
-    dtype: str  # of the weights; what vLLM computes in where the family leaves no choice
+    dtype: str  # of the weights; vLLM computes in it if the family leaves no choice
     slow_decay: bool  # redraw the decay of the recurrent heads, see `MEMORY_TOKENS`
 
 
@@ -162,7 +164,7 @@ FAMILIES = {
 
 
 def draw_weights(model: Any, seed: int, slow_decay: bool) -> None:
-    """Redraw what the usual initialisation leaves too weak to be seen in the answers."""
+    """Redraw the parameters that the usual initialisation leaves too weak to be seen in the answers."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -210,9 +212,13 @@ def main(argv: list[str]) -> int:
     try:
         print(write_model(args.out, args.family, args.seed))
     except ModuleNotFoundError as error:
-        # transformers names no module where one of its own cannot be imported: mostly torchvision, built for CUDA.
-        wrong = f"{error.name} is not installed here" if error.name else f"transformers does not work here: {error}"
-        cure = "without a GPU, set-up.sh in Seamark's source makes a .venv where it does"
-        print(f"seamark model: {wrong} ({cure})", file=sys.stderr)
+        print(f"seamark model: {why_not(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def why_not(error: ModuleNotFoundError) -> str:
+    """Why `write_model` fails in this environment, and the cure."""
+    # transformers names no module if one of its own cannot be imported: mostly torchvision, built for CUDA.
+    missing = f"{error.name} is not installed here" if error.name else f"transformers does not work here ({error})"
+    return f"{missing}: {INSTALL}"

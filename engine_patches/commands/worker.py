@@ -1,8 +1,13 @@
-"""`seamark worker`: a vLLM server with the patches and the flags they need. It becomes vLLM: same process and exit."""
+"""`seamark worker`: a vLLM server with the patches and the flags they need.
+
+The command becomes vLLM: the same process, the same exit status.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import runpy
@@ -13,23 +18,28 @@ from pathlib import Path
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
+INSTALL = (
+    'run it in the environment that vLLM is installed in, after "pip install --no-deps vllm-seamark" there; '
+    "without a GPU, ./set-up.sh in Seamark's source makes a .venv with vLLM's CPU build"
+)
+
 # Flags without which hits stay invisible (prompt-tokens-details) or the gateway cannot ask for tokens (scale-out).
 NEEDED_FLAGS: Mapping[str, str | None] = {
     "--enable-prefix-caching": None,
     "--enable-prompt-tokens-details": None,
     "--enable-scale-out": None,
-    # The gateway reads its feed up to 20 times a second.
+    # The gateway reads this endpoint up to 20 times a second.
     "--disable-access-log-for-endpoints": "/seamark/outcomes",
 }
 
-# The gateway learns here why each request hit or missed. vLLM takes the flag more than once.
+# The endpoint that tells the gateway why each request hit or missed. vLLM takes the flag more than once.
 MIDDLEWARE = ("--middleware", "engine_patches.reporting.events_api.EventsEndpoint")
 
 # Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
 CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
 
-# The CPU kernels of gated delta nets compute in bfloat16 only. Their state may be wider: left to vLLM, that depends on
-# the CPU at hand, and with it the block size.
+# The CPU kernels of gated delta nets compute in bfloat16 only. Their state may be wider: if vLLM chooses its width, the
+# width, and with it the block size, depends on the CPU.
 CPU_GDN_FLAGS: Mapping[str, str | None] = {
     **CPU_FLAGS,
     "--dtype": "bfloat16",
@@ -38,7 +48,7 @@ CPU_GDN_FLAGS: Mapping[str, str | None] = {
 
 GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `model_type`
 
-# Eager means eager: a few helpers of the sampler would still be compiled, which wants a C++ compiler and 20 seconds.
+# Without the last, a few helpers of the sampler are compiled in eager mode too: a C++ compiler and 20 seconds.
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -47,12 +57,12 @@ CPU_ENVIRONMENT = {
 
 
 def cpu_flags(model_type: str) -> Mapping[str, str | None]:
-    """What a model of this type needs on a CPU."""
+    """The flags that a model of this type needs on a CPU."""
     return CPU_GDN_FLAGS if model_type.startswith(GDN_MODEL_TYPES) else CPU_FLAGS
 
 
 def model_type_of(model: str) -> str:
-    """`model_type` in the config of a model folder or name, empty where that cannot be read: vLLM will say why."""
+    """`model_type` in the config of a model folder or name; empty if it cannot be read, and vLLM will say why."""
     path = Path(model) / "config.json"
     try:
         if not path.is_file():
@@ -67,9 +77,9 @@ def model_type_of(model: str) -> str:
 def vllm_arguments(
     model: str | None, host: str, port: int, extra: Sequence[str], for_cpu: Mapping[str, str | None] = {}
 ) -> list[str]:
-    """The command line of vLLM's OpenAI server. What the user gave in `extra` is never given twice.
+    """The command line of vLLM's OpenAI server. A flag that the user gave in `extra` is never given twice.
 
-    `model`: folder or name; None where vLLM's own `--config` among `extra` names it.
+    `model`: folder or name; None if vLLM's own `--config` among `extra` names it.
     """
     given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
     defaults = {**NEEDED_FLAGS, **for_cpu}
@@ -84,7 +94,7 @@ def vllm_arguments(
 
 
 def vllm_environment(environment: Mapping[str, str], on_cpu: bool) -> dict[str, str]:
-    """Environment of the server: CPU defaults where unset, and our plugin among those a user admits."""
+    """Environment of the server: CPU defaults for what is unset, and Seamark among the plugins that a user admits."""
     wanted = {**(CPU_ENVIRONMENT if on_cpu else {}), **environment}
     admitted = wanted.get("VLLM_PLUGINS")
     if admitted is not None and "seamark" not in admitted.split(","):
@@ -95,13 +105,16 @@ def vllm_environment(environment: Mapping[str, str], on_cpu: bool) -> dict[str, 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is a CPU build, by its name and version alone: importing it takes seconds.
 
-    Raises `PackageNotFoundError` where there is none.
+    Raises `ModuleNotFoundError`, which names what is missing, if vLLM cannot run here.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     try:
         return "cpu" in metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        metadata.version("vllm-cpu")
-        return True
+    except metadata.PackageNotFoundError as error:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return bool(metadata.version("vllm-cpu"))
+        raise ModuleNotFoundError("No module named 'vllm'", name="vLLM") from error
 
 
 def main(argv: list[str]) -> int:
@@ -112,10 +125,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="seamark worker",
         description="start a vLLM server with Seamark's patches",
-        epilog="Everything after -- goes to vLLM. Of the environment: SEAMARK_ENGINE=0 leaves vLLM untouched, "
-        "=reference cures its defects and no more; SEAMARK_FAN_OUT=0: nobody waits for another request's prefix; "
-        "SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_CHUNK_ENDS=1: states only "
-        "where a kernel's chunk ends.",
+        epilog="Everything after -- goes to vLLM. Variables of the environment: SEAMARK_ENGINE=0 leaves vLLM "
+        "untouched, =reference cures its defects and no more; SEAMARK_FAN_OUT=0: no request waits for another one's "
+        "prefix; SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_CHUNK_ENDS=1: "
+        "states only at the ends of a kernel's chunks.",
     )
     parser.add_argument("--model", help="model folder or name (or `model` in the file of vLLM's --config, after --)")
     parser.add_argument("--port", type=int, required=True)
@@ -125,14 +138,13 @@ def main(argv: list[str]) -> int:
         parser.error("the following arguments are required: --model")
     try:
         on_cpu = is_cpu_build()
-    except metadata.PackageNotFoundError:
-        cure = "without a GPU, set-up.sh in Seamark's source makes a .venv where it is"
-        print(f"seamark worker: vLLM is not installed here ({cure})", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"seamark worker: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
         return 1
     os.environ.update(vllm_environment(os.environ, on_cpu))
     flags = cpu_flags(model_type_of(args.model) if args.model else "") if on_cpu else {}
     sys.argv = [SERVER, *vllm_arguments(args.model, args.host, args.port, extra, flags)]
-    # Run inside this process and not as its main module: the engine's processes import the main module again, and
-    # ours is light where the server's takes ten seconds.
+    # The server runs inside this process and not as its main module: the engine's processes import the main module
+    # again, and this one is light, while the server's takes ten seconds.
     runpy.run_module(SERVER, run_name="__main__")
     return 0

@@ -16,11 +16,10 @@ import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 
 from engine_patches.commands.model import write_model
-from engine_patches.commands.worker import is_cpu_build
+from engine_patches.commands.worker import INSTALL, is_cpu_build
 from engine_patches.gpu_check.lanes import Engines, Lane, lanes_of, run_lane
 from engine_patches.gpu_check.verdicts import EXACTNESS, NOT_RUN, OK, WRONG, Check
 
@@ -45,8 +44,8 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     try:
         device = "cpu" if is_cpu_build() else "cuda"
-    except metadata.PackageNotFoundError:
-        print("seamark gpu-check: vLLM is not installed here", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"seamark gpu-check: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
         return 1
     if args.device not in ("auto", device):
         parser.error(f"--device {args.device}: the vLLM installed here is built for {device}")

@@ -8,7 +8,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,11 +150,12 @@ def test_an_engine_with_a_planted_defect_is_found_wrong(rehearsal, engines, monk
 
 def test_without_vllm_the_command_says_so(monkeypatch, capsys):
     def absent() -> bool:
-        raise metadata.PackageNotFoundError("vllm")
+        raise ModuleNotFoundError("No module named 'vllm'", name="vLLM")
 
     monkeypatch.setattr(command, "is_cpu_build", absent)
     assert command.main([]) == 1
-    assert "vLLM is not installed" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "vLLM is not installed" in line and "pip install --no-deps vllm-seamark" in line
 
 
 def test_a_gpu_cannot_be_asked_for_where_vllm_has_none(capsys):
