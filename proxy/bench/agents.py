@@ -27,7 +27,7 @@ FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
 class Efficiency(NamedTuple):
-    """Of one agent; tokens."""
+    """One agent's hits, in tokens."""
 
     delivered: int
     oracle: int  # what could be hit: the longest prefix shared with any earlier request, in whole match units

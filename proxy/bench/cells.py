@@ -1,6 +1,6 @@
-"""Cells of shared and own lengths, and what the second of two prompts is given of what it shares with the first.
+"""Cells of shared and own lengths: how much of its shared tokens the second of two prompts hits.
 
-A cell is two requests with a prefix that no other cell has. What they share is counted on their tokens, never taken
+A cell is two requests with a prefix that no other cell has. Their shared tokens are counted on the prompts, never taken
 from hints.
 """
 
@@ -30,7 +30,7 @@ OPENINGS = ("What", "Please")  # of the two own parts: they part at their first 
 
 
 class Lengths(NamedTuple):
-    """Of a cell, in tokens."""
+    """A cell's two lengths in tokens."""
 
     shared: int
     own: int  # of each prompt, behind the shared part

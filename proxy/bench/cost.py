@@ -1,6 +1,6 @@
 """`seamark bench cost`: CPU time that the plugin adds to prompts that nobody shares, where it can gain nothing.
 
-Seamark's engine and vLLM alone run side by side and take turns; with hints and without. Exit status 1 where the median
+Seamark's engine, with hints and without, and vLLM alone run side by side and take turns. Exit status 1 if the median
 ratio over all lengths is above `MOST`.
 """
 
@@ -37,7 +37,7 @@ KINDS = NO_HINTS, THREE_HINTS = ("no hints", "three hints, never shared")
 
 WORDS = (
     "ratio: CPU time (user and system, all processes of the server) over that of vLLM alone, median of the pairs and\n"
-    "quartiles; calm: the lower quartile of each side over the other's, where the machine was least disturbed;\n"
+    "quartiles; calm: the lower quartile of each side over the other's, when the machine was least disturbed;\n"
     "extra: CPU milliseconds that a request takes more. No two prompts share a beginning. vLLM alone has the cures\n"
     "of upstream defects (SEAMARK_ENGINE=reference), caches prefixes, and chooses its match unit itself."
 )

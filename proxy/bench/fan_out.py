@@ -1,7 +1,7 @@
 """`seamark bench fan-out`: two groups of eight on two long new prefixes, at once, on an engine that decodes meanwhile.
 
-Exit status 1 where the engine computes a prefix more than once, where followers of a leader that has gone fail or
-differ from the reference engine, or where unrelated short requests wait longer than without the gate.
+Exit status 1 if the engine computes a prefix more than once, if followers of a leader that has left fail or differ from
+the reference engine, or if unrelated short requests wait longer than without the gate.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Wave:
 
     @property
     def answers(self) -> list[Answer]:
-        """Of those whose client stayed."""
+        """The answers to clients that stayed."""
         return [result for result in self.results if isinstance(result, Answer)]
 
     @property

@@ -1,6 +1,6 @@
-"""`seamark bench grid`: how much of what two prompts share the second one is given, over a grid of lengths.
+"""`seamark bench grid`: how much of what two prompts share the second one hits, over a grid of lengths.
 
-Four modes on real engines, one engine at a time. Exit status 1 where Seamark gives less than `cells.WANTED` of it.
+Four modes on real engines, one engine at a time. Exit status 1 if Seamark gives less than `cells.WANTED` of it.
 """
 
 from __future__ import annotations

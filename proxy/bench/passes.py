@@ -1,6 +1,6 @@
 """`seamark bench passes`: forward passes of the same requests on Seamark's engine and on vLLM alone.
 
-Counted from vLLM's own log lines. Exit status 1 where Seamark takes more passes than vLLM alone.
+Passes are counted in vLLM's own log. Exit status 1 if Seamark takes more passes than vLLM alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Plan:
     running: int  # prompt that a queued fan-out waits behind; 0: no queued ones
 
     def shorter_than(self, block_size: int) -> Plan:
-        """What is left of it where no prompt may be as long as a cache block."""
+        """The part of it in which every prompt is shorter than a cache block."""
         own = tuple(length for length in self.own if self.shared[0] + length < block_size)
         shared = tuple(length for length in self.shared if own and length + own[-1] < block_size)
         return replace(self, shared=shared, own=own, running=0)
@@ -140,7 +140,7 @@ def _wave_of(row: Row, number: int, attempt: int = 0) -> list[list[int]]:
 
 
 async def _wave(client: httpx.AsyncClient, engine: Server, passes: PassCounter, row: Row, number: int) -> int:
-    """Passes of a cold wave sent to an idle engine: how many of it arrive in time for the first pass is luck."""
+    """Passes of a cold wave sent to an idle engine; chance decides how many arrive in time for the first pass."""
     passes.restart()
     fields = _fields(row, FAN_OUT_TOKENS)
     answers = await asyncio.gather(
@@ -152,9 +152,9 @@ async def _wave(client: httpx.AsyncClient, engine: Server, passes: PassCounter, 
 async def _queued_wave(
     client: httpx.AsyncClient, engine: Server, passes: PassCounter, row: Row, number: int, running: int
 ) -> int:
-    """Passes of a cold wave that arrives while the engine is busy, so that all of it stands in line when it is not.
+    """Passes of a cold wave that arrives while the engine is busy, so that the whole wave waits together.
 
-    Raises `RuntimeError` where this machine is too busy itself to send one in time.
+    Raises `RuntimeError` if this machine is too busy itself to send one in time.
     """
     cpu = CpuTime(engine.process.pid)
     fields = _fields(row, FAN_OUT_TOKENS)

@@ -13,7 +13,7 @@ WIDTH = 920
 
 HEAD = 74  # title and subtitle
 
-CURVE = 318  # curve with legend and axis, where there is one
+CURVE = 318  # curve with legend and axis, if there is one
 
 MAP = 258  # a row of two maps
 
@@ -27,13 +27,13 @@ LIGHT = {"card": "#ffffff", "edge": "#d5dade", "text": "#1d2730", "faint": "#5b6
 
 DARK = {"card": "#12181e", "edge": "#303a43", "text": "#e8edf1", "faint": "#9fadb8", "rule": "#28323b"}
 
-# Of the lines, in light and dark; the first of Seamark's modes and the baselines have a curve.
+# Strokes of the lines, in light and dark; the first of Seamark's modes and the baselines have a curve.
 LINES = (("#11808f", "#4fc4d3"), ("#e07a50", "#e07a50"), ("#4b2a8c", "#efe6ff"))
 
 # Where the baselines agree, the thin dashes of the second lie on the first.
 STROKES = ('stroke-width="3.5"', 'stroke-width="4"', 'stroke-width="2" stroke-dasharray="4 5"')
 
-# Of the maps: nothing, half, everything delivered. They differ for every kind of colour vision.
+# Colours of the maps: nothing, half, everything delivered. They differ for every kind of colour vision.
 LOW, MIDDLE, HIGH = (0xD0, 0x58, 0x2F), (0xF2, 0xDF, 0xB2), (0x11, 0x80, 0x8F)
 
 
@@ -117,9 +117,9 @@ def _curve_panel(family: Family, top: float) -> str:
     x, lines = LEFT, []
     for number, mode in enumerate(curves):
         points = " ".join(f"{p.x:.1f},{p.y:.1f}" for p in (place(c.shared, c.efficiency) for c in mode.sweep))
-        look = f'class="l{number}" fill="none" stroke-linejoin="round" {STROKES[number]}'
-        lines.append(f'<polyline {look} points="{points}"/>')
-        parts.append(f'<path {look} d="M{x} {top + 22}h34"/>{_text(Point(x + 42, top + 26), mode.name)}')
+        stroke = f'class="l{number}" fill="none" stroke-linejoin="round" {STROKES[number]}'
+        lines.append(f'<polyline {stroke} points="{points}"/>')
+        parts.append(f'<path {stroke} d="M{x} {top + 22}h34"/>{_text(Point(x + 42, top + 26), mode.name)}')
         x += 70 + 8 * len(mode.name)
     lines.append(lines.pop(0))  # Seamark's on top, the baselines in order
     return "\n".join(parts + lines)

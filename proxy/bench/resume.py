@@ -1,7 +1,7 @@
-"""`seamark bench resume`: what it costs to go on from a shared prefix, against the own part of the prompt alone.
+"""`seamark bench resume`: what it costs to resume from a shared prefix, against the prompt's own part alone.
 
-Each engine gets the same: a cold request, a warm one with the same prefix, and a prompt as long as the warm one's own
-part. Exit status 1 where Seamark's warm first token takes more than `MOST` times as long as that of the own part alone.
+Each engine gets the same three requests: a cold one, a warm one with the same prefix, and a prompt as long as the warm
+one's own part. Exit status 1 if Seamark's warm first token takes more than `MOST` times as long as the own part's.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PAIRS = 24
 WORDS = (
     "first token: wall time of a request for one token, as a client sees it; CPU: user and system, all processes of\n"
     f"the server. {BASELINE}: SEAMARK_ENGINE=reference, prefix caching on. On a CPU and a toy model; mlx-lm's factor\n"
-    "is from other hardware and another model: the two factors say that both gain, not who is faster. Of a small\n"
-    "model the attention of the own part to the shared one is a large share, whoever resumes: hence the comparison\n"
-    "with vLLM's warm request, which writes no state, where its hit is the same."
+    "is from other hardware and another model: the two factors say that both gain, not who is faster. In a small\n"
+    "model the own part's attention to the shared part is a large share of the time, whoever resumes. Hence the\n"
+    "comparison with vLLM's warm request, which writes no state and, at these lengths, has the same hit."
 )
 
 

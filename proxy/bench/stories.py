@@ -334,7 +334,7 @@ class Planted:
 
 
 async def planted_defects(stage: Stage, url: str, folder: Path, unit: int = UNIT) -> list[Planted]:
-    """Plant each defect in the engine at `url` and let the exactness check look; the first line has none."""
+    """Plant each defect in the engine at `url`, and compare its answer; the first line is without a defect."""
     found = []
     for defect in (None, *planted.DEFECTS):
         prompts = (await stage.shared_prompts(163)).prompts

@@ -41,7 +41,7 @@ PATIENCE_SECONDS = 5.0  # then it counts as never
 
 SETTLE_SECONDS = 15.0  # idle connections to workers are kept for a few seconds
 
-FD_SLACK = 2  # the look at each worker comes and goes
+FD_SLACK = 2  # health checks of the workers come and go
 
 QUEUE_FLAGS = ("--max-inflight", "1")
 
@@ -97,7 +97,7 @@ class Remains(NamedTuple):
     """What a gateway holds when nobody asks anything of it."""
 
     inflight: float | None  # the gauge; None: not to be had
-    queued: float  # 0 where there is no queue
+    queued: float  # 0 if there is no queue
     open_files: int  # of its processes
 
 
@@ -144,8 +144,8 @@ class Aborts:
         if self.after.open_files > self.before.open_files + FD_SLACK:
             found.append(f"the gateway holds {self.after.open_files} open files, {self.before.open_files} before")
         found += [
-            f"real engine, {'stream' if each.stream else 'no stream'}: behind the gateway {_told(each.behind)}, "
-            f"directly {_told(each.direct)}"
+            f"real engine, {'stream' if each.stream else 'no stream'}: behind the gateway {_in_words(each.behind)}, "
+            f"directly {_in_words(each.direct)}"
             for each in self.engine
             if not each.held
         ]
@@ -348,7 +348,7 @@ async def measure(servers: Servers, times: int, say=print, with_engine: bool = T
     return Aborts(cases, before, after, engine)
 
 
-def _told(left: Left) -> str:
+def _in_words(left: Left) -> str:
     if left.failures:
         return left.failures[0]
     return f"p50 {statistics.median(left.seconds) * 1e3:.1f} ms, p99 {left.p99 * 1e3:.1f} ms"
@@ -357,12 +357,14 @@ def _told(left: Left) -> str:
 def render(result: Aborts) -> str:
     """A table for people."""
     lines = [f"{'from the client leaving until the worker is free':<50}{'clients':>8}  "]
-    lines += [f"  {case.name:<48}{len(case.seconds) + len(case.failures):>8}  {_told(case)}" for case in result.cases]
+    lines += [
+        f"  {case.name:<48}{len(case.seconds) + len(case.failures):>8}  {_in_words(case)}" for case in result.cases
+    ]
     for each in result.engine:
         name = f"real engine, {'stream' if each.stream else 'no stream'}"
-        lines.append(f"  {name + ', directly':<48}{len(each.direct.seconds):>8}  {_told(each.direct)}")
+        lines.append(f"  {name + ', directly':<48}{len(each.direct.seconds):>8}  {_in_words(each.direct)}")
         more = f"{each.steps:g} steps of {each.step_seconds * 1e3:.1f} ms meanwhile"
-        lines.append(f"  {name + ', gateway':<48}{len(each.behind.seconds):>8}  {_told(each.behind)}, {more}")
+        lines.append(f"  {name + ', gateway':<48}{len(each.behind.seconds):>8}  {_in_words(each.behind)}, {more}")
     lines.append(
         f"  left over: {result.after.inflight} in flight, {result.after.queued:g} queued, "
         f"{result.after.open_files} open files ({result.before.open_files} before)"
@@ -373,21 +375,21 @@ def render(result: Aborts) -> str:
 def report(result: Aborts) -> dict[str, object]:
     """The same for machines; seconds."""
 
-    def told(left: Left) -> dict[str, object]:
+    def figures(left: Left) -> dict[str, object]:
         p99 = left.p99 if left.seconds else None
         return {"name": left.name, "seconds": list(left.seconds), "p99": p99, "failures": list(left.failures)}
 
     return {
         "held": not result.complaints,
         "complaints": result.complaints,
-        "cases": [told(case) for case in result.cases],
+        "cases": [figures(case) for case in result.cases],
         "before": result.before._asdict(),
         "after": result.after._asdict(),
         "engine": [
             {
                 "stream": each.stream,
-                "direct": told(each.direct),
-                "behind": told(each.behind),
+                "direct": figures(each.direct),
+                "behind": figures(each.behind),
                 "steps": each.steps,
                 "step_seconds": each.step_seconds,
             }

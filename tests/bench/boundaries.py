@@ -67,7 +67,7 @@ class Fast(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Of the two."""
+        """Finding over tokenising."""
         return self.found / self.tokenised
 
 

@@ -25,7 +25,7 @@ RATE_OF_TOKENS: Dimension = {TOKENS: 1, SECONDS: -1}
 
 RATE_OF_THINGS: Dimension = {THINGS: 1, SECONDS: -1}
 
-# Of Grafana's units, and those that the dashboards spell out.
+# Grafana's units, and those that the dashboards spell out.
 UNITS: Mapping[str, Dimension] = {
     "s": {SECONDS: 1},
     "bytes": {BYTES: 1},
@@ -40,7 +40,7 @@ UNITS: Mapping[str, Dimension] = {
     "suffix: preemptions/s": RATE_OF_THINGS,
 }
 
-# By the metric's name, the first that fits: Prometheus' naming rules, and vLLM's names that do not tell.
+# By the metric's name, the first that fits: Prometheus' naming rules, and vLLM's names that name no unit.
 _NAMES: tuple[tuple[str, Dimension], ...] = (
     (r"_count$", {THINGS: 1}),
     (r"_seconds(_saved|_spent)?(_total|_sum|_bucket)?$", {SECONDS: 1}),
@@ -108,12 +108,12 @@ def metrics_in(tree: promql_parser.Expr) -> set[str]:
     """Names of the series that a query reads."""
     found: set[str] = set()
 
-    def look(node: Any) -> None:
+    def visit(node: Any) -> None:
         selector = node.vector_selector if isinstance(node, promql_parser.MatrixSelector) else node
         if isinstance(selector, promql_parser.VectorSelector):
             found.add(selector.name)
 
-    promql_parser.walk(tree, look)
+    promql_parser.walk(tree, visit)
     return found
 
 
@@ -123,7 +123,7 @@ def family_of(series: str) -> str:
 
 
 def dimension(tree: promql_parser.Expr) -> Dimension:
-    """Of what a query yields. Raises `Incommensurable`, and `NotImplementedError` for what no dashboard uses yet."""
+    """The dimension of a query's values. Raises `Incommensurable`; `NotImplementedError` for what no dashboard uses."""
     match tree:
         case promql_parser.ParenExpr() | promql_parser.AggregateExpr():
             return dimension(tree.expr)

@@ -36,7 +36,7 @@ QUIET_SECONDS = 0.3  # given to what may be incomplete, before the client says t
 
 SHOWN_BYTES = 400
 
-TOLD = 20  # failures in full
+SHOWN = 20  # failures in full
 
 GROWTH_BYTES = 64 * 2**20
 
@@ -210,8 +210,8 @@ class Run:
 
 def _short(lines: Iterable[str]) -> list[str]:
     listed = list(lines)
-    more = [f"and {len(listed) - TOLD} more lines that speak of an error"] if len(listed) > TOLD else []
-    return listed[:TOLD] + more
+    more = [f"and {len(listed) - SHOWN} more lines that name an error"] if len(listed) > SHOWN else []
+    return listed[:SHOWN] + more
 
 
 def render(result: Fuzzed) -> str:
@@ -223,14 +223,14 @@ def render(result: Fuzzed) -> str:
         + ", ".join(f"{count} x {status}" for status, count in sorted(result.statuses.items())),
         f"  memory (resident) {result.first_bytes / 2**20:.0f} MiB, then {result.last_bytes / 2**20:.0f} MiB",
     ]
-    for failure in result.failures[:TOLD]:
+    for failure in result.failures[:SHOWN]:
         data = failure.case.data
         shown = f"{data[:SHOWN_BYTES]!r}" + (f" and {len(data) - SHOWN_BYTES} bytes more" if data[SHOWN_BYTES:] else "")
         lines.append(f"  case {failure.case.number} ({failure.case.kind}): {failure.why}")
         lines.append(f"    python -m tests.bench.fuzz --seed {result.seed} --case {failure.case.number}")
         lines.append(f"    {shown}")
-    if len(result.failures) > TOLD:
-        lines.append(f"  and {len(result.failures) - TOLD} more cases")
+    if len(result.failures) > SHOWN:
+        lines.append(f"  and {len(result.failures) - SHOWN} more cases")
     return "\n".join([*lines, *(f"  {wrong}" for wrong in result.wrongs)])
 
 
@@ -264,7 +264,7 @@ def main(argv: list[str]) -> int:
         say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
         result = asyncio.run(fuzz(servers, args.seed, args.seconds, args.case))
     print(json.dumps(report(result), indent=1) if args.json else render(result))
-    for failure in result.failures[:TOLD]:
+    for failure in result.failures[:SHOWN]:
         path = folder / f"case-{failure.case.number}.bin"
         path.write_bytes(failure.case.data)
     if not result.held:

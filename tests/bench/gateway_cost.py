@@ -164,8 +164,8 @@ class Target:
         """Whether it is as good as it has to be."""
         return self.value is not None and self.value <= self.limit
 
-    def told(self) -> str:
-        """The verdict in words."""
+    def in_words(self) -> str:
+        """The verdict."""
         value = "not taken" if self.value is None else f"{self.value:.2f}{self.unit}"
         return f"{'held' if self.held else 'NOT HELD'}: {self.name}: {value}, at most {self.limit:g}{self.unit} wanted"
 
@@ -351,7 +351,7 @@ def main(argv: list[str]) -> int:
     if args.json:
         print(json.dumps(as_json(report, judged), indent=1))
     else:
-        print("\n".join([render(report), *(target.told() for target in judged), "", WORDS]))
+        print("\n".join([render(report), *(target.in_words() for target in judged), "", WORDS]))
     return 0 if all(target.held for target in judged) else 1
 
 

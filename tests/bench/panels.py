@@ -1,7 +1,7 @@
 """`python -m tests.bench.panels`: every query of every dashboard panel, answered by a Prometheus after a real run.
 
-An engine, two gateways in front of it, and traffic that gives every panel something to show. Exit status 1 where a
-query yields nothing but zeros, or what it yields does not fit the unit of its panel.
+An engine, two gateways in front of it, and traffic that gives every panel something to show. Exit status 1 if a
+query yields nothing but zeros, or values that do not fit the unit of its panel.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def proved(server: Prometheus, rig: Rig, say: Callable[[str], None]) -> list[Row
 
 
 async def one_round(rig: Rig, number: int) -> None:
-    """All of it once, the same for the same number. Raises `httpx.HTTPStatusError` where an answer is an error."""
+    """All of it once, the same for the same number. Raises `httpx.HTTPStatusError` if an answer is an error."""
     async with open_client() as client:
         await _hits_and_misses(client, rig.gateway.url, number)
         await _odd_requests(client, rig, number)
@@ -169,7 +169,7 @@ async def _without_hints(client: httpx.AsyncClient, url: str, number: int) -> No
 
 
 async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
-    """A shared prompt, and quiet until something has been looked at. Raises `RuntimeError` where it never is."""
+    """A shared prompt, and quiet until something has been looked at. Raises `RuntimeError` if it never is."""
     system = f"Careful {number}. {prose(200, 950 + number)}"
     for question in ("High tide?", "Low tide?", "Slack water?"):
         await _chat(client, url, system, question)

@@ -1,4 +1,4 @@
-"""Gateways of others, to be measured beside ours: in an environment of their own, started before one worker.
+"""Other gateways to be measured beside ours, each in an environment of its own, before one worker.
 
 Each runs as its makers ship it: the default policy (cache-aware for both routers), one process, no line per request.
 """
@@ -84,7 +84,7 @@ PEERS = (
 
 
 def start(servers: Servers, peer: Peer, worker: Server, folder: Path, say: Callable[[str], None]) -> Started:
-    """Install a peer if need be, and start it before `worker`. Whatever goes wrong is told, not raised."""
+    """Install a peer if need be, and start it before `worker`. A failure is returned, not raised."""
     try:
         scripts = _environment(peer, say) / "bin"
         port = free_port()

@@ -1,8 +1,8 @@
 """`python -m tests.bench.redis_faults`: what sharing through Redis costs, and what a slow, frozen or dead Redis costs.
 
-A gateway with Redis and one without stand before the same worker without an engine and get the same requests by turns.
-Redis is slowed, frozen and killed in the middle of a run. Exit status 1 where a request failed, where the 99th
-percentile grew by more than `MOST_ADDED`, or where the gateway did not notice what was done to its Redis.
+A gateway with Redis and one without stand before the same worker without an engine and get the same requests in turn.
+Redis is slowed, frozen and killed in the middle of a run. Exit status 1 if a request failed, if the 99th
+percentile grew by more than `MOST_ADDED`, or if the gateway did not notice what was done to its Redis.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Taken:
     failed: int = 0
 
     def quantiles(self) -> Quantiles:
-        """Of those that were answered."""
+        """Quantiles of the answered requests."""
         cuts = statistics.quantiles(self.seconds, n=100) if len(self.seconds) > 1 else [float("inf")] * 99
         return Quantiles(cuts[49], cuts[98])
 
 
 async def send(client: httpx.AsyncClient, gateway: Server, raw: bytes, taken: Taken) -> None:
-    """One request; it fails where its answer is not a 200 with a hint sent."""
+    """One request; it fails if its answer is not a 200 with a hint sent."""
     began = time.perf_counter()
     try:
         answer = await client.post(gateway.url + CHAT, content=raw)
@@ -117,7 +117,7 @@ async def run_phase(
     pairs: int,
     harm: Callable[[], None] | None = None,
 ) -> Phase:
-    """`pairs` requests to each gateway, by turns; after a quarter of them `harm` is done to Redis.
+    """`pairs` requests to each gateway, in turn; after a quarter of them `harm` is done to Redis.
 
     If by the end the gateway has not noticed the harm, requests go on until it has.
     """
@@ -152,11 +152,13 @@ async def run_phase(
 
 
 async def state_of_redis(client: httpx.AsyncClient, gateway: Server) -> str:
-    """As the gateway tells it."""
+    """The state that the gateway reports."""
     return (await status_of(client, gateway.url))["redis"]["state"]
 
 
-async def measure(servers: Servers, redis: RedisServer, way: LateWay, pairs: int, say: Callable) -> list[Phase]:
+async def measure(
+    servers: Servers, redis: RedisServer, way: LateWay, pairs: int, say: Callable[[str], None]
+) -> list[Phase]:
     """All phases, one after the other."""
     say("starting a worker without an engine and three gateways")
     worker = mock_worker(servers)
@@ -196,7 +198,7 @@ def render(phases: Sequence[Phase]) -> str:
 
 def report(phases: Sequence[Phase]) -> dict[str, Any]:
     """For machines; seconds."""
-    told = [
+    rows = [
         {
             **asdict(phase),
             "with_redis": phase.with_redis._asdict(),
@@ -206,7 +208,7 @@ def report(phases: Sequence[Phase]) -> dict[str, Any]:
         }
         for phase in phases
     ]
-    return {"held": all(phase.held for phase in phases), "limit": MOST_ADDED, "phases": told}
+    return {"held": all(phase.held for phase in phases), "limit": MOST_ADDED, "phases": rows}
 
 
 def main(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 Clients sample at temperature 1 and pause now and then: first on an honest engine, where nothing may be found, then on
 one with each planted defect.
-Exit status 1 when honest answers were called different, or a defect was not found within a minute.
+Exit status 1 if honest answers were called different, or a defect was not found within a minute.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         phases, unit = [], MATCH_UNITS[args.family]
         for number, defect in enumerate(("none", *planted.DEFECTS)):
             say(f"{args.minutes:g} minutes of honest traffic" if defect == "none" else f"planted: {defect}")
-            # A gateway of its own: what a defect has spoiled in the cache, nobody asks for again.
+            # A gateway of its own, whose traffic does not ask again for what a defect has spoiled in the cache.
             gateway = servers.gateway(engine, flags=FLAGS)
             gateway.wait_until_ready("/ready", seconds=30)
             seconds = 60 * args.minutes if defect == "none" else 2 * FOUND_SECONDS
@@ -103,13 +103,18 @@ async def watch(
         began = time.monotonic()
         with planted.planted(folder, defect) if defect != "none" else nullcontext():
             number = 0
-            while time.monotonic() < began + seconds and not (told := await _told(client, gateway))["hints_off"]:
+            while time.monotonic() < began + seconds:
+                before = await _self_check(client, gateway)
+                if before["hints_off"]:
+                    break
                 number += 1
                 await burst(client, gateway, seed, number)
                 pause_ends = time.monotonic() + PAUSE_SECONDS
-                while time.monotonic() < pause_ends and (await _told(client, gateway))["checked"] == told["checked"]:
+                while time.monotonic() < pause_ends:
+                    if (await _self_check(client, gateway))["checked"] != before["checked"]:
+                        break
                     await asyncio.sleep(0.1)
-            found = (await _told(client, gateway))["hints_off"]
+            found = (await _self_check(client, gateway))["hints_off"]
         took = time.monotonic() - began
         after = await client.post(gateway.url + CHAT, json=_request(seed, 0, 10**6))
         counted = await samples_of(client, gateway)
@@ -152,7 +157,7 @@ def _request(seed: int, system: int, number: int) -> Mapping[str, Any]:
     return {"model": MODEL_NAME, "messages": messages, "max_tokens": 8, "temperature": 1.0}
 
 
-async def _told(client: httpx.AsyncClient, gateway: Server) -> Mapping[str, Any]:
+async def _self_check(client: httpx.AsyncClient, gateway: Server) -> Mapping[str, Any]:
     return (await status_of(client, gateway.url))["self_check"]
 
 

@@ -29,7 +29,7 @@ from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Server, Servers, generated_model, narrator
 from tests.bench.traffic import Request, Traffic
 
-TOLD = 5  # failures, differences and log lines that are repeated in full
+SHOWN = 5  # failures, differences and log lines that are repeated in full
 
 TIGHT_FLAGS = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
 
@@ -95,7 +95,7 @@ class Driven:
     memory: Memory
     counted: Mapping[str, int]
     leftovers: Mapping[str, float | None]  # what should have been zero in the end; None: not to be had
-    log_lines: Sequence[str]  # that speak of an error
+    log_lines: Sequence[str]  # that name an error
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ async def drive(subject: Subject, traffic: Traffic, seconds: float) -> Driven:
 
 
 async def one(client: httpx.AsyncClient, subject: Subject, request: Request) -> Outcome:
-    """Send one request where it belongs."""
+    """Send one request to the gateway or to the engine."""
     url = (subject.gateway if request.through_gateway else subject.engine).url
     try:
         answer = await send(client, url, request.path, request.body, request.leave)
@@ -184,7 +184,7 @@ async def watch(server: Server, samples: list[int]) -> None:
 
 
 def resident_bytes(group: int) -> int:
-    """Of all processes of a process group, shared pages counted for each. 0 where /proc does not tell."""
+    """Resident bytes of a process group, shared pages counted for each process; 0 if /proc does not say."""
     pages = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -196,7 +196,7 @@ def resident_bytes(group: int) -> int:
 
 
 async def settled(client: httpx.AsyncClient, subject: Subject) -> Mapping[str, float | None]:
-    """What should be zero and is not for `SETTLE_SECONDS`, None where nothing answers; empty when all is well."""
+    """What should be zero and is not for `SETTLE_SECONDS`, None if nothing answers; empty when all is well."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         engine, gateway = await samples_of(client, subject.engine), await samples_of(client, subject.gateway)
@@ -208,13 +208,13 @@ async def settled(client: httpx.AsyncClient, subject: Subject) -> Mapping[str, f
 
 
 async def counters(client: httpx.AsyncClient, subject: Subject) -> Mapping[str, float]:
-    """The engine's counters that tell whether the traffic has reached the corners."""
+    """The engine's counters that show whether the traffic has reached the corners."""
     found = await samples_of(client, subject.engine)
     return {name: found[metric] for name, metric in COUNTED.items()}
 
 
 def bad_lines(server: Server, offset: int) -> list[str]:
-    """Lines of the log after byte `offset` that speak of an error."""
+    """Lines of the log after byte `offset` that name an error."""
     with server.log.open("rb") as log:
         log.seek(offset)
         lines = log.read().decode(errors="replace").splitlines()
@@ -262,7 +262,7 @@ def judge(driven: Driven, rights: Mapping[str, Answer], rule: exact.Rule = exact
                     difference = exact.Difference(len(outcome.result.steps), difference.largest_error)
                 differences.append(difference)
                 if not rule.accepts(difference):
-                    differing.append(f"{_told(outcome)}: {difference}")
+                    differing.append(f"{_in_words(outcome)}: {difference}")
         everything += differences
         answers = [outcome.result for outcome in outcomes if isinstance(outcome.result, Answer)]
         left = [outcome.result for outcome in outcomes if isinstance(outcome.result, Left)]
@@ -287,9 +287,9 @@ def judge(driven: Driven, rights: Mapping[str, Answer], rule: exact.Rule = exact
 
 def complaints(driven: Driven, differing: Sequence[str]) -> list[str]:
     """What went wrong, in words."""
-    failed = [f"{_told(outcome)}: {outcome.failure}" for outcome in driven.outcomes if outcome.failure]
+    failed = [f"{_in_words(outcome)}: {outcome.failure}" for outcome in driven.outcomes if outcome.failure]
     shared = [
-        f"{_told(outcome)}: {outcome.result.cached_tokens} tokens from the cache"
+        f"{_in_words(outcome)}: {outcome.result.cached_tokens} tokens from the cache"
         for outcome in driven.outcomes
         if outcome.shared_wrongly
     ]
@@ -303,13 +303,13 @@ def complaints(driven: Driven, differing: Sequence[str]) -> list[str]:
     ):
         if entries:
             found.append(f"{len(entries)} {title}:")
-            found += [f"  {entry}" for entry in entries[:TOLD]]
+            found += [f"  {entry}" for entry in entries[:SHOWN]]
     if not any(outcome.request.judged and isinstance(outcome.result, Answer) for outcome in driven.outcomes):
         found.append("no answer was judged")
     return found
 
 
-def _told(outcome: Outcome) -> str:
+def _in_words(outcome: Outcome) -> str:
     request = outcome.request
     prompt = request.body.get("prompt")
     size = f"{len(prompt)} tokens" if prompt else f"{len(request.body['messages'])} messages"

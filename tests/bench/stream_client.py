@@ -30,7 +30,7 @@ _END_OF_FRAME = b"\n\n"
 
 
 class Lateness(NamedTuple):
-    """Of all frames of a run, seconds from the step that made them to the client."""
+    """How late the frames of a run reached the client; seconds since the step that made them."""
 
     p50: float
     p99: float

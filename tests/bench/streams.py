@@ -54,12 +54,12 @@ class Load(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Of each stream."""
+        """Frames of each stream."""
         return round(self.seconds * self.tokens_per_second)
 
 
 async def receive(url: str, load: Load) -> Lateness:
-    """One run of the client's process. Raises `RuntimeError` where it fails or a stream breaks off."""
+    """One run of the client's process. Raises `RuntimeError` if it fails or a stream breaks off."""
     step = round(1000 / load.tokens_per_second)
     flags = ["--streams", str(load.streams), "--frames", str(load.frames), "--step-ms", str(step)]
     process = await asyncio.create_subprocess_exec(

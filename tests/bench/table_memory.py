@@ -103,8 +103,8 @@ def key(*parts: object) -> bytes:
 
 
 def fill(directory: PrefixIndex, requests: int) -> Grown:
-    """Look up and note requests of three boundaries each, all different."""
-    half = noted = 0
+    """Look up and record requests of three boundaries each, all different."""
+    half = recorded = 0
     for number in range(requests):
         if number == requests // 2:
             half = resident(os.getpid())
@@ -112,8 +112,8 @@ def fill(directory: PrefixIndex, requests: int) -> Grown:
         if directory.longest([boundary.key for boundary in boundaries], BOOTS):
             raise RuntimeError("a prefix that nobody sent before was found")
         directory.note(boundaries, BOOTS[number % len(BOOTS)])
-        noted += len(boundaries)
-    return Grown("routing table", requests, len(directory), noted - len(directory), half, resident(os.getpid()))
+        recorded += len(boundaries)
+    return Grown("routing table", requests, len(directory), recorded - len(directory), half, resident(os.getpid()))
 
 
 def time_lookups(directory: PrefixIndex, last: int) -> Lookup:
@@ -167,9 +167,9 @@ async def fill_gateway(gateway: Server, requests: int, say: Callable[[str], None
     with httpx.Client(base_url=gateway.url) as client:
         entries = client.get("/seamark/status").json()["directory_entries"]
         last = client.post(CHAT, content=_body(requests)).headers
-    # All of them have as many boundaries as one more, which are noted before it is sent.
-    noted = requests * len(last["x-seamark-boundary"].split(","))
-    return Grown("gateway process", requests, entries, noted - entries, half, end)
+    # All of them have as many boundaries as one more, which are recorded before it is sent.
+    recorded = requests * len(last["x-seamark-boundary"].split(","))
+    return Grown("gateway process", requests, entries, recorded - entries, half, end)
 
 
 def run_gateway(requests: int, entries: int, say: Callable[[str], None]) -> Grown:

@@ -205,7 +205,7 @@ async def check_cell(
             wrong.append(("turn", f"{text!r}: no turn"))
         following = await render(family.next_turn(text))
         in_loop = family.last["role"] == "tool"
-        for turn in turns[:1] if in_loop else turns:  # a loop is rendered anew once it is over: its start stays
+        for turn in turns[:1] if in_loop else turns:  # a loop is rendered again once it is over, only its start stays
             if following is not None and (kept := common_prefix(prompt, following)) < turn:
                 wrong.append(("turn", f"{text!r}: turn at {turn}, the next turn keeps {kept} of {len(prompt)}"))
     if len(keys) > 1:

@@ -2,7 +2,7 @@
 
 Two keys of their own and one that shares with the first, on a real engine behind a gateway with keys. Each round has a
 new long prompt: the first key asks it, then a stranger, then the one who shares; and the stranger asks something that
-nobody has asked. Exit status 1 where a stranger hits, or a sharer does not.
+nobody has asked. Exit status 1 if a stranger hits, or a sharer does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = 20
 KEYS = {"owner": "sk-owner", "sharer": "sk-sharer", "stranger": "sk-stranger"}
 
 
-class Look(NamedTuple):
+class Asked(NamedTuple):
     """One request."""
 
     cached_tokens: int
@@ -40,10 +40,10 @@ class Look(NamedTuple):
 class Round(NamedTuple):
     """One prompt that the owner asks first, and one that nobody asks before the stranger."""
 
-    owner: Look
-    stranger: Look
-    sharer: Look
-    unseen: Look
+    owner: Asked
+    stranger: Asked
+    sharer: Asked
+    unseen: Asked
 
 
 def write_keys(path: Path) -> None:
@@ -59,7 +59,7 @@ def measure(gateway: Server, rounds: int, words: int = WORDS_PER_PROMPT, seed: i
     """Ask a gateway that has the keys of `write_keys`."""
     with httpx.Client(timeout=300) as client:
 
-        def look(name: str, text: str, question: str) -> Look:
+        def ask(name: str, text: str, question: str) -> Asked:
             messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
             body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 1}
             headers = {"authorization": f"Bearer {KEYS[name]}"}
@@ -67,13 +67,13 @@ def measure(gateway: Server, rounds: int, words: int = WORDS_PER_PROMPT, seed: i
             answer = client.post(gateway.url + "/v1/chat/completions", json=body, headers=headers)
             seconds = time.perf_counter() - started
             answer.raise_for_status()
-            return Look(int(answer.headers["x-seamark-cached"]), seconds)
+            return Asked(int(answer.headers["x-seamark-cached"]), seconds)
 
         found = []
         for number in range(rounds):
             text, other = prose(words, seed + 2 * number), prose(words, seed + 2 * number + 1)
             names = ("owner", "stranger", "sharer")
-            found.append(Round(*(look(name, text, f"{name}?") for name in names), look("stranger", other, "else?")))
+            found.append(Round(*(ask(name, text, f"{name}?") for name in names), ask("stranger", other, "else?")))
         return found
 
 

@@ -143,14 +143,14 @@ async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand
     assert any(line.startswith("dead is given up") for line in said)
 
 
-def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_told(stand: Stand, tmp_path: Path, monkeypatch):
+def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_said(stand: Stand, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(peers, "CACHE", tmp_path)
     peer = Peer("absent", str(tmp_path / "absent-1.0-py3-none-any.whl"), lambda *about: Command(["absent"]))
     started = peers.start(stand.servers, peer, stand.worker, tmp_path, print)
     assert started.server is None and "pip" in started.failure
 
 
-def test_a_peer_that_does_not_start_is_left_out_and_why_is_told(stand: Stand, tmp_path: Path, monkeypatch):
+def test_a_peer_that_does_not_start_is_left_out_and_why_is_said(stand: Stand, tmp_path: Path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "broken").symlink_to("/bin/false")
     monkeypatch.setattr(peers, "_environment", lambda peer, say: tmp_path)
@@ -179,7 +179,7 @@ def test_targets_are_judged_beside_vllm_router_round_by_round():
     assert [target.value for target in good] == [pytest.approx(value, rel=1e-4) for value in (1.2, 1.2, 0.7)]
     bad = targets(made_up(510e-6, 200e-6, 0.00071), with_router=True)
     assert [target.held for target in bad] == [False, False, False]
-    assert bad[0].told() == "NOT HELD: CPU over vllm-router, 2 kB, plain, 16 clients: 2.55, at most 2.5 wanted"
+    assert bad[0].in_words() == "NOT HELD: CPU over vllm-router, 2 kB, plain, 16 clients: 2.55, at most 2.5 wanted"
 
 
 def test_a_target_that_could_not_be_taken_is_not_held():

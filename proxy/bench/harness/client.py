@@ -219,14 +219,14 @@ def fresh_tokens(length: int, *seed: object) -> list[int]:
 
 
 def three_boundaries(shared: int, length: int) -> list[int]:
-    """The end of the shared part of a prompt of `length` tokens, a place behind it, and one near the end."""
+    """For a prompt of `length` tokens: the end of its shared part, a position behind that, and one near its end."""
     return sorted({shared, shared + (length - shared) // 3, max(shared, length - TAIL)})
 
 
 async def request(
     client: httpx.AsyncClient, url: str, prompt: Sequence[int], tokens: int, boundaries: Sequence[int] = ()
 ) -> Reply:
-    """A greedy completion of exactly `tokens` tokens, hinted where there are `boundaries`.
+    """A greedy completion of exactly `tokens` tokens, hinted if there are `boundaries`.
 
     Raises `httpx.HTTPStatusError` for an error answer.
     """

@@ -1,8 +1,8 @@
-"""Exactness: an answer equals the reference engine's. float32: every token, and the top logprobs within a bound; where
-the reference's two best are nearer to each other than sums in float32 can tell, either of them.
+"""Exactness: whether an answer equals the reference engine's.
 
-bfloat16 rounds by what else is in a batch, cache or not: a token may be another where the reference's two best are
-nearly tied, in a small share of the answers.
+In float32 every token must be equal, and the top logprobs within a bound. If the reference's two best tokens are closer
+than float32 sums resolve, either may be chosen. In bfloat16 rounding depends on what else is in a batch, cache or no
+cache: in a small share of the answers a token may differ if the reference's two best are nearly tied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOGPROB_BOUND = 1e-4
 
 
 class Difference(NamedTuple):
-    """The first place where two answers part, or the largest logprob error where none does."""
+    """The first token at which two answers differ, or the largest logprob error if none does."""
 
     position: int | None  # of the first differing token
     largest_error: float  # of a logprob, up to there
@@ -73,5 +73,5 @@ def compare(answer: Answer, reference: Answer) -> Difference:
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """The one that speaks most against exactness."""
+    """The difference that is least exact."""
     return max(differences, key=lambda difference: (difference.position is not None, difference.largest_error))
