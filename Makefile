@@ -48,7 +48,7 @@ check-templates:
 	@./set-up.sh
 	@.venv/bin/python -m tests.bench.templates $(DIR) $(ARGS)
 
-# Resolve requirements.lock anew. Needs uv; UV_FIND_LINKS or UV_INDEX must lead to torch's CPU build.
+# Resolve requirements.lock again. Needs uv; UV_FIND_LINKS or UV_INDEX must lead to torch's CPU build.
 lock:
 	uv pip compile --universal --python-version 3.11 --all-extras --no-annotate --no-header \
 		--upgrade pyproject.toml -o requirements.lock

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv ready for `make demo`: system packages, CPU torch, locked dependencies, Seamark itself. With the argument
-# `tests` also what `make test` tests with: Redis, Prometheus and a browser. Does nothing when all of it is in place. Says
-# what it does.
+# `tests` also what tests use: Redis, Prometheus and a browser. Does nothing if everything is in place. Says what it does.
 set -euo pipefail
 cd "$(dirname "$0")"
 
 say() { echo "set-up: $*" >&2; }
 
-# Where torch's CPU build lives when the configured package index has only CUDA builds.
+# Where torch's CPU build is found if the configured package index has only CUDA builds.
 TORCH_CPU_INDEX="${SEAMARK_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 
 # --- what only the system can give: an interpreter with venv, the NUMA library of vLLM's CPU build; and to test with,
@@ -41,7 +40,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     say "installing system packages: ${missing[*]}"
     "${as_root[@]}" apt-get update -qq
     "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}"
-    # Only their programs are wanted: tests start their own.
+    # Tests start their own; only the programs are wanted.
     if [ ${#services[@]} -gt 0 ] && [ -d /run/systemd/system ]; then
         say "switching their services off: ${services[*]}"
         "${as_root[@]}" systemctl disable --now --quiet "${services[@]}"
@@ -75,7 +74,9 @@ fi
 # next to which a CPU torch fails to import transformers' models.
 say "installing the locked dependencies (about 3 GB, a few minutes the first time)"
 pip install --no-deps -r requirements.lock
-say "installing seamark"
+say "installing Seamark"
+# Its former name; both own the same files.
+pip uninstall --yes seamark 2>/dev/null
 pip install --no-deps --no-build-isolation --editable .
 echo "$wanted" > .venv/.seamark-set-up
 say "ready"

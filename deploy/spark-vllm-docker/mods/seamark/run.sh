@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A mod of spark-vllm-docker: puts Seamark's plugin into the container that starts, and leaves all else as it is.
+# A mod of spark-vllm-docker: puts Seamark's plugin into the container that starts, and changes nothing else.
 # make-mod.sh writes this folder into mods/ there, with a wheel of the plugin beside this script. Then:
 # launch-cluster.sh --apply-mod mods/seamark ..., or `mods: [mods/seamark]` in a recipe.
 set -euo pipefail
@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 wheels=(./vllm_seamark-*.whl)
 [ -e "${wheels[0]}" ] || { echo "[seamark] no wheel beside $PWD/run.sh: make it with make-mod.sh" >&2; exit 1; }
 
-# --no-deps: torch, vLLM and all they stand on stay as the container has them.
+# --no-deps: torch, vLLM and their dependencies stay as the container has them.
 if command -v uv >/dev/null; then
     uv pip install --python "$(command -v python3)" --break-system-packages --no-index --no-deps --reinstall "${wheels[@]}"
 else
