@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from importlib import metadata
 from typing import NamedTuple
 
 
@@ -26,14 +28,67 @@ COMMANDS = {
 }
 
 
+OLD_DISTRIBUTION = "seamark"
+
+INSTALL_GATEWAY = "an environment of the gateway's own has it: pip install /path/to/seamark"
+
+INSTALL_ENGINE = "run this in vLLM's environment; without a GPU, set-up.sh in Seamark's source makes a .venv with vLLM"
+
+# What an environment may lack, by the name under which it is imported.
+CURES = {
+    **dict.fromkeys(
+        (
+            "aiohttp",
+            "fastapi",
+            "httpx",
+            "msgspec",
+            "prometheus_client",
+            "pydantic",
+            "redis",
+            "starlette",
+            "uvicorn",
+            "xxhash",
+        ),
+        INSTALL_GATEWAY,
+    ),
+    **dict.fromkeys(("vllm", "torch", "transformers", "tokenizers", "safetensors"), INSTALL_ENGINE),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
+    if mixed_with_old_distribution():
+        print(MIXED, file=sys.stderr)
     if not arguments or arguments[0] not in COMMANDS:
         asked = bool(arguments) and arguments[0] in ("-h", "--help")
         print(usage(), file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
-    command = COMMANDS[arguments[0]]
-    return importlib.import_module(command.module).main(arguments[1:])
+    name = arguments[0]
+    try:
+        command: Callable[[list[str]], int] = importlib.import_module(COMMANDS[name].module).main
+        return command(arguments[1:])
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in CURES:
+            raise
+        print(f"seamark {name}: {missing} is not installed here; {CURES[missing]}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+MIXED = """\
+seamark: the distribution `seamark` is installed beside `vllm-seamark`, and both own the package `proxy`. Cure:
+  pip uninstall seamark; pip install --force-reinstall --no-deps vllm-seamark   # or the path to its source"""
+
+
+def mixed_with_old_distribution() -> bool:
+    """Whether Seamark 0.1.0, which was called `seamark`, is installed too. Another project has that name now."""
+    try:
+        old = metadata.distribution(OLD_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return False
+    return "proxy" in (old.read_text("top_level.txt") or "").split()
 
 
 FIRST_HIT = """\
@@ -42,26 +97,26 @@ First hit, with a vLLM of your own (0.31 to 0.33):
   seamark worker --model MODEL --port 8000 -- ...        vLLM with the plugin, its own flags after --
   pip install /path/to/seamark                           into an environment of the gateway's own, and there:
   seamark serve --worker http://127.0.0.1:8000           the gateway; base_url is http://127.0.0.1:8080/v1
-  seamark doctor --worker http://127.0.0.1:8000          what is missing, and what to change
+  seamark doctor --worker http://127.0.0.1:8000          what is wrong, and what to change
 
-Beside a vLLM that runs already, changing nothing: what does it lose?
+What does a vLLM that runs already lose? In shadow mode the gateway changes nothing:
   seamark serve --worker http://127.0.0.1:8000 --shadow
   seamark doctor --worker http://127.0.0.1:8000 --gateway http://127.0.0.1:8080
 
-Without a GPU, to try it: `make demo` in the source; or ./set-up.sh there makes a .venv with vLLM's CPU build, and then
+To try it without a GPU: `make demo` in the source; or ./set-up.sh there, which makes a .venv with vLLM's CPU build:
   .venv/bin/seamark model --out DIR; .venv/bin/seamark worker --model DIR --port 8000
 
 Every setting of `seamark serve` is a flag, a variable SEAMARK_<NAME>, or a line of a TOML file (--config).
 The gateway's pages: /ui, /metrics, /seamark/status, /seamark/requests/{x-request-id} (why a request hit or missed).
-Two answers with one system prompt: x-seamark-cached of the second says how many of its tokens were not computed."""
+Ask twice with one system prompt: x-seamark-cached of the second answer says how many tokens were not computed."""
 
 
 def usage() -> str:
-    """One line per command, and the ways to a first hit."""
+    """One line for each command, and the ways to a first hit."""
     width = max(map(len, COMMANDS))
     lines = [f"  seamark {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: seamark COMMAND ...      seamark COMMAND --help tells its flags", "", *lines, "", FIRST_HIT]
+        ["usage: seamark COMMAND ...      seamark COMMAND --help lists its flags", "", *lines, "", FIRST_HIT]
     )
 
 

@@ -1,4 +1,4 @@
-"""`seamark boundary`: where the shared part of a chat request ends, by a worker's or a model's own renderer."""
+"""`seamark boundary`: where the shared part of a chat request ends, as a worker or a model folder renders it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ START_SECONDS = 120.0
 MEMORY_BYTES = 100_000
 
 
-class CannotSay(Exception):
-    """No boundary can be told; `status` is the exit status: 2 where the input is at fault, 1 where a server is."""
+class NoBoundary(Exception):
+    """No boundary can be found; `status` is the exit status: 2 if the input is at fault, 1 if a server is."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         body = _read(args.file)
-        print(json.dumps(asyncio.run(_tell(args, body))))
-    except CannotSay as error:
+        print(json.dumps(asyncio.run(_find(args, body))))
+    except NoBoundary as error:
         print(f"seamark boundary: {error}", file=sys.stderr)
         return error.status
     return 0
@@ -64,16 +64,16 @@ def _read(name: str) -> dict[str, Any]:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         body = parse_object(raw)
     except OSError as error:
-        raise CannotSay(f"FILE: {name} cannot be read ({error.strerror})", 2) from None
+        raise NoBoundary(f"FILE: {name} cannot be read ({error.strerror})", 2) from None
     except BadRequest as error:
-        raise CannotSay(f"FILE: {error}", 2) from None
+        raise NoBoundary(f"FILE: {error}", 2) from None
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise CannotSay("messages: a list with at least one message is needed", 2)
+        raise NoBoundary("messages: a list with at least one message is needed", 2)
     return body
 
 
-async def _tell(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any]:
+async def _find(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any]:
     upstream = Upstream(connect_timeout=2.0)
     try:
         if args.worker is not None:
@@ -86,26 +86,26 @@ async def _tell(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any
 
 async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, Any]:
     renderer = WorkerRenderer(upstream, url, RENDER_TIMEOUT)
-    # The prompt itself first: why it cannot be rendered is for the user to read.
+    # The prompt itself is rendered first: the user reads why that failed.
     try:
         _, answer = await upstream.fetch("GET", url + "/v1/models", timeout=RENDER_TIMEOUT)
         models = [entry["id"] for entry in json.loads(answer)["data"]]
         body = {**body, "model": body.get("model") or models[0]}
     except (Unreachable, Broken, ValueError, KeyError, TypeError, IndexError):
-        raise CannotSay(f"--worker: no vLLM server answers at {url}", 1) from None
+        raise NoBoundary(f"--worker: no vLLM server answers at {url}", 1) from None
     if body["model"] not in models:
-        raise CannotSay(f"model: {body['model']!r} is not served there, only {', '.join(models)}", 2)
+        raise NoBoundary(f"model: {body['model']!r} is not served there, only {', '.join(models)}", 2)
     try:
         prompt = await renderer(body)
     except RenderFailed as error:
-        raise CannotSay(f"messages: the server does not render this chat: {_words(error)}", 2) from None
+        raise NoBoundary(f"messages: the server does not render this chat: {_reason(error)}", 2) from None
     renderer_id = await identify_renderer(renderer, body["model"])
     found = await BoundaryFinder(PositionCache(MEMORY_BYTES)).find(chat_request(body), renderer, renderer_id or b"")
     return _as_json(found, len(prompt))
 
 
-def _words(error: RenderFailed) -> str:
-    """What the server says is wrong, where it says so."""
+def _reason(error: RenderFailed) -> str:
+    """The server's own message, if it sent one."""
     try:
         return str(json.loads(error.answer)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -122,12 +122,12 @@ def _as_json(found: Found, prompt_tokens: int) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _render_server(upstream: Upstream, model: Path, served_name: Any) -> AsyncIterator[str]:
-    """vLLM's render server for `model`, ended on leaving."""
+    """The address of a render server of vLLM for `model`, which ends with the context."""
     if not (model / "config.json").is_file():
-        raise CannotSay(f"--model: {model} is not a model folder (no config.json)", 2)
+        raise NoBoundary(f"--model: {model} is not a model folder (no config.json)", 2)
     port = free_port()
     command = [sys.executable, "-m", "proxy.commands.render_server", "--model", str(model), "--host", "127.0.0.1"]
-    # Without a parser vLLM refuses chats that offer tools; which one does not matter, nothing is generated.
+    # Without a parser vLLM refuses chats that offer tools. Any parser will do, since nothing is generated.
     command += ["--port", str(port), "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     if isinstance(served_name, str) and served_name:
         command += ["--served-model-name", served_name]
@@ -141,7 +141,7 @@ async def _render_server(upstream: Upstream, model: Path, served_name: Any) -> A
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     lines = log.read().decode(errors="replace").strip().splitlines()
-                    raise CannotSay(f"--model: vLLM's render server did not start: {lines[-1] if lines else ''}", 1)
+                    raise NoBoundary(f"--model: vLLM's render server did not start: {lines[-1] if lines else ''}", 1)
                 await asyncio.sleep(0.1)
             yield url
         finally:

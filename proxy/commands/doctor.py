@@ -1,29 +1,30 @@
 """`seamark doctor`: whether a worker's patches are live, its vLLM, its block and match unit, and what to change.
 
-Where they are not live its last two lines are the cure.
+If they are not live, its last two lines are the cure.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import httpx
+
 from proxy.chat.chat import CHAT
 from proxy.config_files import base_url, read_secret
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
 from proxy.fleet.worker_metrics import EngineInfo
-from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.observability.shadow import CURED
-from proxy.routing.engine_events import PATH as OUTCOMES
+from proxy.routing.engine_events import PATH as EVENTS
 
-TIMEOUT = 10.0
+TIMEOUT = httpx.Timeout(10.0, connect=2.0)
+
+NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)
 
 CURE_UNPATCHED = """\
     pip install --no-deps /path/to/seamark   # into the environment that runs vLLM; then start it with
@@ -31,7 +32,7 @@ CURE_UNPATCHED = """\
 
 CURE_DETAILS = "    --enable-prompt-tokens-details       # without it, hits are never reported"
 
-CURE_FEED = (
+CURE_EVENTS = (
     "    --middleware engine_patches.reporting.events_api.EventsEndpoint   # without it, no evictions and no reasons"
 )
 
@@ -48,155 +49,147 @@ class Diagnosis(NamedTuple):
     fine: bool
     text: str
     cure: str | None = None
-    last: bool = False  # the cure stands at the very end
+    last: bool = False  # the cure is printed at the very end
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="seamark doctor", description="examine a vLLM worker")
     parser.add_argument("--worker", metavar="URL", required=True)
-    parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="with the API key that it wants")
-    parser.add_argument("--gateway", metavar="URL", help="a gateway before it, to tell what it has seen being lost")
-    parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="with an admin's key of that gateway")
+    parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the worker's API key")
+    parser.add_argument("--gateway", metavar="URL", help="a gateway before the worker: prints what it has seen lost")
+    parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="holds an admin's key of that gateway")
     args = parser.parse_args(argv)
     try:
-        keys = [
-            file and read_secret(setting, file)
-            for setting, file in (
-                ("worker_api_key_file", args.worker_api_key_file),
-                ("gateway_key_file", args.gateway_key_file),
-            )
-        ]
+        worker_key = _key("worker_api_key_file", args.worker_api_key_file)
+        gateway_key = _key("gateway_key_file", args.gateway_key_file)
     except SettingsError as error:
         parser.error(str(error))
-    findings, lost = asyncio.run(_both(base_url(args.worker), args.gateway and base_url(args.gateway), *keys))
-    for finding in findings:
-        print(f"{'ok   ' if finding.fine else 'WRONG'} {finding.text}")
-        if finding.cure and not finding.last:
-            print(finding.cure)
+    diagnoses = examine(base_url(args.worker), worker_key)
+    lost = read_shadow(base_url(args.gateway), gateway_key) if args.gateway else []
+    for diagnosis in diagnoses:
+        print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {diagnosis.text}")
+        if diagnosis.cure and not diagnosis.last:
+            print(diagnosis.cure)
     for line in lost:
         print(line)
-    for finding in findings:
-        if finding.last:
-            print(f"\nwhat cures it:\n{finding.cure}")
-    return 0 if all(finding.fine for finding in findings) else 1
+    for diagnosis in diagnoses:
+        if diagnosis.last:
+            print(f"\nthe cure:\n{diagnosis.cure}")
+    return 0 if all(diagnosis.fine for diagnosis in diagnoses) else 1
 
 
-async def _both(
-    worker: str, gateway: str | None, worker_key: str | None, gateway_key: str | None
-) -> tuple[list[Diagnosis], list[str]]:
-    upstream = Upstream(connect_timeout=2.0, api_key=gateway_key)
-    try:
-        return await examine(worker, worker_key), await read_shadow(upstream, gateway, TIMEOUT) if gateway else []
-    finally:
-        await upstream.aclose()
+def _key(setting: str, path: Path | None) -> str | None:
+    return read_secret(setting, path) if path else None
 
 
-async def examine(url: str, api_key: str | None = None) -> list[Diagnosis]:
-    """What is right and wrong with the worker at `url`. Sends it one request of a few tokens."""
-    upstream = Upstream(connect_timeout=2.0, api_key=api_key)
-    try:
+def _client(api_key: str | None) -> httpx.Client:
+    """Without proxies of the environment: the gateway uses none, either."""
+    headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
+    return httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=False)
+
+
+def examine(url: str, api_key: str | None = None) -> list[Diagnosis]:
+    """What is right and wrong with the worker at `url`. Sends it one request for one token."""
+    with _client(api_key) as client:
+        status = None
         try:
-            status, answer = await upstream.fetch("GET", url + "/v1/models", timeout=TIMEOUT)
+            models = client.get(url + "/v1/models")
+            status = models.status_code
             if status in (401, 403):
                 return [Diagnosis(False, f"{url} wants an API key", CURE_KEY)]
-            entry = json.loads(answer)["data"][0]
+            entry = models.json()["data"][0]
             model = entry["id"]
-            _, metrics = await upstream.fetch("GET", url + "/metrics", timeout=TIMEOUT)
-        except (Unreachable, Broken):
+            metrics = client.get(url + "/metrics").content
+        except NO_ANSWER:
             return [Diagnosis(False, f"no server answers at {url}", "    is it running, and is the port right?")]
         except (ValueError, KeyError, TypeError, IndexError):
-            return [Diagnosis(False, f"{url} is not a vLLM server: /v1/models gives no models (status {status})")]
+            return [Diagnosis(False, f"{url} is not a vLLM server: /v1/models lists no models (status {status})")]
         engine = worker_metrics.read(metrics.decode(errors="replace")).engine
         return [
             Diagnosis(True, f"serves {model}"),
-            _vllm_version(await _version(upstream, url)),
+            _vllm_version(_version(client, url)),
             *_engine(engine, entry.get("root") or model, url),
-            *([await _feed(upstream, url)] if engine is not None else []),
-            await _details(upstream, url, model),
-            await _render(upstream, url, model),
+            *([_events(client, url)] if engine is not None else []),
+            _details(client, url, model),
+            _render(client, url, model),
         ]
-    finally:
-        await upstream.aclose()
 
 
-async def _version(upstream: Upstream, url: str) -> str | None:
+def _version(client: httpx.Client, url: str) -> str | None:
     try:
-        _, answer = await upstream.fetch("GET", url + "/version", timeout=TIMEOUT)
-        return str(json.loads(answer)["version"])
-    except (Unreachable, Broken, ValueError, KeyError, TypeError):
+        return str(client.get(url + "/version").json()["version"])
+    except (*NO_ANSWER, ValueError, KeyError, TypeError):
         return None
 
 
 def _vllm_version(version: str | None) -> Diagnosis:
-    return Diagnosis(
-        version is not None, f"vLLM {version}" if version else "does not tell its vLLM version at /version"
-    )
+    return Diagnosis(version is not None, f"vLLM {version}" if version else "/version gives no vLLM version")
 
 
 def _engine(info: EngineInfo | None, model: str, url: str) -> list[Diagnosis]:
     if info is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
         at = urlsplit(url)
-        host = "" if at.hostname in LOOPBACK else " --host 0.0.0.0"  # it is asked for from elsewhere
+        host = "" if at.hostname in LOOPBACK else " --host 0.0.0.0"  # the doctor reached it from another machine
         cure = CURE_UNPATCHED.format(model=shlex.quote(str(model)), host=host, port=at.port or 8000)
         return [Diagnosis(False, missing, cure, last=True)]
-    findings = [Diagnosis(True, f"patches are live, seamark {info.version}")]
+    live = [Diagnosis(True, f"patches are live, seamark {info.version}")]
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     coarse = info.match_unit > 64
-    cure = "    --prefix-match-unit 16               # or leave it away: the plugin sets it for hybrid models"
-    return [*findings, Diagnosis(not coarse, lengths, cure if coarse else None)]
+    cure = "    --prefix-match-unit 16               # or leave it out: the plugin sets it for hybrid models"
+    return [*live, Diagnosis(not coarse, lengths, cure if coarse else None)]
 
 
-async def _feed(upstream: Upstream, url: str) -> Diagnosis:
-    fine = await _is_open(upstream, "GET", url + OUTCOMES)
-    return Diagnosis(fine, f"what the engine decides is {'' if fine else 'not '}told", None if fine else CURE_FEED)
+def _events(client: httpx.Client, url: str) -> Diagnosis:
+    fine = _is_open(client, "GET", url + EVENTS)
+    text = f"the engine's decisions are {'' if fine else 'not '}reported"
+    return Diagnosis(fine, text, None if fine else CURE_EVENTS)
 
 
-async def _details(upstream: Upstream, url: str, model: str) -> Diagnosis:
+def _details(client: httpx.Client, url: str, model: str) -> Diagnosis:
     request = {"model": model, "prompt": "Seamark", "max_tokens": 1}
     try:
-        _, answer = await upstream.fetch("POST", url + "/v1/completions", json.dumps(request).encode(), timeout=None)
-        reported = json.loads(answer)["usage"].get("prompt_tokens_details") is not None
-    except (Unreachable, Broken, ValueError, KeyError, TypeError, AttributeError):
+        answer = client.post(url + "/v1/completions", json=request, timeout=httpx.Timeout(None, connect=2.0)).json()
+        reported = answer["usage"].get("prompt_tokens_details") is not None
+    except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
         return Diagnosis(False, "does not answer a completion of one token")
-    return Diagnosis(
-        reported, f"cached tokens are {'' if reported else 'not '}reported", None if reported else CURE_DETAILS
-    )
+    text = f"cached tokens are {'' if reported else 'not '}reported"
+    return Diagnosis(reported, text, None if reported else CURE_DETAILS)
 
 
-async def _render(upstream: Upstream, url: str, model: str) -> Diagnosis:
+def _render(client: httpx.Client, url: str, model: str) -> Diagnosis:
     request = {"model": model, "messages": [{"role": "user", "content": "Seamark"}]}
-    opened = await _is_open(upstream, "POST", url + CHAT + "/render", json.dumps(request).encode())
-    # /tokenize renders nearly everything alike, so its use is worth a word and not an error.
+    opened = _is_open(client, "POST", url + CHAT + "/render", request)
+    # /tokenize renders nearly everything alike, so a closed route is mentioned and is no error.
     return Diagnosis(True, f"render route {'open' if opened else 'closed'}", None if opened else CURE_RENDER)
 
 
-async def _is_open(upstream: Upstream, method: str, url: str, body: bytes = b"") -> bool:
+def _is_open(client: httpx.Client, method: str, url: str, body: dict[str, Any] | None = None) -> bool:
     try:
-        status, _ = await upstream.fetch(method, url, body, timeout=TIMEOUT)
-    except (Unreachable, Broken):
+        return client.request(method, url, json=body).status_code == 200
+    except NO_ANSWER:
         return False
-    return status == 200
 
 
 HOUR = 3600.0
 
 
-async def read_shadow(upstream: Upstream, gateway: str, timeout: float) -> list[str]:
-    """Lines for people; `timeout` in seconds. Never raises for what a gateway does: a line says what is wrong."""
+def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
+    """What a gateway in shadow mode has seen lost, as lines for people. If it cannot be read, a line says why."""
     try:
-        status, answer = await upstream.fetch("GET", gateway + "/seamark/status", timeout=timeout)
-        if status in (401, 403, 404):
+        with _client(api_key) as client:
+            answer = client.get(gateway + "/seamark/status")
+        if answer.status_code in (401, 403, 404):
             return [f"{gateway} does not show /seamark/status here: ask at its admin_port, or read its /metrics"]
-        return tell_shadow(json.loads(answer)["shadow"])
-    except (Unreachable, Broken):
+        return shadow_lines(answer.json()["shadow"])
+    except NO_ANSWER:
         return [f"no gateway answers at {gateway}"]
     except (ValueError, KeyError, TypeError):
         return [f"{gateway} is not a Seamark gateway"]
 
 
-def tell_shadow(shadow: Mapping[str, Any]) -> list[str]:
-    """Its part of `/seamark/status` in words. Raises `KeyError` or `TypeError` for anything else."""
+def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:
+    """The part `shadow` of `/seamark/status` in words. Raises `KeyError` or `TypeError` for anything else."""
     results, lost = shadow["requests"], shadow["lost"]
     judged = results.get("judged", 0)
     seconds = shadow["watched_seconds"]
@@ -210,8 +203,8 @@ def tell_shadow(shadow: Mapping[str, Any]) -> list[str]:
         lines.append("    nothing so far")
     if left := shadow["tokens_without_seconds"]:
         lines.append(f"    {left:,} of these tokens have no seconds yet: too few streams to learn from")
-    if untold := shadow["cached_not_told"]:
-        lines.append(f"    {untold:,} answers did not say what was cached: the worker's own total of hits was used")
+    if unreported := shadow["cached_not_told"]:
+        lines.append(f"    {unreported:,} answers did not say what was cached: the worker's own total of hits was used")
     for result, count in sorted(results.items()):
         if result != "judged":
             lines.append(f"    {count:,} not judged: {result}{HINTS.get(result, '')}")

