@@ -1,0 +1,1 @@
+"""Where the prefix of a prompt ends that other requests share."""

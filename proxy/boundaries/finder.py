@@ -1,6 +1,6 @@
 """Boundaries of a chat: the token positions worth a checkpoint, remembered under canonical keys.
 
-A boundary is found by rendering once, and from then on known for every request that starts alike.
+A boundary is found by rendering once. From then on it is known for every request that starts alike.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ from proxy.boundaries.candidates import (
     Candidate,
     Kind,
     PromptLayout,
+    cut_candidate,
     cut_key,
-    cut_place,
-    history_place,
+    history_candidate,
     layout_of,
-    marked_place,
-    system_place,
-    turn_place,
+    marked_candidate,
+    system_candidate,
+    turn_candidate,
+    user_candidate,
     user_key,
-    user_place,
 )
 from proxy.boundaries.learned import DivergenceLearner, SharedText
 from proxy.boundaries.local_renderer import VerifiedRenderer
 from proxy.boundaries.measure import Measurement, TemplateFacts
 from proxy.boundaries.positions import Position, PositionCache
 from proxy.boundaries.renderer import Renderer, RenderFailed
-from proxy.boundaries.sentinel import text_of
 from proxy.chat.chat import Chat
 
-# A new last text of this size is worth a render of its own on an otherwise known prompt, so that the next turn finds
+# On an otherwise known prompt, a new last text of this size is worth a render of its own, so that the next turn finds
 # its end: some thousand tokens, more than the pass that a checkpoint can cost. vLLM's own stop near the prompt's end
 # serves shorter ones.
 LONG_TEXT_CHARACTERS = 4096
 
-# Marks of one request that are looked at; the APIs that have them allow four.
+# Marks of one request that count; the APIs that have them allow four.
 MAX_MARKS = 8
 
 
@@ -44,12 +43,12 @@ class BoundaryFinder:
     """Finds boundaries through a renderer, and remembers them. One per gateway."""
 
     def __init__(
-        self, memory: PositionCache, learner: DivergenceLearner | None = None, traits: TemplateFacts | None = None
+        self, positions: PositionCache, learner: DivergenceLearner | None = None, facts: TemplateFacts | None = None
     ) -> None:
-        """Without a `learner` only places between messages, and those a client marks, are found."""
-        self._memory = memory
+        """Without a `learner` only boundaries between messages, and those that a client marks, are found."""
+        self._positions = positions
         self._learner = learner
-        self._traits = traits if traits is not None else TemplateFacts()
+        self._facts = facts if facts is not None else TemplateFacts()
         self._pending: dict[bytes, asyncio.Future[None]] = {}
 
     async def find(self, chat: Chat | None, renderer: Renderer, renderer_id: bytes) -> Found:
@@ -60,27 +59,28 @@ class BoundaryFinder:
         layout = layout_of(chat, renderer_id) if chat is not None else None
         if layout is None:
             return Found(failure="no_boundary")
-        cuts = self._cuts(layout)
-        marked = [place for mark in chat.marks[:MAX_MARKS] if (place := marked_place(layout, mark)) is not None]
-        if not (wanted := self._unknown(layout, marked, cuts, renderer)):
-            return self._found(layout, marked, cuts, "memo")
+        shared = self._shared_texts(layout)
+        marks = layout.chat.marks[:MAX_MARKS]
+        marked = [candidate for mark in marks if (candidate := marked_candidate(layout, mark)) is not None]
+        if not (wanted := self._unknown(layout, marked, shared, renderer)):
+            return self._found(layout, marked, shared, "memo")
         pending = self._pending.get(layout.key)
-        if pending is not None and self._memory.get(layout.key) is None:
+        if pending is not None and self._positions.get(layout.key) is None:
             # Someone is rendering this very prefix: a cold fan-out costs one set of renders.
             await asyncio.wait((pending,))
-            if not (wanted := self._unknown(layout, marked, cuts, renderer)):
-                return self._found(layout, marked, cuts, "memo")
+            if not (wanted := self._unknown(layout, marked, shared, renderer)):
+                return self._found(layout, marked, shared, "memo")
         done = asyncio.get_running_loop().create_future()
         self._pending[layout.key] = done
-        measure = Measurement(layout, renderer, renderer_id, self._traits)
+        measure = Measurement(layout, renderer, renderer_id, self._facts)
         odd: list[tuple[Candidate, Position]] = []
         try:
-            for place, here, always in await measure.positions(wanted):
-                self._memory.put(place.key, always)
+            for candidate, here, always in await measure.positions(wanted):
+                self._positions.put(candidate.key, always)
                 if here != always:
-                    odd.append((place, here))
+                    odd.append((candidate, here))
         except RenderFailed:
-            found = self._found(layout, marked, cuts, "memo", measure)
+            found = self._found(layout, marked, shared, "memo", measure)
             if found.boundaries:  # only what would have been new is missing
                 return found
             return Found(
@@ -95,67 +95,67 @@ class BoundaryFinder:
                 del self._pending[layout.key]
             done.set_result(None)
         result: Result = "local" if measure.local else "render"
-        return self._found(layout, marked, cuts, result, measure, odd)
+        return self._found(layout, marked, shared, result, measure, odd)
 
-    def _cuts(self, layout: PromptLayout) -> list[tuple[int, SharedText]]:
-        """Places inside texts where recent traffic diverged: message index, and the text before the place."""
+    def _shared_texts(self, layout: PromptLayout) -> list[tuple[int, SharedText]]:
+        """Beginnings of texts after which recent requests diverged, each with the index of its message."""
         if self._learner is None:
             return []
-        # What lies before the last text of a known chat is behind a deeper boundary.
-        return self._learner.cuts(layout, layout.last if self._memory.get(layout.key) is not None else 0)
+        # In a known chat a deeper boundary lies behind everything before the last text.
+        return self._learner.shared_texts(layout, layout.last if self._positions.get(layout.key) is not None else 0)
 
     def _unknown(
         self,
         layout: PromptLayout,
         marked: Sequence[Candidate],
-        cuts: Sequence[tuple[int, SharedText]],
+        shared: Sequence[tuple[int, SharedText]],
         renderer: Renderer,
     ) -> list[Candidate]:
-        """Places whose position has to be measured before this request goes on; none on a known path."""
-        known = layout.chat.is_bare or self._memory.get(layout.key) is not None
+        """Candidates whose position has to be measured before this request goes on; none on a known path."""
+        known = layout.chat.is_bare or self._positions.get(layout.key) is not None
         wanted: list[Candidate] = []
         if not known:
-            places = (history_place(layout), system_place(layout), user_place(layout))
-            wanted += [place for place in places if place is not None and self._memory.get(place.key) is None]
-        if self._deserves_turn(layout, known, renderer):
-            wanted.append(turn_place(layout))
-        for place in marked:
-            if self._is_new(place, wanted):
-                wanted.append(place)
-        for index, cut in cuts:
-            if self._memory.get(key := cut_key(layout, index, cut.key)) is None:
+            candidates = (history_candidate(layout), system_candidate(layout), user_candidate(layout))
+            wanted += [each for each in candidates if each is not None and self._positions.get(each.key) is None]
+        if self._deserves_turn(layout, known, renderer) and (turn := turn_candidate(layout)) is not None:
+            wanted.append(turn)
+        for candidate in marked:
+            if self._is_new(candidate, wanted):
+                wanted.append(candidate)
+        for index, text in shared:
+            if self._positions.get(key := cut_key(layout, index, text.key)) is None:
                 if layout.chat.ids is not None:  # a character for each token: there is nothing to render
-                    self._memory.put(key, Position(len(cut.text), key))
+                    self._positions.put(key, Position(len(text.text), key))
                     continue
-                place = cut_place(layout, index, len(cut.text), "learned")
-                if place is not None and self._is_new(place, wanted):
-                    wanted.append(place)
+                cut = cut_candidate(layout, index, len(text.text), "learned")
+                if cut is not None and self._is_new(cut, wanted):
+                    wanted.append(cut)
         return wanted
 
-    def _is_new(self, place: Candidate, wanted: Sequence[Candidate]) -> bool:
-        return self._memory.get(place.key) is None and all(place.key != other.key for other in wanted)
+    def _is_new(self, candidate: Candidate, wanted: Sequence[Candidate]) -> bool:
+        return self._positions.get(candidate.key) is None and all(candidate.key != other.key for other in wanted)
 
     def _deserves_turn(self, layout: PromptLayout, known: bool, renderer: Renderer) -> bool:
-        if layout.turn_key is None or self._memory.get(layout.turn_key) is not None:
+        if layout.turn_key is None or self._positions.get(layout.turn_key) is not None:
             return False
-        long = len(text_of(layout.chat.messages[layout.last]) or "") >= LONG_TEXT_CHARACTERS
+        long = layout.last_size >= LONG_TEXT_CHARACTERS
         return not known or long or (isinstance(renderer, VerifiedRenderer) and renderer.is_cheap(layout.chat.body))
 
     def _found(
         self,
         layout: PromptLayout,
         marked: Sequence[Candidate],
-        cuts: Sequence[tuple[int, SharedText]],
+        shared: Sequence[tuple[int, SharedText]],
         result: Result,
         measure: Measurement | None = None,
         odd: Sequence[tuple[Candidate, Position]] = (),
     ) -> Found:
-        """Everything remembered of this chat, except that `odd` places lie elsewhere in this one request."""
-        here = {place.key: position for place, position in odd}
+        """Everything remembered of this chat, except that `odd` candidates lie elsewhere in this one request."""
+        here = {candidate.key: position for candidate, position in odd}
         boundaries: list[Boundary] = []
 
         def add(kind: Kind, key: bytes | None) -> Position | None:
-            position = (here.get(key) or self._memory.get(key)) if key is not None else None
+            position = (here.get(key) or self._positions.get(key)) if key is not None else None
             if position is not None and position.tokens:
                 boundaries.append(Boundary(position.tokens, kind, position.key))
             return position
@@ -164,15 +164,15 @@ class BoundaryFinder:
         add("history", layout.key)
         add("turn", user_key(layout))
         turn = add("turn", layout.turn_key)
-        for place in marked:
-            add("explicit", place.key)
-        for index, cut in cuts:
-            add("learned", cut_key(layout, index, cut.key))
+        for candidate in marked:
+            add("explicit", candidate.key)
+        for index, text in shared:
+            add("learned", cut_key(layout, index, text.key))
         boundaries.sort(key=lambda boundary: boundary.tokens)
-        known = self._memory.known(layout.prefixes)
-        # Nothing before the last text lies behind it, but a turn that was rendered otherwise then may seem to:
+        known = self._positions.known(layout.prefixes)
+        # Nothing before the last text lies behind it, but an earlier turn may seem to if it was rendered differently:
         # templates drop the thinking of a loop once it is over.
-        history = self._memory.get(layout.key)
+        history = self._positions.get(layout.key)
         deepest = max((boundary.tokens for boundary in boundaries), default=0)
         if history is not None:
             known = {at: key for at, key in known.items() if at <= max(history.tokens, deepest)}

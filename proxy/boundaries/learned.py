@@ -15,7 +15,6 @@ from typing import NamedTuple
 from xxhash import xxh3_128_digest
 
 from proxy.boundaries.candidates import PromptLayout
-from proxy.boundaries.sentinel import text_of
 from proxy.boundaries.token_ids import common_prefix
 
 # Shorter shared beginnings are not worth a state of their own: some hundred tokens.
@@ -58,7 +57,7 @@ class DivergenceLearner:
         self.held = 0
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
 
-    def cuts(self, layout: PromptLayout, first: int = 0) -> list[tuple[int, SharedText]]:
+    def shared_texts(self, layout: PromptLayout, first: int = 0) -> list[tuple[int, SharedText]]:
         """Beginnings of texts from message `first` on that were shared before, learning from where this chat diverges.
 
         Each comes with the index of its message.
@@ -68,7 +67,7 @@ class DivergenceLearner:
         found: list[tuple[int, SharedText]] = []
         keys = layout.keys
         for index in range(first, layout.last + 1):
-            text = text_of(layout.chat.messages[index])
+            text = layout.chat.texts[index]
             if text is None or len(text) < MIN_CHARACTERS:
                 continue
             node = self._nodes.get(keys.before[index])

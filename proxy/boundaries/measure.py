@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 from proxy.boundaries.candidates import Candidate, PromptLayout, with_text_at
 from proxy.boundaries.positions import Position
 from proxy.boundaries.renderer import Renderer, RenderFailed
-from proxy.boundaries.sentinel import MERGING, is_telling, other_sentinel, role_of, sentinel_for, text_of
+from proxy.boundaries.sentinel import MERGING, is_telling, other_sentinel, sentinel_for
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 
@@ -30,24 +30,24 @@ class TemplateFacts:
     """What was learnt of templates and tokenizers once and for all; bounded."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple, bool] = OrderedDict()
+        self._known: OrderedDict[tuple[Any, ...], bool] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, name: tuple) -> bool | None:
+    def get(self, name: tuple[Any, ...]) -> bool | None:
         return self._known.get(name)
 
-    def put(self, name: tuple, value: bool) -> None:
+    def put(self, name: tuple[Any, ...], value: bool) -> None:
         self._known[name] = value
         if len(self._known) > MAX_TEMPLATE_FACTS:
             self._known.popitem(last=False)
 
 
 class MeasuredBoundary(NamedTuple):
-    """A place's position."""
+    """Where a candidate lies."""
 
-    place: Candidate
+    candidate: Candidate
     here: Position  # in this very prompt
     always: Position  # in prompts with an ordinary text behind the place
 
@@ -55,11 +55,11 @@ class MeasuredBoundary(NamedTuple):
 class Measurement:
     """The renders for one request; `renders` counts those that a worker was asked for."""
 
-    def __init__(self, layout: PromptLayout, renderer: Renderer, renderer_id: bytes, traits: TemplateFacts) -> None:
+    def __init__(self, layout: PromptLayout, renderer: Renderer, renderer_id: bytes, facts: TemplateFacts) -> None:
         self._layout = layout
         self._renderer = renderer
         self._renderer_id = renderer_id
-        self._traits = traits
+        self._facts = facts
         self.prompt: TokenIds | None = None
         self._contexts: dict[int, bytes] = {}
         self.renders = 0
@@ -127,13 +127,7 @@ class Measurement:
         """What parts the caches beside the tokens: model, salt, and whatever is not text in the first `messages`."""
         if messages not in self._contexts:  # images are megabytes, and places of one prompt are several
             body = self._layout.chat.body
-            media = [
-                part
-                for message in self._layout.chat.messages[:messages]
-                if isinstance(message, dict) and isinstance(message.get("content"), list)
-                for part in message["content"]
-                if isinstance(part, dict) and not isinstance(part.get("text"), str)
-            ]
+            media = [part for index, part in self._layout.chat.media if index < messages]
             apart = repr((body.get("model"), body.get("cache_salt"), media))
             self._contexts[messages] = xxh3_128_digest(apart.encode(errors="surrogatepass"))
         return self._renderer_id, self._contexts[messages]
@@ -143,28 +137,29 @@ class Measurement:
 
     def _second_opinions(self, places: Sequence[Candidate]) -> list[Mapping[str, Any]]:
         """Where the template may read the real text: a second sentinel, for where neutral texts part."""
-        variants = []
+        variants: list[Mapping[str, Any]] = []
         for place in places:
-            if self._is_doubtful(place):
+            if place.text is not None and self._is_doubtful(place):
                 sentinel = other_sentinel(sentinel_for(self._text(place) or ""))
                 variants.append(with_text_at(self._layout, place.text, sentinel))
         return variants
 
     def _text(self, place: Candidate) -> str | None:
-        return text_of(self._layout.chat.messages[place.text]) if place.text is not None else None
+        return self._layout.chat.texts[place.text] if place.text is not None else None
 
     async def _backed_off(self, place: Candidate, tokens: int, prompt: TokenIds) -> int:
         """One token less where some other text would grow together with the last one."""
-        if tokens <= 1 or place.kind == "learned":  # there the text before the place has its own say
+        # Before a learned place there is text, which has its own say.
+        if place.text is None or tokens <= 1 or place.kind == "learned":
             return tokens
-        name = ("merges", self._renderer_id, place.text is not None, prompt.tail(tokens, TAIL_TOKENS))
-        if (merges := self._traits.get(name)) is None:
+        name = ("merges", self._renderer_id, prompt.tail(tokens, TAIL_TOKENS))
+        if (merges := self._facts.get(name)) is None:
             probes = [with_text_at(self._layout, place.text, text) for text in MERGING]
             rendered = await asyncio.gather(*(self._render(probe) for probe in probes))
             others = [other for other in rendered if isinstance(other, TokenIds)]
             merges = any(prompt.common_prefix(other) < tokens for other in others)
             if others:  # what cannot be told this time is asked again
-                self._traits.put(name, merges)
+                self._facts.put(name, merges)
         return tokens - 1 if merges else tokens
 
     async def _turn_holds(self, place: Candidate, tokens: int, prompt: TokenIds) -> bool:
@@ -172,19 +167,19 @@ class Measurement:
 
         Some put the system prompt or the tools into the last user message: then nothing before an answer stays.
         """
-        messages = self._layout.chat.messages
-        if place.kind != "turn" or role_of(messages[-1]) != "user" or place.key != self._layout.turn_key:
+        messages, roles = self._layout.chat.messages, self._layout.chat.roles
+        if place.kind != "turn" or roles[-1] != "user" or place.key != self._layout.turn_key:
             return True
         body = self._layout.chat.body
-        name = ("turn", self._renderer_id, len(messages) > 2, role_of(messages[0]) == "system", bool(body.get("tools")))
-        if (holds := self._traits.get(name)) is None:
+        name = ("turn", self._renderer_id, len(messages) > 2, roles[0] == "system", bool(body.get("tools")))
+        if (holds := self._facts.get(name)) is None:
             more = [*messages, {"role": "assistant", "content": "Quartz"}, {"role": "user", "content": "Quartz"}]
             following = await self._render({**body, "messages": more})
             # What cannot be told this time is asked again.
             if not isinstance(following, TokenIds):
                 return True
             holds = prompt.common_prefix(following) >= tokens - 1
-            self._traits.put(name, holds)
+            self._facts.put(name, holds)
         return holds
 
     async def _render(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds | RenderFailed:

@@ -45,7 +45,7 @@ class PositionCache:
         if self.on_put is not None:
             self.on_put(key, position)
 
-    def hear(self, key: bytes, position: Position) -> None:
+    def put_remote(self, key: bytes, position: Position) -> None:
         """Remember a position that another gateway found; one that is known here stands."""
         if key not in self._positions:
             self._keep(key, position)

@@ -12,7 +12,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def messages_request(body: Mapping[str, Any]) -> Chat | None:
-    """The chat in a request to /v1/messages; None where there is none."""
+    """The chat in a request to /v1/messages; None if there is none."""
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         return None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 # Fields beside the messages that a chat template or vLLM's renderer can see, and the salt that parts the caches.
@@ -39,6 +40,8 @@ MARKS = ("cache_control", "prompt_cache_breakpoint")
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
+_encode_fast = msgspec.json.Encoder().encode
+
 
 class Keys(NamedTuple):
     """Keys of one chat, a value per message."""
@@ -55,7 +58,10 @@ def digest(kind: str, *parts: bytes) -> bytes:
 
 def canonical(value: Any) -> bytes:
     """One spelling for JSON values that differ only in white space and escapes. Key order is kept: templates see it."""
-    return _encode(value).encode(errors="surrogatepass")
+    try:
+        return _encode_fast(value)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return _encode(value).encode(errors="surrogatepass")
 
 
 def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes) -> Keys:
@@ -75,7 +81,7 @@ def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes)
 
 
 def _head(body: Mapping[str, Any], renderer: bytes) -> bytes:
-    """Key of everything beside the messages. Most requests have a model and perhaps a salt: those are remembered."""
+    """Key of everything beside the messages, remembered for requests that have a model and perhaps a salt: most."""
     fields = tuple(field for field in HEAD_FIELDS if field in body)
     if fields in _SHORT_HEADS:
         values = tuple(body[field] for field in fields)
@@ -101,8 +107,8 @@ def own_hash(message: Any) -> int:
 
 
 def _parts(message: Any) -> tuple[bytes, bytes]:
-    """Everything of a message except its last text, with a mark that tells "" from no text; and that text."""
-    if not isinstance(message, Mapping):
+    """A message as its shape (everything but its last text, marked so that "" is not no text) and that last text."""
+    if not isinstance(message, dict):
         return b"?", canonical(message)
     content = message.get("content")
     if type(content) is str and len(message) == 2 and type(role := message.get("role")) is str:
@@ -111,7 +117,7 @@ def _parts(message: Any) -> tuple[bytes, bytes]:
         content, text = _listed(content)
     else:
         content, text = (None, content) if isinstance(content, str) else (content, None)
-    # Templates get a field by its name, and vLLM drops what is null.
+    # Templates read fields by name, and vLLM drops those that are null.
     rest = {name: message[name] for name in sorted(message) if name != "content" and message[name] not in (None, [])}
     if "tool_calls" in rest:
         rest["tool_calls"] = _calls(rest["tool_calls"])
@@ -125,7 +131,7 @@ def _parts(message: Any) -> tuple[bytes, bytes]:
 
 
 def _listed(content: list[Any]) -> tuple[Any, str | None]:
-    """The parts of a list content without its last text, None where that text is all there is; and the text."""
+    """The parts of a list content without its last text (None if that text is all there is), and the text."""
     parts = [without_marks(part) for part in content]
     texts = [i for i, part in enumerate(parts) if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if not texts:
@@ -139,6 +145,7 @@ def _listed(content: list[Any]) -> tuple[Any, str | None]:
 
 
 def without_marks(part: Any) -> Any:
+    """A content part without what clients write on it for a cache."""
     if not isinstance(part, dict) or not any(name in part for name in MARKS):
         return part
     return {name: value for name, value in part.items() if name not in MARKS}
@@ -151,9 +158,8 @@ def _calls(calls: Any) -> Any:
     read = []
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        if isinstance(arguments, str):
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             with contextlib.suppress(ValueError, RecursionError):
-                call = {**call, "function": {**function, "arguments": json.loads(arguments)}}
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
         read.append(call)
     return read

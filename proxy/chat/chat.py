@@ -1,4 +1,4 @@
-"""A request of any chat API as one chat: what the gateway compares, remembers and asks the worker to render.
+"""A request of any chat API as one chat, taken apart once: what is compared, remembered and rendered by a worker.
 
 Conversions follow vLLM's own (`entrypoints/anthropic/serving.py`, `entrypoints/openai/responses/utils.py`). Where one
 of them is off, a variant parts too early from the prompt that the worker rendered itself: that costs a hit, no more.
@@ -7,6 +7,8 @@ of them is off, a variant parts too early from the prompt that the worker render
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from proxy.chat.canonical import MARKS
@@ -24,7 +26,7 @@ REPORTING = HINTED
 
 ENDPOINTS = REPORTING | {"/v1/embeddings", "/tokenize", "/detokenize"}
 
-# Streams of these report tokens where they are asked to; the others always do.
+# Streams of these report tokens if they are asked to; the others always do.
 ASKED_FOR_USAGE = frozenset({CHAT, COMPLETIONS})
 
 # In `Mark.message`: the mark stands on a tool.
@@ -39,15 +41,37 @@ class Mark(NamedTuple):
     characters: int | None = None  # instead of a part: so far into the message's text
 
 
-class Chat(NamedTuple):
-    """One request."""
+@dataclass(frozen=True)
+class Chat:
+    """One request. `roles` and `texts` hold a value for each of `messages`, which are as the client wrote them."""
 
     body: Mapping[str, Any]  # in the words of /v1/chat/completions
     messages: Sequence[Any]
     marks: tuple[Mark, ...] = ()
     path: str = CHAT  # where the worker serves the request itself
-    native: Mapping[str, Any] | None = None  # the request as `path` takes it, None where that is `body`
+    native: Mapping[str, Any] | None = None  # the request as `path` takes it, None if that is `body`
     ids: Sequence[int] | None = None  # of a prompt given as token ids
+
+    @cached_property
+    def roles(self) -> tuple[Any, ...]:
+        """The role of each message as the client wrote it; None if there is none."""
+        return tuple([message.get("role") if isinstance(message, dict) else None for message in self.messages])
+
+    @cached_property
+    def texts(self) -> tuple[str | None, ...]:
+        """The text of each message, see `text_of`."""
+        return tuple([text_of(message) for message in self.messages])
+
+    @cached_property
+    def media(self) -> tuple[tuple[int, Any], ...]:
+        """The content parts that are no text, each with the index of its message."""
+        return tuple(
+            (index, part)
+            for index, message in enumerate(self.messages)
+            if isinstance(message, dict) and isinstance(message.get("content"), list)
+            for part in message["content"]
+            if isinstance(part, dict) and not isinstance(part.get("text"), str)
+        )
 
     def spelled(self, variant: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """A variant of this chat as it is to be rendered, and where."""
@@ -66,11 +90,27 @@ class Chat(NamedTuple):
         return "messages" not in self.asked and "input" not in self.asked
 
 
+def text_of(message: Any) -> str | None:
+    """The text in which others may differ: a string content, or its last text part. None if there is none."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if type(content) is str:
+        return content
+    part = last_text_part(content)
+    return part["text"] if part is not None else None
+
+
+def last_text_part(content: Any) -> dict[str, Any] | None:
+    """The last part of a list content that holds text; None if there is none."""
+    if not isinstance(content, list):
+        return None
+    return next((part for part in reversed(content) if isinstance(part, dict) and type(part.get("text")) is str), None)
+
+
 def marked(block: Any) -> bool:
     """Whether a client marked this part, message or tool as the end of something to cache."""
     return isinstance(block, dict) and any(block.get(name) for name in MARKS)
 
 
 def listed(value: Any) -> list[Any]:
-    """`value` where it is a list, nothing where it is not."""
+    """`value` if it is a list, else nothing."""
     return value if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""A request to /v1/completions as a chat of one text: no message ends in it, only what traffic shows is shared."""
+"""From the body of any endpoint to the chat in it; the chat and completions endpoints are read here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from proxy.chat.responses import StoredResponses, responses_request
 
 
 def completions_request(body: Mapping[str, Any]) -> Chat | None:
-    """The prompt of a request to /v1/completions, text or token ids; None for a batch of prompts."""
+    """The prompt of a request to /v1/completions, text or token ids, as one user text; None for a batch of prompts.
+
+    No message ends in it, so its only boundaries are those that traffic shows or a client marks.
+    """
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -32,7 +35,7 @@ def as_text(ids: Sequence[int]) -> str:
 
 
 def chat_request(body: Mapping[str, Any]) -> Chat | None:
-    """The chat in a request to /v1/chat/completions; None where there is none."""
+    """The chat in a request to /v1/chat/completions; None if there is none."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
@@ -55,7 +58,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Chat | None]] = {
 
 
 def chat_in(endpoint: str, body: Mapping[str, Any], stored: StoredResponses) -> Chat | None:
-    """The chat in a request to `endpoint`, one of `HINTED`; None where there is none."""
+    """The chat in a request to `endpoint`, one of `HINTED`; None if there is none."""
     if endpoint == RESPONSES:
         previous = body.get("previous_response_id")
         if previous is None:

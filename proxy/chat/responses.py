@@ -26,7 +26,7 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = None) -> Chat | None:
-    """The chat in a request to /v1/responses; None where there is none.
+    """The chat in a request to /v1/responses; None if there is none.
 
     `previous` are the chat messages of the response that `previous_response_id` names.
     """
@@ -37,7 +37,7 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = 
         messages.append({"role": "system", "content": instructions})
     # Instructions do not carry over from one response to the next.
     messages += [message for message in previous or () if message.get("role") != "system"]
-    # As at vLLM's: an item never joins a message that stood before the input, and stored messages stay as they are.
+    # As in vLLM, an item never joins a message that stood before the input, and stored messages stay as they are.
     made: list[dict[str, Any]] = []
     marks: list[Mark] = []
     for item in items:
@@ -51,7 +51,8 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = 
     if tools:
         chat["tools"] = tools
         chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
-    kwargs = body.get("chat_template_kwargs") if isinstance(body.get("chat_template_kwargs"), dict) else {}
+    given_kwargs = body.get("chat_template_kwargs")
+    kwargs = given_kwargs if isinstance(given_kwargs, dict) else {}
     effort = body["reasoning"].get("effort") if isinstance(body.get("reasoning"), dict) else None
     if effort is not None:
         chat["reasoning_effort"] = effort
@@ -62,7 +63,7 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = 
         chat["cache_salt"] = body["cache_salt"]
     if _continues(items[-1]):
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
-    if previous is not None:  # the worker renders no stored history; the chat that stands for it is all there is then
+    if previous is not None:  # the worker renders no stored history: only the chat can be rendered
         return Chat(chat, messages, tuple(marks))
     return Chat(chat, messages, tuple(marks), RESPONSES, body)
 
@@ -126,7 +127,7 @@ def _name(item: Mapping[str, Any]) -> Any:
 
 
 def _tools(tool: Mapping[str, Any], space: Any = None) -> list[dict[str, Any]]:
-    """The functions that vLLM shows a template for one tool: several for a namespace, none for what it runs itself."""
+    """The functions that vLLM shows a template for one tool: several for a namespace, none for a tool of vLLM's own."""
     if tool.get("type") == "namespace":
         inner = [each for each in listed(tool.get("tools")) if isinstance(each, dict)]
         return [function for each in inner for function in _tools(each, tool.get("name"))]
@@ -195,7 +196,7 @@ class StoredResponses:
         return found.boot if found is not None else None
 
     def may_see(self, response_id: Any, owner: str | None) -> bool:
-        """Whether a response is not known to be another's. Where nothing is known its name, a random one, has to do."""
+        """Whether a response is not known to be another's. An unknown one is protected by its random name alone."""
         found = self._get(response_id)
         return found is None or found.owner == owner
 

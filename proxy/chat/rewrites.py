@@ -1,5 +1,5 @@
-"""Rewrite rules: they change what the model sees. Named, switchable, counted, and off unless they remove what no model
-reads. Keys are made from what is forwarded, after the rules; nothing here belongs to hashing.
+"""Rewrite rules, which change what the model sees: named, switchable, counted, and off by default unless they remove what
+no model reads. Keys are made from what is forwarded, after the rules; nothing here belongs to hashing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     """One rule."""
 
     name: str
-    edits: Callable[[Mapping[str, Any]], list[Edit]]  # what it would change in a body; nothing where it does not apply
+    edits: Callable[[Mapping[str, Any]], list[Edit]]  # what it would change in a body
     not_at: frozenset[str] = frozenset()  # endpoints where vLLM does it itself
 
 
@@ -53,10 +53,9 @@ def _headless(path: Path, text: str) -> list[Edit]:
 
 
 def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
-    """Tools in the order of their names, where a client lists them in another order each time."""
-    tools = body.get("tools")
-    ordered = sorted_by_name(tools)
-    if not ordered or [tool_name(tool) for tool in ordered] == [tool_name(tool) for tool in tools]:
+    """Tools in the order of their names, for clients that list them in another order each time."""
+    ordered = sorted_by_name(body.get("tools"))
+    if not ordered or ordered == body["tools"]:
         return []
     return [Edit(("tools",), json.dumps(ordered))]
 
@@ -91,13 +90,13 @@ def rewrite(body: Mapping[str, Any], switched_on: frozenset[str], endpoint: str)
 
 
 def sorted_by_name(tools: Any) -> Any:
-    """The tools in the order of their names; None where they are no list of tools."""
+    """The tools in the order of their names; None if they are no list of tools."""
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         return None
     return sorted(tools, key=tool_name)
 
 
 def tool_name(tool: Any) -> str:
-    """The name a tool has in any of the APIs."""
+    """The name of a tool of any API."""
     function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
     return str(function.get("name"))

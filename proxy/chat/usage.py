@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""How many tokens a worker's answer says the prompt had, and how many of them came from its cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 
 class Usage(NamedTuple):
-    """What the engine reports; tokens. `cached` is None where the worker does not say."""
+    """Tokens, as the engine reports them. `cached` is None if the worker does not say."""
 
     prompt: int
     cached: int | None
 
 
 def usage_of(answer: Any) -> Usage | None:
-    """Usage of a parsed answer or stream event, in the spelling of chat and completions, responses, or messages."""
+    """Usage of a parsed answer or stream event, in the spelling of any API; None if there is none."""
     for wrapper in ("response", "message"):  # events of a streamed response, or message, carry it inside
         if isinstance(answer, dict) and "usage" not in answer and isinstance(answer.get(wrapper), dict):
             answer = answer[wrapper]

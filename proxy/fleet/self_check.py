@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from xxhash import xxh3_64_hexdigest
 
 from proxy.boundaries.renderer import RenderFailed
-from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest
@@ -213,7 +212,7 @@ class SelfCheck:
             return None  # another gateway's clients
         body = {**parse_object(replay.raw), **replay.put}
         chat = chat_in(replay.endpoint, body, self._stored)
-        if chat is None or _has_media(chat):
+        if chat is None or chat.media:
             return None
         most = int(min(self._most_tokens, self._allowance(worker) / ANEW))
         prompt = (await prompt_of(chat, worker)).ids()[:most]
@@ -283,12 +282,6 @@ class SelfCheck:
                 worker.name,
                 "nothing it held is found" if worker.cache.cache_allowed else "nothing is taken from its cache",
             )
-
-
-def _has_media(chat: Chat) -> bool:
-    contents = [message.get("content") for message in chat.messages if isinstance(message, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and not isinstance(part.get("text"), str) for part in parts)
 
 
 def _name(worker: Worker, replay: WarmupRequest) -> tuple[str, bytes]:

@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from proxy.boundaries.candidates import PromptLayout
-from proxy.boundaries.sentinel import text_of
 from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
-from proxy.chat.chat import listed
+from proxy.chat.chat import listed, text_of
 from proxy.chat.rewrites import sorted_by_name
 
 MAX_REQUESTS = 64
@@ -102,7 +101,11 @@ class RememberedRequest:
 
     @cached_property
     def messages(self) -> tuple[Part, ...]:
-        return tuple(Part(own_hash(message), len(text_of(message) or "") + 20) for message in self.raw_messages)
+        chat = self.layout.chat
+        return tuple(
+            Part(own_hash(message), len(text or "") + 20)
+            for message, text in zip(chat.messages, chat.texts, strict=True)
+        )
 
     @cached_property
     def parts(self) -> frozenset[int]:
@@ -180,10 +183,10 @@ def _difference(new: RememberedRequest, old: RememberedRequest) -> PrefixChange 
         return None  # one continues the other, or is cut off earlier
     behind = _shared_behind(new.messages, old.messages, message)
     here, there = new.raw_messages[message], old.raw_messages[message]
-    texts = text_of(here), text_of(there)
+    texts = new.layout.chat.texts[message], old.layout.chat.texts[message]
     characters = common_prefix(*texts) if None not in texts else None
     changed = new.messages[message].size
-    role = here.get("role") if isinstance(here, Mapping) else None
+    role = new.layout.chat.roles[message]
     if role in ("system", "developer") and characters is not None:
         behind += characters if characters >= MIN_BEHIND else 0
         behind += _common_end(*texts)

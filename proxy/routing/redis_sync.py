@@ -209,7 +209,7 @@ class RedisSync:
             return 1
         if boot is None:
             for key, name, tokens in batch.records:
-                self._memory.hear(key, Position(tokens, name))
+                self._memory.put_remote(key, Position(tokens, name))
         else:
             for kind, key, tokens in batch.records:
                 if kind == HELD:

@@ -160,7 +160,7 @@ async def check_cell(
     tokenizer: str,
     family: Family,
     excuses: Sequence[Excuse],
-    traits: TemplateFacts,
+    facts: TemplateFacts,
     measured: Sequence[str],
 ) -> Cell:
     """Everything that must hold for one shape; positions are found for the last texts in `measured`."""
@@ -174,7 +174,7 @@ async def check_cell(
 
     prompts = {text: tokens for text in TEXTS if (tokens := await render(family.chat(text))) is not None}
     if not prompts:
-        found = await _find(renderer, {**fixed, **family.chat(TEXTS[0])}, traits)
+        found = await _find(renderer, {**fixed, **family.chat(TEXTS[0])}, facts)
         wrong = (f"positions {found.positions} for a chat that is refused",) if found.positions else ()
         return Cell(name, tokenizer, family.shape, wrong, (), refused=True)
     fresh = [
@@ -188,7 +188,7 @@ async def check_cell(
     renders = 0
     for text in [text for text in measured if text in prompts]:
         prompt = prompts[text]
-        found = await _find(renderer, {**fixed, **family.chat(text)}, traits)
+        found = await _find(renderer, {**fixed, **family.chat(text)}, facts)
         renders += found.renders
         keys.add(found.key)
         here = min(common_prefix(prompt, other) for other in prompts.values())
@@ -220,9 +220,9 @@ async def check_cell(
     return Cell(name, tokenizer, family.shape, tuple(open_), tuple(dict.fromkeys(excused)), renders=renders)
 
 
-async def _find(renderer: WorkerRenderer, body: Mapping[str, Any], traits: TemplateFacts) -> Found:
+async def _find(renderer: WorkerRenderer, body: Mapping[str, Any], facts: TemplateFacts) -> Found:
     """Measured, not remembered; only what is known of the template is kept."""
-    finder = BoundaryFinder(PositionCache(MEMORY_BYTES), traits=traits)
+    finder = BoundaryFinder(PositionCache(MEMORY_BYTES), facts=facts)
     return await finder.find(chat_request(body), renderer, hashlib.md5(body["chat_template"].encode()).digest())
 
 
@@ -241,13 +241,13 @@ async def check_templates(
     upstream = Upstream(connect_timeout=5.0)
     try:
         renderer = WorkerRenderer(upstream, url, timeout=60.0)
-        traits = TemplateFacts()
+        facts = TemplateFacts()
         cells = []
         for name, template in templates.items():
             for number, family in enumerate(families()):
                 measured = (TEXTS[0], TEXTS[2], TEXTS[number % len(TEXTS)])  # every text has its turn
                 texts = tuple(dict.fromkeys(measured))
-                cells.append(await check_cell(renderer, template, name, tokenizer, family, excuses, traits, texts))
+                cells.append(await check_cell(renderer, template, name, tokenizer, family, excuses, facts, texts))
         return cells
     finally:
         await upstream.aclose()

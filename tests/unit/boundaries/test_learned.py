@@ -89,6 +89,6 @@ async def test_without_memory_for_texts_nothing_is_learned():
 def test_memory_for_texts_is_bounded():
     learner = DivergenceLearner(100_000)
     for number in range(200):
-        learner.cuts(layout_of(question(f"{number % 7} {number} " + DOCUMENT), b"r"))
+        learner.shared_texts(layout_of(question(f"{number % 7} {number} " + DOCUMENT), b"r"))
         assert learner.held <= 100_000
     assert learner.held > 0
