@@ -126,8 +126,8 @@ class LocalRender:
             self._remembered[text] = spelled
             self._held += getsizeof(text) + len(spelled) + ENTRY_BYTES
             while self._held > self._size and self._remembered:
-                oldest, ids = self._remembered.popitem(last=False)
-                self._held -= getsizeof(oldest) + len(ids) + ENTRY_BYTES
+                oldest, its_ids = self._remembered.popitem(last=False)
+                self._held -= getsizeof(oldest) + len(its_ids) + ENTRY_BYTES
         mine.set_result(spelled)
         return spelled
 

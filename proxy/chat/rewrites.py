@@ -1,5 +1,5 @@
-"""Rewrite rules, which change what the model sees: named, switchable, counted, and off by default unless they remove what
-no model reads. Keys are made from what is forwarded, after the rules; nothing here belongs to hashing.
+"""Rewrite rules, which change what the model sees: named, switchable, counted, and off unless they remove what no model
+reads. Keys are made from what is forwarded, after the rules; nothing here belongs to hashing.
 """
 
 from __future__ import annotations
