@@ -1,7 +1,7 @@
-"""`seamark gpu-check`: on a machine with vLLM, tiny hybrid models say whether states, answers and passes are right.
+"""`seamark gpu-check`: tiny hybrid models show whether this machine's vLLM has right states, answers and passes.
 
-Needs no gateway and no network. The check is the same on a GPU and on a CPU: a CPU answers for the logic, only a GPU
-for its kernels.
+The command needs no gateway and no network. It is the same on a GPU and on a CPU: a CPU answers for the logic, only a
+GPU for its kernels.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine_patches.commands.model import write_model
+from engine_patches.commands.model import why_not, write_model
 from engine_patches.commands.worker import INSTALL, is_cpu_build
 from engine_patches.gpu_check.lanes import Engines, Lane, lanes_of, run_lane
 from engine_patches.gpu_check.verdicts import EXACTNESS, NOT_RUN, OK, WRONG, Check
 
-SECONDS = 280.0  # for everything
+SECONDS = 280.0  # for the whole check
 
 SIDE_BY_SIDE = 2  # lanes
 
-INDENT = 9  # columns, of what is said under a verdict
+INDENT = 9  # columns before the text under a verdict
 
 
 def main(argv: list[str]) -> int:
@@ -35,11 +35,13 @@ def main(argv: list[str]) -> int:
         prog="seamark gpu-check",
         description="tiny hybrid models on this machine's vLLM: are answers exact, hits found, passes no more than one",
     )
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: what vLLM is for")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the one vLLM is built for"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer cases, no second model runner")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (%(default)g)")
-    parser.add_argument("--attention-backend", metavar="NAME", help="for qwen3_next, as of `vllm serve`")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for the whole check (%(default)g)")
+    parser.add_argument("--attention-backend", metavar="NAME", help="for qwen3_next, as in `vllm serve`")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file too")
     args = parser.parse_args(argv)
     began = time.monotonic()
     try:
@@ -49,24 +51,30 @@ def main(argv: list[str]) -> int:
         return 1
     if args.device not in ("auto", device):
         parser.error(f"--device {args.device}: the vLLM installed here is built for {device}")
-    # `kill` ends what was started just as Ctrl-C does.
+    # `kill` ends the engines too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="seamark-gpu-check-"))
     try:
         engines = Engines(folder, device == "cpu", args.seconds)
         checks = run(lanes_of(device, args.quick, args.attention_backend), engines, folder)
+    except ModuleNotFoundError as error:  # while the models were written
+        shutil.rmtree(folder)
+        print(f"seamark gpu-check: {why_not(error)}", file=sys.stderr)
+        return 1
     except BaseException:
         shutil.rmtree(folder)
         raise
     if device == "cpu":
-        checks.append(Check("model runner V2", NOT_RUN, "it needs Triton, which a vLLM for CPUs does not have"))
+        checks.append(
+            Check("model runner V2", NOT_RUN, "model runner V2 needs Triton, which a vLLM for CPUs does not have")
+        )
     seconds = time.monotonic() - began
     wrong = sum(check.verdict == WRONG for check in checks)
     unproved = not any(check.verdict == OK and check.name.startswith(EXACTNESS) for check in checks)
     print(report(checks, seconds))
     if args.json is not None:
-        told = {"seconds": seconds, "wrong": wrong, "device": device, "checks": [check._asdict() for check in checks]}
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        content = {"seconds": seconds, "wrong": wrong, "device": device}
+        args.json.write_text(json.dumps({**content, "checks": [check._asdict() for check in checks]}, indent=1) + "\n")
     if wrong or unproved:
         print(f"the engines' logs: {folder}")
         return 1
@@ -75,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(lanes: tuple[Sequence[Lane], Sequence[Lane]], engines: Engines, folder: Path) -> list[Check]:
-    """The checks of all lanes: those of the first sequence side by side, then the others one by one."""
+    """The checks of all lanes: the first sequence runs side by side, then the second one by one."""
     together, alone = lanes
     models = {lane.family: write_model(folder / lane.family, lane.family) for lane in (*together, *alone)}
 
@@ -93,7 +101,7 @@ def run(lanes: tuple[Sequence[Lane], Sequence[Lane]], engines: Engines, folder: 
 
 
 def report(checks: Sequence[Check], seconds: float) -> str:
-    """The report as text: a paragraph for each check, and a line for all."""
+    """The report as text: a paragraph for each check, and a line that sums up."""
     lines = []
     for check in checks:
         lines.append(f"{check.verdict:<{INDENT}}{check.name}")

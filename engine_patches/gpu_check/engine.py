@@ -1,7 +1,8 @@
 """One engine of `seamark gpu-check`: a vLLM in this process, asked offline, its forward passes counted.
 
-`python -m engine_patches.gpu_check.engine JOB RESULT` (pickles). A process for each, because patches are applied once
-per process and `SEAMARK_ENGINE` decides which.
+`python -m engine_patches.gpu_check.engine JOB RESULT` (pickles). Each engine has a process of its own, because patches
+are applied once per process and `SEAMARK_ENGINE` decides which. Besides answers and passes, an engine reports the facts
+of its machine, and takes wrong states on purpose: the planted defects show that the check can fail.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine_patches.gpu_check.questions import (
     DEFECTS,
@@ -29,9 +30,13 @@ from engine_patches.gpu_check.questions import (
     Wave,
     sections,
 )
+from engine_patches.ledger import Function, patches_live
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import FIELD
 from engine_patches.scheduler.match_unit import kernel_chunk
+
+if TYPE_CHECKING:
+    from engine_patches.scheduler.checkpoints import Checkpoints  # needs vLLM, which the command's process never loads
 
 ODD_BUDGET = 250  # tokens, no multiple of any chunk
 
@@ -42,17 +47,17 @@ class Job(NamedTuple):
     """What one engine has to do."""
 
     arguments: Mapping[str, Any]  # of `vllm.LLM`
-    sections: Mapping[str, Sequence[Wave]] | None = None  # what to ask; None: made to the engine's own measure
+    sections: Mapping[str, Sequence[Wave]] | None = None  # the questions; None: made for the engine's own geometry
     quick: bool = False  # makes fewer of them
     budget: int | None = None  # tokens of a step; None: as many as vLLM was given room for
-    again: bool = False  # answer everything once more, in other batches
-    odd_steps: bool = False  # and prefilled in steps of `ODD_BUDGET`, cut inside the kernels' chunks
+    again: bool = False  # answer everything a second time, in other batches
+    odd_steps: bool = False  # the second time, prefill in steps of `ODD_BUDGET`, cut inside the kernels' chunks
     timed: bool = False
     longest: int | None = None  # tokens of the longest prompt whose passes are counted
 
 
 class Answer(NamedTuple):
-    """What an engine said to one question."""
+    """An engine's greedy answer to one question."""
 
     tokens: Sequence[int]
     top: Sequence[Mapping[int, float]]  # by step: the best tokens and their logprobs
@@ -81,7 +86,7 @@ class Timing(NamedTuple):
 
 @dataclass
 class Result:
-    """What became of a job; written again whenever something was added."""
+    """The result of a job, as far as it has come; written again whenever something was added."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Sequence[Wave]] = field(default_factory=dict)
@@ -104,12 +109,13 @@ class Engine:
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.passes = 0  # forward passes so far
         core.model_executor.execute_model = self._counting(core.model_executor.execute_model)
-        self.checkpoints = getattr(self.scheduler, "seamark", None)
-        if hasattr(self.checkpoints, "pace"):
-            # On a model this small no prefix would be worth a state once the engine has learnt its own speed.
-            self.checkpoints.pace.step_took = lambda *_, **__: None
+        self.checkpoints: Checkpoints | None = getattr(self.scheduler, "seamark", None)
+        if self.checkpoints is not None:
+            # Once an engine has learnt its own speed, no prefix of a model this small is worth a state.
+            step_time: Any = self.checkpoints.pace
+            step_time.step_took = lambda *_, **__: None
 
-    def _counting(self, execute_model: Callable) -> Callable:
+    def _counting(self, execute_model: Function) -> Function:
         def counted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.passes += scheduler_output.total_num_scheduled_tokens > 0
             return execute_model(scheduler_output, *args, **kwargs)
@@ -134,16 +140,18 @@ class Engine:
         prompts = [{"prompt_token_ids": list(question.tokens)} for question in wave]
         answers = []
         for request in self._llm.generate(prompts, parameters, use_tqdm=False):
-            said = request.outputs[0]
-            top = [{token: entry.logprob for token, entry in step.items()} for step in said.logprobs]
-            answers.append(Answer(list(said.token_ids), top, request.num_cached_tokens or 0))
+            output = request.outputs[0]
+            top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
+            answers.append(Answer(list(output.token_ids), top, request.num_cached_tokens or 0))
         return answers
 
     @property
     def geometry(self) -> Geometry:
-        """The measure that questions are made to."""
-        budget = self.scheduler.max_num_scheduled_tokens
-        return Geometry(self.checkpoints.block_size, alignment_of(self.checkpoints), budget)
+        """The lengths that questions are made for."""
+        if self.checkpoints is None:
+            raise RuntimeError("this engine runs without the patches: it keeps no states to ask for")
+        checkpoints, budget = self.checkpoints, self.scheduler.max_num_scheduled_tokens
+        return Geometry(checkpoints.block_size, checkpoints.alignment, budget)
 
 
 def run(job: Job, save: Callable[[Result], None]) -> None:
@@ -176,7 +184,7 @@ def run(job: Job, save: Callable[[Result], None]) -> None:
 def _ask_section(engine: Engine, name: str, waves: Sequence[Wave]) -> list[Answer]:
     answers: list[Answer] = []
     for wave in waves:
-        # Only an engine with checkpoints can resume from a wrong one; the reference answers as ever.
+        # Only an engine with checkpoints can resume from a wrong one; the reference answers as always.
         spoiled = name in DEFECTS and wave is waves[-1] and engine.checkpoints is not None
         with planted(engine.scheduler, name) if spoiled else contextlib.nullcontext():
             answers += engine.ask(wave)
@@ -184,7 +192,7 @@ def _ask_section(engine: Engine, name: str, waves: Sequence[Wave]) -> list[Answe
 
 
 def count_passes(engine: Engine, longest: int | None = None) -> list[Passes]:
-    """Passes to the first token of prompts that come alone, cold and warm, shorter and longer than a block."""
+    """Passes to the first token of prompts asked one at a time, cold and warm, shorter and longer than a block."""
     prompts, block = Prompts(seed=1), engine.config.cache_config.block_size
     counted = []
     for name, shared in (("shorter than a block", block // 2), ("longer than a block", 2 * block)):
@@ -200,7 +208,7 @@ def count_passes(engine: Engine, longest: int | None = None) -> list[Passes]:
 
 
 def time_passes(engine: Engine, repeats: int) -> Timing:
-    """How long passes take on this machine, and what a cached prefix and a written state change."""
+    """How long passes take on this machine, and how much a cached prefix and a written state change that."""
     prompts = Prompts(seed=2)
     short, long = engine.config.cache_config.block_size, engine.scheduler.max_num_scheduled_tokens - 64
 
@@ -230,33 +238,11 @@ def time_passes(engine: Engine, repeats: int) -> Timing:
     )
 
 
-def main(argv: list[str]) -> int:
-    job = pickle.loads(Path(argv[0]).read_bytes())
-    target = Path(argv[1])
-
-    def save(result: Result) -> None:
-        unfinished = target.with_suffix(".new")
-        unfinished.write_bytes(pickle.dumps(result))
-        unfinished.replace(target)
-
-    run(job, save)
-    return 0
-
-
-if __name__ == "__main__":
-    # Under its own name, so that what is pickled here can be read elsewhere.
-    from engine_patches.gpu_check import engine
-
-    sys.exit(engine.main(sys.argv[1:]))
-
-
-def facts_of(engine: Any) -> dict[str, Any]:
-    """Facts of a `engine.Engine` and the machine it runs on; lengths in tokens, pages in bytes."""
+def facts_of(engine: Engine) -> dict[str, Any]:
+    """Facts of an engine and the machine it runs on; lengths in tokens, pages in bytes."""
     import torch
     import vllm
     from vllm.platforms import current_platform
-
-    from engine_patches.ledger import patches_live
 
     layers = engine.config.compilation_config.static_forward_context.values()
     backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
@@ -276,17 +262,17 @@ def facts_of(engine: Any) -> dict[str, Any]:
         "backends": sorted(backends),
         "gdn_prefill": [] if on_cpu else sorted(prefill),  # a CPU has a kernel of its own
         "patches_live": patches_live() and checkpoints is not None,
-        "exporting": bool(getattr(checkpoints, "exporting", False)),
+        "writes_in_forward": checkpoints is not None and checkpoints.exporting,
         "block": engine.config.cache_config.block_size,
-        "match_unit": getattr(checkpoints, "match_unit", None),
-        "alignment": None if checkpoints is None else alignment_of(checkpoints),
+        "match_unit": None if checkpoints is None else checkpoints.match_unit,
+        "alignment": None if checkpoints is None else checkpoints.alignment,
         "chunk": math.lcm(*(kernel_chunk(spec, engine.config) for spec in specs if hasattr(spec, "mamba_type"))),
         "pages_at_one_address": _pages_at_one_address(engine.runner),
     }
 
 
 def _pages_at_one_address(runner: Any) -> list[int]:
-    """Sizes of the pages of caches that start at one address, where they differ; empty where none do."""
+    """Sizes of the pages of caches that start at one address but differ in them; empty if there are none."""
     pages: dict[int, set[int]] = {}
     for entry in runner.kv_caches:
         for cache in entry if isinstance(entry, list | tuple) else [entry]:
@@ -305,19 +291,19 @@ def _driver() -> str | None:
 
 @contextlib.contextmanager
 def planted(scheduler: Any, defect: str) -> Iterator[None]:
-    """While inside, requests that hit resume from a wrong recurrent state, where one is at hand."""
+    """Inside this context, requests that hit resume from a wrong recurrent state, if the cache has one."""
     manager = scheduler.kv_cache_manager
     original = manager.get_computed_blocks
-    checkpoints = scheduler.seamark
+    checkpoints: Checkpoints = scheduler.seamark
 
     def get_computed_blocks(request: Any) -> Any:
-        found = original(request)
-        blocks, hit = found[0], found[1]
+        computed = original(request)
+        blocks, hit = computed[0], computed[1]
         for group in checkpoints.recurrent_groups if hit else ():
             wrong = _wrong_state(manager.block_pool, checkpoints, request, hit, group, defect)
             if wrong is not None:
                 blocks.blocks[group][-1] = wrong
-        return found
+        return computed
 
     manager.get_computed_blocks = get_computed_blocks
     try:
@@ -326,19 +312,34 @@ def planted(scheduler: Any, defect: str) -> Iterator[None]:
         del manager.get_computed_blocks
 
 
-def _wrong_state(pool: Any, checkpoints: Any, request: Any, hit: int, group: int, defect: str) -> Any:
+def _wrong_state(pool: Any, checkpoints: Checkpoints, request: Any, hit: int, group: int, defect: str) -> Any:
     from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
     unit = checkpoints.match_unit
     cached = pool.cached_block_hash_to_block
     if defect == EARLY_STATE:
-        early = hit - alignment_of(checkpoints)
+        early = hit - checkpoints.alignment
         return cached.get_one_block(key_at(request, early, unit, group)) if early > 0 else None
     own = set(request.block_hashes)
     others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
     return next((cached.get_one_block(key) for key in others), None)
 
 
-def alignment_of(checkpoints: Any) -> int:
-    """States are kept at multiples of this many tokens."""
-    return getattr(checkpoints, "alignment", 0) or checkpoints.match_unit
+def main(argv: list[str]) -> int:
+    job = pickle.loads(Path(argv[0]).read_bytes())
+    target = Path(argv[1])
+
+    def save(result: Result) -> None:
+        unfinished = target.with_suffix(".new")
+        unfinished.write_bytes(pickle.dumps(result))
+        unfinished.replace(target)
+
+    run(job, save)
+    return 0
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what is pickled here can be read elsewhere.
+    from engine_patches.gpu_check import engine
+
+    sys.exit(engine.main(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""What `seamark gpu-check` asks: prompts around every edge that a state or a block can have, and the hits they owe.
+"""The questions of `seamark gpu-check`: prompts around every edge of a state or a block, with the hits they must have.
 
-Prompts are random token ids, so two share exactly what they are given to share, and no tokenizer has a say. Most that
-resume do so a few tokens before their end: a model this small forgets a wrong state within twenty.
+Prompts are random token ids, so two prompts share exactly what they are given to share, and no tokenizer has a say.
+Most that resume do so a few tokens before their end: a model this small forgets a wrong state within twenty.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ OTHER_STATE, EARLY_STATE = "another prefix's state", "a state one unit early"
 
 DEFECTS = (OTHER_STATE, EARLY_STATE)
 
-EXACT, ALIGNED, RESEND = "exact", "aligned", "resend"  # sections; every defect is one more
+EXACT, ALIGNED, RESEND = "exact", "aligned", "resend"  # sections; every defect has one more
 
 SCAN_CHUNK = 256  # tokens: a multiple of the chunks (64, 128, 256) that recurrent kernels scan in
 
 
 class Geometry(NamedTuple):
-    """What an engine says of its cache and its passes, in tokens."""
+    """The lengths of an engine's cache and passes, in tokens."""
 
     block: int
     alignment: int  # states are kept at multiples of it
@@ -34,12 +34,12 @@ class Geometry(NamedTuple):
 
 
 class Question(NamedTuple):
-    """One prompt, and what its answer has to show."""
+    """One prompt, and the hit that its answer must show."""
 
     case: str
     tokens: Sequence[int]
     hints: Sequence[int]  # positions, tokens
-    hit: int | None  # tokens to come from the cache; None where the order of things decides
+    hit: int | None  # tokens that must come from the cache; None if that depends on the order of requests
 
 
 Wave = list[Question]  # asked at once; waves follow each other
@@ -82,7 +82,7 @@ def _floor(position: int, geometry: Geometry) -> int:
 
 
 def _shared_prefixes(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
-    """Cold, warm (a shared prefix, another end) and resent, around the edges of units, blocks and passes."""
+    """Cold, warm (a shared prefix, another end) and resent prompts, around the edges of units, blocks and passes."""
     unit, block, budget = geometry.alignment, geometry.block, geometry.budget
     lengths = {block - 1, block, block + 1}
     if not quick:
@@ -121,7 +121,7 @@ def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[Wave]:
 
 
 def _burst(prompts: Prompts, geometry: Geometry, size: int) -> list[Wave]:
-    """Prompts of all lengths at once, three times: cold, the same again, and others with the same beginning."""
+    """Prompts of all lengths at once, three times: cold, resent, and others with the same beginning."""
     shared = prompts.between(geometry.alignment, 2 * geometry.block)
     prefix = prompts.tokens(shared)
 
@@ -140,7 +140,7 @@ def _burst(prompts: Prompts, geometry: Geometry, size: int) -> list[Wave]:
 
 
 def _aligned(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
-    """Cut only where every kernel's chunk ends, and asked alone: nothing differs but where the state comes from."""
+    """Prompts cut only at chunk ends of every kernel, and asked alone: nothing differs but the state's origin."""
     waves = []
     for shared in (SCAN_CHUNK,) if quick else (SCAN_CHUNK, 3 * SCAN_CHUNK):
         prefix = prompts.tokens(shared)
@@ -158,7 +158,7 @@ def _resend(prompts: Prompts, geometry: Geometry, tenths: Sequence[int]) -> list
 
 
 def _for_defect(prompts: Prompts, geometry: Geometry, count: int) -> list[Wave]:
-    """Requests that resume from a state which has a neighbour one unit earlier."""
+    """Requests that resume from a state with a neighbour one unit earlier."""
     unit = geometry.alignment
     shared = max(8 * unit, 160) // unit * unit
     cold, warm = [], []

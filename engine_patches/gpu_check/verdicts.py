@@ -1,7 +1,8 @@
-"""How `seamark gpu-check` judges: answers against a reference engine's, hits against what is owed, passes against one.
+"""How `seamark gpu-check` judges: answers against a reference engine's, hits and passes against the expected ones.
 
 In float32 on a CPU an answer is exact or wrong. Elsewhere rounding depends on what else is in a batch, and in kernels
-that scan in chunks on where a prompt is cut, cache or not; there the reference engine's own scatter is the measure.
+that scan in chunks also on where a prompt is cut, with or without a cache. The measure there is the reference engine's
+own scatter: how its answers differ when it is asked a second time.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ EXACTNESS = "exactness, "  # the beginning of a check's name
 
 STRICT_BOUND = 1e-4  # of a logprob
 
-TIE = 0.1  # logprob between the reference's choice and another token that rounding may prefer
+TIE = 0.1  # logprob by which the reference may prefer its own token to the one that rounding chose
 
 LOOSE_SHARE = 0.01  # of answers that may take the other side of a tie
 
-# A sample is no law: what the engine does to itself may be exceeded by this factor.
+# The scatter is a sample, so differences may exceed it by this factor.
 SCATTER = 2.0
 
 
@@ -37,11 +38,11 @@ class Check(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How an answer parts from the reference's."""
+    """How an answer differs from the reference's."""
 
-    token: int | None  # index of the first other token
-    tie: float  # what the reference prefers its own token by there (logprob), 0 where no token differs
-    error: float  # largest difference of a logprob, up to and with that token
+    token: int | None  # index of the first token that differs
+    tie: float  # logprob by which the reference prefers its own token there, 0 if no token differs
+    error: float  # largest difference of a logprob, up to and including that token
 
 
 class Rule(NamedTuple):
@@ -49,7 +50,7 @@ class Rule(NamedTuple):
 
     error: float = STRICT_BOUND
     tie: float = 0.0
-    share: float = 0.0  # of the answers
+    share: float = 0.0  # of the answers that may have another token
 
     def accepts(self, difference: Difference) -> bool:
         """Whether this one answer may pass."""
@@ -64,7 +65,7 @@ STRICT = Rule()
 
 
 def compare(answer: Answer, reference: Answer) -> Difference:
-    """Where `answer` parts from the reference's, of the same length."""
+    """How `answer` differs from the reference's, which has the same length."""
     error = 0.0
     steps = zip(answer.tokens, answer.top, reference.tokens, reference.top, strict=True)
     for index, (token, top, wanted, wanted_top) in enumerate(steps):
@@ -75,7 +76,7 @@ def compare(answer: Answer, reference: Answer) -> Difference:
 
 
 def _error(top: Mapping[int, float], wanted: Mapping[int, float]) -> float:
-    """The largest difference of a logprob; a token that only one side names was no better than the other's last."""
+    """The largest difference of a logprob; a token that one side does not name is at most as likely as its last."""
     last, wanted_last = min(top.values()), min(wanted.values())
     both = top.keys() & wanted.keys()
     errors = [abs(top[token] - wanted[token]) for token in both]
@@ -85,11 +86,12 @@ def _error(top: Mapping[int, float], wanted: Mapping[int, float]) -> float:
 
 
 def compare_all(answers: Iterable[Answer], reference: Iterable[Answer]) -> list[Difference]:
+    """`compare` for each pair."""
     return [compare(answer, wanted) for answer, wanted in zip(answers, reference, strict=True)]
 
 
 def rule_from(reference: Result) -> Rule:
-    """The rule for kernels that round: how the reference, without any cache, differs from itself asked again."""
+    """The rule for kernels that round: the reference, without any cache, against itself asked a second time."""
     sections = reference.answers.items()
     own = [each for name, answers in sections for each in compare_all(reference.answers_again[name], answers)]
     return Rule(
@@ -104,7 +106,7 @@ def _parted(differences: Sequence[Difference]) -> int:
 
 
 def judge_answers(lane: str, patched: Result, reference: Result, rule: Rule) -> list[Check]:
-    """Exactness, the chunk-aligned case on its own, and whether planted defects would have been seen."""
+    """Exactness, the chunk-aligned case on its own, and whether the planted defects are noticed."""
     asked = {name: [q for wave in waves for q in wave] for name, waves in patched.sections.items()}
     differences = {name: compare_all(patched.answers[name], reference.answers[name]) for name in patched.answers}
     questions = asked[EXACT] + asked[RESEND]
@@ -119,7 +121,9 @@ def judge_answers(lane: str, patched: Result, reference: Result, rule: Rule) -> 
         Check(
             f"the check can see, {lane}",
             WRONG if unseen else OK,
-            f"planted and not noticed: {', '.join(unseen)} ({errors})" if unseen else f"planted and noticed: {errors}",
+            f"planted defects not noticed: {', '.join(unseen)} ({errors})"
+            if unseen
+            else f"planted defects noticed: {errors}",
             {defect: max(d.error for d in found) for defect, found in warm.items()},
         )
     )
@@ -135,7 +139,7 @@ def _exactness(
         if question.hit is not None and answer.cached != question.hit
     ]
     wrong = [
-        f"{question.case}: {_in_words(difference)}"
+        f"{question.case}: {_description(difference)}"
         for question, difference in zip(questions, differences, strict=True)
         if not rule.accepts(difference)
     ]
@@ -148,8 +152,8 @@ def _exactness(
     if rule is not STRICT:
         ties = max(difference.tie for difference in differences)
         says += f" ({'bit-equal' if error == 0 else f'ties of {ties:.2g}' if parted else 'same tokens'}; by the "
-        says += f"reference's own scatter {int(rule.share * len(answers))} may differ at ties below {rule.tie:.2g}, "
-        says += f"logprobs within {rule.error:.2g})"
+        says += f"reference's own scatter, {int(rule.share * len(answers))} may have another token at ties below "
+        says += f"{rule.tie:.2g}, and logprobs may differ by {rule.error:.2g})"
     faults = missed + wrong
     if faults:
         says += f"; {len(missed)} wrong hits, {len(wrong)} wrong answers: " + "; ".join(faults[:3])
@@ -165,27 +169,25 @@ def _exactness(
     return Check(name, OK if not missed and rule.accepts_all(differences) else WRONG, says, numbers)
 
 
-def _in_words(difference: Difference) -> str:
+def _description(difference: Difference) -> str:
     if difference.token is None:
         return f"logprobs off by {difference.error:.2g}"
     return (
-        f"token {difference.token} is another, the reference prefers its own by {difference.tie:.2g}; "
+        f"token {difference.token} differs, and the reference prefers its own by {difference.tie:.2g}; "
         f"logprobs off by {difference.error:.2g}"
     )
 
 
 def judge_passes(lane: str, results: dict[str, Result]) -> Check:
-    """One pass for every single prompt of the patched engine; the others' beside it."""
-    said = "cold / warm: " + "; ".join(
-        f"{engine} {_passes_in_words(result.passes)}" for engine, result in results.items()
-    )
+    """The patched engine, the first of `results`, takes one pass for every prompt; the others stand beside it."""
+    says = "cold / warm: " + "; ".join(f"{engine} {_passes(result.passes)}" for engine, result in results.items())
     patched = next(iter(results.values())).passes
     verdict = OK if patched and all(each.passes == 1 for each in patched) else WRONG
     numbers = {engine: [each._asdict() for each in result.passes] for engine, result in results.items()}
-    return Check(f"forward passes, {lane}", verdict, said, numbers)
+    return Check(f"forward passes, {lane}", verdict, says, numbers)
 
 
-def _passes_in_words(passes: Sequence[Passes]) -> str:
+def _passes(passes: Sequence[Passes]) -> str:
     pairs = zip(passes[::2], passes[1::2], strict=True)
     return ", ".join(
         f"{cold.passes} / {warm.passes} for {cold.prompt} tokens ({warm.cached} cached)" for cold, warm in pairs
@@ -193,8 +195,8 @@ def _passes_in_words(passes: Sequence[Passes]) -> str:
 
 
 def judge_block_copy(lane: str, untouched: Result, patched: Result, reference: Result, rule: Rule) -> Check:
-    """Whether vLLM's own copy of a partial block loses a part of it here; wrong only where the cure fails too."""
-    found = compare_all(untouched.answers[RESEND], reference.answers[RESEND])
+    """Whether vLLM's own copy of a partial block loses a part of it here; wrong only if the cure fails too."""
+    alone = compare_all(untouched.answers[RESEND], reference.answers[RESEND])
     cured = compare_all(patched.answers[RESEND], reference.answers[RESEND])
     pages = untouched.facts["pages_at_one_address"]
     layout = (
@@ -202,17 +204,17 @@ def judge_block_copy(lane: str, untouched: Result, patched: Result, reference: R
         if pages
         else "no two caches with different pages start at one address"
     )
-    bad = sum(not rule.accepts(difference) for difference in found)
+    bad = sum(not rule.accepts(difference) for difference in alone)
     hits = sum(bool(answer.cached) for answer in untouched.answers[RESEND])
-    bites = f"bites: {bad} of {hits} resent answers are wrong" if bad else f"does not bite: {hits} resent answers hold"
+    effect = f"{bad} of {hits} resent answers wrong" if bad else f"all {hits} resent answers right"
     works = rule.accepts_all(cured)
-    says = f"untouched vLLM's copy {bites}; with the patches they {'hold' if works else 'are WRONG'}; {layout}"
+    says = f"vLLM alone gives {effect}; with the patches they are {'right' if works else 'WRONG'}; {layout}"
     numbers = {"untouched_wrong": bad, "resent": hits, "pages_at_one_address": pages, "cured": works}
     return Check(f"block copy, {lane}", OK if works and hits else WRONG, says, numbers)
 
 
-def tell_timing(lane: str, timing: Timing) -> Check:
-    """Numbers for the record; nothing to fail."""
+def timing_check(lane: str, timing: Timing) -> Check:
+    """Numbers for the record; they cannot fail."""
     says = (
         f"a pass takes {_ms(timing.decode_pass)}, a further prompt token {_ms(timing.prompt_token)}; first token of "
         f"{timing.prompt} tokens {_ms(timing.first_token_cold)} cold, {_ms(timing.first_token_warm)} warm; "
@@ -226,7 +228,7 @@ def _ms(seconds: float) -> str:
 
 
 def judge_environment(lane: str, facts: dict[str, Any]) -> Check:
-    """What runs here, and whether the patches do."""
+    """What runs here, and whether the patches are live."""
     parts = [
         facts["device"],
         facts["machine"],
@@ -241,10 +243,13 @@ def judge_environment(lane: str, facts: dict[str, Any]) -> Check:
         f"cache block {facts['block']}, match unit {facts['match_unit']}, states every {facts['alignment']} tokens",
     ]
     if not facts["patches_live"]:
-        verdict = "the patches are not live: is the plugin installed beside vLLM?"
-    elif not facts["exporting"]:
-        verdict = "the patches are live, but states cost a pass each: they are not written inside the pass"
+        verdict = (
+            'the patches are not live: run "pip install --no-deps vllm-seamark" in this environment, and read the '
+            "lines with seamark in the engine's log"
+        )
+    elif not facts["writes_in_forward"]:
+        verdict = "the patches are live, but states are not written inside the pass: each costs a pass of its own"
     else:
-        verdict = "patches live, states written inside the pass"
-    fine = facts["patches_live"] and facts["exporting"]
+        verdict = "the patches are live, states are written inside the pass"
+    fine = facts["patches_live"] and facts["writes_in_forward"]
     return Check(f"environment, {lane}", OK if fine else WRONG, ", ".join([*filter(None, parts), verdict]), facts)

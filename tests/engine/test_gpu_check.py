@@ -51,10 +51,10 @@ class Report(NamedTuple):
 
     status: int
     printed: str
-    told: dict[str, Any]
+    written: dict[str, Any]
 
     def check(self, name: str) -> dict[str, Any]:
-        return next(check for check in self.told["checks"] if check["name"] == name)
+        return next(check for check in self.written["checks"] if check["name"] == name)
 
 
 class Remembering(Engines):
@@ -97,18 +97,18 @@ def rehearsal(engines, patch, model, tmp_path_factory) -> Report:
 
 def test_nothing_is_wrong_on_a_cpu(rehearsal):
     assert rehearsal.status == 0, rehearsal.printed
-    assert {check["name"]: check["verdict"] for check in rehearsal.told["checks"]} == {
+    assert {check["name"]: check["verdict"] for check in rehearsal.written["checks"]} == {
         **dict.fromkeys(NAMES, "ok"),
         "model runner V2": "not run",
     }
     assert all(name in rehearsal.printed for name in NAMES)
-    assert rehearsal.told["device"] == "cpu" and rehearsal.told["wrong"] == 0
+    assert rehearsal.written["device"] == "cpu" and rehearsal.written["wrong"] == 0
 
 
 def test_the_environment_names_what_runs(rehearsal):
     facts = rehearsal.check(NAMES[0])["numbers"]
     assert facts["device"] == "CPU" and facts["vllm"] == "0.32.0" and facts["runner"] == "V1"
-    assert facts["patches_live"] and facts["exporting"] and facts["block"] == 384 and facts["match_unit"] == 16
+    assert facts["patches_live"] and facts["writes_in_forward"] and facts["block"] == 384 and facts["match_unit"] == 16
 
 
 def test_most_answers_come_from_the_cache_and_are_exact(rehearsal):
@@ -241,8 +241,8 @@ def test_a_second_pass_is_wrong():
     assert judge_passes("lane", {"Seamark": Result()}).verdict == WRONG
 
 
-class Told:
-    """Stands in for engines that cannot be had here: answers by name."""
+class CannedEngines:
+    """Outcomes by name, for engines that cannot run here."""
 
     def __init__(self, outcomes: dict[str, Outcome]) -> None:
         self._outcomes = outcomes
@@ -252,7 +252,7 @@ class Told:
 
 
 def verdicts(lane: Lane, outcomes: dict[str, Outcome]) -> dict[str, str]:
-    return {check.name: check.verdict for check in run_lane(lane, Told(outcomes), Path("model"))}
+    return {check.name: check.verdict for check in run_lane(lane, CannedEngines(outcomes), Path("model"))}
 
 
 def test_an_engine_that_only_the_patches_keep_from_starting_is_wrong():
@@ -271,7 +271,7 @@ def test_a_model_runner_that_vllm_does_not_start_is_not_run(patched, engines):
     lane = Lane("m", "d", (OTHER_RUNNER,), strict=True)
     reference = engines.outcomes[f"{LANE} reference"]
     outcomes = {"m d patched": Outcome(patched), "m d reference": reference}
-    told = verdicts(lane, outcomes | {"m d runner V2": Outcome(None, "ValueError: not supported")})
-    assert told["exactness, m d runner V2"] == NOT_RUN
-    told = verdicts(lane, outcomes | {"m d runner V2": Outcome(patched)})
-    assert told["exactness, m d runner V2"] == NOT_RUN  # vLLM took the same one again
+    found = verdicts(lane, outcomes | {"m d runner V2": Outcome(None, "ValueError: not supported")})
+    assert found["exactness, m d runner V2"] == NOT_RUN
+    found = verdicts(lane, outcomes | {"m d runner V2": Outcome(patched)})
+    assert found["exactness, m d runner V2"] == NOT_RUN  # vLLM took the same one again
