@@ -1,0 +1,1 @@
+"""The commands `seamark worker` and `seamark model`."""

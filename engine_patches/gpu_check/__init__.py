@@ -1,0 +1,1 @@
+"""`seamark gpu-check`: exactness, hits and forward passes of this machine's vLLM, on tiny models."""
