@@ -1,4 +1,7 @@
-"""Files an operator writes: TOML checked against a model, complaints that name file and field and never a value."""
+"""Files an operator writes: TOML checked against a model, files that are read again when they change, secrets, workers.
+
+Complaints name the setting, the file and the field, and never show a value: it may be a secret in the wrong place.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, Validat
 
 from proxy.errors import SettingsError
 
+logger = logging.getLogger("seamark.settings")
+
+T = TypeVar("T")
+
 M = TypeVar("M", bound=BaseModel)
+
+_HTTP_URL = TypeAdapter(HttpUrl)
 
 
 def read_toml(setting: str, path: Path) -> dict[str, Any]:
@@ -35,7 +44,7 @@ def read_model(setting: str, path: Path, model: type[M]) -> M:
 
 
 def read_secret(setting: str, path: Path) -> str:
-    """The first line of a file that holds a secret. Raises `SettingsError` where there is none."""
+    """The content of a file that holds one secret. Raises `SettingsError` if there is none."""
     try:
         secret = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -45,44 +54,36 @@ def read_secret(setting: str, path: Path) -> str:
     return secret
 
 
-logger = logging.getLogger("seamark.settings")
-
-T = TypeVar("T")
-
-
 class WatchedFile(Generic[T]):
-    """A file and what it says."""
+    """A file and its last good content."""
 
     def __init__(self, path: Path, read: Callable[[Path], T]) -> None:
-        """`read` raises `SettingsError` for a file that it cannot use; so does this, the first time."""
+        """`read` raises `SettingsError` for a file that it cannot use; the constructor raises it, too."""
         self._path = path
         self._read = read
-        self._stamp = self._look()
+        self._stamp = self._current_stamp()
         self.value: T = read(path)
 
     def refresh(self) -> bool:
-        """Whether there is a new value. One line in the log says so, or says why the old one stays."""
-        stamp = self._look()
+        """Whether there is a new value. A line in the log says so, or says why the old value stays."""
+        stamp = self._current_stamp()
         if stamp == self._stamp:
             return False
         self._stamp = stamp
         try:
             self.value = self._read(self._path)
         except SettingsError as error:
-            logger.error("%s; what it said before stays in force", error)
+            logger.error("%s; its previous content stays in force", error)
             return False
         logger.info("%s was read again", self._path)
         return True
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _current_stamp(self) -> tuple[int, int, int] | None:
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-_HTTP_URL = TypeAdapter(HttpUrl)
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def worker_url(url: object) -> str:
@@ -92,11 +93,18 @@ def worker_url(url: object) -> str:
     return base_url(text)
 
 
-class _Entry(BaseModel):
+def base_url(url: str) -> str:
+    """A worker's address as the gateway appends paths to it. Users often give it with `/v1`, as SDKs want it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+class WorkerEntry(BaseModel):
+    """A `[[worker]]` of the workers file."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str
-    max_inflight: int | None = Field(None, ge=0)
+    max_inflight: int | None = Field(None, ge=0)  # None: the setting's
 
     @field_validator("url")
     @classmethod
@@ -104,17 +112,12 @@ class _Entry(BaseModel):
         return worker_url(url)
 
 
-class _File(BaseModel):
+class _WorkersFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    worker: tuple[_Entry, ...] = ()
+    worker: tuple[WorkerEntry, ...] = ()
 
 
 def read_workers(path: Path) -> tuple[tuple[str, int | None], ...]:
-    """`[[worker]]` entries: `url`, and `max_inflight` where it is not the setting's. Raises `SettingsError`."""
-    return tuple((entry.url, entry.max_inflight) for entry in read_model("workers_file", path, _File).worker)
-
-
-def base_url(url: str) -> str:
-    """A worker's address as the gateway appends paths to it: users often give it with SDKs' `/v1`."""
-    return url.rstrip("/").removesuffix("/v1")
+    """URL and `max_inflight` of each `[[worker]]` entry. Raises `SettingsError`."""
+    return tuple((entry.url, entry.max_inflight) for entry in read_model("workers_file", path, _WorkersFile).worker)

@@ -1,4 +1,4 @@
-"""Everything that can go wrong towards a client, each with its HTTP status, in OpenAI's error envelope."""
+"""Every error that a client can get, each with its HTTP status, in OpenAI's error envelope; and `SettingsError`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BadRequest(GatewayError):
 
 
 class TooDeep(BadRequest):
-    """Nested deeper than is looked into."""
+    """The body is nested deeper than the gateway reads."""
 
 
 class Unauthorized(GatewayError):
@@ -45,7 +45,7 @@ class Unauthorized(GatewayError):
 
 
 class Forbidden(GatewayError):
-    """The key is known, and not for this."""
+    """The key is known, but does not allow this."""
 
     status = 403
     type = "invalid_request_error"
@@ -71,7 +71,7 @@ class BodyTooLarge(GatewayError):
 
 
 class KeyBusy(GatewayError):
-    """The key has as many requests under way and waiting as it may."""
+    """The key already has as many requests under way and waiting as it may."""
 
     status = 429
     type = "rate_limit_error"
@@ -80,7 +80,7 @@ class KeyBusy(GatewayError):
 
 
 class WorkerFailed(GatewayError):
-    """A worker broke off after it had been given the request, so it was not sent again."""
+    """A worker broke off after it had received the request, so the request was not sent again."""
 
     status = 502
     type = "upstream_error"
@@ -95,7 +95,7 @@ class NoWorker(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """Every worker has as many requests as it may, and the queue is full or the wait too long."""
+    """Every worker has as many requests as it may, and the queue is full or the wait was too long."""
 
     status = 503
     type = "service_unavailable"
@@ -104,7 +104,7 @@ class Overloaded(GatewayError):
 
 
 class Stopping(GatewayError):
-    """The gateway stops, and the answer was not complete when its time to finish ended."""
+    """The gateway stops, and the answer was not complete when the time to finish was over."""
 
     status = 503
     type = "service_unavailable"

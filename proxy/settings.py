@@ -20,51 +20,53 @@ REWRITE_RULES: tuple[RewriteRule, ...] = get_args(RewriteRule)
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
-# Values that may hold a password, and are never told.
+# Settings whose values may hold a password. They are never printed.
 SECRET = frozenset({"redis"})
 
 _BOOL = TypeAdapter(bool)
 
-# What `shadow` implies where nothing else is said: each of these would change a request or an answer.
+# What `shadow` implies for settings that are not given: each of these would change a request or an answer.
 IN_SHADOW: Mapping[str, Any] = {"ask_usage": False, "rewrite": (), "heartbeat": 0.0, "self_check_interval": 0.0}
 
 
 class Settings(BaseModel):
-    """Built once, at the edge."""
+    """All settings. `load` builds them once, when the gateway starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker: tuple[str, ...] = Field((), description="base URL of a vLLM server (repeat for several)")
     workers_file: Path | None = Field(
-        None, description="TOML file with [[worker]] entries (url, max_inflight), read again when it changes"
+        None, description="TOML file with [[worker]] entries (url, max_inflight); read again when it changes"
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on")
-    health_interval: float = Field(5.0, gt=0, description="seconds between two looks at each worker")
+    health_interval: float = Field(5.0, gt=0, description="seconds between two health checks of each worker")
     connect_timeout: float = Field(2.0, gt=0, description="seconds to wait for a connection to a worker")
     render_timeout: float = Field(
         5.0, gt=0, description="seconds a worker gets to render a chat before it is forwarded without a hint"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body")
-    max_bodies_bytes: int = Field(2**30, gt=0, description="largest size of all request bodies together")
+    max_bodies_bytes: int = Field(2**30, gt=0, description="largest size of all request bodies in memory together")
     memory_bytes: int = Field(
-        128 * 2**20, gt=0, description="memory for positions of prefixes, and for which worker was sent which"
+        128 * 2**20,
+        gt=0,
+        description="memory for the positions of prefixes, and for the index of which worker holds which prefix",
     )
     text_bytes: int = Field(
         128 * 2**20,
         ge=0,
-        description="memory for recent prompts, to learn what they share inside, to say what changed, and to continue "
-        "stored responses; 0 keeps no text and does none of it",
+        description="memory for the text of recent prompts: it serves to learn what they share inside, to say what "
+        "changed, and to continue stored responses; 0 keeps no text and does none of these",
     )
     boundary_budget: int = Field(6, gt=0, le=16, description="most positions in the hint of one request")
-    rewrite: tuple[str, ...] = Field(
+    rewrite: tuple[RewriteRule, ...] = Field(
         ("billing_header",),
-        description=f"rewrite rules to apply, out of {', '.join(REWRITE_RULES)}; none: an empty text",
+        description=f"rewrite rules to apply, out of {', '.join(REWRITE_RULES)}; an empty text: none",
     )
     tokenizer: Path | None = Field(
         None,
-        description="folder with the model's tokenizer.json and chat template, to render here once proved equal to "
-        "the worker",
+        description="folder with the model's tokenizer.json and chat template; the gateway renders chats itself once "
+        "its results have proved equal to the worker's",
     )
     excerpts: bool = Field(False, description="show some characters of prompts in /seamark/requests/{id}")
     load_slack: int = Field(
@@ -74,32 +76,37 @@ class Settings(BaseModel):
         1024, ge=0, description="requests at one worker at once; more wait in the gateway; 0: no limit"
     )
     max_queue: int = Field(1024, ge=0, description="requests waiting in the gateway; more are refused with 503")
-    queue_timeout: float = Field(30.0, gt=0, description="seconds a request waits for a place at a worker")
+    queue_timeout: float = Field(30.0, gt=0, description="seconds a request waits for a slot at a worker")
     silence_timeout: float = Field(
-        900.0, gt=0, description="seconds without a byte from the worker after which a request is given up"
+        900.0, gt=0, description="seconds without a byte from the worker after which the gateway gives a request up"
     )
     client_timeout: float = Field(60.0, gt=0, description="seconds to wait for the next piece of a client's request")
     ask_usage: bool = Field(
-        True, description="have streams report their tokens where the client did not ask; it does not see them"
+        True, description="ask streams for their token counts even if the client did not; the client does not see them"
     )
     heartbeat: float = Field(15.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: never")
-    drain_timeout: float = Field(60.0, gt=0, description="seconds to finish requests when the gateway is stopped")
+    drain_timeout: float = Field(60.0, gt=0, description="seconds to finish requests when the gateway stops")
     replay_seconds: float = Field(
-        30.0, ge=0, description="seconds for replaying hot prefixes on a restarted worker before it is used; 0: none"
+        30.0,
+        ge=0,
+        description="seconds for replaying hot prefixes on a restarted worker before it gets requests; 0: no replay",
     )
     api_keys: Path | None = Field(
         None, description="TOML file with the API keys of clients; read again when it changes"
     )
     salt_secret_file: Path | None = Field(
         None,
-        description="file with the secret that cache salts of API keys are derived from; the same for all gateways; "
-        "without it a new one at each start",
+        description="file with the secret from which the cache salts of API keys are derived, the same for all "
+        "gateways; without it each start draws a new secret",
     )
     worker_api_key_file: Path | None = Field(
-        None, description="file with the API key that the workers want (vLLM's --api-key)"
+        None, description="file with the API key that the workers require (vLLM's --api-key)"
     )
     admin_port: int | None = Field(
-        None, ge=0, le=65535, description="port for /metrics, /ui and /seamark/*, which then are nowhere else"
+        None,
+        ge=0,
+        le=65535,
+        description="port for /metrics, /ui and /seamark/*, which the main port then no longer serves",
     )
     admin_host: str = Field("127.0.0.1", description="address for the admin port")
     max_header_bytes: int = Field(65536, gt=0, description="largest request head: target and headers")
@@ -108,11 +115,11 @@ class Settings(BaseModel):
     self_check_interval: float = Field(
         30.0,
         ge=0,
-        description="seconds between two looks whether an idle worker's answers from the cache are right; 0: none",
+        description="seconds between two checks of an idle worker: are its answers from the cache right? 0: no checks",
     )
-    self_check_tokens: int = Field(16384, ge=256, description="tokens of a prompt that such a look takes at most")
+    self_check_tokens: int = Field(16384, ge=256, description="most tokens of a prompt in such a check")
     shadow: bool = Field(
-        False, description="change nothing of requests and answers, send no hints, and tell what is lost without them"
+        False, description="leave requests and answers unchanged, send no hints, and report what is lost without them"
     )
 
     redis: str | None = Field(
@@ -135,40 +142,38 @@ class Settings(BaseModel):
             return None
         parts = urlsplit(url.strip())
         if parts.scheme not in REDIS_SCHEMES:
-            raise ValueError(f"its URL begins with one of {', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)}")
+            raise ValueError(f"its URL must begin with one of {', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)}")
         path = parts.path.strip("/")
         if parts.scheme == "unix":
             sound = bool(path)
         else:
-            # `port` raises a `ValueError` that tells the port and nothing else.
+            # `port` raises a `ValueError` that shows the port and nothing else.
             sound = bool(parts.hostname) and (parts.port is None or parts.port > 0) and (not path or path.isdecimal())
         if not sound:
-            raise ValueError("needed is redis://[user:password@]host[:port][/database] or unix:///path")
+            raise ValueError("the URL must read redis://[user:password@]host[:port][/database] or unix:///path")
         if any(not name.startswith("ssl_") and name != "db" for name, _ in parse_qsl(parts.query)):
-            raise ValueError("of options, only db and those that begin with ssl_ can stand in its URL")
+            raise ValueError("its URL may hold no options but db and those that begin with ssl_")
         return url.strip()
 
     @field_validator("worker", mode="before")
     @classmethod
     def _workers(cls, value: Any) -> tuple[str, ...]:
         urls = value.split(",") if isinstance(value, str) else value
+        if not isinstance(urls, Sequence):
+            raise ValueError("it must be a URL or a list of URLs")
         return tuple(dict.fromkeys(map(worker_url, urls)))
 
     @field_validator("tokenizer")
     @classmethod
     def _tokenizer(cls, folder: Path | None) -> Path | None:
         if folder is not None and not (folder / "tokenizer.json").is_file():
-            raise ValueError("the folder of a model is needed, and this has no tokenizer.json")
+            raise ValueError("it must be the folder of a model, and this one has no tokenizer.json")
         return folder
 
     @field_validator("rewrite", mode="before")
     @classmethod
-    def _rules(cls, value: Any) -> tuple[str, ...]:
-        names = value.split(",") if isinstance(value, str) else value
-        names = tuple(name.strip() for name in names if name.strip())
-        if unknown := [name for name in names if name not in REWRITE_RULES]:
-            raise ValueError(f"no rule is called {unknown[0]}, only {', '.join(REWRITE_RULES)}")
-        return names
+    def _rules(cls, value: Any) -> Any:
+        return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,24 +187,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         text += "" if default is None else f" (default {str(default).lower()})"
-        values = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-        parser.add_argument(flag, metavar=name.upper(), help=text, **values)
+        if field.annotation is bool:
+            parser.add_argument(flag, metavar=name.upper(), help=text, nargs="?", const="true")
+        else:
+            parser.add_argument(flag, metavar=name.upper(), help=text)
 
 
 def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    """Merge the sources and validate. Raises `SettingsError` naming the setting."""
+    """Merge the sources and validate. Raises `SettingsError` naming the setting.
+
+    pydantic-settings would save no line: lists as `a,b`, `--shadow true`, an empty SEAMARK_REWRITE, hidden secrets and
+    these errors all need code of ours there, too, and its `Settings(...)` would read the environment each time.
+    """
     names = list(Settings.model_fields)
     values: dict[str, Any] = {}
     config = args.config or (Path(environment[PREFIX + "CONFIG"]) if environment.get(PREFIX + "CONFIG") else None)
     if config is not None:
         values.update(read_toml("config", config))
-    told = {name: environment.get(PREFIX + name.upper()) for name in names}
-    # An empty variable is one that was left as .env.example has it; only of rules there can be none.
-    values.update({name: value for name, value in told.items() if value or (value == "" and name == "rewrite")})
+    variables = {name: environment.get(PREFIX + name.upper()) for name in names}
+    # An empty variable was left as .env.example has it. Only for the rewrite rules does it mean something: none.
+    values.update({name: value for name, value in variables.items() if value or (value == "" and name == "rewrite")})
     values.update({name: getattr(args, name) for name in names if getattr(args, name) is not None})
     if not values.get("worker") and not values.get("workers_file"):
         raise SettingsError(
-            "worker: none given; name at least one vLLM server, for example --worker http://127.0.0.1:8000"
+            "worker: none is given; name at least one vLLM server, for example --worker http://127.0.0.1:8000"
         )
     try:
         return Settings(**values)
@@ -208,10 +219,10 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
 
 
 def _complaints(errors: Sequence[Any]) -> list[str]:
-    told = []
+    complaints = []
     for error in errors:
-        # A name that no setting has may be a misspelt secret.
+        # An unknown name may be a misspelt secret.
         hidden = error["loc"][0] in SECRET or error["type"] == "extra_forbidden"
         got = "" if hidden else f" (got {error['input']!r})"
-        told.append(f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}{got}")
-    return told
+        complaints.append(f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}{got}")
+    return complaints

@@ -72,3 +72,52 @@ def test_a_password_is_not_told_where_its_url_is_refused(url):
         parse("--worker", "http://a", "--redis", url)
     assert "hunter2" not in str(refused.value)
     assert "hunter2" not in repr(parse("--worker", "http://a", "--redis", "redis://:hunter2@a"))
+
+
+@pytest.mark.parametrize("content", ["worker = 5", "worker = [5]", "rewrite = 5", "rewrite = ['x']", "port = []"])
+def test_a_wrong_type_in_the_file_is_refused_with_the_settings_name(tmp_path, content):
+    config = tmp_path / "seamark.toml"
+    config.write_text(f'workers_file = "workers.toml"\n{content}\n')
+    with pytest.raises(SettingsError, match=f"^{content.partition(' ')[0]}"):
+        parse("--config", str(config))
+
+
+def test_the_file_is_named_by_a_variable_too(tmp_path):
+    config = tmp_path / "seamark.toml"
+    config.write_text('worker = ["http://file:1"]\nrewrite = []\n')
+    settings = parse(environment={PREFIX + "CONFIG": str(config), PREFIX + "PORT": ""})
+    assert (settings.worker, settings.rewrite, settings.port) == (("http://file:1",), (), 8080)
+
+
+def test_an_empty_variable_counts_for_rewrite_rules_alone():
+    empty = {PREFIX + name.upper(): "" for name in Settings.model_fields}
+    settings = parse("--worker", "http://a", environment=empty)
+    assert settings == Settings(worker=("http://a",), rewrite=())
+
+
+@pytest.mark.parametrize("value", ["tools_sorted,billing_header", " tools_sorted , billing_header ,"])
+def test_rewrite_rules_are_listed_with_commas(value):
+    assert parse("--worker", "http://a", "--rewrite", value).rewrite == ("tools_sorted", "billing_header")
+    with pytest.raises(SettingsError, match=r"rewrite.*billing_header.*'nonsense'"):
+        parse("--worker", "http://a", "--rewrite", "nonsense")
+
+
+@pytest.mark.parametrize(
+    ("source", "on"), [(("--shadow",), True), (("--shadow", "true"), True), (("--shadow", "false"), False)]
+)
+def test_shadow_implies_what_changes_nothing_unless_it_is_said(source, on):
+    settings = parse("--worker", "http://a", *source)
+    changing = (settings.ask_usage, settings.rewrite, settings.heartbeat, settings.self_check_interval)
+    assert changing == ((False, (), 0, 0) if on else (True, ("billing_header",), 15, 30))
+    assert parse("--worker", "http://a", *source, "--heartbeat", "7", environment={}).heartbeat == 7
+    by_variable = parse("--worker", "http://a", environment={PREFIX + "SHADOW": "1", PREFIX + "ASK_USAGE": "true"})
+    assert by_variable.shadow and by_variable.ask_usage and not by_variable.heartbeat
+    with pytest.raises(SettingsError, match="shadow"):
+        parse("--worker", "http://a", "--shadow", "perhaps")
+
+
+def test_a_tokenizer_is_a_model_folder(tmp_path):
+    with pytest.raises(SettingsError, match=r"tokenizer.*tokenizer\.json"):
+        parse("--worker", "http://a", "--tokenizer", str(tmp_path))
+    (tmp_path / "tokenizer.json").touch()
+    assert parse("--worker", "http://a", "--tokenizer", str(tmp_path)).tokenizer == tmp_path

@@ -1,0 +1,125 @@
+"""Files an operator writes: complaints name setting, file and field, and never show a value."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from proxy.config_files import WatchedFile, base_url, read_model, read_secret, read_toml, read_workers, worker_url
+from proxy.errors import SettingsError
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    count: int
+
+
+@pytest.mark.parametrize("content", [b"count = ", b"\xff = 1", b"count: 1"])
+def test_a_file_that_is_no_toml_is_refused_by_the_name_of_its_setting(tmp_path, content):
+    path = tmp_path / "file.toml"
+    path.write_bytes(content)
+    with pytest.raises(SettingsError, match=rf"^config: {path} is not TOML"):
+        read_toml("config", path)
+
+
+def test_a_file_that_is_not_there_is_refused_by_the_name_of_its_setting(tmp_path):
+    for read in (read_toml, read_secret):
+        with pytest.raises(SettingsError, match=r"^some_setting: .*nowhere cannot be read"):
+            read("some_setting", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "content", ['count = "hunter2"\n', 'count = 1\ncuont = "hunter2"\n', '[hunter]\nx = "hunter2"']
+)
+def test_a_wrong_field_is_named_and_its_value_is_not_shown(tmp_path, content):
+    path = tmp_path / "file.toml"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=r"^api_keys: .*file.toml: (count|cuont|hunter)") as refused:
+        read_model("api_keys", path, Model)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_secret_loses_its_line_end_and_must_not_be_empty_or_binary(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("  hunter2\n")
+    assert read_secret("secret_file", path) == "hunter2"
+    for content in (b" \n", b"\xff\xfe"):
+        path.write_bytes(content)
+        with pytest.raises(SettingsError, match=r"^secret_file: "):
+            read_secret("secret_file", path)
+
+
+def change(path, content):
+    """The content replaced at another time than before: file systems' clocks may be coarse."""
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    path.write_text(content)
+    os.utime(path, ns=(before + 10**9, before + 10**9))
+
+
+def test_a_watched_file_is_read_again_once_it_has_changed(tmp_path):
+    path, reads = tmp_path / "file", []
+
+    def read(path):
+        reads.append(path.read_text())
+        return reads[-1]
+
+    path.write_text("first")
+    watched = WatchedFile(path, read)
+    assert (watched.value, watched.refresh(), reads) == ("first", False, ["first"])
+    change(path, "other")  # as long as before
+    assert (watched.refresh(), watched.value, watched.refresh()) == (True, "other", False)
+    assert reads == ["first", "other"]
+
+
+def test_a_watched_file_that_becomes_unusable_or_goes_keeps_its_value_and_says_so_once(tmp_path, caplog):
+    path = tmp_path / "file.toml"
+    path.write_text("count = 1")
+    watched = WatchedFile(path, lambda path: read_model("some_setting", path, Model))
+    change(path, "count = 'x'")
+    assert [watched.refresh(), watched.refresh()] == [False, False]
+    path.unlink()
+    assert [watched.refresh(), watched.refresh()] == [False, False]
+    assert watched.value.count == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and all("some_setting" in each and "stays in force" in each for each in messages)
+    change(path, "count = 2")
+    assert watched.refresh() and watched.value.count == 2
+
+
+def test_a_watched_file_that_is_unusable_from_the_first_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="some_setting"):
+        WatchedFile(tmp_path / "nowhere", lambda path: read_model("some_setting", path, Model))
+
+
+def test_workers_of_a_file_lose_their_v1_and_may_have_a_limit(tmp_path):
+    path = tmp_path / "workers.toml"
+    path.write_text('[[worker]]\nurl = "http://a:1/v1/"\n[[worker]]\nurl = " http://b "\nmax_inflight = 0\n')
+    assert read_workers(path) == (("http://a:1", None), ("http://b", 0))
+    path.write_text("")
+    assert read_workers(path) == ()
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ('url = "localhost:8000"', "worker.0.url"),
+        ('url = "http://a"\nmax_inflight = -1', "worker.0.max_inflight"),
+        ('url = "http://a"\nlimit = 1', "worker.0.limit"),
+        ("max_inflight = 1", "worker.0.url"),
+    ],
+)
+def test_a_wrong_worker_is_refused_by_its_field(tmp_path, entry, named):
+    path = tmp_path / "workers.toml"
+    path.write_text(f"[[worker]]\n{entry}\n")
+    with pytest.raises(SettingsError, match=f"^workers_file: .*{named}"):
+        read_workers(path)
+
+
+def test_an_address_is_given_with_or_without_v1():
+    assert {base_url(url) for url in ("http://a", "http://a/", "http://a/v1", "http://a/v1/")} == {"http://a"}
+    assert worker_url("http://a/prefix/v1") == "http://a/prefix"
+    with pytest.raises(ValueError, match="URL"):
+        worker_url("nonsense")
