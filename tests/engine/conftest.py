@@ -26,6 +26,14 @@ def model(family: str) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tokenizer(model: Path):
+    """Tokenizer and chat template of the generated model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(scope="session")
 def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
     """All of them, started at once: each takes half a minute alone. They compute in float32."""
     folder = tmp_path_factory.mktemp("servers")

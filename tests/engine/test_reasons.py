@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import random
-import time
 import uuid
 
 import httpx
 import pytest
 
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
-from proxy.observability.reasons import deepest
 from tests.harness.changed_requests import changed_requests
 from tests.harness.engines import SharedServers
-from tests.harness.recording_worker import recording_worker
 
 CHAT = "/v1/chat/completions"
 
@@ -80,29 +77,6 @@ def test_hint_ignored(servers: SharedServers, new):
     assert told["reason"] == "hint_ignored" and told["predicted"] > 64 and told["delivered"] == 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_not_worth_it(fleet: Servers, stream):
-    """An engine whose passes are dear: its answers are recorded ones, its word of this request is what counts."""
-    with recording_worker(cached=0) as worker:
-        gateway = fleet.gateway(worker)
-        gateway.wait_until_ready("/ready", seconds=30)
-        body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
-        httpx.post(gateway.url + CHAT, json=body)
-        worker.outcomes = {"boot": "b", "cursor": 1, "outcomes": [["dear", "not_worth_it", 0]]}
-        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        httpx.post(gateway.url + CHAT, json={**body, **options}, headers={"x-request-id": "dear"})
-        assert httpx.get(f"{gateway.url}/seamark/requests/dear").json()["reason"] == "not_worth_it"
-        assert 'seamark_miss_total{model="m",reason="not_worth_it"} 1.0' in httpx.get(gateway.url + "/metrics").text
-        # What is not worth it is not kept: nobody expects it again.
-        assert httpx.post(gateway.url + CHAT, json=body).headers["x-seamark-predicted"] == "0"
-
-
-def test_render_failed(servers: SharedServers, fleet: Servers, new):
-    gateway = fleet.gateway(servers.seamark, flags=("--render-timeout", "0.0001"))
-    gateway.wait_until_ready("/ready", seconds=30)
-    assert explained(gateway, ask(gateway, new, "Tide?"))["reason"] == "render_failed"
-
-
 def test_another_worker_has_more(servers: SharedServers, fleet: Servers, new):
     gateway = fleet.gateway(servers.seamark, servers.tight, flags=("--load-slack", "0"))
     gateway.wait_until_ready("/ready", seconds=30)
@@ -122,22 +96,6 @@ def test_another_worker_has_more(servers: SharedServers, fleet: Servers, new):
     raise AssertionError("the holder was never chosen for the long answer")
 
 
-def test_worker_restarted(fleet: Servers):
-    """The one case a real engine takes too long to show: its answers are recorded ones."""
-    with recording_worker() as worker:
-        gateway = fleet.gateway(worker, flags=("--health-interval", "0.1"))
-        gateway.wait_until_ready("/ready", seconds=30)
-        body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
-        httpx.post(gateway.url + CHAT, json=body)
-        worker.boot, worker.cached = "1.8e+09", 0
-        deadline = time.monotonic() + 20
-        while not httpx.get(gateway.url + "/seamark/status").json()["workers"][0]["boot"].endswith("#1.8e+09"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        answer = httpx.post(gateway.url + CHAT, json=body)
-        assert answer.headers["x-seamark-reason"] == "worker_restarted"
-
-
 def test_prefix_changed_names_the_right_part(servers: SharedServers):
     for case in changed_requests(
         15, random.Random(17)
@@ -154,21 +112,3 @@ def test_prefix_changed_names_the_right_part(servers: SharedServers):
 def test_the_page_knows_no_request_it_was_not_sent(servers: SharedServers):
     answer = httpx.get(servers.gateway.url + "/seamark/requests/made-up")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
-
-
-@pytest.mark.parametrize(
-    ("gateway", "engine", "word"),
-    [
-        ("hit", "hit", "hit"),
-        ("evicted", "not_worth_it", "not_worth_it"),
-        ("evicted", "evicted", "evicted"),
-        ("evicted", "cold", "evicted"),
-        ("cold", "not_worth_it", "cold"),
-        ("cold", "hint_ignored", "hint_ignored"),
-        ("other_worker", "evicted", "other_worker"),
-        ("prefix_changed", "cold", "prefix_changed"),
-        ("evicted", None, "evicted"),
-    ],
-)
-def test_the_deeper_of_two_reasons_is_told(gateway, engine, word):
-    assert deepest(gateway, engine) == word

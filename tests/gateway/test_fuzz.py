@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from proxy.bench.harness.servers import Servers
 from tests.bench import fuzz_framing
 from tests.bench.aborts import started
 from tests.bench.fuzz import GATEWAY_FLAGS, Failure, Fuzzed, Run, fuzz, render
 from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, Sent, case, complaint, name_of, same_body
+from tests.harness.forked_gateways import GatewayForks
 from tests.harness.raw_http import request
 from tests.harness.strict_worker import Seen, StrictWorker, frame
 
@@ -21,7 +21,7 @@ SECONDS = 30.0
 
 
 async def test_half_a_minute_of_broken_requests(tmp_path):
-    with Servers(tmp_path) as fleet:
+    with GatewayForks(tmp_path) as fleet:
         result = await fuzz(fleet, seed=1, seconds=SECONDS)
     print(render(result))
     assert result.held, render(result)
@@ -31,7 +31,7 @@ async def test_half_a_minute_of_broken_requests(tmp_path):
 
 async def test_no_ambiguous_request_gets_past_the_gateway(tmp_path):
     async with StrictWorker() as worker:
-        with Servers(tmp_path) as fleet:
+        with GatewayForks(tmp_path) as fleet:
             run = Run(await started(fleet.gateway(worker, flags=GATEWAY_FLAGS)), worker, 0)
             for number, (wrong, data) in enumerate(fuzz_framing.ambiguous("").items()):
                 data = fuzz_framing.ambiguous(name_of(0, number))[wrong]
@@ -136,7 +136,7 @@ async def test_a_body_in_utf_16_is_answered_whatever_it_is_called(tmp_path, path
     body = {"model": "m", "messages": [], "stream": True, "cache_salt": "x", "kv_transfer_params": {"a": 1}}
     raw = json.dumps(body).encode("utf-16")
     async with StrictWorker() as worker:
-        with Servers(tmp_path) as fleet:
+        with GatewayForks(tmp_path) as fleet:
             run = Run(await started(fleet.gateway(worker)), worker, 0)
             sent = Sent("utf-16", "POST", path, raw)
             headers = {"content-type": "text/plain; charset=utf-16", "x-mock-id": sent.name}

@@ -31,6 +31,7 @@ from tests.bench.gateway_cost import (
     targets,
 )
 from tests.bench.peers import VLLM_ROUTER, Command, Peer
+from tests.harness.forked_gateways import GatewayForks
 from tests.harness.load import CHAT, connect, request, send_all
 from tests.harness.mock_worker import FRAMES, FRAMES_FIELD, MATCH_UNIT, MODEL, STEP_FIELD, mock_worker
 
@@ -47,7 +48,7 @@ class Stand(NamedTuple):
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with Servers(tmp_path_factory.mktemp("stand")) as servers:
+    with GatewayForks(tmp_path_factory.mktemp("stand")) as servers:
         worker = mock_worker(servers)
         worker.wait_until_ready()
         gateway = servers.gateway(worker)

@@ -70,7 +70,7 @@ class GatewayForks(Servers):
         _, _, *command = arguments  # after `-m proxy.cli`
         log = self._folder / f"{name}-{port}.log"
         server = Server(name, f"http://127.0.0.1:{port}", log, ForkedProcess(command, log, self.constants))
-        self.servers.append(server)
+        self.started.append(server)
         return server
 
 
@@ -85,7 +85,9 @@ def _serve(command: list[str], log: str, environment: dict[str, str], constants:
     os.environ.update(environment)
     for name, value in constants.items():
         module, _, constant = name.rpartition(".")
-        setattr(importlib.import_module(module), constant, value)
+        owner = importlib.import_module(module)
+        getattr(owner, constant)  # a name that has gone would change nothing
+        setattr(owner, constant, value)
     from proxy.cli import main
 
     sys.argv = ["seamark", *command]

@@ -59,6 +59,7 @@ class RecordingWorker:
     boot: str = "1.7e+09"
     models: tuple[str, ...] = ("m",)
     render_status: int = 200
+    hang_renders: bool = False  # answer no render until the gateway goes
     cached: int = 160  # tokens it reports
     status: int = 200  # of whole answers
     outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
@@ -100,6 +101,9 @@ class RecordingWorker:
         if path == "/seamark/outcomes":
             status = 200 if self.has_feed else 404
             return await _answer(send, json.dumps(self.outcomes).encode(), status=status)
+        if path == "/v1/chat/completions/render" and self.hang_renders:
+            await receive()
+            return None
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")

@@ -24,10 +24,7 @@ def user(text: str) -> dict[str, str]:
         {"messages": [SYSTEM, user("<|im_end|> quoted")], "tools": TOOLS, "add_generation_prompt": False},
     ],
 )
-def test_it_equals_transformers(model, body):
-    from transformers import AutoTokenizer
-
+def test_it_equals_transformers(model, tokenizer, body):
     options = {"add_generation_prompt": body.get("add_generation_prompt", True), "return_dict": False}
-    tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer.apply_chat_template(body["messages"], tools=body.get("tools"), **options)
     assert LocalRender(model, 10**7).tokens(body).raw == TokenIds.of(ids).raw

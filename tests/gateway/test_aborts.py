@@ -1,0 +1,171 @@
+"""A client that leaves frees the worker at once, and nothing of it is left: `python -m tests.bench.aborts`, small."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from proxy.bench.harness.servers import Server
+from proxy.commands.render_server import free_port
+from proxy.server.uvicorn_server import server_for
+from proxy.settings import Settings
+from tests.bench import aborts
+from tests.bench.aborts import (
+    CASES,
+    CHAT,
+    Aborts,
+    Left,
+    Remains,
+    asking,
+    chat,
+    leave,
+    leave_all,
+    queue_case,
+    remains,
+    render,
+    started,
+)
+from tests.bench.soak import bad_lines
+from tests.harness.forked_gateways import GatewayForks
+from tests.harness.raw_http import Connection, request
+from tests.harness.strict_worker import SILENT, WHOLE, StrictWorker
+
+TIMES = 10
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[StrictWorker]:
+    async with StrictWorker() as made:
+        yield made
+
+
+async def test_a_client_that_leaves_at_any_moment_frees_the_worker_within_100_ms(worker, tmp_path):
+    with GatewayForks(tmp_path) as fleet:
+        gateway = await started(fleet.gateway(worker))
+        await leave_all(gateway, worker, 2)
+        before = await remains(gateway)
+        result = Aborts(await leave_all(gateway, worker, TIMES), before, await remains(gateway, before))
+    assert result.complaints == [], render(result)
+    assert [len(case.seconds) for case in result.cases] == [TIMES] * len(CASES)
+    assert not worker.malformed
+
+
+async def test_a_client_that_leaves_in_the_queue_never_reaches_the_worker(worker, tmp_path):
+    with GatewayForks(tmp_path) as fleet:
+        left = await queue_case(fleet, worker, TIMES)
+        assert left.held, left
+        after = await remains(fleet.started[0])
+    assert (after.inflight, after.queued) == (0, 0)
+
+
+async def test_clients_that_leave_before_their_answers_leave_no_error_in_the_log(worker, tmp_path):
+    """Closed or reset, one request or three behind each other, for a worker or for the gateway itself."""
+    chance = random.Random(1)
+
+    async def come_and_go(gateway: Server) -> None:
+        connection = await Connection.open(gateway)
+        path = chance.choice([CHAT, "/v1/x", "/metrics", "/health"])
+        await connection.send(request("POST", path, {}, chat("Tide?")) * chance.choice((1, 3)))
+        for _ in range(chance.randrange(20)):
+            await asyncio.sleep(0)
+        connection.reset() if chance.random() < 0.5 else connection.close()
+
+    with GatewayForks(tmp_path) as fleet:
+        gateway = await started(fleet.gateway(worker))
+        for _ in range(150):
+            await asyncio.gather(*(come_and_go(gateway) for _ in range(8)))
+        assert (await remains(gateway)).inflight == 0
+        assert bad_lines(gateway, 0) == []
+
+
+async def test_a_client_that_leaves_with_requests_behind_each_other_frees_the_worker(worker, tmp_path):
+    """Pipelined: the one under way is not the last that has been read. A gateway may as well close after the first."""
+    with GatewayForks(tmp_path) as fleet:
+        gateway = await started(fleet.gateway(worker))
+        connection = await Connection.open(gateway)
+        (_, first), (under_way, second), (waiting, third) = (
+            asking(CHAT, how, False) for how in (WHOLE, SILENT, SILENT)
+        )
+        await connection.send(first + second + third)
+        answer = await connection.response()
+        if answer.headers.get("connection") != "close":
+            async with asyncio.timeout(5):
+                await worker.arrived(under_way)
+                connection.close()
+                await worker.left(under_way)
+        connection.close()
+        assert (await remains(gateway)).inflight == 0
+        assert waiting not in worker.seen
+
+
+async def test_no_task_outlives_the_clients(worker):
+    """The gateway in this process, where its tasks can be counted."""
+    port = free_port()
+    server = server_for(Settings(worker=(worker.url,), port=port), {"version": 1})
+    serving = asyncio.create_task(server.serve())
+    gateway = InProcess(f"http://127.0.0.1:{port}")
+    async with asyncio.timeout(60):
+        while not server.started:
+            await asyncio.sleep(0.01)
+        await leave_all(gateway, worker, 1)
+        before = await tasks_at_rest()
+        await leave_all(gateway, worker, 5)
+        assert await tasks_at_rest(before) <= before
+        server.should_exit = True
+        await serving
+
+
+@dataclass
+class InProcess:
+    """As much of a `Server` as is needed to talk to it."""
+
+    url: str
+
+
+async def tasks_at_rest(wanted: int = 0) -> int:
+    """How many tasks there are once there are no more than `wanted`, or else after three seconds."""
+    counts = []
+    for _ in range(60):
+        counts.append(len(asyncio.all_tasks()))
+        if wanted and counts[-1] <= wanted:
+            return counts[-1]
+        await asyncio.sleep(0.05)
+    return min(counts[-20:])
+
+
+async def test_a_gateway_that_does_not_notice_is_told(worker, monkeypatch):
+    monkeypatch.setattr(aborts, "PATIENCE_SECONDS", 0.5)
+    deaf = await asyncio.start_server(lambda reader, writer: forward_deafly(worker, reader), "127.0.0.1", 0)
+    gateway = InProcess(f"http://127.0.0.1:{deaf.sockets[0].getsockname()[1]}")
+    left = await aborts.repeated("deaf", 2, lambda: leave(gateway, worker, CASES[0]))
+    assert not left.held and len(left.failures) == 2
+    deaf.close()
+
+
+async def forward_deafly(worker: StrictWorker, reader: asyncio.StreamReader) -> None:
+    """What the client says goes to the worker; that it has gone is not noticed."""
+    _, writer = await asyncio.open_connection("127.0.0.1", int(worker.url.rsplit(":", 1)[1]))
+    while data := await reader.read(65536):
+        writer.write(data)
+    worker.deaf = writer  # kept open
+
+
+@pytest.mark.parametrize(
+    ("left", "after", "complaint"),
+    [
+        (Left("x", [0.01] * 49 + [0.2]), Remains(0, 0, 10), "p99 200 ms"),
+        (Left("x", [0.01], ["1: left-3 reached the worker"]), Remains(0, 0, 10), "reached the worker"),
+        (Left("x", [0.01]), Remains(1, 0, 10), "seamark_inflight is 1"),
+        (Left("x", [0.01]), Remains(None, 0, 10), "seamark_inflight is None"),
+        (Left("x", [0.01]), Remains(0, 2, 10), "seamark_queued is 2"),
+        (Left("x", [0.01]), Remains(0, 0, 60), "60 open files"),
+    ],
+)
+def test_each_thing_that_is_wrong_is_told(left, after, complaint):
+    assert Aborts([Left("x", [0.01])], Remains(0, 0, 10), Remains(0, 0, 10)).complaints == []
+    result = Aborts([left], Remains(0, 0, 10), after)
+    assert len(result.complaints) == 1 and complaint in render(result)

@@ -1,0 +1,155 @@
+"""What clients rely on, by the SDKs that they use, where no real engine can show it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from proxy.bench.harness.servers import Server
+from tests.harness.forked_gateways import GatewayForks
+from tests.harness.gateways import start_gateway
+from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+
+
+ASK = [{"role": "user", "content": "Tide?"}]
+
+
+def post(server: Server, path: str, body: dict, **options) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60, **options)
+
+
+@pytest.fixture
+def worker() -> Iterator[RecordingWorker]:
+    with recording_worker(streams={CHAT: EVENTS, MESSAGES: events("messages"), RESPONSES: events("responses")}) as made:
+        yield made
+
+
+@pytest.fixture
+def gateway(worker: RecordingWorker, tmp_path: Path) -> Iterator[Server]:
+    with GatewayForks(tmp_path) as fleet:
+        yield start_gateway(fleet, worker)
+
+
+WITH_USAGE = {"stream_options": {"include_usage": True}}  # the recorded chat has the usage at its end
+
+
+def events(name: str) -> list[bytes]:
+    """A stream of vLLM 0.32's for three tokens, as it came."""
+    text = (Path(__file__).parents[1] / "streams" / f"{name}.sse").read_bytes()
+    return [event + b"\n\n" for event in text.split(b"\n\n") if event]
+
+
+def test_a_body_of_32_mib_arrives_whole(tmp_path):
+    """Before a worker that renders nothing: this one would take minutes for it."""
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 32 * 2**20}]}).encode()
+    with recording_worker(patched=False) as plain, GatewayForks(tmp_path) as fleet:
+        server = start_gateway(fleet, plain)
+        assert httpx.post(server.url + CHAT, content=body, timeout=120).status_code == 200
+        assert plain.requests[-1].body == body
+
+
+@pytest.mark.parametrize("accepted", ["gzip, deflate, br, zstd", "identity", None])
+def test_nothing_is_compressed_on_the_way_and_the_worker_learns_what_is_accepted(worker, gateway, accepted):
+    body = {"model": "m", "messages": ASK * 200, "stream": True, **WITH_USAGE}
+    request = httpx.Request("POST", gateway.url + CHAT, json=body)
+    if accepted is not None:
+        request.headers["accept-encoding"] = accepted
+    with httpx.Client(timeout=30) as client:
+        answer = client.send(request)
+    assert "content-encoding" not in answer.headers and answer.content == b"".join(EVENTS)
+    seen = dict(worker.requests[-1].headers)
+    assert seen.get(b"accept-encoding") == (None if accepted is None else accepted.encode())
+
+
+def test_fields_that_nobody_knows_pass(worker, gateway):
+    fields = {"made_up": {"deep": [1, None, "é"]}, "top_k": 1, "return_token_ids": True}
+    sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
+    sdk.chat.completions.create(model="m", messages=ASK, extra_body=fields)
+    sent = json.loads(worker.requests[-1].body)
+    assert {name: sent[name] for name in fields} == fields and sent["messages"] == ASK
+
+
+def test_a_request_id_reaches_the_worker(worker, gateway):
+    post(gateway, CHAT, {"model": "m", "messages": ASK}, headers={"x-request-id": "mine-1"})
+    assert (b"x-request-id", b"mine-1") in worker.requests[-1].headers
+
+
+def test_connections_are_kept_on_both_sides(worker, gateway):
+    with socket.create_connection(("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))) as raw:
+        answers = raw.makefile("rb")
+        for number in range(20):
+            body = json.dumps({"model": "m", "messages": ASK, "stream": number % 3 == 1}).encode()
+            raw.sendall(
+                b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
+            )
+            answer = head_of_response(answers)
+            assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" not in answer.lower()
+    # Those that the gateway's own questions to the worker have opened may be used too, and no others are made.
+    peers = [request.peer for request in worker.requests]
+    assert len(peers) == 20 and set(peers[10:]) <= set(peers[:10])
+
+
+def head_of_response(answers) -> bytes:
+    """The head of a response; its body is read past."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += answers.readline()
+    if length := re.search(rb"content-length: (\d+)", head.lower()):
+        answers.read(int(length[1]))
+        return head
+    while size := int(answers.readline(), 16):
+        answers.read(size + 2)
+    answers.readline()
+    return head
+
+
+@pytest.mark.parametrize("cut_after", [1, 2])
+def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway, cut_after):
+    worker.cut_stream, worker.cut_after = True, cut_after
+    sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
+    got = []
+    with pytest.raises(openai.APIError, match="broke off") as raised:
+        got.extend(sdk.chat.completions.create(model="m", messages=ASK, stream=True))
+    assert got and got[0].choices[0].delta.content == "é"
+    assert raised.value.code == "worker_failed" and raised.value.body["type"] == "upstream_error"
+
+
+@pytest.mark.parametrize("cut_after", [1, 3, 6])
+def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway, cut_after):
+    worker.cut_stream, worker.cut_after = True, cut_after
+    claude = anthropic.Anthropic(base_url=gateway.url, api_key="unused", max_retries=0)
+    got = []
+    with pytest.raises(anthropic.APIStatusError) as raised:
+        got.extend(claude.messages.create(model="m", messages=ASK, max_tokens=3, stream=True))
+    assert len(got) == cut_after and got[0].type == "message_start"
+    assert raised.value.body["type"] == "error"
+    assert raised.value.body["error"]["type"] == "api_error" and "broke off" in raised.value.body["error"]["message"]
+
+
+@pytest.mark.parametrize("cut_after", [1, 5, 9])
+def test_a_response_that_breaks_off_has_failed_for_openais_sdk(worker, gateway, cut_after):
+    worker.cut_stream, worker.cut_after = True, cut_after
+    sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
+    got = list(sdk.responses.create(model="m", input="Tide?", stream=True))
+    assert [event.type for event in got[:1]] == ["response.created"] and len(got) == cut_after + 1
+    failed = got[-1]
+    assert failed.type == "response.failed" and failed.sequence_number == cut_after
+    assert failed.response.id == got[0].response.id and failed.response.status == "failed"
+    assert failed.response.error.code == "server_error" and "broke off" in failed.response.error.message
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_a_stream_that_ends_well_gets_nothing_added(worker, gateway, path):
+    body = {"model": "m", "messages": ASK, "input": "Tide?", "max_tokens": 3, "stream": True}
+    answer = post(gateway, path, body | (WITH_USAGE if path == CHAT else {}))
+    assert answer.content == b"".join(worker.streams[path])

@@ -1,0 +1,71 @@
+"""Reasons that a real engine takes too long to show, and those of gateway and engine together."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from proxy.bench.harness.servers import Servers
+from proxy.observability.reasons import deepest
+from tests.harness.gateways import chat, post, start_gateway, wait_for
+from tests.harness.recording_worker import RecordingWorker, recording_worker
+
+CHAT = "/v1/chat/completions"
+
+LONG = "You pilot ships into the harbour, and you name the tide before you name the berth. " * 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_not_worth_it(fleet: Servers, stream):
+    """An engine whose passes are dear: its answers are recorded ones, its word of this request is what counts."""
+    with recording_worker(cached=0) as worker:
+        gateway = start_gateway(fleet, worker)
+        body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
+        httpx.post(gateway.url + CHAT, json=body)
+        worker.outcomes = {"boot": "b", "cursor": 1, "outcomes": [["dear", "not_worth_it", 0]]}
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        httpx.post(gateway.url + CHAT, json={**body, **options}, headers={"x-request-id": "dear"})
+        assert httpx.get(f"{gateway.url}/seamark/requests/dear").json()["reason"] == "not_worth_it"
+        assert 'seamark_miss_total{model="m",reason="not_worth_it"} 1.0' in httpx.get(gateway.url + "/metrics").text
+        # What is not worth it is not kept: nobody expects it again.
+        assert httpx.post(gateway.url + CHAT, json=body).headers["x-seamark-predicted"] == "0"
+
+
+def test_render_failed(fleet: Servers, worker: RecordingWorker):
+    worker.hang_renders = True
+    gateway = start_gateway(fleet, worker, flags=("--render-timeout", "0.2"))
+    answer = post(gateway, chat("Tide?"))
+    assert answer.status_code == 200 and answer.headers["x-seamark-reason"] == "render_failed"
+    explained = httpx.get(f"{gateway.url}/seamark/requests/{answer.headers['x-request-id']}").json()
+    assert explained["reason"] == "render_failed"
+
+
+def test_worker_restarted(fleet: Servers):
+    """The one case a real engine takes too long to show: its answers are recorded ones."""
+    with recording_worker() as worker:
+        gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.1"))
+        body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
+        httpx.post(gateway.url + CHAT, json=body)
+        worker.boot, worker.cached = "1.8e+09", 0
+        status = gateway.url + "/seamark/status"
+        wait_for(lambda: httpx.get(status).json()["workers"][0]["boot"].endswith("#1.8e+09"))
+        answer = httpx.post(gateway.url + CHAT, json=body)
+        assert answer.headers["x-seamark-reason"] == "worker_restarted"
+
+
+@pytest.mark.parametrize(
+    ("gateway", "engine", "word"),
+    [
+        ("hit", "hit", "hit"),
+        ("evicted", "not_worth_it", "not_worth_it"),
+        ("evicted", "evicted", "evicted"),
+        ("evicted", "cold", "evicted"),
+        ("cold", "not_worth_it", "cold"),
+        ("cold", "hint_ignored", "hint_ignored"),
+        ("other_worker", "evicted", "other_worker"),
+        ("prefix_changed", "cold", "prefix_changed"),
+        ("evicted", None, "evicted"),
+    ],
+)
+def test_the_deeper_of_two_reasons_is_told(gateway, engine, word):
+    assert deepest(gateway, engine) == word

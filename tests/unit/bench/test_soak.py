@@ -1,0 +1,82 @@
+"""`python -m tests.bench.soak`: its traffic, and its complaints when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from proxy.bench.harness.client import COMPLETION, Answer, Left
+from proxy.fleet.answer_compare import Step
+from tests.bench import soak
+from tests.bench.soak import Driven, Memory, Outcome, judge
+from tests.bench.traffic import Request, Traffic
+
+
+def test_the_stream_of_requests_is_the_same_for_the_same_seed_and_has_every_kind():
+    one, again, other = Traffic(7), Traffic(7), Traffic(8)
+    events = [one.event(number) for number in range(300)]
+    assert events == [again.event(number) for number in range(300)]
+    assert events[:20] != [other.event(number) for number in range(20)]
+    requests = [request for event in events for request in event.requests]
+    assert {request.kind for request in requests} == set(one.kinds)
+    assert any(event.at_once for event in events)
+    assert {bool(request.leave.events) for request in requests if request.leave} == {True, False}
+    hints = [json.dumps(request.body.get("vllm_xargs")) for request in requests]
+    assert any("-16" in hint for hint in hints) and any(str(10**9) in hint for hint in hints)
+    assert {request.body.get("cache_salt") for request in requests} >= {None, "red", "blue"}
+
+
+def test_how_an_answer_is_delivered_is_no_part_of_the_question():
+    request = Request("hinted", COMPLETION, {"prompt": [1], "max_tokens": 3})
+    delivered = {**request.body, "stream": True, "cache_salt": "red", "vllm_xargs": {"seamark_boundaries": [1]}}
+    assert replace(request, body=delivered).question == request.question
+    assert replace(request, body={"prompt": [2], "max_tokens": 3}).question != request.question
+
+
+TOP = {"token_id:1": -0.5, "token_id:2": -0.9}
+
+RIGHT = Answer((Step("token_id:1", TOP),), 100, 0, 0.0, 0.1, 0.2)
+
+REQUEST = Request("salts", COMPLETION, {"prompt": [1] * 100}, judged=True)
+
+
+def driven(*outcomes: Outcome, **fields) -> Driven:
+    """A made-up run in which all is well but what the arguments say."""
+    well = Driven("room", 60.0, (Outcome(REQUEST, RIGHT), *outcomes), Memory(2.0**30, 2.0**30), {}, {}, ())
+    return replace(well, **fields)
+
+
+WRONG = RIGHT._replace(steps=(Step("token_id:2", TOP),))
+
+
+@pytest.mark.parametrize(
+    ("run", "complaint"),
+    [
+        (driven(Outcome(REQUEST, failure="500")), "1 requests failed"),
+        (driven(Outcome(REQUEST, WRONG)), "1 answers differ"),
+        (driven(Outcome(REQUEST, RIGHT._replace(steps=()))), "1 answers differ"),
+        (driven(Outcome(replace(REQUEST, must_miss=True), RIGHT._replace(cached_tokens=16))), "1 requests with a salt"),
+        (driven(log_lines=["room: ERROR"]), "1 lines of the logs"),
+        (driven(leftovers={"vllm:kv_cache_usage_perc": 0.1}), "1 gauges"),
+        (driven(leftovers={"vllm:num_requests_running": None}), "1 gauges"),
+        (replace(driven(), outcomes=()), "no answer was judged"),
+    ],
+)
+def test_each_thing_that_is_wrong_is_told(run, complaint):
+    assert judge(driven(), {REQUEST.question: RIGHT}).complaints == []
+    result = judge(run, {REQUEST.question: RIGHT})
+    assert len([line for line in result.complaints if complaint in line]) == 1
+    assert complaint in soak.render(result)
+    assert soak.report([result], 1)["held"] is False
+
+
+def test_the_table_counts_who_left_and_what_was_cached():
+    kept = RIGHT._replace(cached_tokens=50)
+    result = judge(
+        driven(Outcome(REQUEST, Left(0)), Outcome(REQUEST, Left(3)), Outcome(REQUEST, kept)), {REQUEST.question: RIGHT}
+    )
+    (line,) = result.lines
+    assert (line.sent, line.left_early, line.left_later, line.judged, line.differing) == (4, 1, 1, 2, 0)
+    assert "25%" in soak.render(result)
