@@ -8,9 +8,7 @@ import pytest
 
 from proxy.chat.anthropic import messages_request
 from proxy.chat.canonical import chat_keys
-from proxy.chat.chat import TOOLS, Mark
-from proxy.chat.reader import chat_request
-from proxy.chat.responses import StoredResponses, responses_request
+from proxy.chat.responses import responses_request
 
 EPHEMERAL = {"type": "ephemeral"}
 
@@ -156,75 +154,3 @@ def _without_nulls(value):
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return value
-
-
-def test_marks_of_the_messages_api_lie_where_their_blocks_ended_up():
-    body = {
-        "tools": [{**TOOL, "cache_control": EPHEMERAL}],
-        "system": [
-            {"type": "text", "text": "You pilot.", "cache_control": EPHEMERAL},
-            {"type": "text", "text": "More."},
-        ],
-        "messages": [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "doc", "cache_control": EPHEMERAL}, {"type": "text", "text": "?"}],
-            },
-            {"role": "assistant", "content": [USE]},
-            {"role": "user", "content": [{**RESULT, "cache_control": EPHEMERAL}]},
-        ],
-    }
-    assert messages_request(body).marks == (Mark(TOOLS), Mark(0, characters=10), Mark(1, 0), Mark(3))
-
-
-def test_marks_of_a_chat():
-    part = {"type": "text", "text": "doc", "prompt_cache_breakpoint": {"mode": "explicit"}}
-    body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]}
-    assert chat_request(body).marks == (Mark(0, 0),)
-
-
-def test_a_stored_response_continues_without_its_instructions():
-    stored = StoredResponses(100_000)
-    first = responses_request({"model": "m", "instructions": "You pilot.", "input": "Tide?"})
-    answer = {"id": "r1", "output": [{"type": "message", "content": [{"type": "output_text", "text": "Nine."}]}]}
-    stored.put(first, answer, "boot")
-    second = responses_request({"model": "m", "input": "And then?"}, stored.chat("r1"))
-    assert [message["content"] for message in second.messages] == ["Tide?", "Nine.", "And then?"]
-    assert (second.path, second.asked) == ("/v1/chat/completions", second.body) and stored.boot("r1") == "boot"
-
-
-def test_a_stored_response_stays_as_it_is_however_it_is_continued():
-    stored = StoredResponses(100_000)
-    first = responses_request({"model": "m", "input": "Tide?"})
-    answer = {"id": "r1", "output": [{"type": "message", "content": [{"type": "output_text", "text": "Nine."}]}]}
-    stored.put(first, answer, "boot")
-    call = {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": "{}"}
-    items = [call, {"type": "function_call_output", "call_id": "c1", "output": "nine"}]
-    for _ in range(3):
-        chat = responses_request({"model": "m", "input": items}, stored.chat("r1"))
-        assert [message["role"] for message in chat.messages] == ["user", "assistant", "assistant", "tool"]
-    assert stored.chat("r1") == [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "Nine."}]
-
-
-def test_stored_calls_count():
-    stored = StoredResponses(10_000)
-    call = {"type": "function_call", "call_id": "c", "name": "tide", "arguments": "x" * 20_000}
-    stored.put(responses_request({"model": "m", "input": ["?", call]}), {"id": "r", "output": []}, "boot")
-    assert stored.chat("r") is None
-
-
-def test_stored_responses_are_bounded():
-    stored = StoredResponses(10_000)
-    chat = responses_request({"model": "m", "input": "x" * 3000})
-    for number in range(10):
-        stored.put(chat, {"id": f"r{number}", "output": []}, "boot")
-    assert stored.chat("r0") is None and stored.chat("r9") is not None
-
-
-@pytest.mark.parametrize("body", [{}, {"messages": 7}, {"messages": [7]}, {"messages": [{}], "system": 7, "tools": 7}])
-def test_nonsense_raises_nothing(body):
-    messages_request(body)
-    chat_request(body)
-    responses_request({"input": body.get("messages"), "tools": 7, "reasoning": 7})
-    responses_request({"input": [{"type": "reasoning", "summary": ["abc"]}, {"role": "assistant", "content": ["x"]}]})
-    messages_request({**body, "messages": [{}], "thinking": {"type": []}, "tools": [{}], "tool_choice": {"type": []}})

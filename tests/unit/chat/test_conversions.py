@@ -1,0 +1,129 @@
+"""Requests to /v1/messages and /v1/responses as chats: the client's marks, salts, stored responses and nonsense.
+
+What vLLM itself makes of such requests: tests/engine/unit/test_conversions.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.chat.anthropic import messages_request
+from proxy.chat.canonical import chat_keys
+from proxy.chat.chat import TOOLS, Mark
+from proxy.chat.reader import chat_request
+from proxy.chat.responses import StoredResponses, responses_request
+
+EPHEMERAL = {"type": "ephemeral"}
+
+USE = {"type": "tool_use", "id": "t1", "name": "tide", "input": {"port": "Ayr"}}
+
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "nine"}]}
+
+TOOL = {"name": "tide", "description": "Tide table", "input_schema": {"properties": {"port": {"type": "string"}}}}
+
+
+def test_marks_of_the_messages_api_lie_where_their_blocks_ended_up():
+    body = {
+        "tools": [{**TOOL, "cache_control": EPHEMERAL}],
+        "system": [
+            {"type": "text", "text": "You pilot.", "cache_control": EPHEMERAL},
+            {"type": "text", "text": "More."},
+        ],
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "doc", "cache_control": EPHEMERAL}, {"type": "text", "text": "?"}],
+            },
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [{**RESULT, "cache_control": EPHEMERAL}]},
+        ],
+    }
+    assert messages_request(body).marks == (Mark(TOOLS), Mark(0, characters=10), Mark(1, 0), Mark(3))
+
+
+def test_marks_of_a_chat():
+    part = {"type": "text", "text": "doc", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]}
+    assert chat_request(body).marks == (Mark(0, 0),)
+
+
+def test_a_stored_response_continues_without_its_instructions():
+    stored = StoredResponses(100_000)
+    first = responses_request({"model": "m", "instructions": "You pilot.", "input": "Tide?"})
+    answer = {"id": "r1", "output": [{"type": "message", "content": [{"type": "output_text", "text": "Nine."}]}]}
+    stored.put(first, answer, "boot")
+    second = responses_request({"model": "m", "input": "And then?"}, stored.chat("r1"))
+    assert [message["content"] for message in second.messages] == ["Tide?", "Nine.", "And then?"]
+    assert (second.path, second.asked) == ("/v1/chat/completions", second.body) and stored.boot("r1") == "boot"
+
+
+def test_a_stored_response_stays_as_it_is_however_it_is_continued():
+    stored = StoredResponses(100_000)
+    first = responses_request({"model": "m", "input": "Tide?"})
+    answer = {"id": "r1", "output": [{"type": "message", "content": [{"type": "output_text", "text": "Nine."}]}]}
+    stored.put(first, answer, "boot")
+    call = {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": "{}"}
+    items = [call, {"type": "function_call_output", "call_id": "c1", "output": "nine"}]
+    for _ in range(3):
+        chat = responses_request({"model": "m", "input": items}, stored.chat("r1"))
+        assert [message["role"] for message in chat.messages] == ["user", "assistant", "assistant", "tool"]
+    assert stored.chat("r1") == [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "Nine."}]
+
+
+def test_stored_calls_count():
+    stored = StoredResponses(10_000)
+    call = {"type": "function_call", "call_id": "c", "name": "tide", "arguments": "x" * 20_000}
+    stored.put(responses_request({"model": "m", "input": ["?", call]}), {"id": "r", "output": []}, "boot")
+    assert stored.chat("r") is None
+
+
+def test_stored_responses_are_bounded():
+    stored = StoredResponses(10_000)
+    chat = responses_request({"model": "m", "input": "x" * 3000})
+    for number in range(10):
+        stored.put(chat, {"id": f"r{number}", "output": []}, "boot")
+    assert stored.chat("r0") is None and stored.chat("r9") is not None
+
+
+USER = {"role": "user", "content": "Tide?"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "marks"),
+    [
+        ([TOOL, {**TOOL, "name": "ebb", "cache_control": EPHEMERAL}], (Mark(TOOLS),)),
+        ([{**TOOL, "cache_control": EPHEMERAL}, TOOL], (Mark(TOOLS),)),
+        ([TOOL, TOOL], ()),
+        ([], ()),
+    ],
+)
+def test_one_marked_tool_marks_the_end_of_all_tools(tools, marks):
+    assert messages_request({"messages": [USER], "tools": tools}).marks == marks
+
+
+def test_a_mark_on_the_last_block_of_the_system_prompt_is_at_its_end():
+    blocks = [{"type": "text", "text": "You pilot."}, {"type": "text", "text": "More.", "cache_control": EPHEMERAL}]
+    assert messages_request({"messages": [USER], "system": blocks}).marks == (Mark(0),)
+
+
+def test_a_salt_parts_the_keys_of_every_api():
+    def keys(salt: str | None) -> list[bytes]:
+        body = {"model": "m", "messages": [USER], **({"cache_salt": salt} if salt else {})}
+        chats = (
+            chat_request(body),
+            messages_request(body),
+            responses_request({**body, "input": "Tide?"}),
+        )
+        return [chat_keys(chat.body, chat.messages, b"").after[0] for chat in chats]
+
+    assert keys("ann") == keys("ann")
+    assert all(len({*of_api}) == 3 for of_api in zip(keys("ann"), keys("bob"), keys(None), strict=True))
+
+
+@pytest.mark.parametrize("body", [{}, {"messages": 7}, {"messages": [7]}, {"messages": [{}], "system": 7, "tools": 7}])
+def test_nonsense_raises_nothing(body):
+    messages_request(body)
+    chat_request(body)
+    responses_request({"input": body.get("messages"), "tools": 7, "reasoning": 7})
+    responses_request({"input": [{"type": "reasoning", "summary": ["abc"]}, {"role": "assistant", "content": ["x"]}]})
+    messages_request({**body, "messages": [{}], "thinking": {"type": []}, "tools": [{}], "tool_choice": {"type": []}})
