@@ -21,8 +21,8 @@ END = "<!-- /settings -->\n"
 
 # What only the example says: how the compose files set it.
 IN_COMPOSE = {
-    "worker": "In this file several are separated by commas. Compose: http://worker:8000, or what an overlay has. A vLLM "
-    "that runs on this machine already, and listens to more than 127.0.0.1: http://host.docker.internal:8000",
+    "worker": "In this file several are separated by commas. Compose: http://worker:8000, or what an overlay has. A "
+    "vLLM that runs on this machine already, and listens to more than 127.0.0.1: http://host.docker.internal:8000",
     "redis": "Compose: redis://redis:6379/0",
 }
 
