@@ -1,4 +1,4 @@
-"""HTTP as ASGI speaks it: bodies, headers, errors, and a client that goes away."""
+"""HTTP as ASGI presents it: bodies, headers, errors, and a client that leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 HeaderList = list[tuple[bytes, bytes]]
 
-# RFC 9110, 7.6.1; and what the sending side computes anew.
+# RFC 9110, 7.6.1.
 HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -32,12 +32,13 @@ HOP_BY_HOP = frozenset(
     }
 )
 
+# Request headers that the gateway sets itself.
 RECOMPUTED = frozenset({b"content-length", b"host", b"expect", b"x-request-id"})
 
-# A key is between a client and the gateway; workers have one of their own, if any.
+# A client's key is for the gateway alone; workers have a key of their own, if any.
 RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
 
-# Computed anew, and said by the gateway about itself; a worker that is a gateway too must not be quoted.
+# Response headers that the gateway sets itself. A worker may be a gateway too; its headers must not travel on.
 OWN_RESPONSE = frozenset(
     {
         b"content-length",
@@ -51,10 +52,10 @@ OWN_RESPONSE = frozenset(
 )
 
 
-# ASGI extension of the gateway's own server: a function to give a function to, which is called when the client leaves.
+# ASGI extension of the gateway's own server: a function that registers a callback for when the client leaves.
 ON_DISCONNECT = "seamark.on_disconnect"
 
-# Another: whether the whole body was received, so that nothing has to be waited for.
+# Another: whether the server has received the whole body, so that reading it waits for nothing.
 BODY_IS_HERE = "seamark.body_is_here"
 
 
@@ -63,14 +64,14 @@ class ClientGone(Exception):
 
 
 class BodyRoom:
-    """Bytes of all bodies that are in memory together."""
+    """The bytes of all bodies that are in memory together."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.held = 0
 
     def take(self, size: int) -> None:
-        """Raises `Overloaded` where there is no room for so many bytes."""
+        """Raises `Overloaded` if there is no room for so many bytes."""
         if self.held + size > self._most:
             raise Overloaded("The gateway holds as many request bodies as it may (setting max_bodies_bytes).")
         self.held += size
@@ -80,7 +81,7 @@ class BodyRoom:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float, room: BodyRoom) -> bytes:
-    """The whole request body, for which room is taken.
+    """The whole request body. Its room is taken; if it is not read to its end, the room is given back.
 
     Raises `BodyTooLarge` past `limit` bytes, `BodyTooSlow` when a piece takes longer than `timeout` seconds,
     `Overloaded`, and `ClientGone` when the client leaves before its end.
@@ -105,21 +106,22 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float, 
             parts.append(part)
             if not message.get("more_body"):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
-    except TimeoutError:
+    except BaseException as error:
         room.give_back(size)
-        raise BodyTooSlow(f"The rest of the request did not come within {timeout:g} seconds.") from None
-    except BaseException:
-        room.give_back(size)
+        if isinstance(error, TimeoutError):
+            text = f"The next piece of the request did not come within {timeout:g} seconds (setting client_timeout)."
+            raise BodyTooSlow(text) from None
         raise
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """First value of a request header (lower-case `name`)."""
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+    """The first value of a request header (`name` in lower case)."""
+    headers: HeaderList = scope["headers"]
+    return next((value.decode("latin-1") for key, value in headers if key == name), None)
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> HeaderList:
-    """Headers that travel on: no hop-by-hop ones (those that `Connection` names included), none of `dropped`."""
+    """The headers that travel on: all but hop-by-hop ones, those that `Connection` names, and `dropped`."""
     listed = [(key.lower(), value) for key, value in headers]
     dropped = _with_hop_by_hop(dropped)
     for key, value in listed:
@@ -141,18 +143,19 @@ async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) 
 
 
 class ClientWatch:
-    """While it is entered, a client that disconnects cancels the task, and leaving it raises `ClientGone`.
+    """Inside its context, a client that disconnects cancels the task, and leaving the context raises `ClientGone`.
 
-    For requests whose body is read already. The gateway's own server calls back; of any other a second task has to wait
-    for the message, which is all that ASGI offers.
+    It is for requests whose body has been read. The gateway's own server calls back. Under any other server a second
+    task waits for the message, which is all that ASGI offers.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._scope = scope
         self._receive = receive
+        self._task: asyncio.Task[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.gone = False
-        self.over = False  # the whole answer was given to the server: that it disconnects means nothing any more
+        self.over = False  # the server has the whole answer, so a disconnect means nothing any more
 
     async def __aenter__(self) -> ClientWatch:
         self._task = asyncio.current_task()
@@ -171,13 +174,14 @@ class ClientWatch:
     def _left(self) -> None:
         if not self.over:
             self.gone = True
-            self._task.cancel()
+            if self._task is not None:
+                self._task.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.over = True
         if self._watching is not None:
             self._watching.cancel()
-        if self.gone:
+        if self.gone and self._task is not None:
             self._task.uncancel()
             if kind is None or kind is asyncio.CancelledError:
                 raise ClientGone

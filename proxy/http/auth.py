@@ -1,7 +1,7 @@
-"""API keys: who may ask, how much at once, and whose prefixes are whose.
+"""API keys: who may ask, how much at once, which pages, and which prefixes a key shares.
 
-The file holds SHA-256 hashes; a key itself is seen for the length of one comparison. Each key gets a cache salt of its
-own, because a shared prefix cache tells by its speed what others have asked; keys with one `share` have one salt.
+The file holds SHA-256 hashes; a key itself is in memory for one comparison only. Each key gets a cache salt of its own,
+because the speed of a shared prefix cache reveals what others have asked. Keys with the same `share` have one salt.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SALT_BYTES = 24
 
 
 class KeyEntry(BaseModel):
-    """What the file says of one key."""
+    """A key's entry in the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sha256: tuple[str, ...] = Field(min_length=1)  # several while one is exchanged for another
-    max_inflight: int = Field(0, ge=0)  # requests at workers at once, 0: no limit of its own
+    sha256: tuple[str, ...] = Field(min_length=1)  # several while one key replaces another
+    max_inflight: int = Field(0, ge=0)  # requests at workers at once; 0: no limit of its own
     max_queued: int = Field(64, ge=0)  # requests waiting in the gateway
     share: str | None = None  # keys that name the same group share cached prefixes
     admin: bool = False  # may read /seamark/* and /metrics, and change the worker's LoRA adapters
@@ -46,7 +46,7 @@ class KeyEntry(BaseModel):
 
 
 class KeyFile(BaseModel):
-    """`[keys.NAME]` for each."""
+    """The whole file: `[keys.NAME]` for each key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +55,7 @@ class KeyFile(BaseModel):
 
 @dataclass(eq=False)
 class ApiKey:
-    """A key as the gateway counts it. It lives on when the file is read again."""
+    """A key and its requests. It stays the same object when the file is read again."""
 
     name: str
     entry: KeyEntry
@@ -65,47 +65,45 @@ class ApiKey:
 
     @property
     def has_room(self) -> bool:
-        """Whether another request of it may go to a worker."""
+        """Whether another request with this key may go to a worker."""
         return not self.entry.max_inflight or self.inflight < self.entry.max_inflight
 
 
 class KeyRing:
-    """All keys of a file."""
+    """All keys of the file."""
 
     def __init__(self, path: Path, secret: str | None) -> None:
-        """Salts are derived from `secret`, a random one where it is None. Raises `SettingsError` for the file."""
+        """Salts are derived from `secret`, or from a random one if it is None. Raises `SettingsError` for the file."""
         self._secret = (secret or secrets.token_hex(32)).encode()
         self._file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile))
         self._keys: dict[str, ApiKey] = {}
         self._by_hash: dict[bytes, ApiKey] = {}
-        self._take()
+        self._load()
 
     def refresh(self) -> None:
         """Read the file again if it has changed."""
         if self._file.refresh():
-            self._take()
+            self._load()
 
-    def who(self, scope: asgi.Scope) -> ApiKey:
-        """Whose request this is. Raises `Unauthorized`."""
+    def authenticate(self, scope: asgi.Scope) -> ApiKey:
+        """The key of a request. Raises `Unauthorized`."""
         presented = _presented(scope)
         if presented is None:
             raise Unauthorized("No API key was given. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.")
         digest = hashlib.sha256(presented).digest()
-        # Which hash is stored cannot be steered towards by trying, so finding it may take its time; comparing may not.
+        # Nobody can steer a digest, so looking it up may take any time; comparing must take the same time always.
         key = self._by_hash.get(digest)
         known = (hmac.compare_digest(digest, bytes.fromhex(each)) for each in key.entry.sha256) if key else ()
         if key is None or not any(list(known)):
-            raise Unauthorized("The API key is not known here.")
+            raise Unauthorized("The gateway does not know this API key.")
         return key
 
-    def _take(self) -> None:
+    def _load(self) -> None:
         previous, self._keys, self._by_hash = self._keys, {}, {}
         for name, entry in self._file.value.keys.items():
             key = previous.get(name) or ApiKey(name, entry, "")
-            key.entry, key.salt = (
-                entry,
-                self._salt(f"group:{entry.share}" if entry.share is not None else f"key:{name}"),
-            )
+            key.entry = entry
+            key.salt = self._salt(f"group:{entry.share}" if entry.share is not None else f"key:{name}")
             self._keys[name] = key
             self._by_hash.update((bytes.fromhex(each), key) for each in entry.sha256)
 
@@ -115,7 +113,8 @@ class KeyRing:
 
 
 def _presented(scope: asgi.Scope) -> bytes | None:
-    for name, value in scope["headers"]:
+    headers: asgi.HeaderList = scope["headers"]
+    for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return value[7:].strip()
         if name == b"x-api-key":
@@ -123,10 +122,11 @@ def _presented(scope: asgi.Scope) -> bytes | None:
     return None
 
 
-# Adapters are loaded by paths on the worker's disk.
+# These load adapters from paths on the worker's disk.
 ADMIN_OF_WORKERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
-TELLS_THE_SALT = ("/render", "/render/")
+# Rendering a request shows the salt in it.
+SHOWS_THE_SALT = ("/render", "/render/")
 
 OPEN = frozenset({"/health", "/ready"})
 
@@ -138,24 +138,24 @@ LIVE = "/seamark/live"
 
 
 def is_for_operators(path: str) -> bool:
-    """Whether `path` is one of the gateway's own pages that tell of all clients."""
+    """Whether `path` is one of the gateway's own pages, which show all clients' requests."""
     return path in ("/metrics", PAGE) or path.startswith(("/seamark/", PAGE + "/"))
 
 
 def client(scope: asgi.Scope, keys: KeyRing) -> ApiKey:
     """The key of a request for a worker. Raises `Unauthorized` or `Forbidden`."""
-    key = keys.who(scope)
+    key = keys.authenticate(scope)
     path = scope["path"]
-    if (path in ADMIN_OF_WORKERS or path.endswith(TELLS_THE_SALT)) and not key.entry.admin:
-        raise Forbidden("This API key may not use this path (admin = true in the keys file).")
+    if (path in ADMIN_OF_WORKERS or path.endswith(SHOWS_THE_SALT)) and not key.entry.admin:
+        raise Forbidden("This API key may not use this path; it needs admin = true in the keys file.")
     return key
 
 
 def admit(scope: asgi.Scope, keys: KeyRing | None, own_address: bool, at_own_address: bool) -> ApiKey | None:
-    """The key of a request for a page of the gateway; None where none is needed.
+    """The key of a request for a page of the gateway; None if the page needs none.
 
-    `own_address`: such pages have an address of their own; `at_own_address`: the request came there. Raises `NotFound`,
-    `Unauthorized` or `Forbidden`.
+    `own_address`: operators' pages have an address of their own; `at_own_address`: the request came there. Raises
+    `NotFound`, `Unauthorized` or `Forbidden`.
     """
     path = scope["path"]
     if at_own_address or path in OPEN:
@@ -164,7 +164,7 @@ def admit(scope: asgi.Scope, keys: KeyRing | None, own_address: bool, at_own_add
         raise NotFound(f"No such path: {path}")
     if keys is None or path in (PAGE, PAGE + "/"):
         return None
-    key = keys.who(scope)
+    key = keys.authenticate(scope)
     if is_for_operators(path) and not key.entry.admin and not path.startswith(EXPLANATIONS):
-        raise Forbidden("This API key may not read pages for operators (admin = true in the keys file).")
+        raise Forbidden("This API key may not read pages for operators; it needs admin = true in the keys file.")
     return key

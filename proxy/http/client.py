@@ -1,7 +1,8 @@
-"""The way to the workers. The only module that knows which HTTP client is underneath.
+"""Requests to the workers. No other module knows that aiohttp sends them.
 
-It is aiohttp itself: httpx, whose own transport costs more CPU than the rest of the gateway together, takes as much
-again as aiohttp for its request and response when it stands on top of it.
+httpx would cost more here: its own transport takes more CPU than the rest of the gateway together, and on top of
+aiohttp's transport its request and response objects take as much again as aiohttp itself. Health checks and renders
+come through here, too: they share the workers' connections, the workers' API key and these errors.
 """
 
 from __future__ import annotations
@@ -15,39 +16,40 @@ from functools import lru_cache
 from typing import Any
 
 import aiohttp
+from aiohttp.connector import Connection
 from aiohttp.payload import BytesPayload
 from multidict import CIMultiDict
 from yarl import URL
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-# uvicorn, which serves vLLM, closes idle connections after 5 seconds; leaving earlier avoids writing into a closed one.
+# uvicorn, which serves vLLM, closes idle connections after 5 seconds. Closing earlier avoids writing into a closed one.
 KEEPALIVE_SECONDS = 4.0
 
-# A closed connection shows itself as soon as it is written to; one that breaks later had a worker working on it.
+# Writing to a closed connection fails at once. If it breaks later, the worker has had the request.
 STALE_SECONDS = 0.1
 
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
 class Unreachable(Exception):
-    """No connection to the worker: nothing was sent, another one can be tried."""
+    """No connection to the worker: nothing was sent, so another worker can be tried."""
 
 
 class Broken(Exception):
-    """The worker broke off after it had been given the request."""
+    """The worker broke off after it had received the request."""
 
 
 class Silent(Broken):
-    """No byte came for as long as one may be waited for."""
+    """No byte came within the read timeout."""
 
 
 class Stale(Broken):
-    """A connection kept alive turned out to be closed as the request was written: the worker has not read it."""
+    """A kept-alive connection was already closed when the request was written: the worker has not read it."""
 
 
 class Answer:
-    """A worker's answer, its body still to be read. `close` when done with it."""
+    """A worker's answer, its body still to be read. Call `close` afterwards."""
 
     __slots__ = ("_response", "headers", "status")
 
@@ -77,18 +79,18 @@ class Answer:
             raise _broken(error) from error
 
     def close(self) -> None:
-        """Give the connection back, or close it where the body was not read to its end."""
+        """Give the connection back, or close it if the body was not read to its end."""
         self._response.close()
 
 
 class Upstream:
-    """Connections to all workers. Use inside a running event loop; `aclose` when done."""
+    """Connections to all workers. It needs a running event loop; call `aclose` afterwards."""
 
     def __init__(self, connect_timeout: float, api_key: str | None = None) -> None:
-        """`connect_timeout` in seconds; `api_key` is the workers', for requests of the gateway's own."""
+        """`connect_timeout` in seconds; `api_key` is the workers' key, for the gateway's own requests."""
         self._connect_timeout = connect_timeout
         self._timeouts: dict[float | None, aiohttp.ClientTimeout] = {}
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request gets a new connection
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request opens a new connection
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
 
     async def send(
@@ -100,10 +102,10 @@ class Upstream:
         read_timeout: float | None = None,
         fresh: bool = False,
     ) -> Answer:
-        """Send a request, on a new connection where `fresh`.
+        """Send a request, on a new connection if `fresh`.
 
-        `read_timeout` in seconds between two pieces of the answer, None for ever. Raises `Unreachable` when no
-        connection could be made, `Stale` when one that was kept alive had been closed, `Broken` when it failed later.
+        `read_timeout` in seconds between two pieces of the answer; None waits for ever. Raises `Unreachable` if no
+        connection could be made, `Stale` if a kept-alive one had been closed, `Broken` if it failed later.
         """
         started = time.monotonic()
         try:
@@ -125,7 +127,7 @@ class Upstream:
         return Answer(response)
 
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
-        """Status and whole body of a request of the gateway's own; `timeout` seconds for each read."""
+        """The status and the whole body of one of the gateway's own requests; `timeout` in seconds for each read."""
         headers = [*self.own_headers, *([(b"content-type", b"application/json")] if body else [])]
         answer = await self.send(method, url, headers, body, read_timeout=timeout)
         try:
@@ -147,7 +149,7 @@ class Upstream:
     def _timeout(self, read: float | None) -> aiohttp.ClientTimeout:
         timeout = self._timeouts.get(read)
         if timeout is None:
-            # There is no limit on the whole: a cold prefill takes minutes, an answer as long as it likes.
+            # The whole has no limit: a cold prefill takes minutes, and an answer may take any time.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout, sock_read=read)
             self._timeouts[read] = timeout
         return timeout
@@ -159,12 +161,12 @@ def _new_session(fresh: bool) -> aiohttp.ClientSession:
         connector=_Connector(limit=0, socket_factory=_no_delay, **kept),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
-        # What the client did not send is not sent: the worker sees the client's request.
+        # The worker sees the client's headers and no others.
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
     )
 
 
-def _no_delay(address: tuple) -> socket.socket:
+def _no_delay(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -173,12 +175,12 @@ def _no_delay(address: tuple) -> socket.socket:
 
 @lru_cache(1024)
 def _parsed(url: str) -> URL:
-    """Most requests go to a handful of addresses. Escapes stay as the client wrote them."""
+    """The URL with its escapes as the client wrote them. Most requests go to a handful of addresses."""
     return URL(url, encoded=True)
 
 
 def _as_text(headers: Headers) -> CIMultiDict[str]:
-    """aiohttp writes them as UTF-8."""
+    """Headers as aiohttp takes them, which writes them as UTF-8."""
     try:
         return CIMultiDict([(name.decode(), value.decode()) for name, value in headers])
     except UnicodeDecodeError:
@@ -194,11 +196,11 @@ _kept_alive: ContextVar[bool] = ContextVar("kept_alive", default=False)
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Notes whether a request goes out on a connection that was kept alive."""
+    """Records whether a request goes out on a connection that was kept alive."""
 
-    async def connect(self, *args: Any, **kwargs: Any) -> Any:
+    async def connect(self, *args: Any, **kwargs: Any) -> Connection:
         connection = await super().connect(*args, **kwargs)
-        protocol = connection.protocol
+        protocol: Any = connection.protocol
         _kept_alive.set(hasattr(protocol, "seamark_used"))
         protocol.seamark_used = True
         return connection

@@ -31,9 +31,9 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_key_is_known_in_either_header(file):
     ring = KeyRing(file, "s")
-    assert ring.who(scope(authorization="Bearer " + secret("ann"))).name == "ann"
-    assert ring.who(scope(authorization="bearer  " + secret("ann"))).name == "ann"
-    assert ring.who(scope(x_api_key=secret("bob"))).name == "bob"
+    assert ring.authenticate(scope(authorization="Bearer " + secret("ann"))).name == "ann"
+    assert ring.authenticate(scope(authorization="bearer  " + secret("ann"))).name == "ann"
+    assert ring.authenticate(scope(x_api_key=secret("bob"))).name == "bob"
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_a_key_is_known_in_either_header(file):
 )
 def test_an_unknown_key_is_refused(file, headers):
     with pytest.raises(Unauthorized):
-        KeyRing(file, "s").who(scope(**headers))
+        KeyRing(file, "s").authenticate(scope(**headers))
 
 
 def test_salts_depend_on_key_group_and_secret_alone(file):
     def salts(secret_of_gateway: str) -> dict[str, str]:
         ring = KeyRing(file, secret_of_gateway)
-        return {name: ring.who(scope(x_api_key=secret(name))).salt for name in ("ann", "bob", "cleo")}
+        return {name: ring.authenticate(scope(x_api_key=secret(name))).salt for name in ("ann", "bob", "cleo")}
 
     assert salts("s") == salts("s")
     assert salts("s")["bob"] == salts("s")["cleo"] != salts("s")["ann"]
@@ -56,13 +56,13 @@ def test_salts_depend_on_key_group_and_secret_alone(file):
 
 def test_the_file_is_read_again_and_what_a_key_has_under_way_stays_counted(file):
     ring = KeyRing(file, "s")
-    ann = ring.who(scope(x_api_key=secret("ann")))
+    ann = ring.authenticate(scope(x_api_key=secret("ann")))
     ann.inflight = 3
     file.write_text(entry("ann", max_inflight=2))
     ring.refresh()
-    assert ring.who(scope(x_api_key=secret("ann"))) is ann and not ann.has_room
+    assert ring.authenticate(scope(x_api_key=secret("ann"))) is ann and not ann.has_room
     with pytest.raises(Unauthorized):
-        ring.who(scope(x_api_key=secret("bob")))
+        ring.authenticate(scope(x_api_key=secret("bob")))
 
 
 def test_a_file_that_becomes_wrong_changes_nothing(file):
@@ -70,10 +70,10 @@ def test_a_file_that_becomes_wrong_changes_nothing(file):
     for wrong in ("[keys", "[keys.ann]\n", '[keys.ann]\nsha256 = "abc"\n'):
         file.write_text(wrong)
         ring.refresh()
-        assert ring.who(scope(x_api_key=secret("ann"))).name == "ann"
+        assert ring.authenticate(scope(x_api_key=secret("ann"))).name == "ann"
     file.unlink()
     ring.refresh()
-    assert ring.who(scope(x_api_key=secret("ann"))).name == "ann"
+    assert ring.authenticate(scope(x_api_key=secret("ann"))).name == "ann"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys):
     printed = capsys.readouterr().out
     (tmp_path / "keys.toml").write_text(printed)
     key = printed.splitlines()[0].rsplit(" ", 1)[1]
-    found = KeyRing(tmp_path / "keys.toml", "s").who(scope(x_api_key=key))
+    found = KeyRing(tmp_path / "keys.toml", "s").authenticate(scope(x_api_key=key))
     assert (found.name, found.entry.share, found.entry.max_inflight) == ("dora", "team", 4)
 
 

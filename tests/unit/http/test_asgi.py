@@ -1,0 +1,185 @@
+"""Bodies are bounded one by one and together; headers travel on; a client that leaves ends its request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from proxy.errors import BodyTooLarge, BodyTooSlow, Overloaded
+from proxy.http import asgi
+from proxy.http.asgi import BodyRoom, ClientGone, ClientWatch, end_to_end, header, read_body, send_whole
+
+
+def piece(body: bytes, more: bool = True) -> dict:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+GONE = {"type": "http.disconnect"}
+
+
+def receiver(*messages):
+    """The `receive` of a server that has these messages, and then no more."""
+    waiting = list(messages)
+
+    async def receive():
+        if not waiting:
+            await asyncio.Event().wait()
+        message = waiting.pop(0)
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    return receive
+
+
+async def test_a_body_in_pieces_is_put_together_and_keeps_its_room():
+    room = BodyRoom(6)
+    receive = receiver(piece(b"abc"), piece(b""), piece(b"def", more=False))
+    assert await read_body({}, receive, limit=6, timeout=60, room=room) == b"abcdef"
+    assert room.held == 6
+    with pytest.raises(Overloaded, match="max_bodies_bytes"):
+        await read_body({}, receiver(piece(b"x", more=False)), limit=6, timeout=60, room=room)
+    room.give_back(6)
+    assert room.held == 0
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ((piece(b"abc"), GONE), ClientGone),
+        ((piece(b"abc"), piece(b"defg")), BodyTooLarge),
+        ((piece(b"abcdefg"),), BodyTooLarge),
+        ((piece(b"abc"), piece(b"de"), asyncio.CancelledError()), asyncio.CancelledError),
+        ((piece(b"abc"), OSError()), OSError),
+        ((piece(b"abc"),), BodyTooSlow),
+    ],
+)
+async def test_bodies_broken_off_give_their_room_back(messages, error):
+    room = BodyRoom(1000)
+    room.take(10)  # another request's
+    for _ in range(3):
+        timeout = 0.001 if error is BodyTooSlow else 60
+        with pytest.raises(error):
+            await read_body({}, receiver(*messages), limit=6, timeout=timeout, room=room)
+    assert room.held == 10
+
+
+async def test_a_body_for_which_there_is_no_room_gives_back_what_it_had():
+    room = BodyRoom(5)
+    with pytest.raises(Overloaded):
+        await read_body({}, receiver(piece(b"abc"), piece(b"def")), limit=100, timeout=60, room=room)
+    assert room.held == 0
+
+
+async def test_a_body_that_the_server_has_needs_no_time():
+    scope = {"extensions": {asgi.BODY_IS_HERE: lambda: True}}
+    body = await read_body(scope, receiver(piece(b"abc", more=False)), limit=6, timeout=0, room=BodyRoom(6))
+    assert body == b"abc"
+
+
+def test_headers_of_a_connection_stay_on_it():
+    given = [
+        (b"Host", b"a"),
+        (b"Connection", b"close, X-Mine"),
+        (b"x-mine", b"1"),
+        (b"TE", b"trailers"),
+        (b"X-Y", b"2"),
+    ]
+    assert end_to_end(given, asgi.RECOMPUTED) == [(b"x-y", b"2")]
+    assert end_to_end([(b"authorization", b"k")], asgi.RECOMPUTED) == [(b"authorization", b"k")]
+    assert end_to_end([(b"authorization", b"k"), (b"x-api-key", b"k")], asgi.RECOMPUTED_WITH_KEY) == []
+
+
+def test_of_equal_headers_the_first_is_read():
+    scope = {"headers": [(b"a", b"\xe9"), (b"b", b"2"), (b"b", b"3")]}
+    assert (header(scope, b"a"), header(scope, b"b"), header(scope, b"c")) == ("é", "2", None)
+
+
+async def test_a_whole_response_has_its_length():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    await send_whole(send, 200, [(b"a", b"b")], b"body")
+    assert sent[0]["headers"] == [(b"a", b"b"), (b"content-length", b"4")]
+    assert sent[1]["body"] == b"body" and not sent[1].get("more_body")
+
+
+class Server:
+    """A client's connection under the gateway's own server, or under one that has only ASGI's messages."""
+
+    def __init__(self, own: bool) -> None:
+        self.leaves = asyncio.Event()
+        self.callbacks = []
+        self.scope = {"extensions": {asgi.ON_DISCONNECT: self.callbacks.append}} if own else {}
+
+    async def receive(self):
+        await self.leaves.wait()
+        return GONE
+
+    def leave(self):
+        self.leaves.set()
+        for callback in self.callbacks:
+            callback()
+
+
+@pytest.fixture(params=[True, False], ids=["own server", "another server"])
+def server(request):
+    return Server(request.param)
+
+
+async def test_a_client_that_leaves_ends_its_request_and_nothing_else(server):
+    ended = []
+
+    async def handle():
+        with contextlib.suppress(ClientGone):
+            async with ClientWatch(server.scope, server.receive):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append(True)
+        await asyncio.sleep(0)  # the task itself lives on: nothing cancels it now
+        return "handled"
+
+    task = asyncio.create_task(handle())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+    server.leave()
+    assert await asyncio.wait_for(task, 60) == "handled"
+    assert ended and not task.cancelling()
+
+
+async def test_a_client_that_leaves_after_its_answer_ends_nothing(server):
+    async with ClientWatch(server.scope, server.receive) as watch:
+        watch.over = True
+        server.leave()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert not watch.gone
+
+
+async def test_a_watch_that_is_left_leaves_no_task_behind(server):
+    before = asyncio.all_tasks()
+    async with ClientWatch(server.scope, server.receive):
+        await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    server.leave()
+    await asyncio.sleep(0)  # this task was not cancelled
+
+
+async def test_an_error_of_the_request_is_not_hidden_by_a_client_that_left(server):
+    async def handle():
+        async with ClientWatch(server.scope, server.receive):
+            server.leave()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        await handle()
