@@ -3,7 +3,7 @@
 Real: the Dockerfiles, the compose files, dockerd, the generated model, vLLM on the CPU. Stand-ins, because no registry
 is asked: the base images (one root file system of Debian packages), and vLLM in them (this project's .venv, mounted
 read-only), so that the stage `vllm-cpu` is not built. Not here: Grafana, of which there is no package, and GPUs. Exits
-with 2 where a container engine cannot run.
+with 2 if a container engine cannot run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def outside() -> int:
 
 
 def inside(work: Path, tar: Path) -> int:
-    """The story, told to an engine that nobody else sees."""
+    """The story, on a container engine that nobody else sees."""
     engine = Engine(work)
     try:
         engine.start()

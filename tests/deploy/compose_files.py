@@ -40,7 +40,7 @@ def example_environment() -> dict[str, str]:
 
 
 def read(name: str) -> dict[str, Any]:
-    """A compose file. Of `!reset`, what is reset to; of a merge key, the result."""
+    """A compose file, with `!reset` and merge keys resolved."""
     import yaml
 
     class Loader(yaml.SafeLoader):

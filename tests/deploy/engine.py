@@ -71,7 +71,7 @@ class Engine:
         self._daemon: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Raises `Unavailable` with the end of its log where it does not come up."""
+        """Raises `Unavailable` with the end of its log if it does not come up."""
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         log = self._folder / "dockerd.log"
         command = ["dockerd", "--host", self._host, "--pidfile", str(self._folder / "docker.pid")]
@@ -99,7 +99,7 @@ class Engine:
         return run(self._docker(*words), **options)
 
     def fails(self, *words: str | Path) -> str:
-        """What a command complains of that has to fail. Raises `AssertionError` where it does not."""
+        """The complaint of a command that has to fail. Raises `AssertionError` if it succeeds."""
         done = subprocess.run(self._docker(*words), capture_output=True, text=True)
         assert done.returncode, f"it should have failed: {' '.join(map(str, words))}"
         return done.stderr + done.stdout

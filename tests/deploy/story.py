@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 def ask(url: str, body: Any = None) -> Answer:
-    """GET, or POST where there is a body. Whatever is answered is an answer."""
+    """GET, or POST if there is a body. Any status is an answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
@@ -130,8 +130,8 @@ def _the_mod_installs_into_a_plain_container(engine: Engine, project: Path) -> N
     pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project / "deploy" / "wheels")}
     run(["bash", script, checkout], env={**os.environ, **pip})
     mod = f"{checkout}/mods/seamark:/mods/seamark:ro"
-    told = "/mods/seamark/run.sh && cd / && python3 -c 'import engine_patches.plugin'"
-    engine.docker("run", "--rm", "--network", "none", "--volume", mod, "vllm-stand-in", "bash", "-c", told)
+    install = "/mods/seamark/run.sh && cd / && python3 -c 'import engine_patches.plugin'"
+    engine.docker("run", "--rm", "--network", "none", "--volume", mod, "vllm-stand-in", "bash", "-c", install)
 
 
 def _the_gateway_does_not_wait_for_the_worker(say: Callable[[str], None]) -> None:
@@ -145,9 +145,11 @@ def _containers_are_as_confined_as_they_say(compose: Compose) -> None:
     written = compose("exec", "-T", "gateway", "python3", "-c", _TRY_TO_WRITE).strip()
     assert written == "/tmp", f"the gateway can write to {written!r}, not to /tmp alone"
     status = compose("exec", "-T", "gateway", "cat", "/proc/1/status")
-    told = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    process = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     assert (
-        told["CapBnd"].strip() == "0" * 16 and told["NoNewPrivs"].strip() == "1" and told["Uid"].split()[0] == "65532"
+        process["CapBnd"].strip() == "0" * 16
+        and process["NoNewPrivs"].strip() == "1"
+        and process["Uid"].split()[0] == "65532"
     )
 
 

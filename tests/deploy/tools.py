@@ -20,7 +20,7 @@ PLUGINS = ("docker-compose", "docker-buildx")
 
 PLUGINS_SUITE = "trixie"
 
-# Of one root file system that stands in for every base image.
+# The packages of one root file system that stands in for every base image.
 ROOT_PACKAGES = ("python3", "python3-venv", "python3-pip", "libnuma1", "libgomp1", "redis-server", "prometheus")
 
 
@@ -43,7 +43,7 @@ def run(command: Sequence[str | Path], **options) -> str:
 
 
 def check_machine() -> None:
-    """Raises `Unavailable` where the way taken here cannot work."""
+    """Raises `Unavailable` if this machine cannot do it."""
     if sys.platform != "linux":
         raise Unavailable("needed is Linux")
     if os.geteuid() != 0:

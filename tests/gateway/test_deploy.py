@@ -35,7 +35,7 @@ COMPOSES = {"COMPOSE_FILE", "COMPOSE_PROFILES"}
 
 
 def defaults_in(name: str) -> dict[str, str | None]:
-    """Variables that a compose file interpolates, with their defaults; None where there is none."""
+    """Variables that a compose file interpolates, with their defaults; None if there is none."""
     found = re.findall(r"\$\{([A-Z0-9_]+)(?::([-?])([^}]*))?\}", (DEPLOY / name).read_text())
     return {variable: default if kind == "-" else None for variable, kind, default in reversed(found)}
 
@@ -67,7 +67,7 @@ def test_the_example_shows_the_defaults_of_the_compose_files(name):
             assert shown[variable] == default, variable
 
 
-def test_what_has_no_default_is_told_to_be_the_users():
+def test_what_has_no_default_is_for_the_user_to_set():
     wanted = {variable for name in FILES for variable, default in defaults_in(name).items() if default is None}
     assert wanted == set(OF_THE_USER)
 
@@ -78,8 +78,8 @@ def test_the_example_shows_the_defaults_of_the_gateway(field):
     if shown == "":
         assert default in (None, ())
     else:
-        told = Settings(**{"worker": "http://a", field: shown})
-        assert getattr(told, field) == default
+        settings = Settings(**{"worker": "http://a", field: shown})
+        assert getattr(settings, field) == default
 
 
 def test_each_half_is_given_its_own_settings_and_no_secrets_of_the_other():
@@ -186,8 +186,8 @@ def test_the_systemd_unit_is_sound(tmp_path):
         # It looks whether the program is there.
         copy = tmp_path / unit.name
         copy.write_text(unit.read_text().replace("/opt/seamark/bin/seamark", sys.executable))
-        told = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
-        assert told.returncode == 0 and unit.name not in told.stderr, told.stderr
+        verified = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
+        assert verified.returncode == 0 and unit.name not in verified.stderr, verified.stderr
 
 
 @pytest.mark.parametrize("script", sorted(DEPLOY.rglob("*.sh")), ids=lambda path: path.name)
