@@ -28,7 +28,7 @@ class Expectation(NamedTuple):
         return tokens // self.match_unit * self.match_unit
 
 
-def reason(expected: Expectation, cached: int, change: PrefixChange | None = None) -> str:
+def reason_for(expected: Expectation, cached: int, change: PrefixChange | None = None) -> str:
     """The deepest cause of what a request got, of the closed set; "hit" where it got all it could.
 
     `change` is where the request leaves the nearest recent one in the middle: what it could share is less then than
@@ -60,7 +60,7 @@ ENGINE_CAUSES = {
 }
 
 
-def deepest(gateway: str, engine: str | None) -> str:
+def deeper_reason(gateway: str, engine: str | None) -> str:
     """The deeper of two reasons for one request, the gateway's and its engine's (None where it said nothing).
 
     What the gateway saw comes first where it explains the miss: another worker, a restart, a changed prefix.
@@ -75,55 +75,55 @@ def cache_label(expected: Expectation, cached: int) -> str:
     return "hit" if cached >= expected.floored(expected.shareable) else "partial"
 
 
-class Words(NamedTuple):
+class ReasonText(NamedTuple):
     """Of one reason."""
 
     short: str  # for a line in a list
     long: str  # one or two sentences
 
 
-WORDS = {
-    "hit": Words("hit", "Everything that this prompt is known to share with earlier ones came from the cache."),
-    "cold": Words("first sight", "No earlier request began like this one. The next one that does can share it."),
-    "prefix_changed": Words(
+REASON_TEXT = {
+    "hit": ReasonText("hit", "Everything that this prompt is known to share with earlier ones came from the cache."),
+    "cold": ReasonText("first sight", "No earlier request began like this one. The next one that does can share it."),
+    "prefix_changed": ReasonText(
         "changed in the middle",
         "It is like an earlier request, but something before the shared part's end differs; all behind that is "
         "computed anew.",
     ),
-    "below_unit": Words(
+    "below_unit": ReasonText(
         "too short to share", "What it shares is shorter than the match unit, the engine's smallest step of reuse."
     ),
-    "not_worth_it": Words(
+    "not_worth_it": ReasonText(
         "too little to be felt", "The engine kept no state there: computing it again is about as quick as reusing it."
     ),
-    "evicted": Words(
+    "evicted": ReasonText(
         "no longer in the cache",
         "The worker was sent this prefix before and has given its place to others. More memory for the cache helps.",
     ),
-    "worker_restarted": Words(
+    "worker_restarted": ReasonText(
         "lost in a restart", "The worker that held this prefix has restarted since, and holds nothing from before."
     ),
-    "other_worker": Words(
+    "other_worker": ReasonText(
         "held by another worker",
         "Another worker holds more of this prompt but had too many requests, or no room (setting load_slack).",
     ),
-    "salt": Words(
+    "salt": ReasonText(
         "another client's prompt",
         "The same prompt was sent with another cache salt. Prefixes of different keys are kept apart on purpose; keys "
         "with one `share` are not.",
     ),
-    "unpatched": Words(
+    "unpatched": ReasonText(
         "worker without Seamark",
         "The worker runs without the plugin, so it keeps a state only where a request happens to stop. "
         "`seamark doctor --worker URL` says what to change.",
     ),
-    "no_boundary": Words(
+    "no_boundary": ReasonText(
         "no place to share up to", "No text in it that others could differ in, or its template refuses the question."
     ),
-    "render_failed": Words(
+    "render_failed": ReasonText(
         "worker did not render it", "The worker did not say what the chat's tokens are, so no hint could be sent."
     ),
-    "hint_ignored": Words(
+    "hint_ignored": ReasonText(
         "worker took no hint",
         "The engine did not look, takes no hints for such a request (prompt logprobs, speculative decoding), or gets "
         "none since answers from its cache were found to differ.",

@@ -292,7 +292,7 @@ VOLATILE = (
 )
 
 
-def explains(change: PrefixChange) -> str | None:
+def volatile_text(change: PrefixChange) -> str | None:
     """Name of the volatile text that is all of this change; "system_moved" for a system turn that came or went."""
     if change.old is None or change.new is None:
         return None

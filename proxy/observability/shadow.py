@@ -62,7 +62,7 @@ class AnsweredRequest(NamedTuple):
     at: float  # time.perf_counter() when it had been answered
 
 
-class Looked(NamedTuple):
+class ReadPrompt(NamedTuple):
     """What is known of an answered request's prompt."""
 
     found: Found
@@ -70,7 +70,7 @@ class Looked(NamedTuple):
 
 
 # Finds the boundaries of a chat of so many bytes that a worker has answered to the owner of an API key.
-FindBoundaries = Callable[[Chat, Worker, int, str | None], Awaitable[Looked]]
+FindBoundaries = Callable[[Chat, Worker, int, str | None], Awaitable[ReadPrompt]]
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Shadow:
         self._boots = boots
         self._budget = settings.boundary_budget
         self._room = settings.text_bytes // 8
-        self._directory = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
+        self._prefix_index = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
         self._waiting: deque[AnsweredRequest] = deque()
         self.held = 0  # bytes of requests that wait
         self._came = asyncio.Event()
@@ -205,10 +205,10 @@ class Shadow:
         self._note(seen, looked, cached)
         return took
 
-    def _note(self, seen: AnsweredRequest, looked: Looked, cached: int) -> None:
+    def _note(self, seen: AnsweredRequest, looked: ReadPrompt, cached: int) -> None:
         found, lost = looked.found, self._lost(seen, looked, cached)
         kept = worth_sending(found.boundaries, MATCH_UNIT, self._budget)
-        self._directory.note([boundary for boundary in found.boundaries if boundary.tokens in kept], seen.boot)
+        self._prefix_index.record([boundary for boundary in found.boundaries if boundary.tokens in kept], seen.boot)
         self._count("judged")
         if (told := seen.explanation) is not None:
             told.lost = {reason: end - start for reason, (start, end) in lost.items()}
@@ -232,7 +232,7 @@ class Shadow:
     def _taken_for(self, seen: AnsweredRequest, found: Found, prompt: int | None) -> int:
         """Of the worker's hits that nobody has reported, those that this request can have had, tokens."""
         known, worker = self._of(seen.worker), seen.worker
-        most = max(self._directory.sent(found.prefixes, self._boots()), self._directory.ever_sent(found.prefixes))
+        most = max(self._prefix_index.sent(found.prefixes, self._boots()), self._prefix_index.ever_sent(found.prefixes))
         taken = max(0, min(most, worker.hits - known.hits_told))
         known.hits_told += taken
         if not worker.inflight and not any(other.worker is worker for other in self._waiting):
@@ -243,9 +243,9 @@ class Shadow:
         self._untold += 1
         return taken
 
-    def _lost(self, seen: AnsweredRequest, looked: Looked, had: int) -> dict[str, tuple[int, int]]:
+    def _lost(self, seen: AnsweredRequest, looked: ReadPrompt, had: int) -> dict[str, tuple[int, int]]:
         """Where what was lost begins and ends, tokens, by reason; each token under one: the nearest cause first."""
-        found, sent = looked.found, self._directory.sent
+        found, sent = looked.found, self._prefix_index.sent
         lost: dict[str, tuple[int, int]] = {}
 
         def lose(reason: str, shareable: int) -> None:
@@ -257,7 +257,7 @@ class Shadow:
 
         lose(CURED, sent(found.prefixes, (seen.boot,)))
         lose("other_worker", sent(found.prefixes, self._boots()))
-        lose("worker_restarted", self._directory.ever_sent(found.prefixes))
+        lose("worker_restarted", self._prefix_index.ever_sent(found.prefixes))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
         if looked.recent is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
             change = self._recent.change(looked.recent)

@@ -1,35 +1,41 @@
-"""After an answer: what came is compared with what was expected, counted, and explained."""
+"""The one step after an answer: what came is compared with what was expected, counted and explained.
+
+Shadow mode and the stored responses learn of the answer here, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import time
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
+from proxy.chat.chat import RESPONSES
+from proxy.chat.responses import StoredResponses
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
-from proxy.observability.reasons import ENGINE_CAUSES, Expectation, cache_label, deepest, reason
-from proxy.observability.request_diff import PrefixChange, explains
+from proxy.observability.reasons import ENGINE_CAUSES, Expectation, cache_label, deeper_reason, reason_for
+from proxy.observability.request_diff import PrefixChange, RequestMemory, volatile_text
 from proxy.observability.rolling_sums import RollingSums
-from proxy.pipeline.prompt_reader import PromptReader
+from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.pipeline.request import ProxiedRequest
 from proxy.routing.engine_events import EngineEvents
 
 logger = logging.getLogger("seamark.gateway")
 
-GONE = 499  # the client left; the engine may have computed something all the same
+CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
 
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
 
 class _Counters(NamedTuple):
-    """Of one model on one worker: tokens, and seconds."""
+    """One model on one worker: tokens, and seconds."""
 
     prompt: Counter
     cached: Counter
@@ -40,41 +46,70 @@ class _Counters(NamedTuple):
     spent: Counter
 
 
+class _Answered(NamedTuple):
+    """A request, and what its worker reported of it."""
+
+    request: ProxiedRequest
+    worker: Worker
+    model: str  # label
+    expected: Expectation
+    prompt: int  # tokens
+    cached: int  # tokens
+    change: PrefixChange | None
+
+
 class Accounting:
     """Counts each request once."""
 
     def __init__(
-        self, metrics: Metrics, pool: WorkerPool, finding: PromptReader, words: EngineEvents, excerpts: bool
+        self,
+        metrics: Metrics,
+        pool: WorkerPool,
+        recent: RequestMemory,
+        stored: StoredResponses,
+        engine_events: EngineEvents,
+        shadow: Shadow,
+        excerpts: bool,
     ) -> None:
         """`excerpts`: some characters of what changed may be kept for explanations."""
         self._metrics = metrics
         self._pool = pool
-        self._finding = finding
-        self._words = words
+        self._recent = recent
+        self._stored = stored
+        self._engine_events = engine_events
+        self._shadow = shadow
         self._excerpts = excerpts
-        self.recently = RollingSums()
-        self.seconds_saved: float | None = None  # of prefill, since the start; None where step times are not known
+        self.sums = RollingSums()
+        self.seconds_saved: float | None = None  # of prefill, since the start; None while step times are not known
         self._running: set[asyncio.Task[str]] = set()
-        # To find a family's member by its labels costs more than to count with it.
+        # Finding a family's member by its labels costs more than counting with it.
         self._children: dict[tuple[str, str], _Counters] = {}
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
 
-    async def answered(self, call: ProxiedRequest, usage: Usage | None) -> str | None:
-        """Compare what the engine reports with what was expected; the reason, None where it reports nothing.
+    async def answered(self, request: ProxiedRequest, usage: Usage | None, answer: Any) -> str | None:
+        """A worker has answered with `answer` (parsed; of a stream, the response it told last), which reports `usage`.
 
-        Goes on where the client leaves meanwhile.
+        Returns the reason for what came from the cache, None if the worker does not report that. Goes on if the client
+        leaves meanwhile.
         """
-        if usage is None or call.worker is None:
+        worker = request.worker
+        if worker is None:
             return None
-        expected = call.expected
-        counters = self._counters(self.model_label(call), call.worker)
+        self._store(request, worker, answer)
+        model = self._model_label(request)
+        if worker.engine is None and request.status == 200:
+            self._shadow.add(_for_shadow(request, worker, model, usage))
+        if usage is None:
+            return None
+        expected = request.prediction.expected
+        counters = self._counters(model, worker)
         counters.prompt.inc(usage.prompt)
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
-            saved = call.worker.step_times.seconds(usage.cached)
+            saved = worker.step_times.seconds(usage.cached)
             counters.saved.inc(saved)
-            if call.worker.step_times.known:
+            if worker.step_times.known:
                 self.seconds_saved = (self.seconds_saved or 0.0) + saved
         if expected is None:
             return None
@@ -83,54 +118,39 @@ class Accounting:
         if usage.cached is None:
             return None
         counters.shared.inc(min(expected.shareable, usage.cached))
-        self.recently.add(usage.prompt, expected.floored(expected.shareable), usage.cached)
+        self.sums.add(usage.prompt, expected.floored(expected.shareable), usage.cached)
         try:
-            change = self._finding.change(call) if expected.shareable < expected.would_share else None
-            why = reason(expected, usage.cached, change)
-            if why not in ENGINE_CAUSES or not call.sent:
-                return self._explain(call, expected, usage, why, change)
-            task = asyncio.create_task(self._ask_engine(call, expected, usage, why, change))
+            remembered, change = request.prediction.remembered, None
+            if remembered is not None and expected.shareable < expected.would_share:
+                change = self._recent.change(remembered)
+            answered = _Answered(request, worker, model, expected, usage.prompt, usage.cached, change)
+            reason = reason_for(expected, usage.cached, change)
+            if reason not in ENGINE_CAUSES or not request.body.hint:
+                return self._explain(answered, reason)
+            task = asyncio.create_task(self._ask_engine(answered, reason))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
             return await asyncio.shield(task)
         except Exception as error:  # an answer is not lost for its explanation; the message might hold prompt text
-            logger.error("explaining request %s: %s", call.request_id, type(error).__name__)
+            logger.error("explaining request %s: %s", request.client.request_id, type(error).__name__)
             return None
 
-    async def _ask_engine(
-        self, call: ProxiedRequest, expected: Expectation, usage: Usage, why: str, change: PrefixChange | None
-    ) -> str:
-        word = await self._words.word(call.worker, call.engine_id)
-        return self._explain(call, expected, usage, deepest(why, word), change)
-
-    def _explain(
-        self, call: ProxiedRequest, expected: Expectation, usage: Usage, why: str, change: PrefixChange | None
-    ) -> str:
-        metrics, model, worker = self._metrics, self.model_label(call), call.worker
-        if usage.cached < expected.floored(expected.predicted) and why != "hint_ignored":
-            # What it computed it leaves behind, unless that was not worth it; what it did not find otherwise is gone.
-            left = [boundary.key for boundary in call.found.boundaries] if why != "not_worth_it" else []
-            self._words.fell_short(worker, call.found.prefixes, left, usage.cached)
-        if why != "hit":
-            metrics.misses.labels(model, why).inc()
-        if call.first_byte is not None:
-            seconds = call.first_byte - call.arrived
-            self._first_token(model, cache_label(expected, usage.cached)).observe(seconds)
-        if (told := call.explanation) is not None:
-            told.model, told.worker, told.status, told.sent = model, worker.name, call.status, call.sent
-            told.shareable = expected.floored(expected.shareable)
-            told.predicted = expected.floored(expected.predicted)
-            told.prompt, told.delivered, told.reason = usage.prompt, usage.cached, why
-            if why == "prefix_changed" and change is not None:
-                told.changed = change.as_json(self._excerpts)
-                if (volatile := explains(change)) is not None:
-                    lost = expected.floored(expected.would_share) - expected.floored(expected.shareable)
-                    told.would_save[volatile] = lost
-                    metrics.would_save.labels(volatile).inc(lost)
-        return why
+    def count(self, request: ProxiedRequest) -> None:
+        """Count the request itself, however it ended."""
+        worker = request.worker
+        if request.status >= 400 and worker is not None and request.prediction.expected is not None:
+            events = self._engine_events
+            (events.left if request.status == CLIENT_GONE else events.refused)(worker, request.engine_id)
+        model = self._model_label(request)
+        name = worker.name if worker is not None else ""
+        if (explanation := request.explanation) is not None:
+            explanation.status, explanation.model, explanation.worker = request.status, model, name or None
+        self._requests(model, name, request.client.endpoint, str(request.status)).inc()
+        if worker is not None and request.timings.reading_seconds:
+            self._counters(model, worker).spent.inc(request.timings.reading_seconds)
 
     def replayed(self, model: str, worker: Worker, answer: bytes) -> None:
-        """A prefix was computed again on a restarted worker: what that cost it, at the pace it has, or had before."""
+        """A prefix was computed again on a restarted worker: count its cost at the worker's step times."""
         try:
             usage = usage_of(json.loads(answer))
         except ValueError:
@@ -139,10 +159,46 @@ class Accounting:
             seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)
             self._counters(model, worker).spent.inc(seconds)
 
+    def _store(self, request: ProxiedRequest, worker: Worker, answer: Any) -> None:
+        """Remember of a response what a later request may continue."""
+        client, chat = request.client, request.prediction.chat
+        if client.endpoint == RESPONSES and chat is not None and request.body.parsed.get("store", True):
+            self._stored.put(chat, answer, worker.boot, client.owner)
+
+    async def _ask_engine(self, answered: _Answered, reason: str) -> str:
+        engine_reason = await self._engine_events.reason_for(answered.worker, answered.request.engine_id)
+        return self._explain(answered, deeper_reason(reason, engine_reason))
+
+    def _explain(self, answered: _Answered, reason: str) -> str:
+        request, worker, model, expected, prompt, cached, change = answered
+        metrics, found, timings = self._metrics, request.prediction.found, request.timings
+        if found is not None and cached < expected.floored(expected.predicted) and reason != "hint_ignored":
+            # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
+            left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []
+            self._engine_events.fell_short(worker, found.prefixes, left, cached)
+        if reason != "hit":
+            metrics.misses.labels(model, reason).inc()
+        if timings.first_byte is not None:
+            seconds = timings.first_byte - request.client.arrived
+            self._first_token(model, cache_label(expected, cached)).observe(seconds)
+        if (explanation := request.explanation) is not None:
+            explanation.model, explanation.worker = model, worker.name
+            explanation.status, explanation.sent = request.status, request.body.hint
+            explanation.shareable = expected.floored(expected.shareable)
+            explanation.predicted = expected.floored(expected.predicted)
+            explanation.prompt, explanation.delivered, explanation.reason = prompt, cached, reason
+            if reason == "prefix_changed" and change is not None:
+                explanation.changed = change.as_json(self._excerpts)
+                if (volatile := volatile_text(change)) is not None:
+                    lost = expected.floored(expected.would_share) - expected.floored(expected.shareable)
+                    explanation.would_save[volatile] = lost
+                    metrics.would_save.labels(volatile).inc(lost)
+        return reason
+
     def _counters(self, model: str, worker: Worker) -> _Counters:
         labels = (model, worker.name)
-        found = self._children.get(labels)
-        if found is None:
+        counters = self._children.get(labels)
+        if counters is None:
             metrics = self._metrics
             families = (
                 metrics.prompt_tokens,
@@ -153,24 +209,32 @@ class Accounting:
                 metrics.seconds_saved,
                 metrics.seconds_spent,
             )
-            found = self._children[labels] = _Counters(*(family.labels(*labels) for family in families))
-        return found
+            counters = self._children[labels] = _Counters(*(family.labels(*labels) for family in families))
+        return counters
 
-    def count(self, call: ProxiedRequest) -> None:
-        """Count the request itself, however it ended."""
-        if call.status >= 400 and call.worker is not None and call.expected is not None:
-            (self._words.left if call.status == GONE else self._words.refused)(call.worker, call.engine_id)
-        model = self.model_label(call)
-        worker = call.worker.name if call.worker is not None else ""
-        if (told := call.explanation) is not None:
-            told.status, told.model, told.worker = call.status, model, worker or None
-        self._requests(model, worker, call.endpoint, str(call.status)).inc()
-        if call.worker is not None and call.sought_seconds:
-            self._counters(model, call.worker).spent.inc(call.sought_seconds)
+    def _model_label(self, request: ProxiedRequest) -> str:
+        """The model's name if a worker serves it."""
+        model = request.model
+        if request.worker is not None and request.worker.serves(model):
+            return str(model)
+        return str(model) if any(worker.serves(model) for worker in self._pool.workers) else UNKNOWN_MODEL
 
-    def model_label(self, call: ProxiedRequest) -> str:
-        """The model's name, where it is one."""
-        model = call.body.get("model")
-        if call.worker is not None and call.worker.serves(model):
-            return model
-        return model if any(worker.serves(model) for worker in self._pool.workers) else UNKNOWN_MODEL
+
+def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usage | None) -> AnsweredRequest:
+    timings = request.timings
+    # A response's first event comes before its prompt is computed.
+    timed = timings.first_byte is not None and timings.is_stream and request.client.endpoint != RESPONSES
+    return AnsweredRequest(
+        chat=request.prediction.chat,
+        worker=worker,
+        boot=worker.boot,
+        model=model,
+        size=len(request.body.raw),
+        prompt=usage.prompt if usage is not None else None,
+        cached=usage.cached if usage is not None else None,
+        seconds=timings.first_byte - timings.leased if timed and timings.first_byte is not None else None,
+        alone=timings.was_alone,
+        owner=request.client.owner,
+        explanation=request.explanation,
+        at=time.perf_counter(),
+    )

@@ -1,20 +1,19 @@
-"""Giving a request to a worker: a place at one, the choice among those that have some, and what is noted of it.
+"""Giving a request to a worker: waiting for a slot, choosing among the workers that have one, and recording the choice.
 
-Everything between finding a place and counting it happens without an await, so a burst sees itself.
+Everything between finding a slot and counting it happens without an await, so a burst sees itself.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import TracebackType
 
+from proxy.chat.responses import StoredResponses
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
-from proxy.http.client import Upstream
-from proxy.metrics import Metrics
 from proxy.observability.reasons import Expectation
-from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import ProxiedRequest
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
@@ -30,138 +29,191 @@ class Dispatcher:
         self,
         settings: Settings,
         pool: WorkerPool,
-        finding: PromptReader,
-        admission: AdmissionQueue,
-        upstream: Upstream,
-        metrics: Metrics,
+        queue: AdmissionQueue,
+        prefix_index: PrefixIndex,
+        engine_events: EngineEvents,
+        warmup: WarmupSet,
+        stored: StoredResponses,
     ) -> None:
-        self._settings = settings
+        self._load_slack = settings.load_slack
         self._pool = pool
-        self._finding = finding
-        self._admission = admission
-        self.directory = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
-        self.words = EngineEvents(upstream, self.directory)
-        self.hot = WarmupSet(settings.text_bytes // 8)
-        pool.changed = admission.wake
+        self._queue = queue
+        self._prefix_index = prefix_index
+        self._engine_events = engine_events
+        self._warmup = warmup
+        self._stored = stored
 
-    async def place(self, call: ProxiedRequest) -> None:
-        """Give the call to a worker, which is counted from now on; waits while none has room.
+    def lease(self, request: ProxiedRequest) -> Lease:
+        """`async with` it: a slot at a worker for as long as the request is under way there."""
+        return Lease(self, request)
 
-        Raises `NoWorker`, `Overloaded` or `KeyBusy`.
-        """
+    async def acquire(self, lease: Lease) -> None:
+        """Take a slot; wait while no worker has one. Raises `NoWorker`, `Overloaded` or `KeyBusy`."""
         if not self._pool.up:
             await self._pool.ready()
-        model = call.body.get("model")
-        wants = (model if isinstance(model, str) else None, self._finding.stored.boot(call.response_id))
-        await self._admission.place(call.key, wants, lambda: self._take(call), lambda _: self.never_got(call))
+        request = lease.request
+        model = request.model
+        wants = (model if isinstance(model, str) else None, self._stored.boot(request.response_id))
+        await self._queue.acquire(request.client.key, wants, lambda: self._take(lease), _never_sent)
 
-    def leave(self, call: ProxiedRequest) -> None:
-        """The worker is done with the call, or never got it."""
-        if not call.is_placed:
-            return
-        call.is_placed = False
-        self.prefilled(call)
-        call.worker.inflight -= 1
-        if call.key is not None:
-            call.key.inflight -= 1
-        if len(self._admission):
-            self._admission.wake()
+    def released(self) -> None:
+        """A slot has become free."""
+        if len(self._queue):
+            self._queue.wake()
 
-    def never_got(self, call: ProxiedRequest) -> None:
-        """The worker was not there: nothing of the call is."""
-        if call.expected is not None:
-            self.words.refused(call.worker, call.engine_id)
-        self.leave(call)
+    def not_computed(self, request: ProxiedRequest) -> None:
+        """The worker never got the request: what was recorded for it is not there."""
+        if request.prediction.expected is not None and request.worker is not None:
+            self._engine_events.refused(request.worker, request.engine_id)
 
-    def prefilled(self, call: ProxiedRequest) -> None:
-        """The answer has begun: its prompt is computed."""
-        if call.prefill:
-            call.worker.prefill_tokens -= call.prefill
-            call.prefill = 0
-
-    def hint(self, call: ProxiedRequest) -> tuple[int, ...]:
-        """Positions for the chosen worker."""
-        budget = self._settings.boundary_budget
-        return call.worker.hint(call.found.boundaries, budget) if call.found is not None else ()
-
-    def _take(self, call: ProxiedRequest) -> Worker | None:
-        """A place at a worker, None where those that could serve the call are full."""
-        if call.key is not None and not call.key.has_room:
+    def _take(self, lease: Lease) -> Lease | None:
+        """The lease with a slot; None if the workers that could serve the request are full."""
+        request = lease.request
+        key = request.client.key
+        if key is not None and not key.has_room:
             return None
-        workers = self._pool.for_model(call.body.get("model"))
-        if (keeper := self._keeper(call, workers)) is not None:
+        workers = self._pool.for_model(request.model)
+        if (keeper := self._keeper(request, workers)) is not None:
             workers = [keeper]
         roomy = [worker for worker in workers if worker.has_room]
         if not roomy:
             return None
-        worker = self._choose(call, roomy)
-        call.worker, call.is_placed = worker, True
-        call.prefill = call.tokens_beyond(call.expected.predicted if call.expected is not None else 0)
-        worker.prefill_tokens += call.prefill
-        call.alone = not worker.inflight
-        worker.inflight += 1
-        worker.dispatched += 1
-        call.turn, call.placed = worker.dispatched, time.perf_counter()
-        if call.key is not None:
-            call.key.inflight += 1
-        return worker
+        lease.count(self._choose(request, roomy))
+        return lease
 
-    def _choose(self, call: ProxiedRequest, workers: Sequence[Worker]) -> Worker:
-        """Choose and note it in one go, so that a request arriving right behind already follows."""
-        found = call.found
+    def _choose(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Worker:
+        """Choose and record it in one go, so that a request arriving right behind already follows."""
+        prediction = request.prediction
+        found = prediction.found
         if found is None:
-            return choose(workers, {}, self._settings.load_slack)
-        # Of all that could hold it: one that is full, or not ready yet, has not lost it.
-        boots = [worker.boot for worker in self._pool.serving(call.body.get("model")) if worker.takes_hints]
-        held = self.directory.longest(found.prefixes, boots)
-        together = call.body.get("prompt_cache_key")
-        worker = choose(workers, held, self._settings.load_slack, together)
-        shared = max(held.values(), default=None)
-        # Sent again, elsewhere: the first try is not what was ever sent before.
-        ever = self.directory.ever_sent(found.prefixes) if call.expected is None else call.expected.shareable_ever
-        call.expected = Expectation(
+            return choose(workers, {}, self._load_slack)
+        # All that could hold it, because a worker that is full or not ready yet has not lost it.
+        boots = [worker.boot for worker in self._pool.serving(request.model) if worker.takes_hints]
+        held = self._prefix_index.longest(found.prefixes, boots)
+        worker = choose(workers, held, self._load_slack, request.body.parsed.get("prompt_cache_key"))
+        longest = max(held.values(), default=None)
+        # For a request that is sent again, elsewhere, the first try does not count as sent before.
+        earlier = prediction.expected
+        ever = self._prefix_index.ever_sent(found.prefixes) if earlier is None else earlier.shareable_ever
+        prediction.expected = Expectation(
             failure=_failure(worker) or found.failure,
-            shareable=self.directory.sent(found.prefixes, boots),
+            shareable=self._prefix_index.sent(found.prefixes, boots),
             shareable_ever=ever,
-            held=shared.tokens if shared is not None else 0,
+            held=longest.tokens if longest is not None else 0,
             predicted=held[worker.boot].tokens if worker.boot in held else 0,
             deepest=max(found.positions, default=0),
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
             would_share=max((b.tokens for b in found.boundaries if b.key != found.turn_key), default=0),
         )
         if worker.takes_hints:
-            self.words.sent(worker, call.engine_id, found.boundaries)
-            self.directory.note(found.boundaries, worker.boot)
-            if shared is not None:
-                self._remember(call, shared.key, shared.tokens)
+            self._engine_events.sent(worker, request.engine_id, found.boundaries)
+            self._prefix_index.record(found.boundaries, worker.boot)
+            if longest is not None:
+                self._keep_for_warmup(request, longest.key, longest.tokens)
         return worker
 
-    def _remember(self, call: ProxiedRequest, key: bytes, tokens: int) -> None:
-        """The call shares a prefix: what a restarted worker is to be given again."""
-        if not call.found.boundaries or self.hot.used_again(key):
+    def _keep_for_warmup(self, request: ProxiedRequest, key: bytes, tokens: int) -> None:
+        """The request shares a prefix: a restarted worker is to be given it again."""
+        found, body = request.prediction.found, request.body
+        if found is None or not found.boundaries or self._warmup.used_again(key):
             return
-        replay = WarmupRequest(
-            call.endpoint,
-            call.raw,
-            call.names,
-            {name: value for name, value in call.put.items() if name == "cache_salt"},
-            call.found.boundaries,
-            call.body.get("model"),
-        )
-        prefixes = call.found.prefixes
-        shorter = prefixes[: prefixes.index(key)] if key in prefixes else ()
-        self.hot.add(key, tokens, shorter, replay)
+        put = {name: value for name, value in body.put.items() if name == "cache_salt"}
+        replay = WarmupRequest(request.client.endpoint, body.raw, body.names, put, found.boundaries, request.model)
+        shorter = found.prefixes[: found.prefixes.index(key)] if key in found.prefixes else ()
+        self._warmup.add(key, tokens, shorter, replay)
 
-    def _keeper(self, call: ProxiedRequest, workers: Sequence[Worker]) -> Worker | None:
+    def _keeper(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Worker | None:
         """The worker that stores the response which this request continues or asks for; others would not know it."""
-        if (response := call.response_id) is None:
+        if (response := request.response_id) is None:
             return None
-        boot = self._finding.stored.boot(response)
+        boot = self._stored.boot(response)
         return next((worker for worker in workers if worker.boot == boot), None)
 
 
+class Lease:
+    """One request's slot. The request is counted at its worker and its key, and un-counted, here and nowhere else."""
+
+    __slots__ = ("_dispatcher", "_is_held", "_prefill_tokens", "_turn", "_was_idle", "request")
+
+    def __init__(self, dispatcher: Dispatcher, request: ProxiedRequest) -> None:
+        self._dispatcher = dispatcher
+        self.request = request
+        self._is_held = False
+        self._prefill_tokens = 0  # counted as still to be computed by the worker
+        self._turn = 0  # requests that the worker had been given by then, this one included
+        self._was_idle = False  # it had no other request then
+
+    async def __aenter__(self) -> Lease:
+        await self._dispatcher.acquire(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    @property
+    def worker(self) -> Worker:
+        """The worker that has the request, or had it last."""
+        if (worker := self.request.worker) is None:
+            raise RuntimeError("The lease has not been entered.")
+        return worker
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the worker has had no other request since it got this one."""
+        return self._was_idle and self.worker.dispatched == self._turn
+
+    async def move(self) -> None:
+        """The worker never got the request: give its slot back, and wait for another one."""
+        self.never_sent()
+        await self._dispatcher.acquire(self)
+
+    def never_sent(self) -> None:
+        """The worker never got the request: nothing of it is there."""
+        self._dispatcher.not_computed(self.request)
+        self.release()
+
+    def count(self, worker: Worker) -> None:
+        """The request goes to `worker`."""
+        request, key = self.request, self.request.client.key
+        expected = request.prediction.expected
+        request.worker, self._is_held = worker, True
+        self._prefill_tokens = request.tokens_beyond(expected.predicted if expected is not None else 0)
+        self._was_idle = not worker.inflight
+        worker.prefill_tokens += self._prefill_tokens
+        worker.inflight += 1
+        worker.dispatched += 1
+        self._turn = worker.dispatched
+        request.timings.leased = time.perf_counter()
+        if key is not None:
+            key.inflight += 1
+
+    def prefilled(self) -> None:
+        """The answer has begun: the prompt is computed."""
+        if self._prefill_tokens:
+            self.worker.prefill_tokens -= self._prefill_tokens
+            self._prefill_tokens = 0
+
+    def release(self) -> None:
+        """The worker is done with the request. Does nothing the second time."""
+        if not self._is_held:
+            return
+        self._is_held = False
+        self.prefilled()
+        self.worker.inflight -= 1
+        if self.request.client.key is not None:
+            self.request.client.key.inflight -= 1
+        self._dispatcher.released()
+
+
+def _never_sent(lease: Lease) -> None:
+    """The slot was found for a request whose client had just left."""
+    lease.never_sent()
+
+
 def _failure(worker: Worker) -> str | None:
-    """Why a worker gets no hint whatever the request; None where it gets one."""
+    """Why a worker gets no hint whatever the request is; None if it gets one."""
     if worker.engine is None:
         return "unpatched"
     return None if worker.cache.hints_allowed else "hint_ignored"

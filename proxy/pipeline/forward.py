@@ -1,6 +1,6 @@
-"""An answer on its way from the worker to the client: whole, or as it comes.
+"""A request on its way to the worker, and the answer on its way to the client: whole, or as it comes.
 
-Bodies travel as bytes. What the engine reports stands in the headers of whole answers; of a stream it is noted.
+Bodies travel as bytes. What the engine reports goes into the headers of a whole answer; a stream has none left.
 """
 
 from __future__ import annotations
@@ -10,131 +10,160 @@ import json
 import time
 
 from proxy.chat.chat import REPORTING, RESPONSES
-from proxy.chat.usage import Usage, usage_of
+from proxy.chat.usage import usage_of
 from proxy.errors import GatewayError, Stopping, WorkerFailed, WorkerSilent
+from proxy.fleet.pool import WorkerPool
+from proxy.fleet.worker import Worker
 from proxy.http import asgi
-from proxy.http.client import Answer, Broken, Silent
-from proxy.observability.shadow import AnsweredRequest, Shadow
+from proxy.http.client import Answer, Broken, Silent, Stale, Unreachable, Upstream
+from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
-from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.dispatch import Dispatcher
-from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.accounting import CLIENT_GONE, Accounting
+from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import ProxiedRequest
 from proxy.pipeline.sse import Heartbeats, SseRelay
+from proxy.settings import Settings
 
 
 class ResponseRelay:
     """One per gateway."""
 
     def __init__(
-        self, dispatch: Dispatcher, finding: PromptReader, accounting: Accounting, shadow: Shadow, pulse: Heartbeats
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        pool: WorkerPool,
+        upstream: Upstream,
+        accounting: Accounting,
+        heartbeats: Heartbeats,
     ) -> None:
-        self._dispatch = dispatch
-        self._finding = finding
+        self._silence_timeout = settings.silence_timeout
+        self._boundary_budget = settings.boundary_budget
+        self._resent = metrics.resent
+        self._pool = pool
+        self._upstream = upstream
         self._accounting = accounting
-        self._shadow = shadow
-        self._pulse = pulse
+        self._heartbeats = heartbeats
 
-    async def deliver(self, call: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch) -> None:
-        """From first to last byte. Raises `Broken` where the worker breaks off and no stream can tell of it."""
-        call.status = response.status
+    async def forward(self, request: ProxiedRequest, lease: Lease, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+        """From the first byte to the worker to the last byte to the client.
+
+        Raises `WorkerFailed` or `WorkerSilent` if the worker breaks off and no event of a stream can say so.
+        """
+        try:
+            response = await self._send(request, lease)
+            try:
+                await self._deliver(request, lease, response, send, watch)
+            finally:
+                response.close()
+        except Broken as error:
+            raise _worker_error(lease.worker, error) from None
+
+    async def _send(self, request: ProxiedRequest, lease: Lease) -> Answer:
+        """Send to the leased worker. What was not sent at all is sent again: elsewhere, or on a new connection."""
+        client = request.client
+        headers = [
+            *client.headers,
+            request.engine_id_header,
+            *(self._upstream.own_headers if client.key is not None else ()),
+        ]
+        resent = False
+        while True:
+            worker = lease.worker
+            raw = self._encoded(request, worker)
+            try:
+                response = await self._upstream.send(
+                    client.method, worker.url + client.target, headers, raw, self._silence_timeout, resent
+                )
+            except Unreachable:
+                self._resent.labels(worker.name, "unreachable").inc()
+                self._pool.mark_down(worker)
+                await lease.move()
+            except Stale:
+                if resent:
+                    raise
+                resent = True
+                self._resent.labels(worker.name, "stale").inc()
+            except Broken:
+                self._pool.record_failure(worker)
+                raise
+            else:
+                worker.answered()
+                return response
+
+    def _encoded(self, request: ProxiedRequest, worker: Worker) -> bytes:
+        """The body as `worker` gets it."""
+        body, found = request.body, request.prediction.found
+        if request.client.method != "POST":
+            return body.raw
+        positions = worker.hint(found.boundaries, self._boundary_budget) if found is not None else ()
+        return body.encoded(positions, worker.cache.salt(body.parsed))
+
+    async def _deliver(
+        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+    ) -> None:
+        """The answer, from first to last byte."""
+        request.status = response.status
         kind = response.header("content-type") or ""
         if kind.startswith("text/event-stream"):
-            await self._stream_events(call, response, send, watch)
-        elif call.endpoint in REPORTING and kind.startswith("application/json"):
-            await self._answer_whole(call, response, send, watch)
+            await self._stream_events(request, lease, response, send, watch)
+        elif request.client.endpoint in REPORTING and kind.startswith("application/json"):
+            await self._answer_whole(request, response, send, watch)
         else:
-            await self._stream(call, response, send, watch)
+            await self._stream(request, lease, response, send, watch)
 
-    def _response_headers(self, call: ProxiedRequest, response: Answer) -> asgi.HeaderList:
-        headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
-        headers.append(call.id_header)
-        if call.worker is not None:
-            headers.append((b"x-seamark-worker", call.worker.name.encode()))
-        if call.sent:
-            headers.append((b"x-seamark-boundary", ",".join(map(str, call.sent)).encode()))
-        if call.expected is not None:
-            predicted = call.expected.floored(call.expected.predicted)
-            headers.append((b"x-seamark-predicted", str(predicted).encode()))
-        return headers
-
-    async def _stream(self, call: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def _stream(
+        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+    ) -> None:
         """Pass a body on as it comes."""
-        headers = self._response_headers(call, response)
+        headers = _response_headers(request, response)
         if (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
-        await self._begin(call, headers, send)
+        await self._begin(request, headers, send)
         async for chunk in response.chunks():
-            self._dispatch.prefilled(call)
+            lease.prefilled()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 
     async def _stream_events(
-        self, call: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Pass an event stream on as it comes. A break becomes an event."""
-        await self._begin(call, self._response_headers(call, response), send)
-        relay = SseRelay(send, call.strips_usage, keeps_first=call.endpoint == RESPONSES)
+
+        def first_event() -> None:
+            timings = request.timings
+            timings.first_byte, timings.is_stream = time.perf_counter(), True
+            timings.was_alone = lease.is_alone
+            lease.prefilled()
+
+        await self._begin(request, _response_headers(request, response), send)
+        stream = SseRelay(send, request.body.strips_usage, keeps_first=request.client.endpoint == RESPONSES)
         end = b""
-        with self._pulse.watching(relay):
+        with self._heartbeats.watching(stream):
             try:
-                await relay.run(response.chunks(), lambda: self._begun(call))
+                await stream.run(response.chunks(), first_event)
             except Broken as error:
-                end = self._event(call, broken(call, error), relay)
+                end = _error_event(request, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
-                if not watch.gone:  # the server ends us
-                    await relay.finish(self._event(call, Stopping("The gateway is stopping."), relay))
+                if watch.gone:
+                    request.status = CLIENT_GONE
+                else:  # the server stops
+                    await stream.finish(_error_event(request, Stopping("The gateway is stopping."), stream))
+                await self._accounting.answered(request, None, stream.response)
                 raise
-            finally:
-                if call.endpoint == RESPONSES:
-                    self._finding.answered(call, relay.response)
             watch.over = True
-            await relay.finish(end)
-        await self._answered(call, relay.usage)
-
-    async def _answered(self, call: ProxiedRequest, usage: Usage | None) -> str | None:
-        """The reason for what it got, None where the worker reports nothing."""
-        worker = call.worker
-        if worker is not None and worker.engine is None and call.status == 200:
-            # A response's first event comes before it is computed.
-            timed = call.begun and call.endpoint != RESPONSES
-            self._shadow.add(
-                AnsweredRequest(
-                    chat=call.chat,
-                    worker=worker,
-                    boot=worker.boot,
-                    model=self._accounting.model_label(call),
-                    size=len(call.raw),
-                    prompt=usage.prompt if usage is not None else None,
-                    cached=usage.cached if usage is not None else None,
-                    seconds=call.first_byte - call.placed if timed else None,
-                    alone=call.alone,
-                    owner=call.owner,
-                    explanation=call.explanation,
-                    at=time.perf_counter(),
-                )
-            )
-        return await self._accounting.answered(call, usage)
-
-    def _begun(self, call: ProxiedRequest) -> None:
-        call.first_byte, call.begun = time.perf_counter(), True
-        call.alone = call.alone and call.worker.dispatched == call.turn
-        self._dispatch.prefilled(call)
-
-    @staticmethod
-    def _event(call: ProxiedRequest, error: GatewayError, relay: SseRelay) -> bytes:
-        call.status = error.status
-        return error_responses.error_event(error, call.endpoint, relay.first, relay.last)
+            await stream.finish(end)
+        await self._accounting.answered(request, stream.usage, stream.response)
 
     async def _answer_whole(
-        self, call: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+        self, request: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
-        """Collect a JSON answer, so that what the engine reports can stand in the headers."""
+        """Collect a JSON answer, so that what the engine reports can go into the headers."""
         body = await response.read()
-        call.first_byte = time.perf_counter()
-        headers = self._response_headers(call, response)
-        if call.status == 200 and response.header("content-encoding") is None:
+        request.timings.first_byte = time.perf_counter()
+        headers = _response_headers(request, response)
+        if request.status == 200 and response.header("content-encoding") is None:
             try:
                 answer = json.loads(body)
             except ValueError:
@@ -142,21 +171,36 @@ class ResponseRelay:
             usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            why = await self._answered(call, usage)
-            if why is not None:
-                headers.append((b"x-seamark-reason", why.encode()))
-            self._finding.answered(call, answer)
-        call.started = watch.over = True
-        await asgi.send_whole(send, call.status, headers, body)
+            reason = await self._accounting.answered(request, usage, answer)
+            if reason is not None:
+                headers.append((b"x-seamark-reason", reason.encode()))
+        request.started = watch.over = True
+        await asgi.send_whole(send, request.status, headers, body)
 
-    async def _begin(self, call: ProxiedRequest, headers: asgi.HeaderList, send: asgi.Send) -> None:
-        call.started = True
-        await send({"type": "http.response.start", "status": call.status, "headers": headers})
+    async def _begin(self, request: ProxiedRequest, headers: asgi.HeaderList, send: asgi.Send) -> None:
+        request.started = True
+        await send({"type": "http.response.start", "status": request.status, "headers": headers})
 
 
-def broken(call: ProxiedRequest, error: Broken) -> GatewayError:
-    """What the client is told of a worker that broke off."""
-    name = call.worker.name
+def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderList:
+    headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
+    headers.append(request.client.id_header)
+    if request.worker is not None:
+        headers.append((b"x-seamark-worker", request.worker.name.encode()))
+    if request.body.hint:
+        headers.append((b"x-seamark-boundary", ",".join(map(str, request.body.hint)).encode()))
+    if (expected := request.prediction.expected) is not None:
+        headers.append((b"x-seamark-predicted", str(expected.floored(expected.predicted)).encode()))
+    return headers
+
+
+def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay) -> bytes:
+    request.status = error.status
+    return error_responses.error_event(error, request.client.endpoint, stream.first, stream.last)
+
+
+def _worker_error(worker: Worker, error: Broken) -> GatewayError:
+    """What the client learns of a worker that broke off."""
     if isinstance(error, Silent):
-        return WorkerSilent(f"Worker {name} was silent for too long (setting silence_timeout).")
-    return WorkerFailed(f"Worker {name} broke off.")
+        return WorkerSilent(f"Worker {worker.name} was silent for too long (setting silence_timeout).")
+    return WorkerFailed(f"Worker {worker.name} broke off.")

@@ -1,11 +1,145 @@
-"""TODO docstring."""
+"""The ASGI entry: one proxied request from first to last byte, stage by stage.
+
+Bodies travel as bytes. A failure while boundaries are sought costs the hint, never the request.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import re
+import time
+import traceback
+
+from proxy.chat.chat import HINTED
+from proxy.chat.responses import StoredResponses
+from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooDeep
+from proxy.fleet.pool import WorkerPool
+from proxy.http import asgi, auth
+from proxy.http.auth import KeyRing
+from proxy.http.json_body import as_utf8, parse_object
+from proxy.metrics import Metrics
+from proxy.pipeline import error_responses
+from proxy.pipeline.accounting import CLIENT_GONE, Accounting
+from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.forward import ResponseRelay
+from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.settings import Settings
+
+logger = logging.getLogger("seamark.gateway")
 
 # A client's own X-Request-Id is kept in memory for a while; longer ones are replaced.
 MAX_ID_CHARACTERS = 256
 
 # How a JSON object begins, in any of its encodings; audio and images do not.
 _OBJECT = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\s\0])*\{")
+
+
+class RequestHandler:
+    """ASGI application for everything that goes to a worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        keys: KeyRing | None,
+        pool: WorkerPool,
+        reader: PromptReader,
+        stored: StoredResponses,
+        dispatcher: Dispatcher,
+        relay: ResponseRelay,
+        accounting: Accounting,
+    ) -> None:
+        self._settings = settings
+        self._boundary_seconds = metrics.overhead.labels("boundary")
+        self._keys = keys
+        self._pool = pool
+        self._reader = reader
+        self._stored = stored
+        self._dispatcher = dispatcher
+        self._relay = relay
+        self._accounting = accounting
+        self._bodies = asgi.BodyRoom(settings.max_bodies_bytes)
+        self._under_way: set[str] = set()  # names of requests, as engines know them
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        request_id = asgi.header(scope, b"x-request-id")
+        if not request_id or len(request_id) > MAX_ID_CHARACTERS or not request_id.isascii():
+            request_id = os.urandom(16).hex()
+        request: ProxiedRequest | None = None
+        taken = 0
+        try:
+            key = auth.client(scope, self._keys) if self._keys is not None else None
+            settings = self._settings
+            raw = await asgi.read_body(scope, receive, settings.max_body_bytes, settings.client_timeout, self._bodies)
+            taken = len(raw)
+            request = request_of(scope, raw, request_id, key)
+            if request_id in self._under_way:  # one name for a whole fan-out; the engine must tell them apart
+                request.engine_id = f"{request_id}.{os.urandom(4).hex()}"
+            self._under_way.add(request.engine_id)
+            async with asgi.ClientWatch(scope, receive) as watch:
+                await self._serve(request, send, watch)
+        except asgi.ClientGone:
+            if request is not None:
+                request.status = CLIENT_GONE
+        except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
+            await self._refuse(request, scope, Stopping("The gateway is stopping."), request_id, send)
+            raise
+        except GatewayError as error:
+            await self._refuse(request, scope, error, request_id, send)
+        except Exception as error:
+            # The place and the kind alone: the message of an unexpected error might hold prompt text.
+            place = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("request %s failed: %s\n%s", request_id, type(error).__name__, place)
+            failure = GatewayError("The gateway failed to handle this request.")
+            await self._refuse(request, scope, failure, request_id, send)
+        finally:
+            self._bodies.give_back(taken)
+            if request is not None:
+                self._under_way.discard(request.engine_id)
+                self._accounting.count(request)
+
+    async def _refuse(
+        self, request: ProxiedRequest | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
+    ) -> None:
+        if request is not None:
+            request.status = error.status
+            if request.started:
+                return  # returning without the last chunk makes the server close the connection: a visible break
+        await error_responses.send_error(send, error, scope["path"], [(b"x-request-id", request_id.encode("latin-1"))])
+
+    async def _serve(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+        self._check_owner(request)  # of a response in the path, whatever the body is
+        if request.client.method == "POST":
+            await self._read(request)
+        async with self._dispatcher.lease(request) as lease:
+            await self._relay.forward(request, lease, send, watch)
+
+    async def _read(self, request: ProxiedRequest) -> None:
+        """Parse the body if it is JSON, and find its boundaries."""
+        client, body = request.client, request.body
+        hinted = client.endpoint in HINTED
+        if not hinted and not client.is_json and _OBJECT.match(body.raw) is None:
+            return
+        try:
+            raw = as_utf8(body.raw)
+            parsed = parse_object(raw, self._settings.max_json_depth)
+        except BadRequest as error:
+            # The worker judges it, unless the worker might read what is refused here.
+            if hinted or isinstance(error, TooDeep) or (client.key is not None and client.is_json):
+                raise
+            return
+        body.raw = raw
+        body.take(parsed, client, self._settings.ask_usage)
+        self._check_owner(request)
+        if hinted:
+            await self._reader.read(request, await self._pool.ready())
+            request.timings.reading_seconds = time.perf_counter() - client.arrived
+            self._boundary_seconds.observe(request.timings.reading_seconds)
+
+    def _check_owner(self, request: ProxiedRequest) -> None:
+        client = request.client
+        if client.key is not None and not self._stored.may_see(request.response_id, client.owner):
+            raise NotFound("No such response.")

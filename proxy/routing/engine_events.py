@@ -23,7 +23,7 @@ from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
-logger = logging.getLogger("seamark.engine_words")
+logger = logging.getLogger("seamark.engine_events")
 
 PATH = "/seamark/outcomes"
 
@@ -31,7 +31,7 @@ TIMEOUT = 0.2  # seconds for an explanation; it is not worth more
 
 SILENT_SECONDS = 10.0  # a feed that failed is left alone for so long
 
-MAX_WORDS = 8192  # of requests that nobody has asked about, per worker
+MAX_REASONS = 8192  # of requests that nobody has asked about, per worker
 
 POLL_SECONDS = 2.0  # the worker holds a question so long where nothing is new; one that is to stop waits as long
 
@@ -48,7 +48,7 @@ IDLE_SECONDS = 600.0  # a worker that was sent nothing for so long is not read u
 class _Feed:
     """What was read of one worker's feed, and the task that reads on."""
 
-    beliefs: HeldStates
+    held_states: HeldStates
     boot: str = ""
     cursor: int = 0
     read_as: str = ""  # what the worker was known as when it was last read
@@ -57,7 +57,7 @@ class _Feed:
     several: bool = False  # API servers in turn, each with a part of the news: good for words only
     last_sent: float = 0.0  # time.monotonic()
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not asked before
-    words: OrderedDict[str, str] = field(default_factory=OrderedDict)  # reason by request id
+    reasons: OrderedDict[str, str] = field(default_factory=OrderedDict)  # reason by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
     wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for a word
     reader: asyncio.Task[None] | None = None
@@ -71,9 +71,9 @@ class _Feed:
 class EngineEvents:
     """The feeds of all workers. Use inside a running event loop; `aclose` when done."""
 
-    def __init__(self, upstream: Upstream, directory: PrefixIndex) -> None:
+    def __init__(self, upstream: Upstream, prefix_index: PrefixIndex) -> None:
         self._upstream = upstream
-        self._directory = directory
+        self._prefix_index = prefix_index
         self._feeds: dict[str, _Feed] = {}
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary]) -> None:
@@ -81,28 +81,28 @@ class EngineEvents:
         feed = self._feed(worker)
         feed.last_sent = time.monotonic()
         if not feed.several:
-            feed.beliefs.sent(request_id, boundaries, worker.boot)
+            feed.held_states.sent(request_id, boundaries, worker.boot)
         self._read_on(worker, feed)
 
     def refused(self, worker: Worker, request_id: str) -> None:
         """The worker answered with an error: what was believed of the request is not there."""
-        self._feed(worker).beliefs.refused(request_id)
+        self._feed(worker).held_states.refused(request_id)
 
     def left(self, worker: Worker, request_id: str) -> None:
         """The client of a request has left."""
         feed = self._feed(worker)
         if feed.follows:
-            feed.beliefs.left(request_id)
+            feed.held_states.left(request_id)
 
     def fell_short(self, worker: Worker, prefixes: Sequence[bytes], left: Container[bytes], tokens: int) -> None:
         """A request that starts with `prefixes` found only `tokens`; it has itself `left` some of them behind."""
         unit = worker.engine.match_unit if worker.engine is not None else 1
-        self._feed(worker).beliefs.fell_short(prefixes, left, tokens, unit, worker.boot)
+        self._feed(worker).held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
-    async def word(self, worker: Worker, request_id: str) -> str | None:
+    async def reason_for(self, worker: Worker, request_id: str) -> str | None:
         """The engine's reason for a request that `worker` has answered; None where it does not say."""
         feed = self._feed(worker)
-        if request_id not in feed.words and time.monotonic() >= feed.silent_until:
+        if request_id not in feed.reasons and time.monotonic() >= feed.silent_until:
             told = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
             feed.wanted.set()
             self._read_on(worker, feed)
@@ -110,7 +110,7 @@ class EngineEvents:
             feed.waiting.pop(request_id, None)
             if not done and not feed.follows:  # an engine that has answered has something to tell
                 feed.silent_until = time.monotonic() + SILENT_SECONDS
-        return feed.words.pop(request_id, None)
+        return feed.reasons.pop(request_id, None)
 
     def forget(self, worker: Worker) -> None:
         """The worker is not used any more."""
@@ -128,7 +128,7 @@ class EngineEvents:
     def _feed(self, worker: Worker) -> _Feed:
         feed = self._feeds.get(worker.url)
         if feed is None:
-            feed = self._feeds[worker.url] = _Feed(HeldStates(self._directory))
+            feed = self._feeds[worker.url] = _Feed(HeldStates(self._prefix_index))
         return feed
 
     def _read_on(self, worker: Worker, feed: _Feed) -> None:
@@ -153,7 +153,7 @@ class EngineEvents:
                 if now - feed.last_sent > IDLE_SECONDS and not feed.waiting:
                     return
                 for request_id in asked_by:  # asked before this read began: what it brought not, none will soon
-                    if not feed.follows or request_id in feed.words:
+                    if not feed.follows or request_id in feed.reasons:
                         _resolve(feed, request_id)
         except (TimeoutError, Unreachable, Broken, ValueError, KeyError, TypeError, IndexError):
             pass  # gone, or without a feed
@@ -177,26 +177,26 @@ class EngineEvents:
         if boot in feed.former_boots and not feed.several:
             logger.warning("worker %s has several API servers: what its engine evicts is not learnt", worker.name)
             feed.several = True
-            feed.beliefs.forget_all(worker.boot)
+            feed.held_states.forget_all(worker.boot)
         if boot != feed.boot and feed.boot:
             feed.former_boots.add(feed.boot)
         feed.tells_states = "states" in told
         if feed.follows:
             if told["reset"] and feed.read_as:  # at first sight nothing was believed that could be wrong
-                feed.beliefs.forget_all(feed.read_as)
+                feed.held_states.forget_all(feed.read_as)
             feed.read_as = worker.boot
             try:
-                feed.beliefs.apply(told["states"], worker.boot)
+                feed.held_states.apply(told["states"], worker.boot)
             except Exception as error:  # what follows it is as good as lost; reading it again would end the same way
                 logger.error("states told by worker %s: %s", worker.name, type(error).__name__)
-                feed.beliefs.forget_all(worker.boot)
+                feed.held_states.forget_all(worker.boot)
         for request_id, reason, _ in told["outcomes"]:
-            feed.words[request_id] = str(reason)
-            feed.words.move_to_end(request_id)
+            feed.reasons[request_id] = str(reason)
+            feed.reasons.move_to_end(request_id)
             if request_id in feed.waiting:
                 _resolve(feed, request_id)
-        while len(feed.words) > MAX_WORDS:
-            feed.words.popitem(last=False)
+        while len(feed.reasons) > MAX_REASONS:
+            feed.reasons.popitem(last=False)
         feed.boot, feed.cursor = boot, int(told["cursor"])
 
 

@@ -42,8 +42,8 @@ class _State:
 class HeldStates:
     """Of one worker, by its engine's own word. Whatever cannot be known is not believed."""
 
-    def __init__(self, directory: PrefixIndex) -> None:
-        self._directory = directory
+    def __init__(self, prefix_index: PrefixIndex) -> None:
+        self._prefix_index = prefix_index
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
         self._states: OrderedDict[str, _State] = OrderedDict()
         self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
@@ -52,7 +52,7 @@ class HeldStates:
         """A request goes to the worker; its boundaries are going to be noted in the directory."""
         if not boundaries:
             return
-        new = [boundary.key for boundary in boundaries if not self._directory.holds(boundary.key, boot)]
+        new = [boundary.key for boundary in boundaries if not self._prefix_index.holds(boundary.key, boot)]
         self._pending[request_id] = _Pending(boot, tuple(boundaries), new)
         self._pending.move_to_end(request_id)
         if len(self._pending) > MAX_PENDING:
@@ -88,7 +88,7 @@ class HeldStates:
     def forget_all(self, boot: str) -> None:
         """Nothing is known of what the worker holds; `boot` is what it is known as now."""
         for boot_of_state in {boot, *(state.boot for state in self._states.values())}:
-            self._directory.forget_all(boot_of_state)
+            self._prefix_index.forget_all(boot_of_state)
         self._states.clear()
         self._tied.clear()
 
@@ -98,7 +98,7 @@ class HeldStates:
         But for what it has `left` behind itself, and for what the engine has told and not taken back.
         """
         for key in prefixes:
-            if self._directory.holds(key, boot) // unit * unit > tokens and key not in left:
+            if self._prefix_index.holds(key, boot) // unit * unit > tokens and key not in left:
                 self._not_held((key,), boot)
 
     def _came(self, request_id: str, end: int, states: dict[int, str]) -> None:
@@ -134,16 +134,16 @@ class HeldStates:
         state.keys.add(key)
         self._states.move_to_end(name)
         self._tied[key] = name
-        self._directory.hold(key, boot, tokens)
+        self._prefix_index.set_held(key, boot, tokens)
         while len(self._tied) > MAX_TIED:
             self._gone(next(iter(self._states)))  # it could not be told of any more
 
     def _not_held(self, keys: Iterable[bytes], boot: str) -> None:
-        self._directory.forget((key for key in keys if key not in self._tied), boot)
+        self._prefix_index.forget((key for key in keys if key not in self._tied), boot)
 
     def _gone(self, name: str) -> None:
         state = self._states.pop(name, None)
         if state is not None:
             for key in state.keys:
                 self._tied.pop(key, None)
-            self._directory.forget(state.keys, state.boot)
+            self._prefix_index.forget(state.keys, state.boot)

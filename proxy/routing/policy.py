@@ -19,12 +19,12 @@ def load(worker: Worker) -> int:
     return worker.prefill_tokens + worker.inflight * REQUEST_TOKENS
 
 
-def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: int, together: Any = None) -> Worker:
+def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: int, affinity_key: Any = None) -> Worker:
     """One of `workers` (not empty). `held` is by boot identity; `load_slack` in requests under way.
 
-    A worker may exceed the least loaded one by `load_slack` requests and by what its prefix saves: to wait that long
-    costs no more than to compute it elsewhere. Requests with the same `together` (a client's `prompt_cache_key`) go to
-    one worker where nothing else speaks.
+    A worker may exceed the least loaded one by `load_slack` requests and by what its prefix saves: waiting that long
+    costs no more than computing the prefix elsewhere. Requests with the same `affinity_key` (a client's
+    `prompt_cache_key`) go to one worker unless load or a prefix decides otherwise.
     """
     if len(workers) == 1:
         return workers[0]
@@ -34,7 +34,7 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
 
     def longest_then_idlest(worker: Worker) -> tuple[int, int, int, int]:
         # The third spreads new prefixes over workers that are equally idle.
-        named = f"{together} {worker.url}".encode(errors="surrogatepass") if isinstance(together, str) else None
+        named = f"{affinity_key} {worker.url}".encode(errors="surrogatepass") if isinstance(affinity_key, str) else None
         drawn = xxh3_64_intdigest(named) if named is not None else 0
         return (-usable[worker.url], 0 if drawn else load(worker), drawn, worker.dispatched)
 

@@ -37,22 +37,22 @@ class PrefixIndex:
         # Tokens of the prefix; for each worker that was ever sent it, tokens of it that are held, 0 for none.
         self._prefixes: OrderedDict[bytes, tuple[int, dict[str, int]]] = OrderedDict()
         # Told of what this gateway learns by itself; on a request's path, so they may only take note of it.
-        self.on_note: Callable[[Sequence[Boundary], str], None] | None = None
+        self.on_record: Callable[[Sequence[Boundary], str], None] | None = None
         self.on_forget: Callable[[Sequence[bytes], str], None] | None = None
 
-    def note(self, boundaries: Sequence[Boundary], boot: str) -> None:
+    def record(self, boundaries: Sequence[Boundary], boot: str) -> None:
         """A request with these boundaries goes to the worker that booted as `boot`, which will hold them."""
         for boundary in boundaries:
-            self._note(boundary.key, boundary.tokens, boot)
-        if self.on_note is not None:
-            self.on_note(boundaries, boot)
+            self._record(boundary.key, boundary.tokens, boot)
+        if self.on_record is not None:
+            self.on_record(boundaries, boot)
 
-    def hear(self, key: bytes, tokens: int, boot: str) -> None:
+    def record_remote(self, key: bytes, tokens: int, boot: str) -> None:
         """Another gateway sent a prefix to the worker that booted as `boot`; a length that is known here stands."""
         known = self._prefixes.get(key)
-        self._note(key, tokens if known is None else known[0], boot)
+        self._record(key, tokens if known is None else known[0], boot)
 
-    def _note(self, key: bytes, tokens: int, boot: str) -> None:
+    def _record(self, key: bytes, tokens: int, boot: str) -> None:
         entry = self._prefixes.get(key)
         if entry is None:
             entry = self._prefixes[key] = (tokens, {})
@@ -68,21 +68,21 @@ class PrefixIndex:
             if self._evictions is not None:
                 self._evictions.inc()
 
-    def hold(self, key: bytes, boot: str, tokens: int) -> None:
+    def set_held(self, key: bytes, boot: str, tokens: int) -> None:
         """Of a prefix that was noted for `boot`, its engine holds `tokens`."""
         _, holders = self._prefixes.get(key, (0, {}))
         if boot in holders:
             holders[boot] = tokens
 
-    def forget(self, keys: Iterable[bytes], boot: str, *, heard: bool = False) -> None:
+    def forget(self, keys: Iterable[bytes], boot: str, *, remote: bool = False) -> None:
         """Nothing of these prefixes is held by `boot` any more; that they were sent is remembered.
 
-        `heard`: another gateway says so.
+        `remote`: another gateway says so.
         """
         keys = list(keys)
         for key in keys:
-            self.hold(key, boot, 0)
-        if self.on_forget is not None and not heard:
+            self.set_held(key, boot, 0)
+        if self.on_forget is not None and not remote:
             self.on_forget(keys, boot)
 
     def forget_all(self, boot: str) -> None:

@@ -41,7 +41,7 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    async def place(
+    async def acquire(
         self, key: ApiKey | None, wants: Hashable, take: Callable[[], P | None], give_back: Callable[[P], None]
     ) -> P:
         """The place that `take` finds, now or once there is one.

@@ -69,8 +69,8 @@ class RedisSync:
     def __init__(
         self,
         url: str,
-        directory: PrefixIndex,
-        memory: PositionCache,
+        prefix_index: PrefixIndex,
+        positions: PositionCache,
         metrics: Metrics,
         boots: Callable[[], Iterable[str]],
     ) -> None:
@@ -85,7 +85,7 @@ class RedisSync:
             socket_timeout=ANSWER_SECONDS,
             retry=Retry(NoBackoff(), 0),
         )
-        self._directory, self._memory, self._boots = directory, memory, boots
+        self._prefix_index, self._positions, self._boots = prefix_index, positions, boots
         self._up, self._errors = metrics.redis_up, metrics.redis_errors
         self._sent, self._heard, self._dropped, self._refused = (
             metrics.redis_news.labels(fate) for fate in ("sent", "heard", "dropped", "refused")
@@ -97,7 +97,7 @@ class RedisSync:
         self._outgoing: dict[bytes, list[tuple[Any, ...]]] = {}  # taken from there, not known to be written
         self._said: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
         self._start_over()
-        directory.on_note, directory.on_forget, memory.on_put = self._noted, self._forgot, self._put
+        prefix_index.on_record, prefix_index.on_forget, positions.on_put = self._recorded, self._forgot, self._put
 
     async def run(self) -> None:
         """Exchange news, for ever. Whatever fails is Redis's fault and never ends it."""
@@ -113,7 +113,7 @@ class RedisSync:
 
     async def aclose(self) -> None:
         """Stop listening and close the connection."""
-        self._directory.on_note = self._directory.on_forget = self._memory.on_put = None
+        self._prefix_index.on_record = self._prefix_index.on_forget = self._positions.on_put = None
         await self._redis.aclose()
 
     def status(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class RedisSync:
 
     # On the path of requests: nothing but an append.
 
-    def _noted(self, boundaries: Sequence[Boundary], boot: str) -> None:
+    def _recorded(self, boundaries: Sequence[Boundary], boot: str) -> None:
         self._append((boot, boundaries))
 
     def _forgot(self, keys: Sequence[bytes], boot: str) -> None:
@@ -160,7 +160,7 @@ class RedisSync:
         for stream, entries in replies[-1]:
             more |= len(entries) == count
             for number, fields in entries:
-                applied += self._hear(streams[stream], fields.get(b"n", b""))
+                applied += self._apply(streams[stream], fields.get(b"n", b""))
                 self._cursors[stream] = number
                 if applied >= APPLY_RECORDS:
                     applied = 0
@@ -199,7 +199,7 @@ class RedisSync:
             self._said.popitem(last=False)
         return True
 
-    def _hear(self, boot: str | None, raw: bytes) -> int:
+    def _apply(self, boot: str | None, raw: bytes) -> int:
         """Put another gateway's batch into the tables. Returns the number of records."""
         batch = unpack(POSITIONS if boot is None else HOLDINGS, raw)
         if batch is None:
@@ -209,13 +209,13 @@ class RedisSync:
             return 1
         if boot is None:
             for key, name, tokens in batch.records:
-                self._memory.put_remote(key, Position(tokens, name))
+                self._positions.put_remote(key, Position(tokens, name))
         else:
             for kind, key, tokens in batch.records:
                 if kind == HELD:
-                    self._directory.hear(key, tokens, boot)
+                    self._prefix_index.record_remote(key, tokens, boot)
                 else:
-                    self._directory.forget((key,), boot, heard=True)
+                    self._prefix_index.forget((key,), boot, remote=True)
         self._heard.inc(len(batch.records))
         return len(batch.records)
 

@@ -36,7 +36,7 @@ class App(FastAPI):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and not self._pages_only and _is_forwarded(scope["path"], scope["method"]):
-            await self.gateway(scope, receive, send)
+            await self.gateway.handler(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 
@@ -108,9 +108,9 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
     async def status() -> dict[str, Any]:
         return {
             "workers": [worker_told(worker) for worker in gateway.pool.workers],
-            "directory_entries": len(gateway.dispatch.directory),
-            "known_positions": len(gateway.finding.memory),
-            "hot_prefixes": len(gateway.dispatch.hot),
+            "directory_entries": len(gateway.prefix_index),
+            "known_positions": len(gateway.reader.positions),
+            "hot_prefixes": len(gateway.warmup),
             "text_bytes_held": _text_held(gateway),
             "self_check": self_check_told(gateway),
             "shadow": gateway.shadow.status(),
@@ -135,7 +135,7 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
 
     @app.get(auth.EXPLANATIONS + "{request_id}")
     async def request_explained(request: Request, request_id: str) -> Response:
-        told = gateway.finding.explanations.get(request_id)
+        told = gateway.reader.explanations.get(request_id)
         key = request.state.key
         # Of another client's request not even its existence is told.
         hidden = told is not None and key is not None and not key.entry.admin and told.owner != key.name
@@ -166,8 +166,8 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
 
 def _text_held(gateway: Gateway) -> int:
     """Bytes of prompts in memory."""
-    finding = gateway.finding
-    parts = (finding.learner, finding.recent, finding.stored, gateway.dispatch.hot, gateway.shadow)
+    reader = gateway.reader
+    parts = (reader.learner, reader.recent, reader.stored, gateway.warmup, gateway.shadow)
     return sum(part.held for part in parts)
 
 

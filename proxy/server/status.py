@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from proxy.fleet.worker import Worker
-from proxy.observability.reasons import WORDS
+from proxy.observability.reasons import REASON_TEXT
 
 if TYPE_CHECKING:
     from proxy.fleet.self_check import SelfCheck
@@ -18,9 +18,9 @@ MOST_REQUESTS = 50
 
 def live(gateway: Gateway) -> dict[str, Any]:
     """The gateway as it is now; lengths in tokens, times in seconds, `now`, `since` and `began` since the epoch."""
-    pool, recently = gateway.pool.workers, gateway.accounting.recently
-    minute, hour, whole = recently.last_minute(), recently.last_hour(), recently.since_start()
-    newest = gateway.finding.explanations.newest(MOST_REQUESTS)
+    pool, sums = gateway.pool.workers, gateway.accounting.sums
+    minute, hour, whole = sums.last_minute(), sums.last_hour(), sums.since_start()
+    newest = gateway.reader.explanations.newest(MOST_REQUESTS)
     return {
         "now": time.time(),
         "since": gateway.created,
@@ -32,15 +32,15 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "efficiency": {
             "now": minute.efficiency,
             "hour": hour.efficiency,
-            "minutes": [sums.efficiency for sums in recently.by_minute()],
+            "minutes": [sums.efficiency for sums in sums.by_minute()],
         },
         "inflight": sum(worker.inflight for worker in pool),
-        "queued": len(gateway.admission),
+        "queued": len(gateway.queue),
         "workers": [worker_told(worker) for worker in pool],
         "redis": redis_told(gateway),
         "self_check": self_check_told(gateway),
         "requests": [told.as_json() for told in newest],
-        "words": {reason: words._asdict() for reason, words in WORDS.items()},
+        "words": {reason: words._asdict() for reason, words in REASON_TEXT.items()},
     }
 
 
@@ -61,7 +61,7 @@ def worker_told(worker: Worker) -> dict[str, Any]:
 
 def redis_told(gateway: Gateway) -> dict[str, Any]:
     """What is known of Redis."""
-    return gateway.sharing.status() if gateway.sharing is not None else {"state": "off"}
+    return gateway.redis_sync.status() if gateway.redis_sync is not None else {"state": "off"}
 
 
 def self_check_told(gateway: Gateway) -> dict[str, Any] | None:

@@ -102,28 +102,30 @@ def key(*parts: object) -> bytes:
     return xxh3_128_digest(repr(parts).encode())
 
 
-def fill(directory: PrefixIndex, requests: int) -> Grown:
+def fill(prefix_index: PrefixIndex, requests: int) -> Grown:
     """Look up and record requests of three boundaries each, all different."""
     half = recorded = 0
     for number in range(requests):
         if number == requests // 2:
             half = resident(os.getpid())
         boundaries = [Boundary(100 * (n + 1), kind, key(number, n)) for n, kind in enumerate(KINDS)]
-        if directory.longest([boundary.key for boundary in boundaries], BOOTS):
+        if prefix_index.longest([boundary.key for boundary in boundaries], BOOTS):
             raise RuntimeError("a prefix that nobody sent before was found")
-        directory.note(boundaries, BOOTS[number % len(BOOTS)])
+        prefix_index.record(boundaries, BOOTS[number % len(BOOTS)])
         recorded += len(boundaries)
-    return Grown("routing table", requests, len(directory), recorded - len(directory), half, resident(os.getpid()))
+    return Grown(
+        "routing table", requests, len(prefix_index), recorded - len(prefix_index), half, resident(os.getpid())
+    )
 
 
-def time_lookups(directory: PrefixIndex, last: int) -> Lookup:
+def time_lookups(prefix_index: PrefixIndex, last: int) -> Lookup:
     """In a table that has the boundaries of request `last`."""
 
     def seconds(prefixes: list[bytes], found: bool) -> float:
         took = []
         for _ in range(LOOKUPS):
             began = time.perf_counter()
-            held = directory.longest(prefixes, BOOTS)
+            held = prefix_index.longest(prefixes, BOOTS)
             took.append(time.perf_counter() - began)
             if bool(held) is not found:
                 raise RuntimeError(f"{len(held)} workers were found to hold the prefix")
@@ -229,9 +231,9 @@ def main(argv: list[str]) -> int:
         parser.error("--requests, --gateway-requests, --entries: at least 2")
     say = narrator()
     say(f"routing table: {args.requests} requests")
-    directory = PrefixIndex(args.entries * ENTRY_BYTES)
-    grown = [fill(directory, args.requests)]
-    lookup = time_lookups(directory, args.requests - 1)
+    prefix_index = PrefixIndex(args.entries * ENTRY_BYTES)
+    grown = [fill(prefix_index, args.requests)]
+    lookup = time_lookups(prefix_index, args.requests - 1)
     grown.append(run_gateway(args.gateway_requests, args.entries, say))
     found = report(grown, lookup)
     print(json.dumps(found, indent=1) if args.json else f"{render(grown, lookup)}\n\n{WORDS}")

@@ -14,7 +14,7 @@ import pytest
 
 from proxy.commands.render_server import free_port
 from proxy.observability import reasons
-from proxy.observability.reasons import WORDS, Explanation, Explanations
+from proxy.observability.reasons import REASON_TEXT, Explanation, Explanations
 from proxy.server import live_page
 from proxy.server.status import MOST_REQUESTS
 from tests.harness.api_keys import bearer, entry
@@ -166,8 +166,8 @@ def test_every_reason_has_words_and_every_word_a_reason():
     described = set(
         re.findall(r"^\| `(\w+)` \|", GATEWAY.split("| reason in `seamark_miss_total`")[1].partition("\n\n")[0], re.M)
     )
-    assert set(WORDS) == described | {"hit"}
-    assert reasons.ENGINE_CAUSES.keys() <= set(WORDS)
+    assert set(REASON_TEXT) == described | {"hit"}
+    assert reasons.ENGINE_CAUSES.keys() <= set(REASON_TEXT)
 
 
 def test_the_page_needs_no_key_and_its_figures_need_an_operators(worker, tmp_path):

@@ -373,22 +373,22 @@ def test_places_found_for_whoever_has_left_are_given_back():
 
     async def scene() -> None:
         free, given_back = [], []
-        admission = AdmissionQueue(2, 5.0, Histogram("seconds", "", registry=None))
+        queue = AdmissionQueue(2, 5.0, Histogram("seconds", "", registry=None))
 
         def take() -> object | None:
             return free.pop() if free else None
 
-        waiting = [asyncio.create_task(admission.place(None, "m", take, given_back.append)) for _ in range(2)]
+        waiting = [asyncio.create_task(queue.acquire(None, "m", take, given_back.append)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
-            await admission.place(None, "m", take, given_back.append)
+            await queue.acquire(None, "m", take, given_back.append)
         free.append("a place")
-        admission.wake()
+        queue.wake()
         waiting[0].cancel()  # in the very moment
         await asyncio.gather(*waiting[:1], return_exceptions=True)
-        assert given_back == ["a place"] and len(admission) == 1
+        assert given_back == ["a place"] and len(queue) == 1
         free.append("another")
-        admission.wake()
-        assert await waiting[1] == "another" and len(admission) == 0
+        queue.wake()
+        assert await waiting[1] == "another" and len(queue) == 0
 
     asyncio.run(scene())

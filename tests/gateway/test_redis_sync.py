@@ -237,19 +237,19 @@ class Tables:
     """The tables of a gateway and its share in Redis, here in the test's own process."""
 
     def __init__(self, server: RedisServer, boot: str = BOOT, size: int = 2**26) -> None:
-        self.directory, self.memory, self.metrics = PrefixIndex(size), PositionCache(size), Metrics()
-        self.sharing = RedisSync(server.url, self.directory, self.memory, self.metrics, lambda: [boot])
+        self.prefix_index, self.positions, self.metrics = PrefixIndex(size), PositionCache(size), Metrics()
+        self.redis_sync = RedisSync(server.url, self.prefix_index, self.positions, self.metrics, lambda: [boot])
 
     async def exchange(self) -> None:
         """Until nothing is left to write or read."""
-        while await self.sharing._exchange():
+        while await self.redis_sync._exchange():
             pass
 
     def count(self, fate: str) -> float:
         return self.metrics.registry.get_sample_value("seamark_redis_news_total", {"fate": fate})
 
     def holds(self, number: int) -> bool:
-        return BOOT in self.directory.longest([key_of(number)], [BOOT])
+        return BOOT in self.prefix_index.longest([key_of(number)], [BOOT])
 
 
 def key_of(number: int) -> bytes:
@@ -262,13 +262,13 @@ def boundary(number: int, tokens: int = 100) -> Boundary:
 
 async def test_what_a_worker_lost_is_news_too(server):
     one, other = Tables(server), Tables(server)
-    one.directory.note([boundary(1), boundary(2)], BOOT)
-    one.directory.forget([key_of(1)], BOOT)
-    one.directory.forget([key_of(number) for number in range(1000, 3000)], BOOT)
+    one.prefix_index.record([boundary(1), boundary(2)], BOOT)
+    one.prefix_index.forget([key_of(1)], BOOT)
+    one.prefix_index.forget([key_of(number) for number in range(1000, 3000)], BOOT)
     await one.exchange()
     await other.exchange()
     assert not other.holds(1) and other.holds(2)
-    one.directory.note([boundary(1)], BOOT)  # said lately, but forgotten since
+    one.prefix_index.record([boundary(1)], BOOT)  # said lately, but forgotten since
     await one.exchange()
     await other.exchange()
     assert other.holds(1)
@@ -276,38 +276,38 @@ async def test_what_a_worker_lost_is_news_too(server):
 
 async def test_what_was_heard_is_not_told_on_and_ones_own_is_not_heard(server):
     one, other = Tables(server), Tables(server)
-    one.directory.note([boundary(1)], BOOT)
-    one.directory.forget([key_of(1)], BOOT)
-    one.memory.put(key_of(5), Position(64, key_of(1)))
+    one.prefix_index.record([boundary(1)], BOOT)
+    one.prefix_index.forget([key_of(1)], BOOT)
+    one.positions.put(key_of(5), Position(64, key_of(1)))
     await one.exchange()
     await one.exchange()
     await other.exchange()
     await other.exchange()
     assert (one.count("sent"), one.count("heard")) == (3, 0)
     assert (other.count("sent"), other.count("heard")) == (0, 3)
-    assert other.memory.get(key_of(5)) == Position(64, key_of(1))
+    assert other.positions.get(key_of(5)) == Position(64, key_of(1))
 
 
 async def test_what_is_known_here_stands_against_what_is_heard(server):
     one, other = Tables(server), Tables(server)
-    other.directory.note([boundary(1, tokens=100)], "elsewhere")
-    other.memory.put(key_of(5), Position(64, key_of(1)))
-    one.directory.note([boundary(1, tokens=9_999)], BOOT)
-    one.memory.put(key_of(5), Position(9_999, key_of(2)))
+    other.prefix_index.record([boundary(1, tokens=100)], "elsewhere")
+    other.positions.put(key_of(5), Position(64, key_of(1)))
+    one.prefix_index.record([boundary(1, tokens=9_999)], BOOT)
+    one.positions.put(key_of(5), Position(9_999, key_of(2)))
     await one.exchange()
     await other.exchange()
-    assert other.directory.longest([key_of(1)], [BOOT])[BOOT].tokens == 100
-    assert other.memory.get(key_of(5)) == Position(64, key_of(1))
+    assert other.prefix_index.longest([key_of(1)], [BOOT])[BOOT].tokens == 100
+    assert other.positions.get(key_of(5)) == Position(64, key_of(1))
 
 
 async def test_what_is_sent_again_and_again_is_told_once_in_a_while(server, client, monkeypatch):
     one = Tables(server)
     for _ in range(50):
-        one.directory.note([boundary(1)], BOOT)
+        one.prefix_index.record([boundary(1)], BOOT)
         await one.exchange()
     assert client.xlen(redis_sync.holdings_stream(BOOT)) == 1
     monkeypatch.setattr(redis_sync, "REPEAT_SECONDS", 0.0)
-    one.directory.note([boundary(1)], BOOT)
+    one.prefix_index.record([boundary(1)], BOOT)
     await one.exchange()
     assert client.xlen(redis_sync.holdings_stream(BOOT)) == 2
 
@@ -348,35 +348,35 @@ async def test_garbage_is_counted_and_changes_nothing(server, client):
         client.xadd(stream, {"else": "x", "\xff": "y"})
         entries += 2
     assert entries == 2 * len(rubbish) + 4
-    one.directory.note([boundary(1)], BOOT)
+    one.prefix_index.record([boundary(1)], BOOT)
     await one.exchange()
     await other.exchange()
-    assert other.holds(1) and len(other.directory) == 1 and len(other.memory) == 0
+    assert other.holds(1) and len(other.prefix_index) == 1 and len(other.positions) == 0
     assert other.count("refused") == entries and other.count("heard") == 1
 
 
 async def test_a_key_of_another_kind_counts_as_redis_being_down_and_ends_nothing(server, client):
     client.set(redis_sync.POSITIONS_STREAM, "x")
     tables = Tables(server)
-    running = asyncio.create_task(tables.sharing.run())
-    await until(lambda: tables.sharing.state == "down")
+    running = asyncio.create_task(tables.redis_sync.run())
+    await until(lambda: tables.redis_sync.state == "down")
     client.delete(redis_sync.POSITIONS_STREAM)
-    await until(lambda: tables.sharing.state == "up")
+    await until(lambda: tables.redis_sync.state == "up")
     running.cancel()
 
 
 async def test_a_redis_that_comes_back_empty_is_told_again(server):
     one, other = Tables(server), Tables(server)
-    running = [asyncio.create_task(tables.sharing.run()) for tables in (one, other)]
-    one.directory.note([boundary(1)], BOOT)
+    running = [asyncio.create_task(tables.redis_sync.run()) for tables in (one, other)]
+    one.prefix_index.record([boundary(1)], BOOT)
     await until(lambda: other.holds(1))
     server.kill()
-    await until(lambda: one.sharing.state == other.sharing.state == "down")
+    await until(lambda: one.redis_sync.state == other.redis_sync.state == "down")
     server.start()
     late = Tables(server)
-    running.append(asyncio.create_task(late.sharing.run()))
-    await until(lambda: one.sharing.state == other.sharing.state == "up")
-    one.directory.note([boundary(1)], BOOT)
+    running.append(asyncio.create_task(late.redis_sync.run()))
+    await until(lambda: one.redis_sync.state == other.redis_sync.state == "up")
+    one.prefix_index.record([boundary(1)], BOOT)
     await until(lambda: late.holds(1))
     for task in running:
         task.cancel()
@@ -397,24 +397,24 @@ async def test_streams_and_tables_are_bounded(server, client):
             )
         pipeline.execute()
     small = Tables(server, size=ENTRY_BYTES * 100)
-    small.directory.note([boundary(10**6)], BOOT)
+    small.prefix_index.record([boundary(10**6)], BOOT)
     await small.exchange()
     assert client.xlen(stream) <= redis_sync.STREAM_ENTRIES + 200
-    assert len(small.directory) == 100 and small.holds(2 * redis_sync.STREAM_ENTRIES - 1)
+    assert len(small.prefix_index) == 100 and small.holds(2 * redis_sync.STREAM_ENTRIES - 1)
 
 
 async def test_while_redis_is_away_the_oldest_news_is_dropped_and_counted(server):
     one, other = Tables(server), Tables(server)
     server.kill()
     with pytest.raises(redis_client.ConnectionError):
-        await one.sharing._exchange()
+        await one.redis_sync._exchange()
     for number in range(redis_sync.WAITING_EVENTS + 5):
-        one.memory.put(key_of(number), Position(16, key_of(number)))
+        one.positions.put(key_of(number), Position(16, key_of(number)))
     assert one.count("dropped") == 5
     with pytest.raises(redis_client.ConnectionError):
-        await one.sharing._exchange()
+        await one.redis_sync._exchange()
     server.start()
     await one.exchange()
     await other.exchange()
-    assert one.count("sent") == other.count("heard") == len(other.memory) == redis_sync.WAITING_EVENTS
-    assert other.memory.get(key_of(4)) is None and other.memory.get(key_of(5)) is not None
+    assert one.count("sent") == other.count("heard") == len(other.positions) == redis_sync.WAITING_EVENTS
+    assert other.positions.get(key_of(4)) is None and other.positions.get(key_of(5)) is not None

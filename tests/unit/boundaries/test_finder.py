@@ -240,7 +240,7 @@ async def test_a_loop_that_is_rendered_anew_without_its_thinking_is_not_believed
             text += f"<{message['role']}>{message.get('reasoning', '') if index > last else ''}{message['content']}"
         return list(map(ord, text + ("<assistant>" if body.get("add_generation_prompt", True) else "")))
 
-    use, directory = finder(), PrefixIndex(100_000)
+    use, prefix_index = finder(), PrefixIndex(100_000)
     thought = {"role": "assistant", "content": "Let me look.", "reasoning": "A table will do. " * 40}
     loop = [SYSTEM, user("Tide?"), thought, {"role": "tool", "content": "nine"}]
     over = [*loop, assistant("At nine.")]
@@ -249,9 +249,9 @@ async def test_a_loop_that_is_rendered_anew_without_its_thinking_is_not_believed
         found = await use.find(chat_request({"messages": chat}), thinks_last, b"r")
         prompt = await thinks_last({"messages": chat})
         shared = max((common_prefix(prompt, other) for other in prompts), default=0)
-        held = directory.longest(found.prefixes, ["worker"])
+        held = prefix_index.longest(found.prefixes, ["worker"])
         assert held == {} or shared - 40 <= held["worker"].tokens <= shared
-        directory.note(found.boundaries, "worker")
+        prefix_index.record(found.boundaries, "worker")
         prompts.append(prompt)
 
 

@@ -9,7 +9,7 @@ import pytest
 from proxy.boundaries.candidates import layout_of
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.reader import chat_request
-from proxy.observability.request_diff import RememberedRequest, RequestMemory, explains
+from proxy.observability.request_diff import RememberedRequest, RequestMemory, volatile_text
 from tests.harness.changed_requests import changed_requests
 
 
@@ -96,7 +96,7 @@ def test_volatile_text_is_recognised(first, second, word):
         return {"messages": messages(part.get("system", LONG), "First?"), "tools": part.get("tools", TOOLS)}
 
     change = changed(body(first), body(second))
-    assert change is not None and explains(change) == word
+    assert change is not None and volatile_text(change) == word
 
 
 def test_text_is_shown_only_where_excerpts_are_on():

@@ -17,7 +17,7 @@ from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken
 from proxy.routing import engine_events
-from proxy.routing.engine_events import MAX_WORDS, READS_AT_ONCE, READS_PER_SECOND, TIMEOUT, EngineEvents
+from proxy.routing.engine_events import MAX_REASONS, READS_AT_ONCE, READS_PER_SECOND, TIMEOUT, EngineEvents
 from proxy.routing.prefix_index import PrefixIndex
 
 
@@ -54,12 +54,12 @@ SYSTEM = Boundary(163, "system", b"s")
 
 
 @asynccontextmanager
-async def reading(feed: Feed, directory: PrefixIndex | None = None) -> AsyncIterator[EngineEvents]:
-    words = EngineEvents(feed, directory if directory is not None else PrefixIndex(10**6))
+async def reading(feed: Feed, prefix_index: PrefixIndex | None = None) -> AsyncIterator[EngineEvents]:
+    events = EngineEvents(feed, prefix_index if prefix_index is not None else PrefixIndex(10**6))
     try:
-        yield words
+        yield events
     finally:
-        await words.aclose()
+        await events.aclose()
 
 
 async def until(condition) -> None:
@@ -70,29 +70,29 @@ async def until(condition) -> None:
 
 async def test_one_question_serves_all_who_wait():
     feed = Feed(*((f"r{number}", "evicted") for number in range(20)), seconds=0.01)
-    async with reading(feed) as words:
-        found = await asyncio.gather(*(words.word(WORKER, f"r{number}") for number in range(20)))
+    async with reading(feed) as events:
+        found = await asyncio.gather(*(events.reason_for(WORKER, f"r{number}") for number in range(20)))
         assert found == ["evicted"] * 20 and len(feed.asked) == 1
         assert (feed.asked[0]["boot"], feed.asked[0]["after"]) == ([""], ["0"])
-        assert await words.word(WORKER, "later") is None
+        assert await events.reason_for(WORKER, "later") is None
         assert (feed.asked[1]["boot"], feed.asked[1]["after"]) == (["b"], ["9"])
 
 
 async def test_a_feed_that_hangs_holds_nobody_up_for_long_and_is_then_left_alone():
     feed = Feed(seconds=60)
-    async with reading(feed) as words:
+    async with reading(feed) as events:
         began = time.monotonic()
-        assert await asyncio.gather(*(words.word(WORKER, f"r{number}") for number in range(20))) == [None] * 20
-        assert await words.word(WORKER, "later") is None
+        assert await asyncio.gather(*(events.reason_for(WORKER, f"r{number}") for number in range(20))) == [None] * 20
+        assert await events.reason_for(WORKER, "later") is None
         assert time.monotonic() - began < 5 * TIMEOUT and len(feed.asked) == 1
 
 
 async def test_a_worker_without_a_feed_says_nothing_and_is_left_alone():
     for feed in (Feed(status=404), Feed(status=0)):
-        async with reading(feed) as words:
+        async with reading(feed) as events:
             for number in range(3):
-                words.sent(WORKER, f"r{number}", [SYSTEM])
-                assert await words.word(WORKER, f"r{number}") is None
+                events.sent(WORKER, f"r{number}", [SYSTEM])
+                assert await events.reason_for(WORKER, f"r{number}") is None
             assert len(feed.asked) == 1
 
 
@@ -100,54 +100,54 @@ async def test_nonsense_about_states_costs_what_was_believed_and_no_word():
     for nonsense in (["came"], ["came", "r", "x", []], ["gone"], [], 7):
         feed = Feed(("r", "cold"), old=False)
         feed.told["states"] = [nonsense]
-        async with reading(feed) as words:
-            words.sent(WORKER, "r", [SYSTEM])
-            assert await words.word(WORKER, "r") == "cold"
+        async with reading(feed) as events:
+            events.sent(WORKER, "r", [SYSTEM])
+            assert await events.reason_for(WORKER, "r") == "cold"
 
 
 async def test_words_that_nobody_asks_for_are_bounded():
-    async with reading(Feed(*((f"r{number}", "hit") for number in range(MAX_WORDS + 5)))) as words:
-        assert await words.word(WORKER, "r0") is None
-        assert await words.word(WORKER, f"r{MAX_WORDS}") == "hit"
+    async with reading(Feed(*((f"r{number}", "hit") for number in range(MAX_REASONS + 5)))) as events:
+        assert await events.reason_for(WORKER, "r0") is None
+        assert await events.reason_for(WORKER, f"r{MAX_REASONS}") == "hit"
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
-    feed, directory = Feed(old=False), PrefixIndex(10**6)
-    async with reading(feed, directory) as words:
-        directory.note([SYSTEM], WORKER.boot)
-        words.sent(WORKER, "r", [SYSTEM])
+    feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
+    async with reading(feed, prefix_index) as events:
+        prefix_index.record([SYSTEM], WORKER.boot)
+        events.sent(WORKER, "r", [SYSTEM])
         await until(lambda: len(feed.asked) == 2)  # the second waits for news
         feed.tell([["came", "r", 200, [[160, "5c"]]]])
-        await until(lambda: directory.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
+        await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
         feed.tell([["gone", "5c"]])
-        await until(lambda: not directory.longest((b"s",), [WORKER.boot]))
+        await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
 
 
 async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
-    feed, directory = Feed(old=False), PrefixIndex(10**6)
-    async with reading(feed, directory) as words:
-        directory.note([SYSTEM], WORKER.boot)
-        directory.note([SYSTEM], "another")
-        words.sent(WORKER, "r", [])
+    feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
+    async with reading(feed, prefix_index) as events:
+        prefix_index.record([SYSTEM], WORKER.boot)
+        prefix_index.record([SYSTEM], "another")
+        events.sent(WORKER, "r", [])
         await until(lambda: len(feed.asked) == 2)
         feed.tell([], reset=True)
-        await until(lambda: directory.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"})
-        assert directory.sent((b"s",), [WORKER.boot]) == 163
+        await until(lambda: prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"})
+        assert prefix_index.sent((b"s",), [WORKER.boot]) == 163
 
 
 async def test_several_api_servers_in_turn_correct_nothing():
-    feed, directory = Feed(old=False), PrefixIndex(10**6)
-    async with reading(feed, directory) as words:
-        words.sent(WORKER, "r", [])
+    feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
+    async with reading(feed, prefix_index) as events:
+        events.sent(WORKER, "r", [])
         await until(lambda: len(feed.asked) == 2)
         feed.tell([], boot="c", reset=True)
         await until(lambda: len(feed.asked) == 3)
         feed.tell([], boot="b", reset=True)
-        await until(lambda: words._feeds[WORKER.url].several)
-        directory.note([SYSTEM], WORKER.boot)
+        await until(lambda: events._feeds[WORKER.url].several)
+        prefix_index.record([SYSTEM], WORKER.boot)
         feed.tell([["cleared"]], boot="c")
-        assert await words.word(WORKER, "r") is None
-        assert directory.longest((b"s",), [WORKER.boot])
+        assert await events.reason_for(WORKER, "r") is None
+        assert prefix_index.longest((b"s",), [WORKER.boot])
 
 
 async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
@@ -163,8 +163,8 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
 
     monkeypatch.setattr(engine_events, "_within", within)
     monkeypatch.setattr(engine_events.time, "monotonic", lambda: now)
-    async with reading(feed) as words:
-        words.sent(WORKER, "r", [])
+    async with reading(feed) as events:
+        events.sent(WORKER, "r", [])
         for _ in range(200):
             feed.tell([["gone", "x"]])
             asked = len(feed.asked)
@@ -178,15 +178,15 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
 @pytest.mark.parametrize("known", ["before", "after"])
 async def test_a_word_that_is_still_to_come_is_waited_for(known):
     feed = Feed(old=False)
-    async with reading(feed) as words:
-        words.sent(WORKER, "r", [])
+    async with reading(feed) as events:
+        events.sent(WORKER, "r", [])
         await until(lambda: len(feed.asked) == 2)
         if known == "before":
             feed.tell([], outcomes=[["r", "evicted", 0]])
             await until(lambda: len(feed.asked) == 3)
-            assert await words.word(WORKER, "r") == "evicted"
+            assert await events.reason_for(WORKER, "r") == "evicted"
         else:
-            asking = asyncio.create_task(words.word(WORKER, "r"))
+            asking = asyncio.create_task(events.reason_for(WORKER, "r"))
             await asyncio.sleep(0)
             feed.tell([], outcomes=[["r", "evicted", 0]])
             assert await asking == "evicted"

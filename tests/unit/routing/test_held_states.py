@@ -1,4 +1,4 @@
-"""The directory after each thing that an engine can tell of its states."""
+"""The prefix_index after each thing that an engine can tell of its states."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ HEAD, SYSTEM, TURN = Boundary(12, "system", b"h"), Boundary(163, "system", b"s")
 
 
 class Gateway:
-    """A directory and its beliefs of one worker."""
+    """A prefix index, and the states that one worker is believed to hold."""
 
     def __init__(self) -> None:
-        self.directory = PrefixIndex(10**6)
-        self.beliefs = HeldStates(self.directory)
+        self.prefix_index = PrefixIndex(10**6)
+        self.held_states = HeldStates(self.prefix_index)
 
     def send(self, request_id: str, *boundaries: Boundary) -> None:
-        self.beliefs.sent(request_id, boundaries, BOOT)
-        self.directory.note(boundaries, BOOT)
+        self.held_states.sent(request_id, boundaries, BOOT)
+        self.prefix_index.record(boundaries, BOOT)
 
     def tell(self, *states: list) -> None:
-        self.beliefs.apply(states, BOOT)
+        self.held_states.apply(states, BOOT)
 
     def held(self, *keys: bytes) -> int:
-        found = self.directory.longest(keys, [BOOT])
+        found = self.prefix_index.longest(keys, [BOOT])
         return found[BOOT].tokens if found else 0
 
 
@@ -43,7 +43,7 @@ def test_what_goes_out_is_believed_until_the_engine_speaks(gateway):
     assert gateway.held(b"s", b"t") == 400
     gateway.tell(["came", "r", 410, [[160, "a"], [400, ""]]])
     assert gateway.held(b"s", b"t") == 160  # the turn found no room: its prefix leads to the system prompt's state
-    assert gateway.directory.sent((b"s", b"t"), [BOOT]) == 400
+    assert gateway.prefix_index.sent((b"s", b"t"), [BOOT]) == 400
 
 
 def test_a_state_that_went_takes_all_its_prefixes_along_and_no_other(gateway):
@@ -93,7 +93,7 @@ def test_a_request_that_was_refused_left_nothing_new(gateway):
     gateway.send("r", SYSTEM)
     gateway.tell(["came", "r", 200, [[160, "a"]]])
     gateway.send("bad", SYSTEM, TURN)
-    gateway.beliefs.refused("bad")
+    gateway.held_states.refused("bad")
     assert gateway.held(b"s", b"t") == 160
 
 
@@ -101,13 +101,13 @@ def test_a_refusal_takes_nothing_from_what_was_there_before(gateway):
     """Of an engine that tells no states, too."""
     gateway.send("r", SYSTEM)
     gateway.send("too long", SYSTEM, TURN)
-    gateway.beliefs.refused("too long")
+    gateway.held_states.refused("too long")
     assert gateway.held(b"s", b"t") == 163
 
 
 def test_what_a_client_did_not_wait_for_is_believed_once_the_engine_tells_of_it(gateway):
     gateway.send("r", SYSTEM)
-    gateway.beliefs.left("r")
+    gateway.held_states.left("r")
     assert gateway.held(b"s") == 0
     gateway.tell(["came", "r", 200, [[160, "a"]]])
     assert gateway.held(b"s") == 160
@@ -115,22 +115,22 @@ def test_what_a_client_did_not_wait_for_is_believed_once_the_engine_tells_of_it(
 
 def test_everything_that_is_forgotten_is_told_on_in_lists(gateway):
     told = []
-    gateway.directory.on_forget = lambda keys, boot: told.append(sorted(keys[0 : len(keys)]))
+    gateway.prefix_index.on_forget = lambda keys, boot: told.append(sorted(keys[0 : len(keys)]))
     gateway.send("r", SYSTEM, TURN)
     gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]], ["gone", "b"])
     gateway.send("q", HEAD)
-    gateway.beliefs.refused("q")
+    gateway.held_states.refused("q")
     gateway.tell(["cleared"])
     assert [keys for keys in told if keys] == [[b"t"], [b"h"], [b"s"]]
 
 
 def test_what_was_not_found_is_not_there_but_for_what_the_request_left_and_the_engine_vouches_for(gateway):
     gateway.send("old", HEAD, SYSTEM, TURN)
-    gateway.beliefs.fell_short((b"h", b"s", b"t"), [b"t"], 0, 16, BOOT)
+    gateway.held_states.fell_short((b"h", b"s", b"t"), [b"t"], 0, 16, BOOT)
     assert [gateway.held(key) for key in (b"h", b"s", b"t")] == [12, 0, 400]  # 12 tokens are never found
     gateway.send("r", SYSTEM)
     gateway.tell(["came", "r", 200, [[160, "a"]]])
-    gateway.beliefs.fell_short((b"s", b"t"), [], 0, 16, BOOT)
+    gateway.held_states.fell_short((b"s", b"t"), [], 0, 16, BOOT)
     assert gateway.held(b"s", b"t") == 160
 
 
@@ -140,9 +140,9 @@ def test_all_that_is_remembered_is_bounded(gateway, monkeypatch):
     for number in range(30):
         gateway.send(f"r{number}", Boundary(163, "system", b"%d" % number))
     gateway.tell(["came", "r0", 200, [[160, "a0"]]])
-    assert len(gateway.beliefs._pending) == 10
+    assert len(gateway.held_states._pending) == 10
     for number in range(30):
         gateway.send(f"r{number}", Boundary(163, "system", b"%d" % number))
         gateway.tell(["came", f"r{number}", 200, [[160, f"a{number}"]]])
-    assert len(gateway.beliefs._tied) == len(gateway.beliefs._states) == 10
+    assert len(gateway.held_states._tied) == len(gateway.held_states._states) == 10
     assert [gateway.held(b"%d" % number) for number in (0, 19, 20, 29)] == [0, 0, 160, 160]

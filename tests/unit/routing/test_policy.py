@@ -9,7 +9,7 @@ from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import union_of_models
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
-from proxy.observability.reasons import Expectation, cache_label, reason
+from proxy.observability.reasons import Expectation, cache_label, reason_for
 from proxy.pipeline.sse import usage_in_stream
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import ENTRY_BYTES, HOLDER_BYTES, Holding, PrefixIndex
@@ -60,57 +60,57 @@ def test_a_holder_that_is_too_busy_is_passed_over():
     assert choose(workers, {"b": Holding(400, b"deep")}, load_slack=8).boot == "a"
 
 
-def test_the_directory_knows_the_deepest_prefix_of_each_worker():
-    directory = PrefixIndex(100 * ENTRY_BYTES)
-    directory.note([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
-    directory.note([Boundary(100, "system", b"s")], "b")
-    assert directory.longest((b"s", b"t", b"new"), ["a", "b", "c"]) == {"a": (400, b"t"), "b": (100, b"s")}
+def test_the_prefix_index_knows_the_deepest_prefix_of_each_worker():
+    prefix_index = PrefixIndex(100 * ENTRY_BYTES)
+    prefix_index.record([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
+    prefix_index.record([Boundary(100, "system", b"s")], "b")
+    assert prefix_index.longest((b"s", b"t", b"new"), ["a", "b", "c"]) == {"a": (400, b"t"), "b": (100, b"s")}
 
 
 def test_a_restarted_worker_holds_nothing_but_is_remembered_to_have():
-    directory = PrefixIndex(100 * ENTRY_BYTES)
-    directory.note([Boundary(100, "system", b"s")], "a#boot1")
-    assert directory.longest((b"s",), ["a#boot2"]) == {}
-    assert directory.ever_sent((b"s",)) == 100
+    prefix_index = PrefixIndex(100 * ENTRY_BYTES)
+    prefix_index.record([Boundary(100, "system", b"s")], "a#boot1")
+    assert prefix_index.longest((b"s",), ["a#boot2"]) == {}
+    assert prefix_index.ever_sent((b"s",)) == 100
 
 
 def test_what_an_engine_no_longer_holds_is_remembered_to_have_been_sent():
-    directory = PrefixIndex(100 * ENTRY_BYTES)
-    directory.note([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
-    directory.note([Boundary(400, "turn", b"t")], "b")
-    directory.forget([b"t", b"never"], "a")
-    assert directory.longest((b"s", b"t"), ["a", "b"]) == {"a": (100, b"s"), "b": (400, b"t")}
-    directory.forget_all("a")
-    assert directory.longest((b"s", b"t"), ["a"]) == {}
-    assert directory.sent((b"s", b"t"), ["a"]) == directory.ever_sent((b"s", b"t")) == 400
-    assert directory.sent((b"s",), ["b", "c"]) == 0
+    prefix_index = PrefixIndex(100 * ENTRY_BYTES)
+    prefix_index.record([Boundary(100, "system", b"s"), Boundary(400, "turn", b"t")], "a")
+    prefix_index.record([Boundary(400, "turn", b"t")], "b")
+    prefix_index.forget([b"t", b"never"], "a")
+    assert prefix_index.longest((b"s", b"t"), ["a", "b"]) == {"a": (100, b"s"), "b": (400, b"t")}
+    prefix_index.forget_all("a")
+    assert prefix_index.longest((b"s", b"t"), ["a"]) == {}
+    assert prefix_index.sent((b"s", b"t"), ["a"]) == prefix_index.ever_sent((b"s", b"t")) == 400
+    assert prefix_index.sent((b"s",), ["b", "c"]) == 0
 
 
 def test_what_an_engine_told_is_not_overwritten_by_the_next_request():
-    directory = PrefixIndex(100 * ENTRY_BYTES)
-    directory.note([Boundary(163, "system", b"s")], "a")
-    directory.hold(b"s", "a", 160)
-    directory.hold(b"s", "b", 160)  # was never sent it
-    directory.note([Boundary(163, "system", b"s")], "a")
-    assert directory.longest((b"s",), ["a", "b"]) == {"a": (160, b"s")}
+    prefix_index = PrefixIndex(100 * ENTRY_BYTES)
+    prefix_index.record([Boundary(163, "system", b"s")], "a")
+    prefix_index.set_held(b"s", "a", 160)
+    prefix_index.set_held(b"s", "b", 160)  # was never sent it
+    prefix_index.record([Boundary(163, "system", b"s")], "a")
+    assert prefix_index.longest((b"s",), ["a", "b"]) == {"a": (160, b"s")}
 
 
 def test_many_workers_of_one_prefix_count_towards_the_bound():
-    directory = PrefixIndex(10 * ENTRY_BYTES)
+    prefix_index = PrefixIndex(10 * ENTRY_BYTES)
     for number in range(1000):
-        directory.note([Boundary(16, "system", b"%d" % (number % 10))], f"worker {number // 10}")
-    assert directory._bytes <= 10 * ENTRY_BYTES
-    assert directory._bytes == sum(
-        ENTRY_BYTES + (len(holders) - 1) * HOLDER_BYTES for _, holders in directory._prefixes.values()
+        prefix_index.record([Boundary(16, "system", b"%d" % (number % 10))], f"worker {number // 10}")
+    assert prefix_index._bytes <= 10 * ENTRY_BYTES
+    assert prefix_index._bytes == sum(
+        ENTRY_BYTES + (len(holders) - 1) * HOLDER_BYTES for _, holders in prefix_index._prefixes.values()
     )
 
 
 def test_the_directory_is_bounded():
-    directory = PrefixIndex(10 * ENTRY_BYTES)
+    prefix_index = PrefixIndex(10 * ENTRY_BYTES)
     for number in range(100):
-        directory.note([Boundary(16, "system", bytes([number]))], "a")
-    assert len(directory) == 10
-    assert directory.longest((bytes([99]),), ["a"])
+        prefix_index.record([Boundary(16, "system", bytes([number]))], "a")
+    assert len(prefix_index) == 10
+    assert prefix_index.longest((bytes([99]),), ["a"])
 
 
 def expect(**changes) -> Expectation:
@@ -147,7 +147,7 @@ def expect(**changes) -> Expectation:
     ],
 )
 def test_the_reason_is_the_deepest_cause(expected, cached, word):
-    assert reason(expected, cached) == word
+    assert reason_for(expected, cached) == word
 
 
 @pytest.mark.parametrize(("cached", "label"), [(0, "miss"), (32, "partial"), (160, "hit")])
