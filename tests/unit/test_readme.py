@@ -9,7 +9,7 @@ import pytest
 
 from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
-from proxy.observability.reasons import WORDS
+from proxy.observability.reasons import REASON_TEXT
 from proxy.settings import Settings
 from tests.harness import settings_table
 
@@ -59,7 +59,7 @@ def test_every_command_is_described(name):
     assert f"`seamark {name} " in README
 
 
-@pytest.mark.parametrize("reason", sorted(set(WORDS) - {"hit"}))
+@pytest.mark.parametrize("reason", sorted(set(REASON_TEXT) - {"hit"}))
 def test_every_reason_is_described(reason):
     assert f"| `{reason}` |" in GATEWAY
 
