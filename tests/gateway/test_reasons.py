@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness.servers import Servers
-from proxy.observability.reasons import deepest
+from proxy.observability.reasons import deeper_reason
 from tests.harness.gateways import chat, post, start_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
@@ -68,4 +68,4 @@ def test_worker_restarted(fleet: Servers):
     ],
 )
 def test_the_deeper_of_two_reasons_is_told(gateway, engine, word):
-    assert deepest(gateway, engine) == word
+    assert deeper_reason(gateway, engine) == word
