@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.chat.canonical import chat_keys, own_hash
+from proxy.chat.canonical import MARKS, chat_keys, own_hash, without_marks
 
 CALL = {"id": "c", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Ayr"}'}}
 
@@ -67,3 +67,30 @@ def test_where_one_message_ends_matters():
 
 def test_a_message_alone_has_the_same_hash_wherever_it_stands():
     assert own_hash(user("a")) == own_hash(user([{"type": "text", "text": "a"}])) != own_hash(user("b"))
+
+
+def test_a_long_model_name_or_salt_is_part_of_the_key_as_a_short_one_is():
+    names = ("a", "b", "a" * 300, "a" * 299 + "b")
+    assert len({key(user("x"), model=name) for name in names}) == len(names)
+    assert len({key(user("x"), model="m", cache_salt=name) for name in names}) == len(names)
+    assert key(user("x"), model="m", cache_salt=7) != key(user("x"), model="m")
+
+
+def test_a_part_without_a_mark_stays_as_it_is_and_a_marked_one_loses_the_mark_only():
+    part = {"type": "text", "text": "x", "other": 1}
+    assert without_marks(part) is part and without_marks("x") == "x"
+    for mark in MARKS:
+        assert without_marks({**part, mark: {"type": "ephemeral"}}) == part
+
+
+def test_halves_of_surrogate_pairs_have_keys_too():
+    odd, other = ({"role": "user", "content": "x", "name": name} for name in ("\ud800", "\ud801"))
+    assert key(odd) == key(dict(odd)) != key(other)
+
+
+def test_arguments_that_are_no_json_are_compared_as_they_are():
+    def call(arguments):
+        return {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "tide", "arguments": arguments}}]}
+
+    assert key(call("{")) != key(call("{{"))
+    assert key(call('{"port": "Ayr"}')) == key({"role": "assistant", "tool_calls": [CALL]})

@@ -1,0 +1,125 @@
+"""A request of any API as one chat: its salt, its marks, its texts."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.boundaries.candidates import layout_of
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOOLS, Chat, Mark
+from proxy.chat.reader import chat_in
+from proxy.chat.responses import StoredResponses
+
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+
+ASKED = {
+    CHAT: {"messages": [{"role": "user", "content": "Tide?"}]},
+    MESSAGES: {"messages": [{"role": "user", "content": "Tide?"}]},
+    RESPONSES: {"input": "Tide?"},
+    COMPLETIONS: {"prompt": "Tide?"},
+}
+
+
+def chat(endpoint: str, **body) -> Chat:
+    found = chat_in(endpoint, {"model": "m", **body}, StoredResponses(10**6))
+    assert found is not None
+    return found
+
+
+def key(asked: Chat) -> bytes:
+    layout = layout_of(asked, b"renderer")
+    assert layout is not None
+    return layout.keys.after[-1]
+
+
+@pytest.mark.parametrize("endpoint", ASKED)
+def test_one_prompt_under_two_salts_has_two_keys_at_every_endpoint(endpoint):
+    asked = [chat(endpoint, **ASKED[endpoint], **salt) for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})]
+    assert len({key(each) for each in asked}) == 3
+    assert [each.body.get("cache_salt") for each in asked] == [None, "a", "b"]
+
+
+def test_a_continued_response_keeps_the_salt_of_the_request():
+    stored = StoredResponses(10**6)
+    first = chat(RESPONSES, **ASKED[RESPONSES], cache_salt="a")
+    stored.put(first, {"id": "resp_1", "output": []}, "boot")
+    for salt in ("a", "b"):
+        body = {"model": "m", "input": "And now?", "previous_response_id": "resp_1", "cache_salt": salt}
+        continued = chat_in(RESPONSES, body, stored)
+        assert continued is not None and continued.body["cache_salt"] == salt
+
+
+TOOL = {"name": "tide", "input_schema": {"type": "object"}}
+
+OTHER_TOOL = {"name": "wind", "input_schema": {"type": "object"}}
+
+
+def marks(**body) -> tuple[Mark, ...]:
+    return chat(MESSAGES, **{**ASKED[MESSAGES], **body}).marks
+
+
+def test_a_mark_on_the_last_of_two_tools_is_the_end_of_the_tools():
+    assert marks(tools=[TOOL, {**OTHER_TOOL, **EPHEMERAL}]) == (Mark(TOOLS),)
+
+
+def test_without_a_marked_tool_no_tools_are_marked():
+    assert marks() == marks(tools=[]) == marks(tools=[TOOL, OTHER_TOOL]) == ()
+
+
+def test_a_mark_on_the_last_block_of_the_system_prompt_is_its_end():
+    blocks = [{"type": "text", "text": "You pilot."}, {"type": "text", "text": "Be brief.", **EPHEMERAL}]
+    assert marks(system=blocks) == (Mark(0),)
+
+
+def test_a_mark_on_an_earlier_block_is_a_place_in_the_joined_system_prompt():
+    blocks = [{"type": "text", "text": "You pilot.", **EPHEMERAL}, {"type": "text", "text": "Be brief."}]
+    assert marks(system=blocks) == (Mark(0, characters=len("You pilot.")),)
+
+
+def test_marks_inside_and_at_the_end_of_a_message_and_on_a_tool_result():
+    parts = [{"type": "text", "text": "a", **EPHEMERAL}, {"type": "text", "text": "b", **EPHEMERAL}]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "nine", **EPHEMERAL}
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": [result]}]
+    assert marks(messages=messages) == (Mark(0, 0), Mark(0), Mark(1))
+
+
+def test_a_chat_is_marked_on_its_tools_parts_and_messages():
+    tools = [{"type": "function", "function": {"name": "tide"}}]
+    parts = [{"type": "text", "text": "a", **EPHEMERAL}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": "You.", **EPHEMERAL}, {"role": "user", "content": parts}]
+    assert chat(CHAT, messages=messages, tools=[*tools, {**tools[0], **EPHEMERAL}]).marks == (
+        Mark(TOOLS),
+        Mark(0),
+        Mark(1, 0),
+    )
+    assert chat(CHAT, messages=messages, tools=tools).marks == (Mark(0), Mark(1, 0))
+
+
+def test_roles_texts_and_media_stand_beside_the_messages():
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    parts = [{"type": "text", "text": "Look:"}, image, {"type": "text", "text": "what?"}, {"type": "text", "text": 7}]
+    messages = [{"role": "system", "content": "You."}, 7, {"role": "user", "content": parts}, {"role": "assistant"}]
+    asked = chat(CHAT, messages=messages)
+    assert asked.roles == ("system", None, "user", "assistant")
+    assert asked.texts == ("You.", None, "what?", None)
+    assert asked.media == ((2, image), (2, parts[3]))
+
+
+def test_a_chat_of_text_parts_alone_holds_no_media():
+    assert chat(CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": "Tide?"}]}]).media == ()
+
+
+def test_a_message_of_an_assistant_may_hold_a_tool_call_and_nothing_else():
+    block = {"type": "tool_use", "id": "c", "name": "tide", "input": {"port": "Ayr"}}
+    messages = [
+        *ASKED[MESSAGES]["messages"],
+        {"role": "assistant", "content": [block, 7, {"type": "text", "text": ""}]},
+    ]
+    asked = chat(MESSAGES, messages=messages)
+    assert asked.texts == ("Tide?", None)
+    assert asked.messages[1]["tool_calls"][0]["function"] == {"name": "tide", "arguments": '{"port": "Ayr"}'}
+
+
+@pytest.mark.parametrize(("space", "name"), [("harbour", "harbour__tide"), ("", "tide"), (None, "tide"), (7, "tide")])
+def test_tools_of_a_namespace_are_named_after_it(space, name):
+    tools = [{"type": "namespace", "name": space, "tools": [{"type": "function", "name": "tide"}]}]
+    assert chat(RESPONSES, **ASKED[RESPONSES], tools=tools).body["tools"][0]["function"]["name"] == name

@@ -1,0 +1,168 @@
+"""Workers come and go with the workers file, and with what their health checks find."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from proxy.errors import NoWorker
+from proxy.fleet.pool import WorkerPool
+from proxy.fleet.worker import BREAKER_FAILURES
+from proxy.http.client import Broken, Unreachable
+from proxy.metrics import Metrics
+from proxy.settings import Settings
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+class Servers:
+    """Answers of workers by URL; a missing one is unreachable, an exception is raised."""
+
+    def __init__(self, *urls: str) -> None:
+        self.boots: dict[str, object] = dict.fromkeys(urls, 1.0)
+        self.asked: list[str] = []
+
+    async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
+        self.asked.append(url)
+        host, path = url[: len(A)], url[len(A) :]
+        boot = self.boots.get(host, Unreachable())
+        if isinstance(boot, Exception):
+            raise boot
+        models = {"data": [{"id": "m"}]}
+        pages = {"/metrics": f"process_start_time_seconds {boot}\n", "/v1/models": json.dumps(models)}
+        return 200, pages.get(path, "").encode()
+
+
+def write(path, *urls: str, limit: int | None = None) -> None:
+    more = f"max_inflight = {limit}\n" if limit is not None else ""
+    path.write_text("".join(f'[[worker]]\nurl = "{url}"\n{more}' for url in urls))
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))  # clocks of file systems are coarse
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "workers.toml"
+    write(path, A)
+    return path
+
+
+def pool_of(servers: Servers, file=None, worker: tuple[str, ...] = (), **settings) -> WorkerPool:
+    return WorkerPool(Settings(worker=worker, workers_file=file, **settings), servers, Metrics())
+
+
+async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_and_its_quarantine(file):
+    pool = pool_of(Servers(A, B), file)
+    await pool.check_all()
+    (kept,) = pool.workers
+    kept.inflight = 3
+    kept.cache.quarantine()
+    write(file, B, A, limit=3)
+    pool.refresh()
+    assert [worker.url for worker in pool.workers] == [B, A] and pool.workers[1] is kept
+    assert (kept.inflight, kept.has_room, kept.up) == (3, False, True)
+    assert not kept.cache.hints_allowed and kept.cache.salt({"model": "m"})
+
+
+async def test_a_worker_that_leaves_the_file_is_down_and_whoever_cares_hears_of_it(file):
+    pool, removed = pool_of(Servers(A, B), file), []
+    pool.removed = removed.append
+    await pool.check_all()
+    (gone,) = pool.workers
+    write(file, B)
+    pool.refresh()
+    assert removed == [gone] and not gone.up
+    await pool.check_health(gone)  # a check that was under way
+    assert not gone.up and gone not in pool.workers
+
+
+async def test_a_breaker_that_opens_takes_the_worker_out_until_a_check_finds_it_well(file):
+    pool = pool_of(Servers(A), file)
+    await pool.check_all()
+    (worker,) = pool.workers
+    for _ in range(BREAKER_FAILURES - 1):
+        pool.record_failure(worker)
+        assert worker.up
+    worker.answered()
+    for up in [True] * (BREAKER_FAILURES - 1) + [False]:
+        pool.record_failure(worker)
+        assert worker.up is up
+    await pool.check_all()
+    assert worker.up
+
+
+async def test_failures_from_before_a_restart_do_not_count_after_it(file):
+    servers = Servers(A)
+    pool = pool_of(servers, file)
+    await pool.check_all()
+    (worker,) = pool.workers
+    for boot in range(2, 5):
+        for _ in range(BREAKER_FAILURES - 1):
+            pool.record_failure(worker)
+        servers.boots[A] = float(boot)
+        await pool.check_all()
+        assert worker.up
+
+
+async def test_a_restart_empties_the_cache_and_leaves_the_worker_in_quarantine(file):
+    servers = Servers(A)
+    pool = pool_of(servers, file)
+    await pool.check_all()
+    (worker,) = pool.workers
+    before = worker.boot
+    worker.cache.quarantine()
+    assert worker.cache.salt({"model": "m"})
+    servers.boots[A] = 2.0
+    await pool.check_all()
+    assert worker.boot != before and worker.cache.salt({"model": "m"}) is None and not worker.cache.hints_allowed
+
+
+async def test_a_restarted_worker_is_warmed_up_before_it_is_chosen_if_another_is_there():
+    servers = Servers(A, B)
+    pool, warmed = pool_of(servers, worker=(A, B)), []
+
+    async def warm(worker) -> None:
+        warmed.append((worker.url, [each.url for each in pool.for_model("m")]))
+
+    await pool.check_all()
+    pool.warm = warm
+    servers.boots[A] = 2.0
+    await pool.check_all()
+    while pool.workers[0].warming or not warmed:
+        await pool.check_health(pool.workers[1])
+    assert warmed == [(A, [B])]
+
+
+@pytest.mark.parametrize("failure", [Unreachable(), Broken(), RuntimeError("odd")])
+async def test_whatever_one_worker_does_the_others_are_checked(failure):
+    servers = Servers(A, B)
+    servers.boots[A] = failure
+    pool = pool_of(servers, worker=(A, B))
+    await pool.check_all()
+    assert [worker.url for worker in pool.up] == [B]
+
+
+async def test_a_worker_too_busy_for_a_probe_stays_up_while_it_answers_requests():
+    servers = Servers(A)
+    pool = pool_of(servers, worker=(A,), health_interval=1000)
+    await pool.check_all()
+    servers.boots[A] = Broken()
+    pool.workers[0].answered()
+    await pool.check_all()
+    assert pool.up
+    pool.workers[0].answered_at = float("-inf")
+    await pool.check_all()
+    assert not pool.up
+
+
+async def test_a_model_that_no_worker_ever_served_goes_to_any_and_one_whose_workers_are_down_to_none():
+    servers = Servers(A, B)
+    pool = pool_of(servers, worker=(A, B))
+    await pool.check_all()
+    assert pool.for_model("other") == pool.workers
+    pool.workers[1].model_ids = frozenset({"n"})
+    pool.mark_down(pool.workers[1])
+    with pytest.raises(NoWorker):
+        pool.for_model("n")

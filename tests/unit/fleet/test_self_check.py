@@ -1,0 +1,156 @@
+"""Which prompts the self-check takes in turn, and what it asks the worker."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from proxy.boundaries.boundary import Boundary
+from proxy.boundaries.token_ids import TokenIds
+from proxy.chat.chat import CHAT
+from proxy.chat.responses import StoredResponses
+from proxy.fleet import self_check
+from proxy.fleet.self_check import SelfCheck
+from proxy.fleet.warmup import WarmupRequest, WarmupSet
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
+from proxy.metrics import Metrics
+from proxy.settings import Settings
+
+SYSTEM = Boundary(64, "system", b"system")
+
+TEXT_PARTS = [{"type": "text", "text": "Tide?"}]
+
+IMAGE = [*TEXT_PARTS, {"type": "image_url", "image_url": {"url": "data:,"}}]
+
+
+class Pool:
+    def __init__(self, *workers: Worker) -> None:
+        self.workers = list(workers)
+
+
+class Engine:
+    """Answers every prompt alike, and says that nothing of it was cached under a salt it has not seen."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict] = []
+        self.cached_under: set[str | None] = set()
+        self.metrics = ""
+
+    async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
+        if url.endswith("/metrics"):
+            return 200, self.metrics.encode()
+        asked = json.loads(body)
+        self.asked.append(asked)
+        cached = 48 if asked.get("cache_salt") in self.cached_under else 0
+        usage = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": cached}}
+        logprobs = {"tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": -0.5, "token_id:8": -1.0}]}
+        return 200, json.dumps({"choices": [{"logprobs": logprobs}], "usage": usage}).encode()
+
+
+async def render(body, path=CHAT) -> TokenIds:
+    return TokenIds.of(range(64))
+
+
+def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
+    raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+    return WarmupRequest(CHAT, raw, ("model", "messages"), put, (SYSTEM, Boundary(80, "turn", last)), "m")
+
+
+@pytest.fixture
+def worker() -> Worker:
+    engine = EngineInfo("0", "0", match_unit=16, block_size=384)
+    found = Worker("http://w", renderer=render, boot="w#1", engine=engine, up=True)
+    found.model_ids = frozenset({"m"})
+    return found
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def check_of(worker: Worker, engine: Engine, *requests: WarmupRequest, settings: Settings | None = None) -> SelfCheck:
+    warmup = WarmupSet(10**6)
+    for number, request in enumerate(requests):
+        warmup.add(bytes([number]), 1000 - number, (), request)
+    stored = StoredResponses(10**6)
+    settings = settings if settings is not None else Settings()
+    return SelfCheck(settings, Pool(worker), warmup, stored, engine, Metrics(), lambda worker: None)
+
+
+async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):
+    return await check._judge(worker, request, self_check._Watched())
+
+
+def test_prompts_under_one_system_prompt_are_checked_in_turn(worker, engine):
+    first, second = replay(b"first"), replay(b"second")
+    check = check_of(worker, engine, first, second)
+    taken = []
+    for _ in range(3):
+        taken.append(check._next(worker))
+        check._note(worker, taken[-1])
+    assert taken == [first, second, first]
+
+
+async def test_the_prompt_is_asked_under_the_salt_of_its_api_key(worker, engine):
+    request = replay(b"first", cache_salt="anns")
+    engine.cached_under.add("anns")
+    verdict = await judged(check_of(worker, engine, request), worker, request)
+    assert verdict is not None and verdict.result == "same"
+    salts = [asked.get("cache_salt") for asked in engine.asked]
+    assert salts[:2] == ["anns", "anns"] and "anns" not in salts[2:] and all(salts)
+
+
+async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_get(worker, engine):
+    worker.cache.quarantine()
+    request = replay(b"first", cache_salt="anns")
+    await judged(check_of(worker, engine, request), worker, request)
+    assert engine.asked[0]["cache_salt"] == worker.cache.salt({"cache_salt": "anns"}) != "anns"
+
+
+@pytest.mark.parametrize(("content", "asks"), [("Tide?", True), (TEXT_PARTS, True), (IMAGE, False)])
+async def test_chats_of_text_are_checked_however_they_are_written_and_images_are_not(worker, engine, content, asks):
+    request = replay(b"first", content)
+    await judged(check_of(worker, engine, request), worker, request)
+    assert bool(engine.asked) is asks
+
+
+async def test_what_was_not_cached_is_not_judged(worker, engine):
+    request = replay(b"first")
+    assert await judged(check_of(worker, engine, request), worker, request) is None
+    assert len(engine.asked) == 2
+
+
+async def test_recomputed_answers_that_came_from_a_cache_are_not_judged(worker, engine, monkeypatch):
+    monkeypatch.setattr(self_check, "fresh_salt", lambda: "fresh")
+    engine.cached_under |= {None, "fresh"}
+    request = replay(b"first")
+    assert await judged(check_of(worker, engine, request), worker, request) is None
+
+
+async def test_a_worker_with_requests_of_another_gateway_is_left_alone(worker, engine):
+    engine.metrics = 'vllm:num_requests_waiting{engine="0"} 1.0\n'
+    request = replay(b"first")
+    assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
+
+
+def is_due_after(check: SelfCheck, worker: Worker, **seen) -> bool:
+    """Whether an idle worker is checked, with `seen` of it before."""
+    check._watched[worker.url] = self_check._Watched(dispatched=worker.dispatched, boot=worker.boot, **seen)
+    return check._is_due(worker)
+
+
+def test_an_idle_worker_is_checked_and_no_more_than_its_cache_and_its_turn_allow(worker, engine):
+    check, worker.cache_tokens = check_of(worker, engine), 16_000
+    most = self_check.MOST_IN_A_ROW
+    assert is_due_after(check, worker)
+    assert is_due_after(check, worker, in_a_row=most - 1) and not is_due_after(check, worker, in_a_row=most)
+    share = int(16_000 * self_check.CACHE_SHARE)
+    assert is_due_after(check, worker, anew=share - 1) and not is_due_after(check, worker, anew=share)
+    assert not is_due_after(check, worker, next_at=time.monotonic() + 60)
+    assert not is_due_after(check, worker, busy_at=time.monotonic())
+    worker.warming = True
+    assert not is_due_after(check, worker)
