@@ -1,9 +1,9 @@
-"""The FastAPI application: the gateway's own pages, and a way past it all for what goes to a worker."""
+"""The FastAPI application: the gateway's own pages. Requests for a worker bypass FastAPI."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -19,14 +19,14 @@ from proxy.http import auth
 from proxy.pipeline.error_responses import error_headers
 from proxy.pipeline.gateway import Gateway
 from proxy.server import live_page
-from proxy.server.status import live, redis_told, self_check_told, worker_told
+from proxy.server.status import live, redis_status, self_check_status, worker_status
 from proxy.settings import Settings
 
 MODELS = "/v1/models"
 
 
 class App(FastAPI):
-    """Requests for a worker never enter FastAPI's stack: they are not its to parse, and each layer costs time."""
+    """Requests for a worker never enter FastAPI's stack: it must not parse them, and each layer costs time."""
 
     def __init__(self, gateway: Gateway, pages_only: bool, **options: Any) -> None:
         """`pages_only`: nothing is forwarded to workers."""
@@ -48,7 +48,7 @@ def _is_forwarded(path: str, method: str) -> bool:
 
 
 def build(settings: Settings) -> App:
-    """The application for these settings. Workers are looked at from its start-up to its end.
+    """The application for these settings. From its start-up to its end it checks the workers' health.
 
     Raises `SettingsError` for a file that cannot be used.
     """
@@ -66,11 +66,15 @@ def build(settings: Settings) -> App:
 
 
 def build_pages(gateway: Gateway) -> App:
-    """The gateway's own pages alone, for an address of their own; `gateway` is started and stopped elsewhere."""
+    """The gateway's own pages alone, for an address of their own. It does not start or stop `gateway`."""
     return _with_pages(gateway, pages_only=True)
 
 
-def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsyncContextManager] | Any = None) -> App:
+def _with_pages(
+    gateway: Gateway,
+    pages_only: bool,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> App:
     app = App(gateway, pages_only, lifespan=lifespan)
     own_address = gateway.settings.admin_port is not None
 
@@ -81,7 +85,7 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
         return workers
 
     @app.middleware("http")
-    async def admitted(request: Request, call_next: Any) -> Response:
+    async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         try:
             request.state.key = auth.admit(request.scope, gateway.keys, own_address, pages_only)
         except GatewayError as error:
@@ -107,14 +111,14 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
     @app.get("/seamark/status")
     async def status() -> dict[str, Any]:
         return {
-            "workers": [worker_told(worker) for worker in gateway.pool.workers],
+            "workers": [worker_status(worker) for worker in gateway.pool.workers],
             "directory_entries": len(gateway.prefix_index),
             "known_positions": len(gateway.reader.positions),
             "hot_prefixes": len(gateway.warmup),
             "text_bytes_held": _text_held(gateway),
-            "self_check": self_check_told(gateway),
+            "self_check": self_check_status(gateway),
             "shadow": gateway.shadow.status(),
-            "redis": redis_told(gateway),
+            "redis": redis_status(gateway),
         }
 
     @app.get(auth.PAGE)
@@ -127,7 +131,7 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
 
     @app.post("/seamark/self-check/reset")
     async def reset_self_check(request: Request) -> dict[str, bool]:
-        # A browser says whose page asks; any page may post to an address that only this machine reaches.
+        # Any page may post to an address that only this machine reaches; a browser says which site's page it was.
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Forbidden("Another site's page cannot turn hints on again.")
         gateway.self_check.reset()
@@ -135,16 +139,16 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
 
     @app.get(auth.EXPLANATIONS + "{request_id}")
     async def request_explained(request: Request, request_id: str) -> Response:
-        told = gateway.reader.explanations.get(request_id)
+        explanation = gateway.reader.explanations.get(request_id)
         key = request.state.key
-        # Of another client's request not even its existence is told.
-        hidden = told is not None and key is not None and not key.entry.admin and told.owner != key.name
-        if told is None or hidden:
+        # A client must not even learn that another client's request exists.
+        sees_all = key is None or key.entry.admin
+        if explanation is None or not (sees_all or explanation.owner == key.name):
             raise NotFound(f"No request with the id {request_id} is remembered.")
-        return _plain_json(told.as_json())
+        return _plain_json(explanation.as_json())
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         known = (
             NotFound(f"No such path: {request.url.path}") if error.status_code == 404 else GatewayError(error.detail)
         )
@@ -154,11 +158,11 @@ def _with_pages(gateway: Gateway, pages_only: bool, lifespan: type[AbstractAsync
         return error_response(known)
 
     @app.exception_handler(GatewayError)
-    async def told(request: Request, error: GatewayError) -> Response:
+    async def known_error(request: Request, error: GatewayError) -> Response:
         return error_response(error)
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
+    async def unknown_error(request: Request, error: Exception) -> Response:
         return error_response(GatewayError("The gateway failed to handle this request."))
 
     return app
@@ -172,7 +176,7 @@ def _text_held(gateway: Gateway) -> int:
 
 
 def _plain_json(value: Any) -> Response:
-    """JSON in ASCII: what clients wrote may hold halves of characters, which UTF-8 has no bytes for."""
+    """JSON in ASCII: clients' texts may hold halves of surrogate pairs, which UTF-8 cannot encode."""
     return Response(json.dumps(value), headers={"cache-control": "no-store"}, media_type="application/json")
 
 

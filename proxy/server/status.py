@@ -1,4 +1,4 @@
-"""What the live page shows, as one object for JSON. Of prompts it holds what explanations hold, and no more."""
+"""What the status page and the live page show, as JSON. It holds no more of prompts than explanations do."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def live(gateway: Gateway) -> dict[str, Any]:
         },
         "inflight": sum(worker.inflight for worker in pool),
         "queued": len(gateway.queue),
-        "workers": [worker_told(worker) for worker in pool],
-        "redis": redis_told(gateway),
-        "self_check": self_check_told(gateway),
-        "requests": [told.as_json() for told in newest],
+        "workers": [worker_status(worker) for worker in pool],
+        "redis": redis_status(gateway),
+        "self_check": self_check_status(gateway),
+        "requests": [explanation.as_json() for explanation in newest],
         "words": {reason: words._asdict() for reason, words in REASON_TEXT.items()},
     }
 
 
-def worker_told(worker: Worker) -> dict[str, Any]:
-    """One worker, for the status page and the live one."""
+def worker_status(worker: Worker) -> dict[str, Any]:
+    """One worker, for both pages."""
     return {
         "url": worker.url,
         "name": worker.name,
@@ -59,13 +59,13 @@ def worker_told(worker: Worker) -> dict[str, Any]:
     }
 
 
-def redis_told(gateway: Gateway) -> dict[str, Any]:
-    """What is known of Redis."""
+def redis_status(gateway: Gateway) -> dict[str, Any]:
+    """The state of the connection to Redis."""
     return gateway.redis_sync.status() if gateway.redis_sync is not None else {"state": "off"}
 
 
-def self_check_told(gateway: Gateway) -> dict[str, Any] | None:
-    """Prompts whose answers from the cache were judged, and what followed; None where that is switched off."""
+def self_check_status(gateway: Gateway) -> dict[str, Any] | None:
+    """How many answers from the cache were checked, and what followed; None if the self-check is off."""
     check = gateway.self_check
     if not gateway.settings.self_check_interval:
         return None
@@ -79,32 +79,32 @@ def self_check_told(gateway: Gateway) -> dict[str, Any] | None:
 
 def alarms(gateway: Gateway) -> list[str]:
     """What nobody may overlook, in sentences."""
-    told = []
+    sentences = []
     check = gateway.self_check
     if check.differs:
-        told.append(
-            f"Answers differ: of {check.checked:,} prompts asked with and without cached prefixes, {check.differs:,} "
-            f"gave another answer. {_measures(check)}"
+        sentences.append(
+            f"Answers differ: {check.checked:,} prompts were asked with and without cached prefixes, and "
+            f"{check.differs:,} of them gave another answer. {_measures(check)}"
         )
     for worker in gateway.pool.workers:
         if not worker.up:
             never = "" if worker.boot else ", and has not since the gateway started"
-            told.append(f"Worker {worker.name} is down: it does not answer{never}.")
-    return told
+            sentences.append(f"Worker {worker.name} is down: it does not answer{never}.")
+    return sentences
 
 
 def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
     if gateway.settings.shadow:
-        told = ["Shadow mode: nothing is changed and no hint is sent; what that costs is counted."]
+        sentences = ["Shadow mode: nothing is changed and no hint is sent; what that costs is counted."]
     else:
-        told = [_without_plugin(worker) for worker in gateway.pool.workers if worker.up and worker.engine is None]
+        sentences = [_without_plugin(worker) for worker in gateway.pool.workers if worker.up and worker.engine is None]
     check = gateway.self_check
     if check.hints_off and not check.differs:
-        told.append(_measures(check))
-    if redis_told(gateway)["state"] == "down":
-        told.append("Redis does not answer: this gateway goes on alone, and learns nothing from others.")
-    return told
+        sentences.append(_measures(check))
+    if redis_status(gateway)["state"] == "down":
+        sentences.append("Redis does not answer: this gateway works alone, and learns nothing from others.")
+    return sentences
 
 
 def _measures(check: SelfCheck) -> str:

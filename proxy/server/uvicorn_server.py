@@ -1,15 +1,19 @@
-"""uvicorn as the gateway needs it: a bound on the size of a request's head, and a second address for its own pages."""
+"""uvicorn as the gateway needs it: bounds on a request's head, news of a client that leaves, an address for pages.
+
+This overrides internals of uvicorn, so pyproject.toml caps its version; tests/unit/server lists what is relied on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from proxy.http import asgi
 from proxy.server.app import App, build, build_pages
@@ -19,10 +23,15 @@ from proxy.settings import Settings
 MAX_PIPELINED = 8
 
 
-def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with bounds on a request's head (bytes, and seconds of silence in it).
+class _Request(NamedTuple):
+    cycle: RequestResponseCycle
+    callbacks: list[Callable[[], None]]  # for when the client leaves
 
-    What it refuses is refused in the envelope that clients expect.
+
+def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol with bounds on a request's head: `limit` in bytes, `timeout` in seconds of silence.
+
+    Its refusals come in the envelope that clients expect.
     """
 
     class Bounded(HttpToolsProtocol):
@@ -31,8 +40,8 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
         _head = 0
         _refused = False  # whatever else comes on this connection
 
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            self._asked: deque[Any] = deque(maxlen=MAX_PIPELINED + 1)  # the requests that may be under way
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+            self._requests: deque[_Request] = deque(maxlen=MAX_PIPELINED + 1)  # those that may be under way
             super().connection_made(transport)
             self._close_later()
 
@@ -51,42 +60,40 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
             self._head += len(name) + len(value) + 4
             if self._in_head:
                 super().on_header(name, value)
-            elif self._head > limit:  # trailers, which go nowhere
+            elif self._head > limit:  # trailers, which the gateway drops
                 raise ValueError("trailers too large")
 
         def on_headers_complete(self) -> None:
             self._in_head = False
             if self._head > limit:
-                raise ValueError("head too large")  # the parser stops, and uvicorn refuses
+                raise ValueError("head too large")  # the parser stops, and uvicorn refuses the request
             if len(self.pipeline) >= MAX_PIPELINED:
                 raise ValueError("too many requests behind each other")
             super().on_headers_complete()
-            cycle = self.cycle
-            cycle.left = []
-            self.scope["extensions"] = {
-                asgi.ON_DISCONNECT: lambda call_back: (
-                    call_back() if cycle.disconnected else cycle.left.append(call_back)
-                ),
-                asgi.BODY_IS_HERE: lambda: not cycle.more_body,
+            request = _Request(self.cycle, [])
+            extensions: dict[str, Any] = {
+                asgi.ON_DISCONNECT: partial(_on_disconnect, request),
+                asgi.BODY_IS_HERE: lambda: not request.cycle.more_body,
             }
-            self._asked.append(self.cycle)
-            self.flow.resume_reading()  # uvicorn would stop behind a request, and not see the client leave
+            self.scope["extensions"] = extensions
+            self._requests.append(request)
+            self.flow.resume_reading()  # uvicorn pauses behind a request, and would not see the client leave
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
-            self.flow.resume_reading()  # the same behind a large body
+            self.flow.resume_reading()  # uvicorn pauses behind a large body, too
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            for cycle in self._asked:  # uvicorn tells the last one only
+            for cycle, callbacks in self._requests:  # uvicorn notifies the last one only
                 if not cycle.response_complete:
                     cycle.disconnected = True
                     cycle.message_event.set()
-                    for call_back in cycle.left:
-                        call_back()
+                    for callback in callbacks:
+                        callback()
 
         def _unsupported_upgrade_warning(self) -> None:
-            """Answered as if nothing had been asked; a line in the log for each would be for anyone to write."""
+            """Log nothing: the request is answered without an upgrade, and anyone could fill the log."""
 
         def data_received(self, data: bytes) -> None:
             if self._refused:
@@ -107,7 +114,7 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
 
         def send_400_response(self, msg: str) -> None:
             if self._is_busy:
-                # A refusal now would be taken for the answer to a request before. Those are answered, then it is over.
+                # A refusal now would look like the answer to an earlier request. Those are answered, then it ends.
                 self._refused = True
                 self.cycle.keep_alive = False
                 return
@@ -123,13 +130,20 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
     return Bounded
 
 
+def _on_disconnect(request: _Request, callback: Callable[[], None]) -> None:
+    if request.cycle.disconnected:
+        callback()
+    else:
+        request.callbacks.append(callback)
+
+
 _ENVELOPE = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"%b"}}'
 
 _REFUSAL = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
 
 
 class _SideServer(uvicorn.Server):
-    """A server beside another one, which gets the signals."""
+    """A server beside another one, which handles the signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -140,46 +154,38 @@ def server_for(settings: Settings, logging: dict[str, Any]) -> uvicorn.Server:
     """The gateway, ready to run. Raises `SettingsError`."""
     app = build(settings)
     if settings.admin_port is not None:
-        _serve_pages_too(app, settings, logging)
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            timeout_graceful_shutdown=settings.drain_timeout,
-            **_options(settings, logging),
-        )
+        _serve_pages(app, settings, logging, settings.admin_port)
+    return uvicorn.Server(_config(app, settings, logging, settings.host, settings.port, settings.drain_timeout))
+
+
+def _config(
+    app: App, settings: Settings, logging: dict[str, Any], host: str, port: int, drain_seconds: float, **options: Any
+) -> uvicorn.Config:
+    options["timeout_graceful_shutdown"] = drain_seconds  # uvicorn declares an int and takes a float
+    # /metrics counts requests; a line in the log for each would cost more than forwarding it.
+    # The worker's Date and Server travel on, so the gateway must not add its own.
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=bounded(settings.max_header_bytes, settings.client_timeout),
+        ws="none",
+        proxy_headers=False,  # nothing needs to know where a client comes from
+        log_config=logging,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        **options,
     )
 
 
-def _options(settings: Settings, logging: dict[str, Any]) -> dict[str, Any]:
-    # Requests are counted in /metrics; a line for each would cost more than forwarding it.
-    # The worker's Date and Server travel on; a second pair of them would be the gateway's.
-    return {
-        "http": bounded(settings.max_header_bytes, settings.client_timeout),
-        "ws": "none",
-        "proxy_headers": False,  # nobody asks where a client comes from
-        "log_config": logging,
-        "access_log": False,
-        "server_header": False,
-        "date_header": False,
-    }
-
-
-def _serve_pages_too(app: App, settings: Settings, logging: dict[str, Any]) -> None:
+def _serve_pages(app: App, settings: Settings, logging: dict[str, Any], port: int) -> None:
     started = app.router.lifespan_context
 
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
-        config = uvicorn.Config(
-            build_pages(app.gateway),
-            host=settings.admin_host,
-            port=settings.admin_port,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            **_options(settings, logging),
-        )
-        side = _SideServer(config)
+        pages = build_pages(app.gateway)
+        side = _SideServer(_config(pages, settings, logging, settings.admin_host, port, 1.0, lifespan="off"))
         async with started(app):
             serving = asyncio.create_task(side.serve())
             try:

@@ -269,7 +269,7 @@ def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_
     with own_gateway(worker, api_keys=file) as own:
         wait_until_up(own)
         with opened(browser, own, LOOKS[2], logged="status of 40") as page:
-            text(page, "#key-why").to_have_text("This gateway wants an API key with admin = true.")
+            text(page, "#key-why").to_have_text("This gateway requires an API key with admin = true.")
             for key, why in (("wrong", "not known"), (secret("ann"), "may not see")):
                 page.fill("#key-text", key)
                 page.click("#key button")

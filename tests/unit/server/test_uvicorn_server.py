@@ -1,0 +1,233 @@
+"""What the gateway's server relies on inside uvicorn, and what it does with it.
+
+uvicorn promises none of these. A version beyond the cap in pyproject.toml is let in once this file is green with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import uvicorn
+from packaging.requirements import Requirement
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from proxy.http import asgi
+from proxy.server.uvicorn_server import MAX_PIPELINED, bounded
+
+ROOT = Path(__file__).parents[3]
+
+# Methods of the protocol that are overridden, or called, with their parameters.
+METHODS = {
+    "connection_made": ["transport"],
+    "connection_lost": ["exc"],
+    "data_received": ["data"],
+    "on_message_begin": [],
+    "on_url": ["url"],
+    "on_header": ["name", "value"],
+    "on_headers_complete": [],
+    "on_message_complete": [],
+    "send_400_response": ["msg"],
+    "_unsupported_upgrade_warning": [],
+    "timeout_keep_alive_handler": [],
+}
+
+# Attributes of the protocol that are read, and the one that is written.
+ATTRIBUTES = {"cycle", "flow", "loop", "pipeline", "scope", "timeout_keep_alive_task", "transport"}
+
+# Attributes of a request that are read or written.
+CYCLE = {"disconnected", "keep_alive", "message_event", "more_body", "response_complete"}
+
+LIMIT = 1000
+
+TIMEOUT = 60.0
+
+
+def test_the_version_is_capped_and_the_installed_one_is_within():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = next(each for each in map(Requirement, dependencies) if each.name == "uvicorn")
+    assert {each.operator for each in wanted.specifier} == {">=", "<"}
+    assert uvicorn.__version__ in wanted.specifier
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_uvicorn_has_the_method_that_is_overridden_or_called(name):
+    parameters = inspect.signature(getattr(HttpToolsProtocol, name)).parameters
+    assert list(parameters) == ["self", *METHODS[name]]
+
+
+async def test_uvicorn_has_the_attributes_that_are_used(connection):
+    assert vars(connection.protocol).keys() >= ATTRIBUTES
+    connection.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    cycle = connection.protocol.cycle
+    assert isinstance(cycle, RequestResponseCycle) and vars(cycle).keys() >= CYCLE
+    assert callable(connection.protocol.flow.resume_reading)
+    assert callable(uvicorn.Server.capture_signals)  # overridden for the second address
+
+
+class Transport(asyncio.Transport):
+    """A socket of which the test sees what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.closed = False
+        self.reading = True
+
+    def write(self, data):
+        self.written += data
+
+    def is_closing(self):
+        return self.closed
+
+    def close(self):
+        self.closed = True
+
+    def pause_reading(self):
+        self.reading = False
+
+    def resume_reading(self):
+        self.reading = True
+
+
+class Connection:
+    """A client's connection to an application that waits until it may answer."""
+
+    def __init__(self) -> None:
+        self.scopes, self.may_answer = [], asyncio.Event()
+        protocol = bounded(LIMIT, TIMEOUT)
+        config = uvicorn.Config(self.app, interface="asgi3", http=protocol, ws="none", log_config=None, lifespan="off")
+        config.load()
+        self.transport = Transport()
+        self.protocol = config.http_protocol_class(config, ServerState(), {})
+        self.protocol.connection_made(self.transport)
+
+    async def app(self, scope, receive, send):
+        self.scopes.append(scope)
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    def send(self, data: bytes) -> None:
+        self.protocol.data_received(data)
+
+    @property
+    def status(self) -> int:
+        return int(self.transport.written.split(b" ")[1])
+
+    @property
+    def error(self) -> dict:
+        return json.loads(self.transport.written.partition(b"\r\n\r\n")[2])["error"]
+
+
+@pytest.fixture
+async def connection():
+    made = Connection()
+    yield made
+    made.may_answer.set()
+    made.protocol.connection_lost(None)
+    await turn()
+
+
+async def turn() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * LIMIT + b"\r\n\r\n", 431, "headers_too_large"),
+        (b"GET /" + b"a" * LIMIT + b" HTTP/1.1\r\n\r\n", 431, "headers_too_large"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * LIMIT, 431, "headers_too_large"),  # and it does not end
+        (b"nonsense\r\n\r\n", 400, "invalid_http"),
+    ],
+)
+async def test_what_is_no_request_is_refused_in_the_envelope(connection, sent, status, code):
+    connection.send(sent)
+    assert (connection.status, connection.error["code"], connection.transport.closed) == (status, code, True)
+    assert not connection.scopes
+
+
+async def test_a_head_in_small_pieces_is_counted_as_a_whole(connection):
+    connection.send(b"GET / HTTP/1.1\r\n")
+    for number in range(LIMIT // 20):
+        connection.send(b"x-%04d: aaaaaaaaaaaa\r\n" % number)
+    connection.send(b"\r\n")
+    assert connection.status == 431
+
+
+async def test_a_connection_that_sends_nothing_is_closed_after_a_while(connection):
+    timer = connection.protocol.timeout_keep_alive_task
+    assert timer.when() - asyncio.get_running_loop().time() == pytest.approx(TIMEOUT, abs=30)
+    connection.send(b"GET / HTTP/1.1\r\n")  # a head that does not go on, either
+    assert timer.cancelled() and not connection.protocol.timeout_keep_alive_task.cancelled()
+    connection.protocol.timeout_keep_alive_handler()
+    assert connection.transport.closed
+
+
+async def test_a_client_that_leaves_is_reported_to_each_of_its_requests(connection):
+    left = []
+    connection.send(GET * 3)
+    await turn()
+    for name, (cycle, _) in enumerate(connection.protocol._requests):
+        cycle.scope["extensions"][asgi.ON_DISCONNECT](lambda name=name: left.append(name))
+    connection.protocol.connection_lost(None)
+    assert left == [0, 1, 2]
+    late = connection.protocol._requests[0].cycle.scope["extensions"][asgi.ON_DISCONNECT]
+    late(lambda: left.append("late"))
+    assert left[-1] == "late"
+
+
+async def test_a_client_whose_answer_is_complete_is_not_reported(connection):
+    left = []
+    connection.send(GET)
+    await turn()
+    (scope,) = connection.scopes
+    scope["extensions"][asgi.ON_DISCONNECT](lambda: left.append(1))
+    connection.may_answer.set()
+    await turn()
+    connection.protocol.connection_lost(None)
+    assert connection.status == 200 and not left
+
+
+async def test_whether_the_whole_body_is_here_is_known(connection):
+    connection.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nab")
+    await turn()
+    is_here = connection.scopes[0]["extensions"][asgi.BODY_IS_HERE]
+    assert not is_here()
+    connection.send(b"cd")
+    assert is_here()
+
+
+async def test_reading_goes_on_behind_a_request_so_that_a_client_is_seen_leaving(connection):
+    connection.send(GET + GET)
+    assert connection.transport.reading
+    connection.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n" + b"a" * 100_000)
+    assert connection.transport.reading
+
+
+async def test_too_many_requests_behind_each_other_are_refused_after_those_before_are_answered(connection):
+    connection.send(GET * (MAX_PIPELINED + 2))
+    connection.send(GET)
+    assert not connection.transport.written
+    connection.may_answer.set()
+    for _ in range(MAX_PIPELINED + 2):
+        await turn()
+    assert connection.transport.written.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1 == len(connection.scopes)
+    assert connection.transport.closed
+
+
+async def test_an_upgrade_is_answered_without_one_and_without_a_line_in_the_log(connection, caplog):
+    connection.send(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+    connection.may_answer.set()
+    await turn()
+    assert connection.status == 200 and not caplog.records
