@@ -7,10 +7,10 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +25,7 @@ from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
 from proxy.routing.redis_sync import RedisSync
+from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.redis_server import LateWay, RedisServer, late_way, redis_server
@@ -32,6 +33,21 @@ from tests.harness.redis_server import LateWay, RedisServer, late_way, redis_ser
 SECRET = "the lighthouse keeper's diary"
 
 BOOT = "http://worker#1.7e+09"
+
+
+# Seconds, in place of the defaults, which a busy machine alone may exceed. Three answers that take longer than these mean
+# that Redis is down.
+TIMES = {"CONNECT_SECONDS": 1.0, "ANSWER_SECONDS": 1.0, "RETRY_SECONDS": 0.2}
+
+LATE_SECONDS = 3 * TIMES["ANSWER_SECONDS"]
+
+
+@pytest.fixture(autouse=True)
+def times(fleet: GatewayForks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of gateways, and those of tables in this process, for which Redis is never too slow."""
+    fleet.constants |= {f"{redis_sync.__name__}.{name}": seconds for name, seconds in TIMES.items()}
+    for name, seconds in (TIMES | {"CONNECT_SECONDS": 30.0, "ANSWER_SECONDS": 30.0}).items():
+        monkeypatch.setattr(redis_sync, name, seconds)
 
 
 @pytest.fixture
@@ -163,7 +179,7 @@ def frozen(server: RedisServer, way: LateWay) -> None:
 
 
 def slow(server: RedisServer, way: LateWay) -> None:
-    way.seconds = 0.2
+    way.seconds = LATE_SECONDS
 
 
 BACK: dict[Callable, Callable] = {
@@ -204,9 +220,8 @@ def test_a_gateway_starts_and_serves_where_redis_never_answered(fleet, workers, 
         wait_for(lambda: metric(gateway, "seamark_requests_total") > 10)
     assert wrong == [] and metric(gateway, "seamark_redis_up") == 0
     assert len(told_of_redis(gateway)) == 1
-    began = time.monotonic()
     gateway.stop()
-    assert time.monotonic() - began < 5
+    assert gateway.process.returncode == -signal.SIGTERM  # not killed for taking too long
 
 
 def test_without_redis_nothing_of_it_is_imported(fleet, workers):
@@ -383,7 +398,7 @@ async def test_a_redis_that_comes_back_empty_is_told_again(server):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
 
