@@ -170,7 +170,7 @@ def test_pages_on_an_address_of_their_own(fleet, worker):
     answer = httpx.post(gateway.url + CHAT, json=chat("Tide?"), timeout=30)
     assert httpx.get(own + "/seamark/requests/" + answer.headers["x-request-id"]).status_code == 200
     gateway.process.terminate()
-    assert gateway.process.wait(10) == -signal.SIGTERM  # uvicorn stops, and then passes the signal on to itself
+    assert gateway.process.wait(30) == -signal.SIGTERM  # uvicorn stops, and then passes the signal on to itself
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/embeddings", CHAT])

@@ -86,7 +86,9 @@ def test_one_that_is_under_way_has_no_status_and_one_that_failed_has_its_own(own
     ask(own, chat("one"), "failed")
     worker.hang = True
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(own.url + CHAT, json=chat("two"), headers={"x-request-id": "left"}, timeout=0.5)
+        httpx.post(
+            own.url + CHAT, json=chat("two"), headers={"x-request-id": "left"}, timeout=httpx.Timeout(30, read=0.5)
+        )
     wait_for(lambda: live(own)["requests"][0]["status"] == 499)
     worker.hang, worker.status = False, 200
     worker.hold.set()

@@ -35,8 +35,7 @@ SECRET = "the lighthouse keeper's diary"
 BOOT = "http://worker#1.7e+09"
 
 
-# Seconds, in place of the defaults, which a busy machine alone may exceed. Three answers that take longer than these mean
-# that Redis is down.
+# Seconds, in place of the defaults, which a busy machine alone may exceed. Three later answers in a row: Redis is down.
 TIMES = {"CONNECT_SECONDS": 1.0, "ANSWER_SECONDS": 1.0, "RETRY_SECONDS": 0.2}
 
 LATE_SECONDS = 3 * TIMES["ANSWER_SECONDS"]

@@ -71,7 +71,7 @@ class RecordingWorker:
     cut_stream: bool = False  # the connection closes in the middle
     cut_after: int = 1  # events
     streams: dict[str, Sequence[bytes]] = field(default_factory=lambda: {"/v1/chat/completions": EVENTS})  # by path
-    silence: float = 0.0  # seconds before the first event of a stream
+    silence: threading.Event = field(default_factory=threading.Event)  # while set, streams wait before their events
     stream_bytes: int = 0  # of filling, in the middle of a stream
     sent: int = 0  # bytes of it that went out
     requests: list[Recorded] = field(default_factory=list)
@@ -131,7 +131,8 @@ class RecordingWorker:
     async def _stream(self, events: Sequence[bytes], receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await asyncio.sleep(self.silence)
+        while self.silence.is_set():
+            await asyncio.sleep(0.01)
         while self.sent < self.stream_bytes:
             filling = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"tide " * 3000)
             await send({"type": "http.response.body", "body": filling, "more_body": True})
