@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.learned import DivergenceLearner
 from proxy.boundaries.positions import ENTRY_BYTES, Position, PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.sentinel import SENTINELS, sentinel_for
@@ -274,3 +276,108 @@ def test_a_sentinel_never_starts_like_the_text_it_replaces(text):
     sentinel = sentinel_for(text)
     assert not text.lower().startswith(sentinel[0].lower())
     assert not text.lstrip().lower().startswith(sentinel[0].lower())
+
+
+class Refusing:
+    """A template that refuses some chats, as those with strict roles do."""
+
+    def __init__(self, renderer: LocalRenderer, refuses: Callable[[Mapping[str, Any]], bool]) -> None:
+        self.renderer, self.refuses = renderer, refuses
+
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
+        if self.refuses(body):
+            raise RenderFailed("refused")
+        return await self.renderer(body, path)
+
+
+def last_role(body: Mapping[str, Any]) -> Any:
+    return body["messages"][-1]["role"]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "missing"),
+    [
+        (lambda body: body.get("add_generation_prompt") is False, "turn"),
+        (lambda body: len(body["messages"]) == 2, "system"),
+        (lambda body: body["messages"][-1]["content"] in SENTINELS and len(body["messages"]) == 4, "history"),
+    ],
+)
+async def test_a_template_that_refuses_one_variant_costs_that_boundary_only(renderer, refuses, missing):
+    body = {"messages": [SYSTEM, user("First?"), assistant("One."), user("Second?")]}
+    all_of_them = await positions(renderer, body)
+    found = await finder().find(chat_request(body), Refusing(renderer, refuses), b"renderer")
+    assert found.failure is None
+    kinds = {boundary.kind: boundary.tokens for boundary in found.boundaries}
+    assert all_of_them.keys() - kinds.keys() == {missing} and kinds.items() <= all_of_them.items()
+
+
+async def test_a_mark_where_no_chat_may_end_costs_that_mark_only(renderer):
+    strict = Refusing(renderer, lambda body: last_role(body) in ("system", "assistant"))
+    marked = {**assistant("One."), "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [SYSTEM, user("First?"), marked, user("Second?")]}
+    assert "explicit" in await positions(renderer, body)
+    found = await finder().find(chat_request(body), strict, b"renderer")
+    assert {boundary.kind for boundary in found.boundaries} == {"system", "history", "turn"}
+
+
+async def test_a_marked_boundary_is_found_again_among_the_prefixes(renderer):
+    use = finder()
+    part = {"type": "text", "text": "The tide table. " * 20, "cache_control": {"type": "ephemeral"}}
+    for question in ("First?", "Second?", "Third?"):
+        body = {"messages": [SYSTEM, user([part, {"type": "text", "text": question}])]}
+        found = await use.find(chat_request(body), renderer, b"renderer")
+        assert "explicit" in {boundary.kind for boundary in found.boundaries}
+        assert {boundary.key for boundary in found.boundaries} <= set(found.prefixes)
+
+
+async def test_what_another_request_left_at_a_mark_is_held_for_this_one(renderer):
+    use, index = finder(), PrefixIndex(100_000)
+    part = {"type": "text", "text": "The tide table. " * 20, "cache_control": {"type": "ephemeral"}}
+    for question in ("First?", "Second?"):
+        body = {"messages": [SYSTEM, user([part, {"type": "text", "text": question}])]}
+        found = await use.find(chat_request(body), renderer, b"renderer")
+        held = index.longest(found.prefixes, ["worker"])
+        index.record(found.boundaries, "worker")
+    explicit = next(boundary for boundary in found.boundaries if boundary.kind == "explicit")
+    assert held["worker"] == (explicit.tokens, explicit.key)
+
+
+async def test_a_mark_on_the_tools_without_a_system_prompt_is_before_the_first_user_text(renderer):
+    tools = [{**TOOLS[0], "cache_control": {"type": "ephemeral"}}]
+    body = {"tools": tools, "messages": [user("First?"), assistant("One."), user("Second?")]}
+    found = await positions(renderer, body)
+    shared = common_prefix(await renderer(body), await renderer({"tools": tools, "messages": [user("x")]}))
+    assert shared - 1 <= found["explicit"] <= shared
+
+
+async def test_chats_that_part_in_a_tool_call_have_boundaries(renderer):
+    use = BoundaryFinder(PositionCache(1_000_000), DivergenceLearner(10_000_000))
+    for port in ("Ayr", "Oban", "Ullapool"):
+        call = {"id": "c", "type": "function", "function": {"name": "tide", "arguments": json.dumps({"port": port})}}
+        called = {"role": "assistant", "content": None, "tool_calls": [call]}
+        chat = [SYSTEM, user("Tide? " * 200), called, {"role": "tool", "content": f"nine at {port} " * 100}]
+        shown = [{**message, "content": message.get("content") or ""} for message in chat]
+        found = await use.find(chat_request({"messages": shown}), renderer, b"renderer")
+        assert found.failure is None and found.positions
+
+
+async def test_a_client_that_asks_for_no_answer_ends_no_turn(renderer):
+    chat = [SYSTEM, user("Tide?")]
+    assert "turn" in await positions(renderer, {"messages": chat})
+    assert "turn" not in await positions(renderer, {"messages": chat, "add_generation_prompt": False})
+    assert "turn" not in await positions(renderer, {"messages": [*chat, assistant("At nine.")]})
+
+
+async def test_variants_that_end_earlier_continue_no_message():
+    seen = []
+
+    async def characters(body, path=CHAT):
+        seen.append(body)
+        return list(map(ord, "".join(f"<{message['role']}>{message['content']}" for message in body["messages"])))
+
+    chat = [SYSTEM, user("First?"), assistant("One."), user("Second?"), assistant("It is")]
+    body = {"messages": chat, "continue_final_message": True, "add_generation_prompt": False}
+    found = await finder().find(chat_request(body), characters, b"r")
+    assert {boundary.kind for boundary in found.boundaries} == {"system", "history"}
+    shorter = [each for each in seen if len(each["messages"]) < len(chat)]
+    assert shorter and all("continue_final_message" not in each for each in shorter)

@@ -52,6 +52,14 @@ async def test_a_document_before_the_question_is_found_by_the_second_and_known_t
     assert renderer.asked == asked
 
 
+async def test_what_was_learned_is_found_again_among_the_prefixes():
+    use, renderer = finder(), Characters()
+    for text in ("When is high tide?", "and the wind?", "Is there ice?"):
+        found = await use.find(question(DOCUMENT + text), renderer, b"r")
+    assert "learned" in {boundary.kind for boundary in found.boundaries}
+    assert {boundary.key for boundary in found.boundaries} <= set(found.prefixes)
+
+
 async def test_a_system_prompt_whose_last_line_changes_is_shared_up_to_that_line():
     use, renderer = finder(), Characters()
     hits = [
