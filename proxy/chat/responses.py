@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
+
+from cachetools import FIFOCache
 
 from proxy.chat.canonical import canonical
 from proxy.chat.chat import RESPONSES, Chat, Mark, listed, marked
@@ -164,13 +166,16 @@ class StoredResponses:
 
     def __init__(self, size: int) -> None:
         """`size` in bytes, 0 to keep nothing."""
-        self._size = size
-        self.held = 0
-        self._chats: OrderedDict[str, _Stored] = OrderedDict()
+        self._chats: FIFOCache[str, _Stored] = FIFOCache(size, getsizeof=lambda stored: stored.size)
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept."""
+        return int(self._chats.currsize)
 
     def put(self, chat: Chat, answer: Any, boot: str, owner: str | None = None) -> None:
         """Remember the chat of a finished response (`answer`, parsed) of the worker booted as `boot` to `owner`."""
-        if not self._size or not isinstance(answer, dict) or not isinstance(answer.get("id"), str):
+        if not self._chats.maxsize or not isinstance(answer, dict) or not isinstance(answer.get("id"), str):
             return
         if not self.may_see(answer["id"], owner):
             return
@@ -179,11 +184,8 @@ class StoredResponses:
             if isinstance(item, dict) and item.get("type") == "message":  # vLLM carries over the texts only
                 messages += [{"role": "assistant", "content": text} for text in _texts(listed(item.get("content")))]
         size = len(canonical(messages)) + MESSAGE_BYTES * len(messages)
-        self._forget(answer["id"])
-        self._chats[answer["id"]] = _Stored(messages, boot, owner, size)
-        self.held += size
-        while self.held > self._size and self._chats:
-            self._forget(next(iter(self._chats)))
+        with suppress(ValueError):  # larger than all that may be kept
+            self._chats[answer["id"]] = _Stored(messages, boot, owner, size)
 
     def chat(self, response_id: Any) -> list[dict[str, Any]] | None:
         """The messages up to the end of that response, None if unknown."""
@@ -202,7 +204,3 @@ class StoredResponses:
 
     def _get(self, response_id: Any) -> _Stored | None:
         return self._chats.get(response_id) if isinstance(response_id, str) else None
-
-    def _forget(self, response_id: str) -> None:
-        if (found := self._chats.pop(response_id, None)) is not None:
-            self.held -= found.size

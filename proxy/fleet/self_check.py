@@ -15,10 +15,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from cachetools import FIFOCache
 from xxhash import xxh3_64_hexdigest
 
 from proxy.boundaries.renderer import RenderFailed
@@ -114,7 +115,7 @@ class SelfCheck:
         self._upstream = upstream
         self._results = metrics.self_checks
         self._watched: dict[str, _Watched] = {}
-        self._checked_at: OrderedDict[tuple[str, bytes], float] = OrderedDict()  # by boot and key of the prefix
+        self._checked_at: FIFOCache[tuple[str, bytes], float] = FIFOCache(REMEMBERED)  # by boot and key of the prefix
         self.checked = 0  # prompts judged
         self.differs = 0  # of them, beyond the noise
 
@@ -201,9 +202,6 @@ class SelfCheck:
 
     def _note(self, worker: Worker, replay: WarmupRequest) -> None:
         self._checked_at[_name(worker, replay)] = time.monotonic()
-        self._checked_at.move_to_end(_name(worker, replay))
-        if len(self._checked_at) > REMEMBERED:
-            self._checked_at.popitem(last=False)
 
     async def _judge(self, worker: Worker, replay: WarmupRequest, seen: _Watched) -> Verdict | None:
         """None where nothing came from the cache, or others use the worker. What seems to differ is looked at twice."""

@@ -1,0 +1,60 @@
+"""The chats behind responses that a client may continue: bounded, and each its owner's."""
+
+from __future__ import annotations
+
+from proxy.chat.chat import RESPONSES, Chat
+from proxy.chat.reader import chat_in
+from proxy.chat.responses import StoredResponses
+
+
+def asked(text: str, stored: StoredResponses) -> Chat:
+    found = chat_in(RESPONSES, {"model": "m", "input": text}, stored)
+    assert found is not None
+    return found
+
+
+def put(stored: StoredResponses, name: str, text: str = "Tide?", owner: str | None = None) -> None:
+    answer = {"id": name, "output": [{"type": "message", "content": [{"type": "output_text", "text": "Nine."}]}]}
+    stored.put(asked(text, stored), answer, "w#1", owner)
+
+
+def test_a_response_is_continued_with_what_was_asked_and_answered():
+    stored = StoredResponses(10**6)
+    put(stored, "resp_1")
+    assert stored.chat("resp_1") == [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "Nine."}]
+    assert stored.boot("resp_1") == "w#1"
+    for unknown in ("resp_2", None, 7, ["resp_1"]):
+        assert stored.chat(unknown) is None and stored.boot(unknown) is None
+
+
+def test_what_is_kept_is_bounded_and_the_oldest_is_forgotten_first():
+    stored = StoredResponses(20_000)
+    for number in range(100):
+        put(stored, f"resp_{number}", "x" * 1000)
+        assert 0 < stored.held <= 20_000
+    kept = [number for number in range(100) if stored.chat(f"resp_{number}") is not None]
+    assert kept == list(range(kept[0], 100)) and len(kept) > 5
+    real = sum(len(repr(stored.chat(f"resp_{number}"))) for number in kept)
+    assert real <= 20_000
+
+
+def test_a_response_larger_than_the_bound_costs_no_other():
+    stored = StoredResponses(20_000)
+    put(stored, "resp_1")
+    put(stored, "resp_2", "x" * 30_000)
+    assert stored.chat("resp_1") is not None and stored.chat("resp_2") is None
+
+
+def test_without_memory_for_texts_nothing_is_kept():
+    stored = StoredResponses(0)
+    put(stored, "resp_1")
+    assert stored.chat("resp_1") is None and stored.held == 0
+
+
+def test_a_response_is_seen_and_overwritten_by_its_owner_only():
+    stored = StoredResponses(10**6)
+    put(stored, "resp_1", owner="ann")
+    put(stored, "resp_1", "Another?", owner="bob")
+    assert stored.may_see("resp_1", "ann") and not stored.may_see("resp_1", "bob")
+    assert stored.chat("resp_1")[0]["content"] == "Tide?"
+    assert stored.may_see("resp_2", "bob") and stored.may_see(None, None)
