@@ -1,9 +1,9 @@
 """What prompts cost a worker, learnt from outside: seconds to the first token over the tokens that had to be computed.
 
-A token costs the more the further behind it stands, as attention reads all before it: token p costs a (1 + growth p).
-For each of some growths Theil and Sen's line: its slope is the median of the slopes between pairs of requests (the
-wider apart, the more they count), so a request that had to wait for others moves nothing. The growth that leaves the
-least behind is taken. Requests alone at their worker are used once they suffice.
+Later tokens cost more, as attention reads all tokens before them: token p costs a (1 + growth p). For each growth of a
+short list, a line is fitted as Theil and Sen do: its slope is the median of the slopes between pairs of requests (the
+wider apart, the more they count), so a request that had to wait for others moves nothing. The growth with the smallest
+errors wins. Requests that were alone at their worker are preferred once there are enough of them.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-# Requests remembered of each sort: some two thousand pairs, a few milliseconds to fit.
+# Requests remembered of each kind: some two thousand pairs, a few milliseconds to fit.
 WINDOW = 64
 
-# Requests, and pairs of them at least so many tokens apart, before a line is believed.
+# Requests, and pairs of them at least `APART` tokens apart, before a line is believed.
 ENOUGH = 6
 
 APART = 64
 
-# New requests after which a line that is known is drawn anew.
+# New requests after which a known line is fitted again.
 RENEWAL = 8
 
-# By how much each token before it makes a token dearer: from not at all to twice as dear after 512.
+# How much each earlier token adds to the cost of a token: from nothing to a double cost after 512.
 GROWTHS = (0.0, *(2.0**-power for power in range(18, 8, -1)))
 
 
-class TokenWork(NamedTuple):
-    """Prompt tokens computed, or not: their number, and the sum of their positions."""
+@dataclass(frozen=True, slots=True)
+class TokenWork:
+    """Some prompt tokens: their number, and the sum of their positions."""
 
     tokens: float
     positions: float
@@ -58,27 +60,27 @@ class CostModel(NamedTuple):
     token_seconds: float
     growth: float
     requests: int  # it was learnt from
-    alone: bool  # these had the worker to themselves
+    alone: bool  # these requests had the worker to themselves
 
     def seconds(self, work: TokenWork) -> float:
-        """What that takes, the floor left away."""
+        """What `work` takes, without the floor."""
         return self.token_seconds * work.at(self.growth)
 
 
 class CostLearner:
-    """Of one worker."""
+    """Learns the cost model of one worker."""
 
     def __init__(self) -> None:
         self._alone: deque[tuple[TokenWork, float]] = deque(maxlen=WINDOW)
         self._among_others: deque[tuple[TokenWork, float]] = deque(maxlen=WINDOW)
-        self._news = 0
-        self._line: CostModel | None = None
+        self._new = 0
+        self._model: CostModel | None = None
 
-    def took(self, prompt: int, cached: int, seconds: float, alone: bool) -> None:
-        """A request's first token came after `seconds`; tokens of its prompt, and those of them from the cache."""
+    def observe(self, prompt: int, cached: int, seconds: float, alone: bool) -> None:
+        """A request's first token came after `seconds`; `cached` of the tokens of its prompt came from the cache."""
         if prompt > cached and seconds > 0:
             (self._alone if alone else self._among_others).append((TokenWork.between(cached, prompt), seconds))
-            self._news += 1
+            self._new += 1
 
     @property
     def wants_more(self) -> bool:
@@ -86,19 +88,21 @@ class CostLearner:
         return len(self._alone) + len(self._among_others) < WINDOW // 2
 
     @property
-    def line(self) -> CostModel | None:
-        """What is learnt so far; None while too little is."""
-        if self._news >= RENEWAL or (self._news and self._line is None):
-            self._news = 0
-            self._line = _line(self._alone, True) or _line([*self._alone, *self._among_others], False) or self._line
-        return self._line
+    def model(self) -> CostModel | None:
+        """What is learnt so far; None while it is too little."""
+        if self._new >= RENEWAL or (self._new and self._model is None):
+            self._new = 0
+            self._model = (
+                _fitted(self._alone, True) or _fitted([*self._alone, *self._among_others], False) or self._model
+            )
+        return self._model
 
 
-def _line(requests: Sequence[tuple[TokenWork, float]], alone: bool) -> CostModel | None:
+def _fitted(requests: Sequence[tuple[TokenWork, float]], alone: bool) -> CostModel | None:
     if len(requests) < ENOUGH:
         return None
-    best = min(GROWTHS, key=lambda growth: _left_behind(_at(requests, growth)))
-    points = _at(requests, best)
+    best = min(GROWTHS, key=lambda growth: _error(_points(requests, growth)))
+    points = _points(requests, best)
     slope = _slope(combinations(points, 2), ENOUGH)
     if slope is None:
         return None
@@ -106,13 +110,13 @@ def _line(requests: Sequence[tuple[TokenWork, float]], alone: bool) -> CostModel
     return CostModel(max(0.0, floor), slope, best, len(requests), alone)
 
 
-def _at(requests: Iterable[tuple[TokenWork, float]], growth: float) -> list[tuple[float, float]]:
+def _points(requests: Iterable[tuple[TokenWork, float]], growth: float) -> list[tuple[float, float]]:
     """The requests' work as one number, in its order, and their seconds."""
     return sorted((work.at(growth), seconds) for work, seconds in requests)
 
 
-def _left_behind(points: Sequence[tuple[float, float]]) -> float:
-    """How far a request typically is from a line through `points`, seconds: drawn from each and the one half-way on."""
+def _error(points: Sequence[tuple[float, float]]) -> float:
+    """How far a request typically is from a line through `points`, seconds; each is paired with the one half-way on."""
     half = len(points) // 2
     slope = _slope(zip(points, points[half:], strict=False), ENOUGH // 2)
     if slope is None:
@@ -123,7 +127,7 @@ def _left_behind(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _slope(pairs: Iterable[tuple[tuple[float, float], tuple[float, float]]], least: int) -> float | None:
-    """Median of slopes, weighted by the points' distance; None where it falls, or fewer than `least` are far enough."""
+    """Median of slopes, weighted by the points' distance; None if it falls, or fewer than `least` are far enough."""
     slopes = sorted(
         ((late - soon) / (many - few), many - few) for (few, soon), (many, late) in pairs if many - few >= APART
     )

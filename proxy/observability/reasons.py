@@ -1,4 +1,4 @@
-"""What became of a chat request: what it could share, what was expected, what came, and the reason for a miss."""
+"""Why requests hit or missed the cache: the closed set of reasons, the choice among them, recent requests explained."""
 
 from __future__ import annotations
 
@@ -10,73 +10,11 @@ from typing import Any, NamedTuple
 
 from proxy.observability.request_diff import PrefixChange
 
-
-class Expectation(NamedTuple):
-    """What was known when the request was sent; tokens, exact positions."""
-
-    failure: str | None  # why no hint was sent
-    shareable: int  # deepest boundary some running worker was sent before
-    shareable_ever: int  # the same, workers that have gone included
-    held: int  # the most that any running worker is believed to hold
-    predicted: int  # what the chosen worker is believed to hold
-    deepest: int  # deepest boundary sent
-    match_unit: int
-    would_share: int = 0  # deepest boundary of this prompt that a request before it could have shared, unchanged
-
-    def floored(self, tokens: int) -> int:
-        """What the engine can deliver of `tokens`."""
-        return tokens // self.match_unit * self.match_unit
-
-
-def reason_for(expected: Expectation, cached: int, change: PrefixChange | None = None) -> str:
-    """The deepest cause of what a request got, of the closed set; "hit" where it got all it could.
-
-    `change` is where the request leaves the nearest recent one in the middle: what it could share is less then than
-    what it would have shared, so that is the cause even where the little it could share was delivered.
-    """
-    if expected.failure is not None:
-        return expected.failure
-    if change is not None and expected.floored(expected.shareable) < expected.floored(expected.would_share):
-        return "salt" if change.salt else "prefix_changed"
-    if cached and cached >= expected.floored(expected.shareable):
-        return "hit"
-    if expected.deepest < expected.match_unit:
-        return "below_unit"
-    if not expected.shareable:
-        return "worker_restarted" if expected.shareable_ever else "cold"
-    if not expected.floored(expected.shareable):
-        return "below_unit"
-    elsewhere = expected.floored(expected.held) > expected.floored(expected.predicted)
-    if elsewhere and cached >= expected.floored(expected.predicted):
-        return "other_worker"
-    return "evicted"
-
-
-# By what the gateway cannot know better (a prefix sent before is not there, a hint was of no use): the engine's
-# words that name a cause which the gateway's own word hides.
-ENGINE_CAUSES = {
-    "evicted": frozenset({"evicted", "not_worth_it", "below_unit", "hint_ignored"}),
-    "cold": frozenset({"hint_ignored"}),  # cold whatever it thought of the hint, unless it takes none at all
-}
-
-
-def deeper_reason(gateway: str, engine: str | None) -> str:
-    """The deeper of two reasons for one request, the gateway's and its engine's (None where it said nothing).
-
-    What the gateway saw comes first where it explains the miss: another worker, a restart, a changed prefix.
-    """
-    return engine if engine is not None and engine in ENGINE_CAUSES.get(gateway, ()) else gateway
-
-
-def cache_label(expected: Expectation, cached: int) -> str:
-    """`hit`, `partial` or `miss`, as in the first-token histogram."""
-    if not cached:
-        return "miss"
-    return "hit" if cached >= expected.floored(expected.shareable) else "partial"
+MAX_REQUESTS = 10_000  # explained, the last ones
 
 
 class ReasonText(NamedTuple):
-    """Of one reason."""
+    """What people read of one reason."""
 
     short: str  # for a line in a list
     long: str  # one or two sentences
@@ -87,18 +25,18 @@ REASON_TEXT = {
     "cold": ReasonText("first sight", "No earlier request began like this one. The next one that does can share it."),
     "prefix_changed": ReasonText(
         "changed in the middle",
-        "It is like an earlier request, but something before the shared part's end differs; all behind that is "
-        "computed anew.",
+        "It is like an earlier request, but something before the shared part's end differs; everything after that is "
+        "computed again.",
     ),
     "below_unit": ReasonText(
-        "too short to share", "What it shares is shorter than the match unit, the engine's smallest step of reuse."
+        "too short to share", "The part it shares is shorter than the match unit, the engine's smallest step of reuse."
     ),
     "not_worth_it": ReasonText(
         "too little to be felt", "The engine kept no state there: computing it again is about as quick as reusing it."
     ),
     "evicted": ReasonText(
         "no longer in the cache",
-        "The worker was sent this prefix before and has given its place to others. More memory for the cache helps.",
+        "The worker was sent this prefix before and has given its room to others. More memory for the cache helps.",
     ),
     "worker_restarted": ReasonText(
         "lost in a restart", "The worker that held this prefix has restarted since, and holds nothing from before."
@@ -118,55 +56,118 @@ REASON_TEXT = {
         "`seamark doctor --worker URL` says what to change.",
     ),
     "no_boundary": ReasonText(
-        "no place to share up to", "No text in it that others could differ in, or its template refuses the question."
+        "no place to share up to",
+        "It has no text in which others could differ, or its template refuses to render such a text.",
     ),
     "render_failed": ReasonText(
-        "worker did not render it", "The worker did not say what the chat's tokens are, so no hint could be sent."
+        "worker did not render it", "The worker did not return the chat's tokens, so no hint could be sent."
     ),
     "hint_ignored": ReasonText(
         "worker took no hint",
-        "The engine did not look, takes no hints for such a request (prompt logprobs, speculative decoding), or gets "
-        "none since answers from its cache were found to differ.",
+        "The engine did not look for it, takes no hints for such a request (prompt logprobs, speculative decoding), or "
+        "gets none because answers from its cache were found to differ.",
     ),
 }
 
-MAX_REQUESTS = 10_000
+
+class Expectation(NamedTuple):
+    """What was known when the request was sent; tokens, exact positions."""
+
+    failure: str | None  # why no hint was sent
+    shareable: int  # deepest boundary some running worker was sent before
+    shareable_ever: int  # the same, workers that have gone included
+    held: int  # the most that any running worker is believed to hold
+    predicted: int  # what the chosen worker is believed to hold
+    deepest: int  # deepest boundary of the prompt
+    match_unit: int
+    would_share: int = 0  # deepest boundary of this prompt that a request before it could have shared, unchanged
+
+    def floored(self, tokens: int) -> int:
+        """The part of `tokens` that the engine can deliver: whole match units."""
+        return tokens // self.match_unit * self.match_unit
+
+
+def reason_for(expected: Expectation, cached: int, change: PrefixChange | None = None) -> str:
+    """The deepest cause of what a request got, of the closed set; "hit" if it got all it could.
+
+    `change` is where the request differs in the middle from the nearest recent one. It can then share less than it
+    would have, so the change is the cause even if the little that it could share was delivered.
+    """
+    if expected.failure is not None:
+        return expected.failure
+    if change is not None and expected.floored(expected.shareable) < expected.floored(expected.would_share):
+        return "salt" if change.salt else "prefix_changed"
+    if cached and cached >= expected.floored(expected.shareable):
+        return "hit"
+    if expected.deepest < expected.match_unit:
+        return "below_unit"
+    if not expected.shareable:
+        return "worker_restarted" if expected.shareable_ever else "cold"
+    if not expected.floored(expected.shareable):
+        return "below_unit"
+    elsewhere = expected.floored(expected.held) > expected.floored(expected.predicted)
+    if elsewhere and cached >= expected.floored(expected.predicted):
+        return "other_worker"
+    return "evicted"
+
+
+# The gateway's reasons that may hide a deeper cause, and the engine's reasons that name one: the gateway cannot know
+# why a prefix that was sent before is not there, or why a hint was of no use.
+ENGINE_CAUSES = {
+    "evicted": frozenset({"evicted", "not_worth_it", "below_unit", "hint_ignored"}),
+    "cold": frozenset({"hint_ignored"}),  # cold whatever came of the hint, unless the engine takes none at all
+}
+
+
+def deeper_reason(gateway: str, engine: str | None) -> str:
+    """The deeper of two reasons for one request, the gateway's and its engine's (None if it gave none).
+
+    The gateway's comes first if it explains the miss: another worker, a restart, a changed prefix.
+    """
+    return engine if engine is not None and engine in ENGINE_CAUSES.get(gateway, ()) else gateway
+
+
+def cache_label(expected: Expectation, cached: int) -> str:
+    """`hit`, `partial` or `miss`, as in the first-token histogram."""
+    if not cached:
+        return "miss"
+    return "hit" if cached >= expected.floored(expected.shareable) else "partial"
 
 
 @dataclass
 class Explanation:
-    """One request; lengths in tokens. Filled in as it goes along."""
+    """One request; lengths in tokens. It is filled in as the request goes along."""
 
     request_id: str
     endpoint: str
-    owner: str | None = None  # name of the API key it came with; not told
+    owner: str | None = None  # name of the API key it came with; not shown
     began: float = field(default_factory=time.time)  # seconds since the epoch
-    status: int | None = None  # of the answer, 499 where the client left; None while it is under way
+    status: int | None = None  # of the answer, 499 if the client left; None while it is under way
     model: str | None = None
     worker: str | None = None
     lookup: str | None = None  # how its boundaries were found
-    renders: int = 0  # asked of a worker for it
-    boundaries: tuple[tuple[int, str], ...] = ()  # position and kind: all that are known of this prompt
+    renders: int = 0  # that a worker was asked for
+    boundaries: tuple[tuple[int, str], ...] = ()  # position and kind of all that are known in the prompt
     sent: tuple[int, ...] = ()
     shareable: int | None = None
     predicted: int | None = None
     prompt: int | None = None
     delivered: int | None = None
-    reason: str | None = None  # None until the answer is complete, and where the worker does not say what it had cached
-    changed: dict[str, Any] | None = None  # where it leaves the nearest recent request
-    would_save: dict[str, int] = field(default_factory=dict)  # tokens by rule or volatile text
+    reason: str | None = None  # None until the answer is complete, and if the worker reports no cached tokens
+    changed: dict[str, Any] | None = None  # where it differs from the nearest recent request
+    would_save: dict[str, int] = field(default_factory=dict)  # tokens, by rewrite rule or volatile text
     rewrites: tuple[str, ...] = ()
-    lost: dict[str, int] | None = None  # tokens by reason, at a worker without the plugin; None until that is judged
+    lost: dict[str, int] | None = None  # tokens by reason, in shadow mode; None until it is judged
 
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""
         boundaries = [{"tokens": tokens, "kind": kind} for tokens, kind in self.boundaries]
-        told = {name: value for name, value in self.__dict__.items() if name != "owner"}
-        return {**told, "boundaries": boundaries}
+        shown = {name: value for name, value in self.__dict__.items() if name != "owner"}
+        return {**shown, "boundaries": boundaries}
 
 
 class Explanations:
-    """The last requests; the oldest is forgotten first."""
+    """The last requests, explained; the oldest is forgotten first."""
 
     def __init__(self, most: int = MAX_REQUESTS) -> None:
         self._most = most

@@ -1,6 +1,7 @@
-"""Recent requests, to say what changed: the message, tool or setting where a request leaves the one it is most alike.
+"""What changed since a recent request: the message, tool or setting where a request differs from the one most like it.
 
-Hashes of each part, and the tokens of the prompt where it was rendered, bounded in bytes.
+Recent requests are remembered as hashes of their parts, with the tokens of the prompt if it was rendered, bounded in
+bytes. A change that is only volatile text (a date, an order of tools) is recognised, so that its cure can be named.
 """
 
 from __future__ import annotations
@@ -26,13 +27,31 @@ ENTRY_BYTES = 2000  # of a request beside its texts and tokens
 
 MESSAGE_BYTES = 500  # of a message beside its text
 
-# Shared content behind a change has to be this long (bytes) and longer than what changed, to call it a change of the
-# prefix; else the request is simply another one.
+# A change of the prefix has this much shared content behind it (bytes), and more than what changed; otherwise the
+# request is simply another one.
 MIN_BEHIND = 128
 
 EXCERPT_CHARACTERS = 80
 
 MAX_ROLE_CHARACTERS = 64
+
+DATES = re.compile(
+    r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2})?(?:\.\d+)?(?:Z|[+-]\d{2}:?\d{2})?)?|\b\d{1,2}:\d{2}(?::\d{2})?\b"
+    r"|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
+    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{1,2},? \d{4}"
+    r"|\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{4}"
+)
+
+COUNTERS = re.compile(
+    r"<total_tokens>[^<]{0,40}</total_tokens>|(?<![\d,])\d[\d,]{0,15} tokens (?:left|remaining|used)\b"
+)
+
+FOLDERS = re.compile(r"(?im)^[^\n]{0,200}\b(?:working directory|cwd|current directory)\b.*$")
+
+# Longer parts are not searched for volatile text: several patterns run over a part on the event loop.
+MAX_CHARACTERS = 200_000
+
+MAX_NESTING = 50
 
 What = Literal["tool", "message", "setting"]
 
@@ -40,7 +59,7 @@ What = Literal["tool", "message", "setting"]
 class Part(NamedTuple):
     """A tool or a message of a request."""
 
-    own: int  # hash of it alone
+    hash: int  # of it alone
     size: int  # bytes, roughly
 
 
@@ -48,9 +67,9 @@ class PrefixChange(NamedTuple):
     """Where a request first differs from the nearest recent one."""
 
     what: What
-    index: int | None  # of the message or tool
+    position: int | None  # of the message or tool
     role: str | None  # of the message; the name of a tool or a setting
-    token: int | None  # first token that differs, None where one of the prompts was not rendered
+    token: int | None  # first token that differs, None if one of the prompts was not rendered
     characters: int | None  # into the message's text
     behind: int  # bytes that both have behind it
     salt: bool = False  # the cache salt is all that differs
@@ -59,17 +78,24 @@ class PrefixChange(NamedTuple):
 
     def as_json(self, excerpts: bool) -> dict[str, Any]:
         """For a page; prompt text only with `excerpts`."""
-        # A client may write anything as a role; what is no word is none.
+        # A client may write anything as a role; only text is shown.
         role = self.role[:MAX_ROLE_CHARACTERS] if isinstance(self.role, str) else None
-        told = {"what": self.what, "index": self.index, "role": role, "token": self.token}
-        told["characters"] = self.characters
+        shown: dict[str, Any] = {"what": self.what, "index": self.position, "role": role, "token": self.token}
+        shown["characters"] = self.characters
         if excerpts:
-            told["before"], told["now"] = (_excerpt(part, self.characters) for part in (self.old, self.new))
-        return told
+            shown["before"], shown["now"] = (_excerpt(part, self.characters) for part in (self.old, self.new))
+        return shown
+
+
+class Volatile(NamedTuple):
+    """A kind of text that changes from request to request."""
+
+    name: str
+    neutral: Callable[[Any], Any]  # a part (the list of tools, a message) without its volatile text
 
 
 class RememberedRequest:
-    """One request as remembered; what is compared is worked out once a comparison is wanted."""
+    """One request as remembered; what is compared is computed when a comparison is wanted."""
 
     def __init__(self, layout: PromptLayout, tokens: TokenIds | None, size: int, owner: str | None = None) -> None:
         """`size` in bytes, of the text it keeps alive; `owner` is the API key it came with."""
@@ -110,7 +136,7 @@ class RememberedRequest:
     @cached_property
     def parts(self) -> frozenset[int]:
         """Hashes of all tools and messages."""
-        return frozenset(part.own for part in (*self.tools, *self.messages))
+        return frozenset(part.hash for part in (*self.tools, *self.messages))
 
 
 class RequestMemory:
@@ -136,14 +162,14 @@ class RequestMemory:
             self.held -= oldest.size
 
     def change(self, request: RememberedRequest) -> PrefixChange | None:
-        """Where `request` leaves the nearest of the others; None where it leaves none in the middle.
+        """Where `request` differs from the nearest of the others; None if it differs from none in the middle.
 
         A request that shares nothing behind its first difference is another request, not a changed one.
         """
         changes = [
             found
             for other in reversed(self._requests.values())
-            # Of what others asked not even that it is alike is told.
+            # A client does not even learn that another client's request is alike.
             if other is not request
             and other.owner == request.owner
             and (other.parts & request.parts)
@@ -166,7 +192,7 @@ def _difference(new: RememberedRequest, old: RememberedRequest) -> PrefixChange 
         alike = setting is None and tool is None and whole >= MIN_BEHIND
         return PrefixChange("setting", None, "cache_salt", 0, None, whole, salt=True) if alike else None
     if setting is not None:
-        # A setting that only the end of the prompt shows parts nothing.
+        # A setting that shows only at the end of the prompt changes no prefix.
         if tool is not None or whole < MIN_BEHIND or (token is not None and token * 2 > len(new.tokens or ())):
             return None
         return PrefixChange("setting", None, setting, token, None, whole)
@@ -177,17 +203,18 @@ def _difference(new: RememberedRequest, old: RememberedRequest) -> PrefixChange 
         if behind < MIN_BEHIND:
             return None
         name = _tool_name(new.raw_tools[tool]) if tool < len(new.tools) else _tool_name(old.raw_tools[tool])
-        parts = (old.raw_tools, new.raw_tools)  # the whole lists: an order is a matter of all of them
+        parts = (old.raw_tools, new.raw_tools)  # the whole lists, because an order concerns all tools
         return PrefixChange("tool", tool, name, token, None, behind, False, *parts)
     if message is None or message >= len(new.messages) or message >= len(old.messages):
         return None  # one continues the other, or is cut off earlier
     behind = _shared_behind(new.messages, old.messages, message)
     here, there = new.raw_messages[message], old.raw_messages[message]
-    texts = new.layout.chat.texts[message], old.layout.chat.texts[message]
-    characters = common_prefix(*texts) if None not in texts else None
+    new_text, old_text = new.layout.chat.texts[message], old.layout.chat.texts[message]
+    texts = (new_text, old_text) if new_text is not None and old_text is not None else None
+    characters = common_prefix(*texts) if texts is not None else None
     changed = new.messages[message].size
     role = new.layout.chat.roles[message]
-    if role in ("system", "developer") and characters is not None:
+    if role in ("system", "developer") and texts is not None and characters is not None:
         behind += characters if characters >= MIN_BEHIND else 0
         behind += _common_end(*texts)
         changed -= characters
@@ -200,12 +227,12 @@ def _first_difference(new: Sequence[Part], old: Sequence[Part]) -> int | None:
     if new == old:
         return None
     both = zip(new, old, strict=False)
-    return next((i for i, (one, other) in enumerate(both) if one.own != other.own), min(len(new), len(old)))
+    return next((i for i, (one, other) in enumerate(both) if one.hash != other.hash), min(len(new), len(old)))
 
 
 def _shared_behind(new: Sequence[Part], old: Sequence[Part], index: int) -> int:
-    theirs = {part.own for part in old[index:]}
-    return sum(part.size for part in new[index:] if part.own in theirs)
+    theirs = {part.hash for part in old[index:]}
+    return sum(part.size for part in new[index:] if part.hash in theirs)
 
 
 def _bytes(parts: Sequence[Part]) -> int:
@@ -228,32 +255,6 @@ def _excerpt(part: Any, characters: int | None) -> str:
         text = json.dumps(part, ensure_ascii=False)
     start = max(0, (characters or 0) - EXCERPT_CHARACTERS // 2)
     return text[start : start + EXCERPT_CHARACTERS]
-
-
-class Volatile(NamedTuple):
-    """One of them."""
-
-    name: str
-    neutral: Callable[[Any], Any]  # a part (the list of tools, a message) with what is volatile taken out
-
-
-DATES = re.compile(
-    r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2})?(?:\.\d+)?(?:Z|[+-]\d{2}:?\d{2})?)?|\b\d{1,2}:\d{2}(?::\d{2})?\b"
-    r"|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
-    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{1,2},? \d{4}"
-    r"|\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{4}"
-)
-
-COUNTERS = re.compile(
-    r"<total_tokens>[^<]{0,40}</total_tokens>|(?<![\d,])\d[\d,]{0,15} tokens (?:left|remaining|used)\b"
-)
-
-FOLDERS = re.compile(r"(?im)^[^\n]{0,200}\b(?:working directory|cwd|current directory)\b.*$")
-
-# A changed part is looked at with several patterns, on the event loop: longer ones are not.
-MAX_CHARACTERS = 200_000
-
-MAX_NESTING = 50
 
 
 def _without(pattern: re.Pattern[str]) -> Callable[[Any], Any]:
@@ -293,7 +294,7 @@ VOLATILE = (
 
 
 def volatile_text(change: PrefixChange) -> str | None:
-    """Name of the volatile text that is all of this change; "system_moved" for a system turn that came or went."""
+    """The volatile text that this change consists of; "system_moved" if a system turn came or went."""
     if change.old is None or change.new is None:
         return None
     for volatile in VOLATILE:
@@ -303,4 +304,4 @@ def volatile_text(change: PrefixChange) -> str | None:
         if old is not None and new is not None and canonical(old) == canonical(new):
             return volatile.name
     roles = [part.get("role") for part in (change.old, change.new) if isinstance(part, dict)]
-    return "system_moved" if "system" in roles and change.index and roles[0] != roles[1] else None
+    return "system_moved" if "system" in roles and change.position and roles[0] != roles[1] else None

@@ -1,10 +1,10 @@
-"""What requests lose at workers without the plugin: tokens that could have been cached, seconds, and why.
+"""Shadow mode: what requests lose at workers without the plugin, in tokens and seconds, and why.
 
-All of it happens after an answer has gone by, one request at a time: nothing that a client or a worker sees is changed,
-and no request waits. Texts wait here within `text_bytes`, and what does not fit goes unjudged and is counted.
+Requests are judged after their answers, one at a time: nothing that a client or a worker sees is changed, and no
+request waits. Texts wait here within `text_bytes`; a request that does not fit goes unjudged and is counted.
 
-Where answers do not say what was cached (vLLM without `--enable-prompt-tokens-details`, streams that nobody asked for
-usage), the worker's own count of hits does: what others did not report of it is taken as theirs, in their order.
+If answers do not say what was cached (vLLM without `--enable-prompt-tokens-details`, streams that nobody asked for
+usage), the worker's own count of hits does: hits that no answer reported belong to these requests, in their order.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.shadow")
 
-# Tokens: what the plugin sets for most hybrids. For gated delta nets it is 64, and a loss is told up to 48 too long.
+# Tokens: what the plugin sets for most hybrids. Gated delta nets have 64, so a loss may come out up to 48 too long.
 MATCH_UNIT = 16
 
 MAX_WAITING = 256
 
-# Seconds of rest for each second of rendering: at most a fifth of one of the worker's cores is taken for it.
+# Seconds of rest for each second of rendering, which so takes at most a fifth of one of the worker's cores.
 REST = 4.0
 
-LOOK_SECONDS = 0.2  # between two glances whether a worker has told its hits
+POLL_SECONDS = 0.2  # between two checks whether a worker has counted its hits
 
-# Why tokens were lost that the plugin would have saved. Of the others it would have saved none by itself.
+# The reason of the tokens that the plugin would have saved. It would have saved none of the others by itself.
 CURED = "unpatched"
 
 
@@ -53,10 +53,10 @@ class AnsweredRequest(NamedTuple):
     boot: str
     model: str  # label
     size: int  # bytes of its body
-    prompt: int | None  # None where its answer does not say
+    prompt: int | None  # None if its answer does not say
     cached: int | None  # the same
-    seconds: float | None  # to its first token; None where that cannot be told from outside
-    alone: bool
+    seconds: float | None  # to its first token; None if that cannot be seen from outside
+    alone: bool  # no other request was at the worker until then
     owner: str | None  # the API key it came with
     explanation: Explanation | None
     at: float  # time.perf_counter() when it had been answered
@@ -66,7 +66,7 @@ class ReadPrompt(NamedTuple):
     """What is known of an answered request's prompt."""
 
     found: Found
-    recent: RememberedRequest | None = None
+    remembered: RememberedRequest | None = None
 
 
 # Finds the boundaries of a chat of so many bytes that a worker has answered to the owner of an API key.
@@ -74,12 +74,12 @@ FindBoundaries = Callable[[Chat, Worker, int, str | None], Awaitable[ReadPrompt]
 
 
 @dataclass
-class _Known:
+class _WorkerKnowledge:
     """What has been learnt of a worker since it was started."""
 
     boot: str
-    hits_told: int  # tokens of its cache's hits that are some request's, as far as known
-    pace: CostLearner = field(default_factory=CostLearner)
+    hits_reported: int  # tokens of its cache's hits that are known to be some request's
+    cost: CostLearner = field(default_factory=CostLearner)
 
 
 class Shadow:
@@ -103,13 +103,12 @@ class Shadow:
         self._prefix_index = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
         self._waiting: deque[AnsweredRequest] = deque()
         self.held = 0  # bytes of requests that wait
-        self._came = asyncio.Event()
-        self._patience = 3 * settings.health_interval  # seconds for a worker's next look
-        self._known: dict[str, _Known] = {}  # by worker
-        self._untold = 0  # requests judged whose answers did not say what was cached
-        self._unpriced: dict[
-            tuple[str, str, str], TokenWork
-        ] = {}  # by worker, model, reason: while its pace is unknown
+        self._arrived = asyncio.Event()
+        self._patience = 3 * settings.health_interval  # seconds to wait for a worker's next probe
+        self._known: dict[str, _WorkerKnowledge] = {}  # by worker
+        self._unreported = 0  # requests judged whose answers did not say what was cached
+        # By worker, model, reason: tokens that were lost while the worker's cost was unknown.
+        self._unpriced: dict[tuple[str, str, str], TokenWork] = {}
         self._tokens: Counter[str] = Counter()  # lost, by reason
         self._seconds: dict[str, float] = {}
         self._results: Counter[str] = Counter()
@@ -118,41 +117,42 @@ class Shadow:
     def add(self, request: AnsweredRequest) -> None:
         """A worker without the plugin has answered: judge that later."""
         if request.cached is not None:
-            self._of(request.worker).hits_told += request.cached
+            self._knowledge_of(request.worker).hits_reported += request.cached
         if request.chat is None:
             return
         if request.cached is None and request.worker.hits is None:
             self._count("no_usage")
             return
         if request.cached is not None and request.prompt is not None and request.seconds is not None:
-            self._of(request.worker).pace.took(request.prompt, request.cached, request.seconds, request.alone)
+            cost = self._knowledge_of(request.worker).cost
+            cost.observe(request.prompt, request.cached, request.seconds, request.alone)
         if len(self._waiting) >= MAX_WAITING or self.held + request.size > self._room:
             self._count("no_room")
             return
         self._waiting.append(request)
         self.held += request.size
-        self._came.set()
+        self._arrived.set()
 
     async def run(self) -> None:
-        """Judge what was answered, for ever."""
+        """Judge answered requests, for ever."""
         while True:
-            await self._came.wait()
+            await self._arrived.wait()
             while self._waiting:
-                seen = self._waiting.popleft()
+                request = self._waiting.popleft()
                 took = 0.0
                 try:
-                    took = await self._judge(seen)
+                    took = await self._judge(request)
                 except Exception as error:  # the kind alone: the message might hold prompt text
                     logger.error("judging a request: %s", type(error).__name__)
                     self._count("failed")
                 finally:
-                    self.held -= seen.size
+                    self.held -= request.size
                 await asyncio.sleep(took * REST)
-            self._came.clear()
+            self._arrived.clear()
 
     def status(self) -> dict[str, Any]:
-        """For `/seamark/status`; seconds are those of prefill, by what was learnt of each worker."""
-        lines = {name: known.pace.line for name, known in self._known.items()}
+        """For `/seamark/status`; seconds are those of prefill, by the cost model of each worker."""
+        costs = {name: known.cost.model for name, known in self._known.items()}
         return {
             "watched_seconds": time.monotonic() - self._began,
             "requests": dict(self._results),
@@ -162,9 +162,9 @@ class Shadow:
             },
             "plugin_would_save": self.would_save(),
             "tokens_without_seconds": round(sum(work.tokens for work in self._unpriced.values())),
-            "cached_not_told": self._untold,
+            "cached_not_told": self._unreported,
             "waiting": len(self._waiting),
-            "learnt": {name: line._asdict() for name, line in lines.items() if line is not None},
+            "learnt": {name: cost._asdict() for name, cost in costs.items() if cost is not None},
         }
 
     def would_save(self) -> dict[str, Any]:
@@ -172,80 +172,83 @@ class Shadow:
         return {"tokens": self._tokens[CURED], "seconds": self._seconds.get(CURED, 0.0)}
 
     def forget(self, worker: Worker) -> None:
-        """It was taken out; what it lost before its pace was known stays without seconds."""
+        """The worker was removed; tokens it lost before its cost was known stay without seconds."""
         self._known.pop(worker.name, None)
         self._unpriced = {account: work for account, work in self._unpriced.items() if account[0] != worker.name}
 
     @property
     def judged(self) -> int:
-        """Requests."""
+        """How many requests were judged."""
         return self._results["judged"]
 
-    async def _judge(self, seen: AnsweredRequest) -> float:
-        """Seconds that rendering for it took."""
-        if seen.cached is None and not await self._looked_since(seen):
+    async def _judge(self, request: AnsweredRequest) -> float:
+        """Returns the seconds that rendering took."""
+        if request.chat is None:
+            return 0.0
+        if request.cached is None and not await self._counted_since(request):
             self._count("no_usage")
             return 0.0
         began = time.perf_counter()
-        looked = await self._find_boundaries(seen.chat, seen.worker, seen.size, seen.owner)
-        found = looked.found
+        prompt = await self._find_boundaries(request.chat, request.worker, request.size, request.owner)
+        found, renders = prompt.found, prompt.found.renders
         if found.failure is not None:
             self._count(found.failure)
-            return time.perf_counter() - began if found.renders else 0.0
-        prompt, renders = seen.prompt, found.renders
-        if prompt is None and seen.seconds is not None:
+            return time.perf_counter() - began if renders else 0.0
+        length = request.prompt
+        if length is None and request.seconds is not None:
             if found.tokens is not None:
-                prompt = len(found.tokens)
-            elif self._of(seen.worker).pace.wants_more:
+                length = len(found.tokens)
+            elif self._knowledge_of(request.worker).cost.wants_more:
                 renders += 1
-                with contextlib.suppress(RenderFailed):  # then the pace is learnt from others
-                    prompt = len(await prompt_of(seen.chat, seen.worker))
+                with contextlib.suppress(RenderFailed):  # then the cost is learnt from others
+                    length = len(await prompt_of(request.chat, request.worker))
         took = time.perf_counter() - began if renders else 0.0
-        cached = seen.cached if seen.cached is not None else self._taken_for(seen, found, prompt)
-        self._note(seen, looked, cached)
+        cached = request.cached if request.cached is not None else self._hits_of(request, found, length)
+        self._record(request, prompt, cached)
         return took
 
-    def _note(self, seen: AnsweredRequest, looked: ReadPrompt, cached: int) -> None:
-        found, lost = looked.found, self._lost(seen, looked, cached)
+    def _record(self, request: AnsweredRequest, prompt: ReadPrompt, cached: int) -> None:
+        found, lost = prompt.found, self._lost(request, prompt, cached)
         kept = worth_sending(found.boundaries, MATCH_UNIT, self._budget)
-        self._prefix_index.record([boundary for boundary in found.boundaries if boundary.tokens in kept], seen.boot)
+        self._prefix_index.record([boundary for boundary in found.boundaries if boundary.tokens in kept], request.boot)
         self._count("judged")
-        if (told := seen.explanation) is not None:
-            told.lost = {reason: end - start for reason, (start, end) in lost.items()}
-            told.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
+        if (explanation := request.explanation) is not None:
+            explanation.lost = {reason: end - start for reason, (start, end) in lost.items()}
+            explanation.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
         for reason, (start, end) in lost.items():
             self._tokens[reason] += end - start
-            self._metrics.shadow_lost_tokens.labels(seen.model, reason).inc(end - start)
-            account = (seen.worker.name, seen.model, reason)
+            self._metrics.shadow_lost_tokens.labels(request.model, reason).inc(end - start)
+            account = (request.worker.name, request.model, reason)
             self._unpriced[account] = self._unpriced.get(account, NOTHING) + TokenWork.between(start, end)
-        self._put_prices(seen.worker)
+        self._price(request.worker)
 
-    async def _looked_since(self, seen: AnsweredRequest) -> bool:
-        """Wait until the worker has told its hits after this request; False where it will not, or has restarted."""
-        worker = seen.worker
-        while worker.probed_at <= seen.at and worker.boot == seen.boot:
-            if time.perf_counter() > seen.at + self._patience:
+    async def _counted_since(self, request: AnsweredRequest) -> bool:
+        """Wait until the worker has counted its hits after this request; False if it does not, or has restarted."""
+        worker = request.worker
+        while worker.probed_at <= request.at and worker.boot == request.boot:
+            if time.perf_counter() > request.at + self._patience:
                 return False
-            await asyncio.sleep(LOOK_SECONDS)
-        return worker.boot == seen.boot and worker.hits is not None
+            await asyncio.sleep(POLL_SECONDS)
+        return worker.boot == request.boot and worker.hits is not None
 
-    def _taken_for(self, seen: AnsweredRequest, found: Found, prompt: int | None) -> int:
-        """Of the worker's hits that nobody has reported, those that this request can have had, tokens."""
-        known, worker = self._of(seen.worker), seen.worker
+    def _hits_of(self, request: AnsweredRequest, found: Found, prompt: int | None) -> int:
+        """The hits that this request can have had, tokens, among those of its worker that no answer has reported."""
+        known, worker = self._knowledge_of(request.worker), request.worker
+        hits = worker.hits or 0
         most = max(self._prefix_index.sent(found.prefixes, self._boots()), self._prefix_index.ever_sent(found.prefixes))
-        taken = max(0, min(most, worker.hits - known.hits_told))
-        known.hits_told += taken
+        taken = max(0, min(most, hits - known.hits_reported))
+        known.hits_reported += taken
         if not worker.inflight and not any(other.worker is worker for other in self._waiting):
-            # Whatever is left was others': several samples of one prompt, clients that left, or went past the gateway.
-            known.hits_told = max(known.hits_told, worker.hits)
-        if prompt is not None and seen.seconds is not None:
-            known.pace.took(prompt, taken, seen.seconds, seen.alone)
-        self._untold += 1
+            # The rest belongs to others: several samples of one prompt, clients that left, or went past the gateway.
+            known.hits_reported = max(known.hits_reported, hits)
+        if prompt is not None and request.seconds is not None:
+            known.cost.observe(prompt, taken, request.seconds, request.alone)
+        self._unreported += 1
         return taken
 
-    def _lost(self, seen: AnsweredRequest, looked: ReadPrompt, had: int) -> dict[str, tuple[int, int]]:
-        """Where what was lost begins and ends, tokens, by reason; each token under one: the nearest cause first."""
-        found, sent = looked.found, self._prefix_index.sent
+    def _lost(self, request: AnsweredRequest, prompt: ReadPrompt, had: int) -> dict[str, tuple[int, int]]:
+        """First and last position of what was lost, by reason; each token counts once, under its nearest cause."""
+        found, sent = prompt.found, self._prefix_index.sent
         lost: dict[str, tuple[int, int]] = {}
 
         def lose(reason: str, shareable: int) -> None:
@@ -255,30 +258,30 @@ class Shadow:
                 lost[reason] = (had, shareable)
                 had = shareable
 
-        lose(CURED, sent(found.prefixes, (seen.boot,)))
+        lose(CURED, sent(found.prefixes, (request.boot,)))
         lose("other_worker", sent(found.prefixes, self._boots()))
         lose("worker_restarted", self._prefix_index.ever_sent(found.prefixes))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
-        if looked.recent is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
-            change = self._recent.change(looked.recent)
+        if prompt.remembered is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
+            change = self._recent.change(prompt.remembered)
             if change is not None:
                 lose("salt" if change.salt else "prefix_changed", would_share)
         return lost
 
-    def _of(self, worker: Worker) -> _Known:
+    def _knowledge_of(self, worker: Worker) -> _WorkerKnowledge:
         known = self._known.get(worker.name)
         if known is None or known.boot != worker.boot:
-            known = self._known[worker.name] = _Known(worker.boot, worker.hits_before or 0)
+            known = self._known[worker.name] = _WorkerKnowledge(worker.boot, worker.hits_before or 0)
         return known
 
-    def _put_prices(self, worker: Worker) -> None:
-        """Tokens that were lost at `worker`, in seconds; those before its pace was known are made up for."""
-        line = self._of(worker).pace.line
-        if line is None:
+    def _price(self, worker: Worker) -> None:
+        """Count in seconds the tokens that were lost at `worker`, those from before its cost was known included."""
+        cost = self._knowledge_of(worker).cost.model
+        if cost is None:
             return
-        for name in [name for name in self._unpriced if name[0] == worker.name]:
-            _, model, reason = name
-            seconds = line.seconds(self._unpriced.pop(name))
+        for account in [account for account in self._unpriced if account[0] == worker.name]:
+            _, model, reason = account
+            seconds = cost.seconds(self._unpriced.pop(account))
             self._seconds[reason] = self._seconds.get(reason, 0.0) + seconds
             self._metrics.shadow_lost_seconds.labels(model, reason).inc(seconds)
 
