@@ -51,7 +51,7 @@ CURES = {
         ),
         INSTALL_GATEWAY,
     ),
-    **dict.fromkeys(("vllm", "torch", "transformers", "tokenizers", "safetensors"), INSTALL_ENGINE),
+    **dict.fromkeys(("engine_patches", "vllm", "torch", "transformers", "tokenizers", "safetensors"), INSTALL_ENGINE),
 }
 
 
@@ -68,10 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         command: Callable[[list[str]], int] = importlib.import_module(COMMANDS[name].module).main
         return command(arguments[1:])
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in CURES:
+        if error.name not in CURES:
             raise
-        print(f"seamark {name}: {missing} is not installed here; {CURES[missing]}", file=sys.stderr)
+        print(f"seamark {name}: {error.name} is not installed here; {CURES[error.name]}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -13,7 +13,7 @@ OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 
 
 
 class Metrics:
-    """The families, in a registry of their own so that several gateways can live in one process."""
+    """The families, in a registry of their own, so that one process can hold several gateways."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -41,19 +41,19 @@ class Metrics:
         )
         self.shared_tokens = Counter(
             "seamark_shareable_cached_tokens_total",
-            "Of the shareable tokens those that the engine reports as cached",
+            "Shareable tokens that the engine reports as cached",
             of_worker,
             registry=registry,
         )
         self.seconds_saved = Counter(
             "seamark_seconds_saved_total",
-            "Prefill that was not computed: cached tokens times what a token costs there, as its engine has learnt",
+            "Prefill time not spent: cached tokens times the cost of a token, as the worker's engine has learnt it",
             of_worker,
             registry=registry,
         )
         self.seconds_spent = Counter(
             "seamark_seconds_spent_total",
-            "What the gateway costs: seconds that requests wait for their boundaries, and prefill of replays",
+            "The gateway's cost: seconds that requests wait for their boundaries, and prefill time of replays",
             of_worker,
             registry=registry,
         )
@@ -62,29 +62,31 @@ class Metrics:
         )
         self.first_token = Histogram(
             "seamark_first_token_seconds",
-            "From the request's last byte to the answer's first (of a stream: to its first event)",
+            "Seconds from the request's last byte to the answer's first byte, or to a stream's first event",
             ["model", "cache"],
             buckets=SECONDS,
             registry=registry,
         )
         self.overhead = Histogram(
             "seamark_overhead_seconds",
-            "Time the gateway itself takes",
+            "Seconds that the gateway itself takes",
             ["phase"],
             buckets=OVERHEAD_SECONDS,
             registry=registry,
         )
         self.inflight = Gauge("seamark_inflight", "Requests at a worker", ["worker"], registry=registry)
-        self.queued = Gauge("seamark_queued", "Requests waiting in the gateway for a place", registry=registry)
+        self.queued = Gauge(
+            "seamark_queued", "Requests waiting in the gateway for a slot at a worker", registry=registry
+        )
         self.queue_seconds = Histogram(
             "seamark_queue_seconds",
-            "How long requests waited for a place, those that did",
+            "Seconds that requests waited for a slot at a worker, without those that did not wait",
             buckets=SECONDS,
             registry=registry,
         )
         self.resent = Counter(
             "seamark_resent_total",
-            "Requests sent once more: no connection was made, or a kept one had been closed",
+            "Requests sent again, because no connection was made or a kept-alive one had been closed",
             ["worker", "reason"],
             registry=registry,
         )
@@ -96,16 +98,16 @@ class Metrics:
             registry=registry,
         )
         self.directory_evictions = Counter(
-            "seamark_directory_evictions_total", "Prefixes forgotten because the table was full", registry=registry
+            "seamark_directory_evictions_total", "Prefixes dropped from the full prefix index", registry=registry
         )
         self.worker_up = Gauge("seamark_worker_up", "1 while a worker answers", ["worker"], registry=registry)
         self.engine_patched = Gauge(
             "seamark_engine_patched", "1 while a worker's engine keeps checkpoints", ["worker"], registry=registry
         )
-        self.renders = Counter("seamark_renders_total", "Renders asked of workers", registry=registry)
+        self.renders = Counter("seamark_renders_total", "Chats that workers were asked to render", registry=registry)
         self.rewrites = Counter(
             "seamark_rewrites_total",
-            "Requests that a rewrite rule changed, or would have changed where it is off",
+            "Requests that a rewrite rule changed, or would have changed if it were on",
             ["rule", "applied"],
             registry=registry,
         )
@@ -116,20 +118,25 @@ class Metrics:
             registry=registry,
         )
         self.lookups = Counter(
-            "seamark_boundary_lookups_total", "How boundaries were found", ["result"], registry=registry
+            "seamark_boundary_lookups_total",
+            "Searches for boundaries, by how they were found",
+            ["result"],
+            registry=registry,
         )
         self.redis_up = Gauge(
-            "seamark_redis_up", "1 while Redis answers, 0 while it does not, NaN where none is set", registry=registry
+            "seamark_redis_up", "1 while Redis answers, 0 while it does not, NaN if none is set", registry=registry
         )
         self.redis_up.set(math.nan)
         self.redis_errors = Counter("seamark_redis_errors_total", "Exchanges with Redis that failed", registry=registry)
         self.redis_news = Counter(
             "seamark_redis_news_total",
-            "Records sent to other gateways and heard from them, events dropped unsent, entries refused as garbage",
+            "Records sent to and received from other gateways, events dropped unsent, entries refused as garbage",
             ["fate"],
             registry=registry,
         )
-        self.shadow_mode = Gauge("seamark_shadow", "1: nothing is changed and no hint is sent", registry=registry)
+        self.shadow_mode = Gauge(
+            "seamark_shadow", "1 in shadow mode: nothing is changed and no hint is sent", registry=registry
+        )
         # Workers without the plugin.
         of_loss = ["model", "reason"]
         self.shadow_lost_tokens = Counter(
@@ -140,19 +147,19 @@ class Metrics:
         )
         self.shadow_lost_seconds = Counter(
             "seamark_shadow_lost_seconds_total",
-            "Seconds these tokens took, by what was learnt of the worker's times to a first token",
+            "Seconds spent on these tokens, estimated from the worker's times to a first token",
             of_loss,
             registry=registry,
         )
         self.shadow_requests = Counter(
             "seamark_shadow_requests_total",
-            "Requests answered by workers without the plugin: judged, or why not",
+            "Requests answered by workers without the plugin: judged, or the reason why not",
             ["result"],
             registry=registry,
         )
         self.self_checks = Counter(
             "seamark_self_check_total",
-            "Prompts continued from the cache and anew: the same, apart by no more than arithmetic, or more than that",
+            "Prompts continued from the cache and without it: equal answers, arithmetic noise, or different answers",
             ["result"],
             registry=registry,
         )

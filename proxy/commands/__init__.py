@@ -1,0 +1,1 @@
+"""Console commands, each a module with `main(argv) -> exit status`."""

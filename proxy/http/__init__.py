@@ -1,0 +1,1 @@
+"""HTTP and JSON as bytes, towards clients and towards workers; API keys. No policy."""

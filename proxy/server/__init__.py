@@ -1,0 +1,1 @@
+"""uvicorn, the FastAPI application, and the operator's pages."""
