@@ -36,10 +36,10 @@ from engine_patches.scheduler.cache_keys import (
 )
 from engine_patches.scheduler.chunks import end_chunk
 from engine_patches.scheduler.fan_out import hold_followers
-from engine_patches.scheduler.hooks import forget_with_the_cache, leave_to_writes, note_hits, set_up_checkpoints
+from engine_patches.scheduler.hooks import count_hits, count_tail_states, release_before_reset, set_up_checkpoints
 from engine_patches.scheduler.match_unit import default_to_fine_unit
-from engine_patches.scheduler.state_events import notice_what_is_taken_back
-from engine_patches.scheduler.state_writes import keep_only_true_states, learn_pace, write_after_scheduling
+from engine_patches.scheduler.state_events import watch_removed_keys
+from engine_patches.scheduler.state_writes import keep_only_true_states, learn_step_time, write_after_scheduling
 from engine_patches.upstream_fixes import (
     copy_largest_view_first,
     keep_enlarged_block_size,
@@ -284,7 +284,7 @@ PATCHES: tuple[Patch, ...] = (
         f"{SCHEDULER}.update_from_output",
         why="what a hit or a wait is worth depends on how long a pass takes",
         until="vLLM's scheduler knows its step times",
-        build=learn_pace,
+        build=learn_step_time,
         parameters="self, scheduler_output, model_runner_output",
     ),
     Patch(
@@ -313,7 +313,7 @@ PATCHES: tuple[Patch, ...] = (
         f"{MANAGERS}:MambaManager._cache_partial_tail_block",
         why="the state at a chunk's end is written like any other, into a block of its own",
         until=ANY_POSITION,
-        build=leave_to_writes,
+        build=count_tail_states,
         parameters="self, request, num_tokens, retention_interval",
         mentions=(
             "self.shared_prefix_checkpoint",
@@ -374,7 +374,7 @@ PATCHES: tuple[Patch, ...] = (
         f"{SCHEDULER}.reset_prefix_cache",
         why="emptying the cache fails while blocks of a running step's states are held",
         until=NEVER,
-        build=forget_with_the_cache,
+        build=release_before_reset,
         mentions=("self.kv_cache_manager.reset_prefix_cache()",),
     ),
     Patch(
@@ -383,7 +383,7 @@ PATCHES: tuple[Patch, ...] = (
         why="a gateway that believes a prefix is held has to learn when it is evicted",
         upstream="KV events, for listeners on a socket of their own that compute vLLM's hashes",
         until=NEVER,
-        build=notice_what_is_taken_back,
+        build=watch_removed_keys,
         parameters="self, block",
         mentions=("removed_hashes.append(block_hash)", "return removed_hashes"),
         relies_on=(
@@ -397,7 +397,7 @@ PATCHES: tuple[Patch, ...] = (
         f"{KV_CACHE_MANAGER}.record_prefix_cache_stats",
         why="requests that resume from a checkpoint are counted",
         until="vLLM counts them",
-        build=note_hits,
+        build=count_hits,
         parameters="self, request, num_hits",
     ),
     Patch(

@@ -1,4 +1,4 @@
-"""What a user can set of the engine half, by environment: the engine's processes share nothing else."""
+"""The plugin's settings, from the environment: the engine's processes share nothing else."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DEFAULT_SHARE = 0.5  # of all cache blocks
 
 logger = logging.getLogger("vllm.seamark")
 
-FAN_OUT = "SEAMARK_FAN_OUT"  # 0: nobody waits for another request's prefix
+FAN_OUT = "SEAMARK_FAN_OUT"  # 0: no request waits for another one's prefix
 
 STATE_SHARE = "SEAMARK_STATE_SHARE"  # part of the cache's blocks that states may hold, 0..1
 
-CHUNK_ENDS = "SEAMARK_CHUNK_ENDS"  # 1: states only where a kernel's chunk ends; 0: on any match unit
+CHUNK_ENDS = "SEAMARK_CHUNK_ENDS"  # 1: states only at the ends of a kernel's chunks; 0: on any match unit
 
 
 def fan_out() -> bool:
@@ -26,7 +26,7 @@ def fan_out() -> bool:
 
 
 def chunk_ends(default: bool) -> bool:
-    """Whether states are placed only where the kernel's chunks end."""
+    """Whether states are placed only at the ends of the kernel's chunks."""
     return _switch(CHUNK_ENDS, default)
 
 

@@ -112,7 +112,7 @@ class Engine:
         self.checkpoints: Checkpoints | None = getattr(self.scheduler, "seamark", None)
         if self.checkpoints is not None:
             # Once an engine has learnt its own speed, no prefix of a model this small is worth a state.
-            step_time: Any = self.checkpoints.pace
+            step_time: Any = self.checkpoints.step_time
             step_time.step_took = lambda *_, **__: None
 
     def _counting(self, execute_model: Function) -> Function:
@@ -262,7 +262,7 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "backends": sorted(backends),
         "gdn_prefill": [] if on_cpu else sorted(prefill),  # a CPU has a kernel of its own
         "patches_live": patches_live() and checkpoints is not None,
-        "writes_in_forward": checkpoints is not None and checkpoints.exporting,
+        "writes_in_forward": checkpoints is not None and checkpoints.writes_in_forward,
         "block": engine.config.cache_config.block_size,
         "match_unit": None if checkpoints is None else checkpoints.match_unit,
         "alignment": None if checkpoints is None else checkpoints.alignment,

@@ -1,7 +1,8 @@
 """What became of each request, and of the states it left: a path of the worker that no client of the gateway reaches.
 
 An answer cannot carry it: a stream's headers leave before the request is scheduled, its body is the client's, and a
-state goes when nobody asks. So the API server keeps the latest of both, in order, and the gateway asks for what is new.
+state may go while no request asks. So the API server keeps the latest outcomes and events in order, and the gateway
+reads what is new.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ PATH = "/seamark/outcomes"
 
 MAX_KEPT = 8192  # requests, and states that came or went; some 300 bytes each
 
-MAX_WAIT = 10.0  # seconds; a worker that is told to stop finishes its answers first
+MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
 
 # vLLM's name of a request: [child of n > 1]_[API]-[X-Request-Id][-prompt of a completion]-[8 random characters].
 _COMPLETION = re.compile(r"(?:\d+_)?cmpl-(.*)-\d+-[0-9a-f]{8}")
 
-_SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
-
 _OTHER = re.compile(r"(?:\d+_)?(?:chatcmpl-|resp_)?(.*?)-[0-9a-f]{8}")
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 
 class Outcome(NamedTuple):
@@ -42,32 +46,33 @@ class Outcome(NamedTuple):
 
 
 def client_id(engine_id: str) -> str:
-    """The `X-Request-Id` in vLLM's name of a request; the name itself where it has another form."""
+    """The `X-Request-Id` in vLLM's name of a request; the name itself if it has another form."""
     match = _COMPLETION.fullmatch(engine_id) or _OTHER.fullmatch(engine_id)
     return match[1] if match else engine_id
 
 
 class Feed:
-    """The latest outcomes and news of one API server, numbered."""
+    """The latest outcomes and events of one API server, numbered."""
 
     def __init__(self) -> None:
-        self.boot = uuid.uuid4().hex  # numbers begin anew with every process
-        self.hears_all = True  # an engine with several API servers tells each a part of its news: worse than none
+        self.boot = uuid.uuid4().hex  # every process numbers from 1
+        # An engine with several API servers sends each a part of its events, which is worse than none.
+        self.has_all_events = True
         self._cursor = 0
         self._kept: deque[tuple[int, Outcome | list[Any]]] = deque(maxlen=MAX_KEPT)
-        self._last_news: dict[int, int] = {}  # by engine
-        self._waiting: set[asyncio.Event] = set()
+        self._last_number: dict[int, int] = {}  # of an event, by engine
+        self._readers: set[asyncio.Event] = set()  # those that wait
 
-    def add(self, engine_id: str, reason: str, hit_tokens: int) -> None:
+    def add_outcome(self, engine_id: str, reason: str, hit_tokens: int) -> None:
         """A request was admitted with `hit_tokens` from the cache, for `reason`."""
         self._keep(Outcome(client_id(engine_id), reason, hit_tokens))
 
-    def add_news(self, engine: int, number: int, news: StateEvent) -> None:
-        """States came or went in an engine, which numbers what it tells without gaps."""
-        if number != self._last_news.get(engine, 0) + 1:
-            self._keep(["cleared"])  # what was lost could have been anything
-        self._last_news[engine] = number
-        match news:
+    def add_event(self, engine: int, number: int, event: StateEvent) -> None:
+        """States came or went in an engine, which numbers its events without gaps."""
+        if number != self._last_number.get(engine, 0) + 1:
+            self._keep(["cleared"])  # the dropped events could have been any
+        self._last_number[engine] = number
+        match event:
             case StateStored(request_id, end, states):
                 self._keep(["came", client_id(request_id), end, states])
             case StateEvicted(name):
@@ -79,15 +84,16 @@ class Feed:
         self._cursor += 1
         self._kept.append((self._cursor, entry))
 
-    def publish(self) -> None:
-        """Wake who waits for what was added. Call in the event loop that serves."""
-        for waiting in self._waiting:
-            waiting.set()
+    def wake_readers(self) -> None:
+        """Something was added. Call in the event loop that serves."""
+        for reader in self._readers:
+            reader.set()
 
     def after(self, cursor: int, boot: str | None = None) -> dict[str, Any]:
-        """What is later than `cursor`, all that is kept if it is another process's. States only where all are heard of.
+        """Everything later than `cursor`, or everything kept if `boot` is another process's.
 
-        `reset`: something between was lost to the asker, who knows no longer what the cache holds.
+        `states` only if this process gets all events. `reset`: entries were lost to the reader, so it no longer knows
+        what the cache holds.
         """
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
@@ -97,21 +103,24 @@ class Feed:
         for number, entry in reversed(self._kept):
             if number <= cursor and not foreign:
                 break
-            (outcomes if isinstance(entry, Outcome) else states).append(entry)
-        told = {"boot": self.boot, "cursor": self._cursor, "outcomes": outcomes[::-1]}
-        return {**told, "states": states[::-1], "reset": reset} if self.hears_all else told
+            if isinstance(entry, Outcome):
+                outcomes.append(entry)
+            else:
+                states.append(entry)
+        answer = {"boot": self.boot, "cursor": self._cursor, "outcomes": outcomes[::-1]}
+        return {**answer, "states": states[::-1], "reset": reset} if self.has_all_events else answer
 
-    async def later_than(self, cursor: int, boot: str | None, seconds: float) -> dict[str, Any]:
-        """As `after`, but not before there is something, or `seconds` have passed."""
+    async def wait_after(self, cursor: int, boot: str | None, seconds: float) -> dict[str, Any]:
+        """As `after`, once there is something, or `seconds` have passed."""
         if seconds and boot == self.boot and cursor >= self._cursor:
-            news = asyncio.Event()
-            self._waiting.add(news)
+            added = asyncio.Event()
+            self._readers.add(added)
             try:
-                await asyncio.wait_for(news.wait(), seconds)
+                await asyncio.wait_for(added.wait(), seconds)
             except TimeoutError:
                 pass
             finally:
-                self._waiting.discard(news)
+                self._readers.discard(added)
         return self.after(cursor, boot)
 
 
@@ -121,26 +130,26 @@ feed = Feed()
 class EventsEndpoint:
     """ASGI middleware for vLLM's `--middleware`: `GET /seamark/outcomes?boot=B&after=N&wait=S`, all else to the app."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Callable, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH:
             await self._app(scope, receive, send)
             return
         if scope["method"] != "GET":
-            await _answer(send, 405, {"error": f"{PATH} is only read: GET"})
+            await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
             return
         query = parse_qs(scope["query_string"].decode("latin-1"))
         after, wait = query.get("after", ["0"])[-1], query.get("wait", ["0"])[-1]
         if not (after.isascii() and after.isdigit()):
-            await _answer(send, 400, {"error": "after: the cursor of the last answer, a number"})
+            await _answer(send, 400, {"error": "after: use the cursor of the last answer, a number"})
             return
         if not _SECONDS.fullmatch(wait):
-            await _answer(send, 400, {"error": "wait: seconds to wait for something new, a number"})
+            await _answer(send, 400, {"error": "wait: use a number of seconds"})
             return
         seconds = min(float(wait), MAX_WAIT)
-        await _answer(send, 200, await feed.later_than(int(after), query.get("boot", [None])[-1], seconds))
+        await _answer(send, 200, await feed.wait_after(int(after), query.get("boot", [None])[-1], seconds))
 
 
 async def _answer(send: Send, status: int, content: Any) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine_patches import ledger
 from engine_patches.reporting.events_api import feed
-from engine_patches.reporting.stats_channel import NEWS, detach, news_in
+from engine_patches.reporting.stats_channel import EVENT, decode_event, detach
 from engine_patches.scheduler import match_unit
 from engine_patches.scheduler.state_events import StateEvicted
 
@@ -64,19 +64,19 @@ def own_version() -> str:
         return "unknown"
 
 
-class EngineMetrics(StatLoggerBase):
-    """One per engine of this API server. Exports nothing where the patches are not live."""
+class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """One per engine of this API server. Exports nothing if the patches are not live."""
 
     _engines: ClassVar[set[int]] = set()  # of this process
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.shown: tuple[str, str] | None = None
-        # Several API servers each hear a part; several engines are several caches, and a name may be in any of them.
+        # Each of several API servers gets a part of the events; of several engines, each has a cache of its own.
         EngineMetrics._engines.add(engine_index)
         if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1 or len(EngineMetrics._engines) > 1:
-            feed.hears_all = False
+            feed.has_all_events = False
         if ledger.patches_live():
-            # Until the engine core has run its first step, what the same code in this process would decide.
+            # Until the engine core has run its first step: what the same code decides in this process.
             self._show(match_unit.expected(vllm_config), vllm_config.cache_config.block_size)
 
     def _show(self, unit: int, block_size: int) -> None:
@@ -92,13 +92,15 @@ class EngineMetrics(StatLoggerBase):
             families().info.remove(own_version(), vllm.__version__, *self.shown)
             self.shown = None
 
-    def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0) -> None:
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
         """Take the engine core's report out of `scheduler_stats` and add it up."""
         if scheduler_stats is None:
             return
         report = detach(scheduler_stats)
         if not report:
-            self._hide()  # the engine core runs unpatched, whatever this process did
+            self._hide()  # the engine core runs unpatched, whether or not this process is patched
             return
         self._show(report.pop("match_unit"), report.pop("block_size"))
         if not report:
@@ -121,14 +123,14 @@ class EngineMetrics(StatLoggerBase):
             group, _, label = name.partition("/")
             if group == "request":
                 reason, _, request_id = label.partition("/")
-                feed.add(request_id, reason, hit_tokens=count)
-            elif group == NEWS:
-                number, news = news_in(label)
-                metrics.evicted.inc(isinstance(news, StateEvicted))
-                feed.add_news(engine_idx, number, news)
+                feed.add_outcome(request_id, reason, hit_tokens=count)
+            elif group == EVENT:
+                number, event = decode_event(label)
+                metrics.evicted.inc(isinstance(event, StateEvicted))
+                feed.add_event(engine_idx, number, event)
             else:
                 labelled[group].labels(label).inc(count)
-        feed.publish()
+        feed.wake_readers()
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say: vLLM's own loggers describe the engine."""
+        """Nothing: vLLM's own loggers describe the engine."""

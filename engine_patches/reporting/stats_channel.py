@@ -1,6 +1,6 @@
-"""The way of the engine core's counts to the API server, which is another process.
+"""How the engine core's counts and events reach the API server, which is another process.
 
-They ride inside vLLM's scheduler statistics, in a mapping of names to integers that only LoRA serving uses; `detach`
+They travel inside vLLM's scheduler statistics, in a mapping of names to integers that only LoRA serving uses; `detach`
 takes them out again before any other reader sees them.
 """
 
@@ -14,49 +14,50 @@ from engine_patches.scheduler.state_events import CacheCleared, StateEvent, Stat
 
 PREFIX = "seamark/"
 
-NEWS = "news"
+EVENT = "event"
 
 
 def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
     """Put the counts since the last report, and the gauges, into a `SchedulerStats`.
 
-    Each step carries the two lengths, by which the other side knows that the patches are live; most carry no more.
+    Every step carries the two lengths, which show the API server that the patches are live; most carry no more.
     """
-    carrier = stats.waiting_lora_adapters
+    carrier: dict[str, int] = stats.waiting_lora_adapters
     carrier[PREFIX + "match_unit"] = checkpoints.match_unit
     carrier[PREFIX + "block_size"] = checkpoints.block_size
-    if not checkpoints.report_due():
+    counters, events = checkpoints.counters, checkpoints.state_events
+    if not (counters.report_due or (events is not None and events.pending)):
         return
-    tally = checkpoints.take_tally()
+    counts = counters.take()
     report = {
-        "bytes": checkpoints.bytes_held(block_pool),
-        "hits": tally.hits,
-        "hit_tokens": tally.hit_tokens,
-        "saved_ns": round(tally.saved_seconds * 1e9),
-        "spent_ns": round(tally.spent_seconds * 1e9),
-        "pass_ns": round(checkpoints.pace.floor_seconds * 1e9),
-        "token_ns": round(checkpoints.pace.token_seconds * 1e9),
-        **{f"written/{kind}": count for kind, count in tally.written.items()},
-        **{f"outcome/{reason}": count for reason, count in tally.outcomes.items()},
-        **{f"follower/{fate}": count for fate, count in tally.followers.items()},
-        **{f"ignored/{reason}": count for reason, count in tally.ignored.items()},
-        **{f"request/{reason}/{name}": hit_tokens for name, reason, hit_tokens in tally.requests},
+        "bytes": counters.bytes_held(block_pool),
+        "hits": counts.hits,
+        "hit_tokens": counts.hit_tokens,
+        "saved_ns": round(counts.saved_seconds * 1e9),
+        "spent_ns": round(counts.spent_seconds * 1e9),
+        "pass_ns": round(checkpoints.step_time.floor_seconds * 1e9),
+        "token_ns": round(checkpoints.step_time.token_seconds * 1e9),
+        **{f"written/{kind}": count for kind, count in counts.written.items()},
+        **{f"outcome/{reason}": count for reason, count in counts.outcomes.items()},
+        **{f"follower/{fate}": count for fate, count in counts.followers.items()},
+        **{f"ignored/{reason}": count for reason, count in counts.ignored.items()},
+        **{f"request/{reason}/{name}": hit_tokens for name, reason, hit_tokens in counts.requests},
     }
-    if checkpoints.findable is not None:
-        report |= {f"{NEWS}/{number}/{_written(news)}": 0 for number, news in checkpoints.findable.take_news()}
+    if events is not None:
+        report |= {f"{EVENT}/{number}/{encode_event(event)}": 0 for number, event in events.take()}
     carrier.update((PREFIX + name, count) for name, count in report.items())
 
 
 def detach(stats: Any) -> dict[str, int]:
     """Take the report out of a `SchedulerStats`; empty if the engine core sent none."""
-    carrier = stats.waiting_lora_adapters
+    carrier: dict[str, int] = stats.waiting_lora_adapters
     names = [name for name in carrier if name.startswith(PREFIX)]
     return {name.removeprefix(PREFIX): carrier.pop(name) for name in names}
 
 
-def _written(news: StateEvent) -> str:
-    """News in the one kind of word that has a place in the statistics: the name of a number."""
-    match news:
+def encode_event(event: StateEvent) -> str:
+    """An event as the name of a number, the only text that has a place in the statistics."""
+    match event:
         case StateStored(request_id, end, states):
             # The id last: it is a client's, and may hold anything.
             return f"came/{end}/{','.join(f'{position}:{name}' for position, name in states)}/{request_id}"
@@ -66,8 +67,8 @@ def _written(news: StateEvent) -> str:
             return "cleared"
 
 
-def news_in(name: str) -> tuple[int, StateEvent]:
-    """Number and news out of what `_written` made of them, without the leading `NEWS`."""
+def decode_event(name: str) -> tuple[int, StateEvent]:
+    """Number and event out of `NUMBER/` and what `encode_event` made."""
     number, _, rest = name.partition("/")
     kind, _, rest = rest.partition("/")
     if kind == "cleared":
@@ -79,10 +80,10 @@ def news_in(name: str) -> tuple[int, StateEvent]:
     return int(number), StateStored(request_id, int(end), tuple((int(position), state) for position, _, state in pairs))
 
 
-def report_with_stats(original: Callable) -> Callable:
-    """Replacement of `Scheduler.make_stats`: the counts ride to the process that serves `/metrics`."""
+def report_with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `Scheduler.make_stats`: the report travels to the process that serves `/metrics`."""
 
-    def make_stats(self, *args, **kwargs):
+    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         stats = original(self, *args, **kwargs)
         if stats is not None:
             attach(stats, self.seamark, self.kv_cache_manager.block_pool)

@@ -1,0 +1,1 @@
+"""What runs in the scheduler of vLLM's engine core: where states are kept, found, evicted and counted."""

@@ -10,15 +10,16 @@ def key_at(request: Any, position: int, match_unit: int, group: int) -> bytes:
     """vLLM's cache key of a request's first `position` tokens (a multiple of `match_unit`) in a cache group."""
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-    return make_block_hash_with_group_id(request.block_hashes[position // match_unit - 1], group)
+    key: bytes = make_block_hash_with_group_id(request.block_hashes[position // match_unit - 1], group)
+    return key
 
 
 def keep_attention_keys(manager: Any, request: Any, positions: Iterable[int]) -> None:
     """Register the request's attention blocks under the keys of `positions`, all computed by the end of this step.
 
-    vLLM registers a sub-block key only for a prompt's tail, and drops shorter keys of a block when a longer one comes.
-    Keys inside a block do not exclude each other: its keys and values are append-only, so what stood at token 160
-    still stands there when the block is full.
+    vLLM registers a key inside a block only for a prompt's tail, and drops a block's shorter keys when a longer one
+    comes. The keys of a block do not exclude each other: its rows are append-only, so what stood at token 160 still
+    stands there when the block is full.
     """
     blocks = manager.req_to_blocks[request.request_id]
     # Longest first: vLLM's own registration removes keys shorter than the new one.
@@ -36,58 +37,62 @@ def keep_attention_keys(manager: Any, request: Any, positions: Iterable[int]) ->
         )
 
 
-def keep_hinted_keys(original: Callable) -> Callable:
+def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement of `FullAttentionManager.cache_blocks`: keys that lead to a state survive vLLM's own longer ones."""
 
-    def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries):
+    def cache_blocks(
+        self: Any, request: Any, num_tokens: int, retention_interval: Any = None, *, replay_boundaries: Any
+    ) -> None:
         checkpoints = getattr(self, "seamark", None)
         if checkpoints is None or not checkpoints.enabled:
             original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
             return
         full_before = self.num_cached_block.get(request.request_id, 0)
         original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
-        start = getattr(request, "seamark_start", 0)
+        state = checkpoints.state_of(request)
+        start = state.chunk_start
         copies = {copy.block_id for _, copy in self._pending_cow_copies}
         full = self.num_cached_block.get(request.request_id, 0)
         if start >= request.num_prompt_tokens and full == full_before and not copies:
-            return  # a step of decoding inside a block: no key came and none went
+            return  # a decode step inside a block: no key came and none went
         blocks = self.req_to_blocks[request.request_id]
-        # Rows from where this step begins to compute are not there yet, and of a private copy none is.
+        # This step has yet to compute the rows from `start` on, and all rows of a private copy.
         for block in blocks[start // self.block_size :]:
             checkpoints.unwritten[block.block_id] = 0 if block.block_id in copies else start
 
         def needs_key(position: int) -> bool:
             index = position // self.block_size
-            # A block that was full before this call has got its keys and keeps them.
+            # A block that was full before this call has its keys and keeps them.
             if index < full_before or index >= len(blocks):
                 return False
-            # A private copy is filled by this step's copies; who finds it in this very step would copy it empty.
+            # This step's copies fill a private copy; a request that finds it in this very step would copy it empty.
             return position == num_tokens or blocks[index].block_id not in copies
 
-        keep_attention_keys(self, request, filter(needs_key, checkpoints.positions_with_keys(request, num_tokens)))
+        keep_attention_keys(self, request, filter(needs_key, checkpoints.positions_with_keys(state, num_tokens)))
 
     return cache_blocks
 
 
-def avoid_unwritten_rows(original: Callable) -> Callable:
+def avoid_unwritten_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `KVCacheManager.get_computed_blocks`.
 
-    A prefix that ends inside a block is resumed on a copy of it, and copies run before the step computes anything. A
-    block that another request of this very step fills, itself perhaps a copy, would be copied empty: its keys are out
-    already, and where its state is older than its rows vLLM's own deferral does not see it.
+    A prefix that ends inside a block is resumed on a copy of the block, and copies run before the step computes
+    anything. A block that another request of the same step fills, itself perhaps a copy, would be copied empty: its
+    keys are out already, and vLLM's own deferral misses it if its state is older than its rows.
     """
 
-    def get_computed_blocks(self, request, *args, **kwargs):
+    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, request, *args, **kwargs)
         return found if _avoids_unwritten_rows(self, request, *found[:2]) else (self.empty_kv_cache_blocks, 0, 0)
 
     return get_computed_blocks
 
 
-def avoid_unwritten_rows_with_a_connector(original: Callable) -> Callable:
+def avoid_unwritten_rows_with_a_connector(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `KVCacheManager.get_computed_blocks_for_connector`, which looks up without the other."""
 
-    def get_computed_blocks_for_connector(self, request, *args, **kwargs):  # from 0.33 on with a longest hit
+    # From vLLM 0.33 on it takes a longest hit.
+    def get_computed_blocks_for_connector(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, request, *args, **kwargs)
         if _avoids_unwritten_rows(self, request, *found[:2]):
             return found
@@ -97,7 +102,7 @@ def avoid_unwritten_rows_with_a_connector(original: Callable) -> Callable:
 
 
 def _avoids_unwritten_rows(manager: Any, request: Any, blocks: Any, hit: int) -> bool:
-    """Whether all attention rows of a hit (tokens) are there, after other blocks were put in where they are not."""
+    """Whether all attention rows of a hit (tokens) are written, after unwritten blocks were replaced by others."""
     checkpoints = getattr(manager, "seamark", None)
     if not hit or checkpoints is None:
         return True

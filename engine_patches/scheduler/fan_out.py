@@ -1,7 +1,8 @@
 """Fan-out: a request whose prefix another one is computing right now waits for it, when that saves time.
 
-vLLM lets both compute it. The one that runs first is the leader; a follower is held back alone, not those behind it in
-the queue, and goes on as soon as the state is there, the leader is gone, or it has waited far longer than foreseen.
+vLLM lets both compute it. The request that runs first is the leader. A follower is held back alone, not the requests
+behind it in the queue, and goes on as soon as the state is written, the leader is gone, or it has waited far longer
+than expected.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from engine_patches.scheduler.step_time import StepTime
 # runs along costs nobody a pass.
 MARGIN = 1.5
 
-# Below this nobody feels it, and the second request of the next wave hits anyway.
+# A shorter wait saves nothing that is felt, and the second request of the next wave hits anyway.
 FELT_SECONDS = 0.2
 
-# A follower waits this much longer than foreseen before it goes on alone, and as long again where the leader has done
-# half of what was missing: it is slow, not stuck, and who left now would do all of it again.
+# A follower waits this much longer than expected before it goes on alone, and as long again if the leader has done half
+# of what was missing: the leader is slow, not stuck, and a follower that left now would compute all of it again.
 PATIENCE = 3.0
 
 MIN_PATIENCE_SECONDS = 1.0
 
-# Leaders that leave one after the other are not waited for for ever.
+# Leaders that a follower waits for, if one after the other leaves.
 MAX_LEADERS = 4
 
-# Nobody waits for so long after a state has found no room in the cache.
-SHUT_SECONDS = 5.0
+# No request is held for so long after a state has found no room in the cache.
+PAUSE_SECONDS = 5.0
 
 
 @dataclass
-class Expected:
+class ExpectedState:
     """A state that a running request is going to write."""
 
     leader: Any
@@ -56,26 +57,26 @@ class Wait:
 
 
 class PrefillGate:
-    """Knows what running requests will write, and who waits for it. One per scheduler."""
+    """Knows what running requests will write, and which requests wait for it. One per scheduler."""
 
-    def __init__(self, pace: StepTime, match_unit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pace, self._unit, self._clock = pace, match_unit, clock
-        self._expected: dict[bytes, Expected] = {}  # by the hash of the prefix
+    def __init__(self, step_time: StepTime, match_unit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._step_time, self._unit, self._clock = step_time, match_unit, clock
+        self._expected: dict[bytes, ExpectedState] = {}  # by the hash of the prefix
         self._positions: list[int] | None = []  # of all expected, deepest first; None: to be sorted
-        self._shut_until = 0.0
+        self._paused_until = 0.0
         self.waiting: dict[str, Wait] = {}
 
-    def will_write(self, request: Any, start: int, positions: Iterable[int]) -> None:
+    def expect(self, request: Any, start: int, positions: Iterable[int]) -> None:
         """`request` is about to run from token `start` and to write states at `positions`."""
         for position in positions:
             key = request.block_hashes[position // self._unit - 1]
             known = self._expected.get(key)
             if position > start and (known is None or not _is_coming(known)):
-                self._expected[key] = Expected(request, position, start)
+                self._expected[key] = ExpectedState(request, position, start)
                 self._positions = None
 
-    def forget_gone(self, requests: Container[str]) -> None:
-        """Drop what has been written or will never be, and who waits no more; `requests` are alive."""
+    def drop_gone(self, requests: Container[str]) -> None:
+        """Drop states that are written or never will be, and followers that are gone; `requests` are alive."""
         for key in [key for key, known in self._expected.items() if not _is_coming(known)]:
             del self._expected[key]
             self._positions = None
@@ -83,16 +84,16 @@ class PrefillGate:
             del self.waiting[name]
 
     def clear(self) -> None:
-        """Nothing is coming."""
+        """Expect nothing."""
         self._expected.clear()
         self._positions = []
 
-    def room_is_short(self) -> None:
-        """A state found no room: whoever waits for one would wait in vain."""
-        self._shut_until = self._clock() + SHUT_SECONDS
+    def pause(self) -> None:
+        """A state found no room: hold no request for a while, since it would wait in vain."""
+        self._paused_until = self._clock() + PAUSE_SECONDS
 
-    def deepest_coming(self, request: Any) -> Expected | None:
-        """The deepest state on a waiting request's way that a running one is going to write."""
+    def deepest_expected(self, request: Any) -> ExpectedState | None:
+        """The deepest state in a waiting request's prompt that a running request is going to write."""
         if self._positions is None:
             self._positions = sorted({known.position for known in self._expected.values()}, reverse=True)
         for position in self._positions:
@@ -102,20 +103,20 @@ class PrefillGate:
                     return known
         return None
 
-    def pays(self, coming: Expected) -> bool:
+    def pays(self, expected: ExpectedState) -> bool:
         """Whether a follower saves clearly more than the pass that it waits for."""
-        saved_tokens = coming.position - coming.start
-        felt = not self._pace.known or self._pace.seconds(saved_tokens) >= FELT_SECONDS
-        return felt and saved_tokens >= MARGIN * self._pace.tokens_per_pass
+        saved_tokens = expected.position - expected.start
+        felt = not self._step_time.known or self._step_time.seconds(saved_tokens) >= FELT_SECONDS
+        return felt and saved_tokens >= MARGIN * self._step_time.tokens_per_pass
 
-    def holds(self, request: Any, coming: Expected) -> bool:
-        """Hold `request` back for what is coming; False once it has waited too long."""
+    def hold(self, request: Any, expected: ExpectedState) -> bool:
+        """Hold `request` back for an expected state; False once it has waited too long."""
         now = self._clock()
-        missing = coming.position - coming.leader.num_computed_tokens
+        missing = expected.position - expected.leader.num_computed_tokens
         wait = self.waiting.get(request.request_id)
-        if now < self._shut_until:
+        if now < self._paused_until:
             return False
-        leader = coming.leader.request_id
+        leader = expected.leader.request_id
         if wait is not None and wait.leader == leader:
             if now < wait.until:
                 return True
@@ -124,7 +125,7 @@ class PrefillGate:
         leaders = 1 if wait is None else wait.leaders + (wait.leader != leader)
         if leaders > MAX_LEADERS:
             return False
-        until = now + max(PATIENCE * self._pace.seconds(missing, num_passes=1), MIN_PATIENCE_SECONDS)
+        until = now + max(PATIENCE * self._step_time.seconds(missing, num_passes=1), MIN_PATIENCE_SECONDS)
         since = now if wait is None else wait.since
         self.waiting[request.request_id] = Wait(since, until, leader, missing, leaders)
         return True
@@ -135,33 +136,36 @@ class PrefillGate:
         return None if wait is None else self._clock() - wait.since
 
 
-def _is_coming(known: Expected) -> bool:
-    leader = known.leader
-    return leader.status == RequestStatus.RUNNING and leader.num_computed_tokens < known.position
+def _is_coming(expected: ExpectedState) -> bool:
+    leader = expected.leader
+    return bool(leader.status == RequestStatus.RUNNING and leader.num_computed_tokens < expected.position)
 
 
-def hold_followers(original: Callable) -> Callable:
+def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
     """Replacement of `Scheduler._handle_blocked_waiting_request`: False keeps one request waiting, and only that."""
 
-    def _handle_blocked_waiting_request(self, request):
+    def _handle_blocked_waiting_request(self: Any, request: Any) -> bool:
         if not original(self, request):
             return False
         checkpoints = self.seamark
-        gate = checkpoints.gate
+        gate: PrefillGate | None = checkpoints.gate
         if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
             return True
-        coming = None if request.skip_reading_prefix_cache else gate.deepest_coming(request)
-        # Who has given up on a leader goes as soon as it can be placed, even if that is not in this step.
-        if coming is not None and getattr(request, "seamark_gave_up", None) != coming.leader.request_id:
-            if request.request_id not in gate.waiting and not gate.pays(coming):
-                checkpoints.follower_not_held(request)
-            elif gate.holds(request, coming):
+        expected = None if request.skip_reading_prefix_cache else gate.deepest_expected(request)
+        state = checkpoints.state_of(request)
+        # A request that has given up on a leader starts as soon as there is room for it, be it in a later step.
+        if expected is not None and state.gave_up_on != expected.leader.request_id:
+            if request.request_id not in gate.waiting and not gate.pays(expected):
+                if not state.not_held:
+                    state.not_held = True
+                    checkpoints.counters.follower_not_held()
+            elif gate.hold(request, expected):
                 return False
             else:
-                request.seamark_gave_up = coming.leader.request_id
+                state.gave_up_on = expected.leader.request_id
         held = gate.release(request)
         if held is not None:
-            checkpoints.follower_released(held)
+            checkpoints.counters.follower_released(held)
         return True
 
     return _handle_blocked_waiting_request

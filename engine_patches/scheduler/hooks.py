@@ -1,28 +1,29 @@
-"""Where the bookkeeping meets vLLM's scheduler: set up, states seen written, hits seen, counts handed over."""
+"""Where this room meets vLLM's scheduler: set-up, states and hits counted, the cache emptied."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from engine_patches import settings
 from engine_patches.forward.layers import WRITES_IN_FORWARD
+from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.hints import HINTED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
-from engine_patches.scheduler.preflight import SelfTestFailed, run
 from engine_patches.scheduler.retention import Retention
-from engine_patches.scheduler.state_events import Findable
+from engine_patches.scheduler.state_events import StateEvents
 
 logger = logging.getLogger("vllm.seamark")
 
 
-def set_up_checkpoints(original: Callable) -> Callable:
+def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement of `Scheduler.__init__`: every scheduler and its cache managers share one `Checkpoints`."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.seamark = checkpoints = Checkpoints(match_unit=self.hash_block_size, block_size=self.block_size)
         managers = self.kv_cache_manager.coordinator.single_type_managers
@@ -31,83 +32,88 @@ def set_up_checkpoints(original: Callable) -> Callable:
             # A draft model shifts what a prefix must cover; a checkpoint at the exact end would never match.
             checkpoints.refuse_all = "speculative"
             logger.warning("seamark: speculative decoding is on: hints are refused, vLLM caches as it does alone")
-        elif recurrent and self.mamba_partial_cache_hit and _rehearsed():
-            groups = self.kv_cache_manager.kv_cache_config.kv_cache_groups
+        elif recurrent and self.mamba_partial_cache_hit and _preflight_passes():
             checkpoints.enabled = True
             checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
             checkpoints.attention_managers = [m for m in managers if isinstance(m, FullAttentionManager)]
-            pool = self.kv_cache_manager.block_pool
-            checkpoints.findable = pool.seamark_findable = Findable(
-                pool, self.hash_block_size, checkpoints.recurrent_groups, checkpoints.attention_managers
-            )
-            checkpoints.state_bytes = sum(
-                groups[group].kv_cache_spec.page_size_bytes * len(groups[group].layer_names)
-                for group in checkpoints.recurrent_groups
-            )
-            # Connectors load into and store from blocks they were told of; ours are taken after that.
-            checkpoints.exporting = self.connector is None and all(
-                getattr(groups[group].kv_cache_spec, WRITES_IN_FORWARD, False) for group in checkpoints.recurrent_groups
-            )
-            if checkpoints.exporting:
-                specs = [groups[group].kv_cache_spec for group in checkpoints.recurrent_groups]
-                checkpoints.alignment = state_alignment(specs, self.vllm_config, self.hash_block_size)
-                checkpoints.retention = Retention(pool, settings.state_share())
-                checkpoints.gate = PrefillGate(checkpoints.pace, self.hash_block_size) if settings.fan_out() else None
-            logger.info(
-                "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens",
-                "inside the pass" if checkpoints.exporting else "where a chunk is cut, one pass each",
-                checkpoints.alignment,
-                checkpoints.match_unit,
-                checkpoints.block_size,
-            )
+            _set_up_states(self, checkpoints)
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
         for manager in recurrent if checkpoints.enabled else ():
-            if checkpoints.exporting:  # all states are ours: vLLM's own export would write into blocks that we hide
+            if checkpoints.writes_in_forward:  # vLLM's own export would write into blocks that we hide
                 manager.has_prefill_checkpoint_blocks = False
             else:
                 manager.shared_prefix_checkpoint = True
-        if checkpoints.exporting:
+        if checkpoints.writes_in_forward:
             self.mamba_has_prefill_checkpoint_blocks = False
 
     return __init__
 
 
-def _rehearsed() -> bool:
+def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
+    pool = scheduler.kv_cache_manager.block_pool
+    checkpoints.state_events = pool.seamark_events = StateEvents(
+        pool, checkpoints.match_unit, checkpoints.recurrent_groups, checkpoints.attention_managers
+    )
+    groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    recurrent = [groups[group] for group in checkpoints.recurrent_groups]
+    specs = [group.kv_cache_spec for group in recurrent]
+    checkpoints.counters.state_bytes = sum(
+        group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in recurrent
+    )
+    # A connector loads into and stores from the blocks that it knows of; ours are taken after that.
+    checkpoints.writes_in_forward = scheduler.connector is None and all(
+        getattr(spec, WRITES_IN_FORWARD, False) for spec in specs
+    )
+    if checkpoints.writes_in_forward:
+        checkpoints.alignment = state_alignment(specs, scheduler.vllm_config, checkpoints.match_unit)
+        checkpoints.retention = Retention(pool, settings.state_share())
+        if settings.fan_out():
+            checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.match_unit)
+    logger.info(
+        "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens",
+        "inside the pass" if checkpoints.writes_in_forward else "at the ends of chunks, one pass each",
+        checkpoints.alignment,
+        checkpoints.match_unit,
+        checkpoints.block_size,
+    )
+
+
+def _preflight_passes() -> bool:
     try:
-        run()
-    except SelfTestFailed as error:
-        logger.error("seamark: no checkpoints, this vLLM's cache fails the self-test: %s", error)
+        preflight.run()
+    except preflight.PreflightFailed as error:
+        logger.error("seamark: no checkpoints, this vLLM's cache fails the preflight check: %s", error)
         return False
     return True
 
 
-def leave_to_writes(original: Callable) -> Callable:
+def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `MambaManager._cache_partial_tail_block`, which registers the state at a chunk's end.
 
-    Where states are written inside the pass there is nothing left for it to do; where not, they are counted.
+    If states are written inside the pass, nothing is left for it to do; if not, its states are counted.
     """
 
-    def _cache_partial_tail_block(self, request, num_tokens, retention_interval):
+    def _cache_partial_tail_block(self: Any, request: Any, num_tokens: int, retention_interval: Any) -> Any:
         checkpoints = getattr(self, "seamark", None)
-        if checkpoints is not None and checkpoints.exporting:
+        if checkpoints is not None and checkpoints.writes_in_forward:
             return None
         key = original(self, request, num_tokens, retention_interval)
         if key is None or checkpoints is None or not checkpoints.enabled:
             return key
         # All recurrent groups register the same position; one of them speaks for all.
         if self.kv_cache_group_id == checkpoints.recurrent_group:
-            hint = checkpoints.hint_of(request)
-            checkpoints.state_written(key, HINTED if hint is not None and num_tokens in hint.positions else TAIL)
+            hinted = num_tokens in checkpoints.state_of(request).positions
+            checkpoints.counters.state_written(key, HINTED if hinted else TAIL)
         return key
 
     return _cache_partial_tail_block
 
 
-def note_hits(original: Callable) -> Callable:
+def count_hits(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement of `KVCacheManager.record_prefix_cache_stats`, called once for each admitted request."""
 
-    def record_prefix_cache_stats(self, request, num_hits):
+    def record_prefix_cache_stats(self: Any, request: Any, num_hits: int) -> None:
         original(self, request, num_hits)
         checkpoints = getattr(self, "seamark", None)
         if checkpoints is not None and checkpoints.enabled:
@@ -116,14 +122,15 @@ def note_hits(original: Callable) -> Callable:
     return record_prefix_cache_stats
 
 
-def forget_with_the_cache(original: Callable) -> Callable:
+def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `Scheduler.reset_prefix_cache`, which fails while any block is held."""
 
-    def reset_prefix_cache(self, *args, **kwargs):
-        self.seamark.forget_cache(self.kv_cache_manager.block_pool)
+    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoints: Checkpoints = self.seamark
+        checkpoints.before_reset(self.kv_cache_manager.block_pool)
         emptied = original(self, *args, **kwargs)
-        if emptied:
-            self.seamark.cache_was_emptied()
+        if emptied and checkpoints.state_events is not None:
+            checkpoints.state_events.clear()
         return emptied
 
     return reset_prefix_cache

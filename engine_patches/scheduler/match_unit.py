@@ -1,12 +1,12 @@
 """The match unit: how finely a prefix can be found again, in tokens; and how finely states are placed.
 
-vLLM's default is the cache block, 500 to 8,000 tokens on a hybrid model; a checkpoint between two of them could not be
-found. Pure-attention models keep their default, and so do engines that decode speculatively: there a prefix has to
-reach further than its state, which only vLLM itself accounts for.
+vLLM's default is the cache block, 500 to 8,000 tokens on a hybrid model; a checkpoint between two blocks could not be
+found. Pure-attention models keep their default, and so do engines that decode speculatively: with drafts a prefix has
+to reach further than its state, which only vLLM itself accounts for.
 
 A gated delta net is computed in chunks of 64 tokens from where a pass begins. A state taken inside a chunk is right,
 but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 0.16 in logprob,
-17 of 42 greedy answers; on chunk ends 1 of 42). So there the unit is the chunk.
+17 of 42 greedy answers; on chunk ends 1 of 42). So the unit of such a model is the chunk.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ GDN_CHUNK = 64  # tokens, of every kernel vLLM has for it
 
 def expected(vllm_config: Any) -> int:
     """The match unit (tokens) an engine with this configuration is going to use, before it has said so itself."""
-    configured = vllm_config.cache_config.prefix_match_unit
+    configured: int | None = vllm_config.cache_config.prefix_match_unit
     if configured is not None:
         return configured
+    block_size: int = vllm_config.cache_config.block_size
     if not vllm_config.model_config.is_hybrid or vllm_config.num_speculative_tokens:
-        return vllm_config.cache_config.block_size
+        return block_size
     gdn = vllm_config.model_config.hf_text_config.model_type.startswith(("qwen3_next", "qwen3_5"))
-    return GDN_CHUNK if gdn and vllm_config.cache_config.block_size % GDN_CHUNK == 0 else DEFAULT
+    return GDN_CHUNK if gdn and block_size % GDN_CHUNK == 0 else DEFAULT
 
 
 def kernel_chunk(spec: Any, vllm_config: Any) -> int:
@@ -38,7 +39,7 @@ def kernel_chunk(spec: Any, vllm_config: Any) -> int:
     if "GDN" in spec.mamba_type.name:
         return GDN_CHUNK
     if "MAMBA2" in spec.mamba_type.name:
-        return vllm_config.model_config.get_mamba_chunk_size() or 1
+        return int(vllm_config.model_config.get_mamba_chunk_size() or 1)
     return 1
 
 
@@ -50,14 +51,14 @@ def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> 
     return math.lcm(match_unit, *(kernel_chunk(spec, vllm_config) for spec in specs))
 
 
-def default_to_fine_unit(original: Callable) -> Callable:
-    """Replacement of `resolve_kv_cache_block_sizes`: where the user set nothing, hybrids get a fine unit.
+def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `resolve_kv_cache_block_sizes`: if the user set nothing, hybrids get a fine unit.
 
-    It is the finest that states are placed on, or `DEFAULT` where that does not divide the model's cache blocks.
+    It is the finest that states are placed on, or `DEFAULT` if that one does not divide the model's cache blocks.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    def resolve_kv_cache_block_sizes(kv_cache_config, vllm_config):
+    def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Any:
         cache_config = vllm_config.cache_config
         coarse = original(kv_cache_config, vllm_config)
         groups = kv_cache_config.kv_cache_groups
@@ -74,7 +75,7 @@ def default_to_fine_unit(original: Callable) -> Callable:
             cache_config.prefix_match_unit = unit
             try:
                 return original(kv_cache_config, vllm_config)
-            except ValueError:  # vLLM's word that the unit does not divide its blocks
+            except ValueError:  # the unit does not divide vLLM's blocks
                 cache_config.prefix_match_unit = None
         return coarse
 

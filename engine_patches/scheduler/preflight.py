@@ -1,33 +1,34 @@
-"""A rehearsal on a toy cache before the first request: what we rely on, done once with vLLM's own classes.
+"""A check on a toy cache before the first request: what this room relies on, done once with vLLM's own classes.
 
-Shapes can match where behaviour has changed. The rehearsal writes a state and attention keys inside a block, looks them
-up the way a request would, and lets them be evicted. If anything comes out differently, no state is ever written.
+Shapes can match though behaviour has changed. The check writes a state and attention keys inside a block, looks them up
+as a request would, and lets them be evicted. If any result differs, no state is ever written.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 
 UNIT, BLOCK = 16, 64  # tokens
 
 
-class SelfTestFailed(Exception):
-    """vLLM's cache did something else than we rely on; the message says what."""
+class PreflightFailed(Exception):
+    """vLLM's cache behaves otherwise than Seamark relies on; the message says how."""
 
 
 def run() -> None:
-    """Raise `SelfTestFailed` where this vLLM's cache behaves in another way."""
+    """Raise `PreflightFailed` if this vLLM's cache behaves otherwise."""
     try:
-        _rehearse()
-    except SelfTestFailed:
+        _check()
+    except PreflightFailed:
         raise
     except Exception as error:
-        raise SelfTestFailed(f"{type(error).__name__}: {error}") from error
+        raise PreflightFailed(f"{type(error).__name__}: {error}") from error
 
 
-def _rehearse() -> None:
+def _check() -> None:
     import torch
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
@@ -36,36 +37,36 @@ def _rehearse() -> None:
     recurrent, attention = 0, 1  # cache groups
     pool = BlockPool(num_gpu_blocks=6, enable_caching=True, hash_block_size=UNIT)
     hashes = [bytes([number]) * 32 for number in range(1, 10)]
-    request = SimpleNamespace(
+    request: Any = SimpleNamespace(
         request_id="toy", block_hashes=hashes, all_token_ids=[0] * 9 * UNIT, mm_features=[], lora_request=None
     )
     state = MambaSpec(block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
     rows = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
-    def entered(manager: type, spec: object, group: int) -> int:
+    def longest_hit(manager: Any, spec: Any, group: int) -> Any:
         common = dict(kv_cache_group_ids=[group], block_pool=pool, kv_cache_spec=spec, drop_eagle_block=False)
         return manager.find_longest_cache_hit(hashes, 9 * UNIT, alignment_tokens=UNIT, **common)[1]
 
-    def expect(what: str, found: object, wanted: object) -> None:
+    def expect(what: str, found: Any, wanted: Any) -> None:
         if found != wanted:
-            raise SelfTestFailed(f"{what}: {found!r}, expected {wanted!r}")
+            raise PreflightFailed(f"{what}: {found!r}, expected {wanted!r}")
 
     (block,) = pool.get_new_blocks(1)
     pool.cache_partial_block(request, block, 3 * UNIT, recurrent, BLOCK)
-    expect("a state inside a block is found at", entered(MambaManager, state, recurrent), 3 * UNIT)
+    expect("a state inside a block is found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT)
     table = pool.get_new_blocks(2)
     manager = SimpleNamespace(
         req_to_blocks={"toy": table}, block_size=BLOCK, block_pool=pool, kv_cache_group_id=attention
     )
     keep_attention_keys(manager, request, [UNIT, 3 * UNIT])
-    expect("attention rows inside a block are found at", entered(FullAttentionManager, rows, attention), 3 * UNIT)
+    expect("attention rows inside a block are found at", longest_hit(FullAttentionManager, rows, attention), 3 * UNIT)
     pool.cache_full_blocks(request, table, 0, 1, BLOCK, attention)
     keep_attention_keys(manager, request, [UNIT, 3 * UNIT, 5 * UNIT])
     for position in (1, 3, 4, 5):
         found = pool.get_cached_block(hashes[position - 1], [attention])
         expect(f"the block of token {position * UNIT}", found, [table[0] if position <= 4 else table[1]])
     pool.free_blocks([block, *table])
-    expect("a freed state is still found at", entered(MambaManager, state, recurrent), 3 * UNIT)
+    expect("a freed state is still found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT)
     pool.get_new_blocks(5)
-    expect("an evicted state is found at", entered(MambaManager, state, recurrent), 0)
-    expect("evicted attention rows are found at", entered(FullAttentionManager, rows, attention), 0)
+    expect("an evicted state is found at", longest_hit(MambaManager, state, recurrent), 0)
+    expect("evicted attention rows are found at", longest_hit(FullAttentionManager, rows, attention), 0)

@@ -1,11 +1,11 @@
-"""Why a request did or did not resume from a state: one reason each, the deepest cause the engine can know."""
+"""Why a request did or did not resume from a state: one reason each, the deepest cause that the engine can know."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Any
 
-# Of the closed set that the whole product uses, those an engine can tell.
+# The reasons an engine can tell, out of the closed set that the whole product uses.
 HIT, COLD, BELOW_UNIT, NOT_WORTH_IT, EVICTED, NO_BOUNDARY, HINT_IGNORED = (
     "hit",
     "cold",
@@ -17,28 +17,28 @@ HIT, COLD, BELOW_UNIT, NOT_WORTH_IT, EVICTED, NO_BOUNDARY, HINT_IGNORED = (
 )
 
 # Prefixes remembered; a hash is 32 bytes.
-MAX_SEEN = 65_536
+MAX_COMPUTED = 65_536
 
 
 class Outcomes:
-    """Remembers which hinted prefixes were seen before, and what became of their states."""
+    """Remembers which hinted prefixes were computed before, and what became of their states."""
 
     def __init__(self, match_unit: int) -> None:
         self._unit = match_unit
-        self._seen: OrderedDict[bytes, str] = OrderedDict()  # prefix hash -> what a miss of it means
+        self._misses: OrderedDict[bytes, str] = OrderedDict()  # prefix hash -> what a miss of it means
 
-    def saw(self, request: Any, position: int, miss: str) -> None:
+    def computed(self, request: Any, position: int, miss: str) -> None:
         """A hinted prefix was computed; a later miss of it means `miss`."""
         key = request.block_hashes[position // self._unit - 1]
-        self._seen[key] = miss
-        self._seen.move_to_end(key)
-        if len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
+        self._misses[key] = miss
+        self._misses.move_to_end(key)
+        if len(self._misses) > MAX_COMPUTED:
+            self._misses.popitem(last=False)
 
     def reason_for(self, request: Any, hinted: bool, positions: tuple[int, ...], hit_tokens: int) -> str:
         """The reason for a request that starts with `hit_tokens` from the cache.
 
-        `hinted` says whether it brought a hint at all, `positions` what of it was usable.
+        `hinted` says whether it came with a hint at all; `positions` are the usable ones of it.
         """
         if positions and getattr(request, "skip_reading_prefix_cache", False):
             return HINT_IGNORED  # prompt logprobs need every token computed: nothing was looked up
@@ -46,7 +46,7 @@ class Outcomes:
             if position <= hit_tokens:
                 return HIT
             if position < request.num_tokens:
-                miss = self._seen.get(request.block_hashes[position // self._unit - 1])
+                miss = self._misses.get(request.block_hashes[position // self._unit - 1])
                 if miss is not None:
                     return miss
         if hit_tokens:

@@ -99,7 +99,7 @@ class Retention:
         for key in [key for key, state in self._states.items() if state.blocks[0].block_hash != key]:
             self._forget(key)
 
-    def offer_superseded(self) -> None:
+    def begin_step(self) -> None:
         """A step begins: superseded states are the next free blocks that the cache takes, and are found until then."""
         self._pruned = False
         for key in list(self._superseded):

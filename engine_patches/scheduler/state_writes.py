@@ -1,7 +1,7 @@
-"""States written inside a pass, seen from the scheduler: a block for each, its keys, and the word to the worker.
+"""States written inside a pass, as the scheduler plans them: a block for each, its keys, and the writes of the step.
 
-Everything happens once a step is planned to its end, so a state is promised only for requests that are really in the
-step, its blocks are taken only from those that nobody needed, and nobody can resume from it before it is there.
+All of it happens after a step is planned to its end. So a state is promised only for requests that are in the step,
+its blocks are taken only from those that nobody needed, and no request can resume from it before it is written.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from typing import Any
 
 from engine_patches.forward.segments import WRITES, Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys, key_at
+from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hints import HINTED
 from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT
-from engine_patches.scheduler.state_events import tell_what_is_planned
+from engine_patches.scheduler.state_events import emit_events
 
 
-def write_after_scheduling(original: Callable) -> Callable:
+def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `Scheduler.schedule`."""
 
-    def schedule(self, *args, **kwargs):
-        checkpoints = self.seamark
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoints: Checkpoints = self.seamark
         checkpoints.begin_step(self.kv_cache_manager.block_pool, self.requests)
         output = original(self, *args, **kwargs)
-        if checkpoints.exporting:
+        if checkpoints.writes_in_forward:
             setattr(output, WRITES, _plan_writes(self, output))
-        if checkpoints.findable is not None:
-            tell_what_is_planned(self, output)
+        if checkpoints.state_events is not None:
+            emit_events(self, output)
         output.seamark_planned_at = time.monotonic()
         self._seamark_last_planned = output
         return output
@@ -35,18 +36,20 @@ def write_after_scheduling(original: Callable) -> Callable:
     return schedule
 
 
-def learn_pace(original: Callable) -> Callable:
-    """Replacement of `Scheduler.update_from_output`: what comes back tells how long the step took."""
+def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `Scheduler.update_from_output`: when a step's output returns, its time is known."""
 
-    def update_from_output(self, scheduler_output, model_runner_output, *args, **kwargs):
+    def update_from_output(
+        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         now = time.monotonic()
-        # Steps may be planned before the last one is done: then this one ran from that one's end.
+        # A step may be planned before the last one is done; then it began when the last one ended.
         began = max(getattr(scheduler_output, "seamark_planned_at", now), getattr(self, "_seamark_step_end", 0.0))
         self._seamark_step_end = now
         counts = scheduler_output.num_scheduled_tokens.values()
         if counts:
-            self.seamark.pace.step_took(sum(counts), now - began, prefill=max(counts) > 1)
-        if scheduler_output is getattr(self, "_seamark_last_planned", None):  # there may be no further step to do it
+            self.seamark.step_time.step_took(sum(counts), now - began, prefill=max(counts) > 1)
+        if scheduler_output is getattr(self, "_seamark_last_planned", None):  # perhaps no further step follows
             self.seamark.release(self.kv_cache_manager.block_pool)
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
 
@@ -67,59 +70,62 @@ def _plan_writes(scheduler: Any, output: Any) -> dict[str, list[Write]]:
 
 
 def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write]:
-    """The states of one chunk, positions in (start, end]."""
-    checkpoints = scheduler.seamark
+    """The states of one chunk, at positions in (start, end]."""
+    checkpoints: Checkpoints = scheduler.seamark
     pool = scheduler.kv_cache_manager.block_pool
-    planned, positions = [], []
-    for wanted in checkpoints.wanted(request):
-        position = wanted.position
+    planned: list[Write] = []
+    positions: list[int] = []
+    for target in checkpoints.targets(request):
+        position = target.position
         if not start < position <= end:
             continue
         if not _is_cached(checkpoints, pool, request, position):
             miss = EVICTED
             if not checkpoints.worth_writing(position):
-                checkpoints.tally.ignored["not_worth_it"] += 1
+                checkpoints.counters.hint_ignored("not_worth_it")
                 miss = NOT_WORTH_IT
             elif end - start == 1:
-                # A step of single tokens may be replayed as one graph of kernels, in which no layer is run in pieces.
-                checkpoints.tally.ignored["single_token"] += 1
-            elif (blocks := checkpoints.reserve(pool, request, wanted)) is None:
-                checkpoints.tally.ignored["no_room"] += 1
+                # A step of single tokens may be replayed as one graph of kernels, which runs no layer in segments.
+                checkpoints.counters.hint_ignored("single_token")
+            elif (blocks := checkpoints.reserve(pool, request, target)) is None:
+                checkpoints.counters.hint_ignored("no_room")
                 if checkpoints.gate is not None:
-                    checkpoints.gate.room_is_short()
+                    checkpoints.gate.pause()
             else:
                 groups = zip(checkpoints.recurrent_groups, blocks, strict=True)
                 planned.append(Write(position - start, {group: block.block_id for group, block in groups}))
                 positions.append(position)
-            if wanted.kind == HINTED:
-                checkpoints.outcomes.saw(request, position, miss)
+            if target.kind == HINTED:
+                checkpoints.outcomes.computed(request, position, miss)
         else:
             positions.append(position)
     if positions:
-        checkpoints.note_keys(request, positions)
+        checkpoints.state_of(request).keys.update(positions)
         for manager in checkpoints.attention_managers:
             keep_attention_keys(manager, request, positions)
     return planned
 
 
-def _is_cached(checkpoints: Any, pool: Any, request: Any, position: int) -> bool:
+def _is_cached(checkpoints: Checkpoints, pool: Any, request: Any, position: int) -> bool:
     cached = pool.cached_block_hash_to_block
     keys = (key_at(request, position, checkpoints.match_unit, group) for group in checkpoints.recurrent_groups)
     return all(cached.get_one_block(key) is not None for key in keys)
 
 
-def keep_only_true_states(original: Callable) -> Callable:
+def keep_only_true_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `MambaManager.cache_blocks`.
 
-    vLLM registers every block that a chunk has passed; of those only one that ends where the chunk ends holds the
-    state its key promises. vLLM gets by on ending chunks at block edges; ours run on.
+    vLLM registers every block that a chunk has passed. Only a block that ends where the chunk ends holds the state
+    that its key promises. vLLM gets by on chunks that end at block edges; ours run on.
     """
 
-    def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries):
+    def cache_blocks(
+        self: Any, request: Any, num_tokens: int, retention_interval: Any = None, *, replay_boundaries: Any
+    ) -> Any:
         checkpoints = getattr(self, "seamark", None)
         passed = num_tokens // self.block_size
         first = self.num_cached_block.get(request.request_id, 0)
-        if checkpoints is None or not checkpoints.exporting or passed <= first:
+        if checkpoints is None or not checkpoints.writes_in_forward or passed <= first:
             return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
         blocks = self.req_to_blocks[request.request_id]
         whole = passed if num_tokens % self.block_size else passed - 1

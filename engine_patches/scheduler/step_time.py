@@ -15,10 +15,10 @@ WINDOW = 64
 # Steps of each sort that have to be seen before the rate is believed.
 ENOUGH = 4
 
-# New steps after which a rate that is known is learnt anew: medians are not free, and steps come by the hundred.
+# New steps after which a known rate is computed again: medians are not free, and steps come by the hundred.
 RENEWAL = 16
 
-# A step with at least this many tokens tells the cost of a token; below, noise would.
+# A step of at least this many tokens shows the cost of a token; a shorter one shows noise.
 LONG_STEP = 48
 
 # Until measured: tokens that cost as much as an empty pass. One report of a DGX Spark with Nemotron-3-Super: 58 tokens
@@ -33,19 +33,19 @@ class StepTime:
         self._short: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._long: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._rate = (0.0, 0.0)
-        self._news = 0  # steps since the rate was learnt
+        self._new_steps = 0  # since the rate was computed
 
     def step_took(self, num_tokens: int, seconds: float, prefill: bool = True) -> None:
-        """A pass over `num_tokens` tokens took `seconds`; `prefill`: some of them were a prompt's."""
+        """A pass over `num_tokens` tokens took `seconds`; `prefill` says whether some of them were a prompt's."""
         is_long = num_tokens >= LONG_STEP
-        if num_tokens > 0 and seconds > 0 and (prefill or not is_long):  # many decoding at once tell of neither
+        if num_tokens > 0 and seconds > 0 and (prefill or not is_long):  # a long step of decodes shows neither
             (self._long if is_long else self._short).append((num_tokens, seconds))
-            self._news += 1
+            self._new_steps += 1
 
     def _learnt(self) -> tuple[float, float]:
         """(floor, seconds per token), (0, 0) while unknown. Medians: a stalled step must not count."""
-        if self._news >= RENEWAL or (self._news and self._rate[1] == 0):
-            self._news = 0
+        if self._new_steps >= RENEWAL or (self._new_steps and self._rate[1] == 0):
+            self._new_steps = 0
             self._rate = (0.0, 0.0)
             if len(self._short) >= ENOUGH and len(self._long) >= ENOUGH:
                 floor = statistics.median(seconds for _, seconds in self._short)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine_patches.reporting.events_api import MAX_KEPT, Feed, client_id
-from engine_patches.reporting.stats_channel import NEWS, _written, news_in
+from engine_patches.reporting.stats_channel import EVENT, decode_event, encode_event
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.servers import MODEL_NAME
@@ -31,12 +31,12 @@ def test_the_clients_id_is_found_in_the_engines(engine_id, request_id):
     assert client_id(engine_id) == request_id
 
 
-def test_only_what_is_new_is_told():
+def test_a_reader_gets_what_is_new():
     feed = Feed()
-    feed.add("chatcmpl-a-00000000", "cold", 0)
+    feed.add_outcome("chatcmpl-a-00000000", "cold", 0)
     first = feed.after(0)
     assert first["outcomes"] == [("a", "cold", 0)]
-    feed.add("chatcmpl-b-00000000", "hit", 160)
+    feed.add_outcome("chatcmpl-b-00000000", "hit", 160)
     assert feed.after(first["cursor"], first["boot"])["outcomes"] == [("b", "hit", 160)]
     assert feed.after(2, feed.boot)["outcomes"] == []
     assert len(feed.after(2, "another process's")["outcomes"]) == 2
@@ -45,49 +45,49 @@ def test_only_what_is_new_is_told():
 def test_what_is_kept_is_bounded():
     feed = Feed()
     for number in range(MAX_KEPT + 10):
-        feed.add(f"chatcmpl-{number}-00000000", "cold", 0)
+        feed.add_outcome(f"chatcmpl-{number}-00000000", "cold", 0)
     outcomes = feed.after(0)["outcomes"]
     assert (len(outcomes), outcomes[-1].request_id) == (MAX_KEPT, str(MAX_KEPT + 9))
 
 
-def test_news_of_states_stand_beside_the_outcomes_in_their_order():
+def test_states_stand_beside_the_outcomes_in_their_order():
     feed = Feed()
-    feed.add("chatcmpl-a-00000000", "cold", 0)
-    feed.add_news(0, 1, StateStored("chatcmpl-a-00000000", 200, ((160, "5c"), (192, ""))))
-    feed.add_news(0, 2, StateEvicted("5c"))
-    feed.add_news(0, 3, CacheCleared())
-    told = feed.after(0, "")
-    assert told["outcomes"] == [("a", "cold", 0)]
-    assert told["states"] == [["came", "a", 200, ((160, "5c"), (192, ""))], ["gone", "5c"], ["cleared"]]
-    assert feed.after(told["cursor"] - 1, feed.boot)["states"] == [["cleared"]]
+    feed.add_outcome("chatcmpl-a-00000000", "cold", 0)
+    feed.add_event(0, 1, StateStored("chatcmpl-a-00000000", 200, ((160, "5c"), (192, ""))))
+    feed.add_event(0, 2, StateEvicted("5c"))
+    feed.add_event(0, 3, CacheCleared())
+    answer = feed.after(0, "")
+    assert answer["outcomes"] == [("a", "cold", 0)]
+    assert answer["states"] == [["came", "a", 200, ((160, "5c"), (192, ""))], ["gone", "5c"], ["cleared"]]
+    assert feed.after(answer["cursor"] - 1, feed.boot)["states"] == [["cleared"]]
 
 
-def test_news_that_the_engine_dropped_leave_nothing_to_believe():
+def test_after_dropped_events_nothing_is_known_to_be_held():
     feed = Feed()
-    feed.add_news(0, 1, StateEvicted("a"))
-    feed.add_news(1, 1, StateEvicted("b"))  # another engine counts for itself
-    feed.add_news(0, 5, StateEvicted("c"))
+    feed.add_event(0, 1, StateEvicted("a"))
+    feed.add_event(1, 1, StateEvicted("b"))  # another engine counts for itself
+    feed.add_event(0, 5, StateEvicted("c"))
     assert feed.after(0)["states"] == [["gone", "a"], ["gone", "b"], ["cleared"], ["gone", "c"]]
 
 
-def test_one_of_several_api_servers_tells_of_no_states():
+def test_one_of_several_api_servers_reports_no_states():
     feed = Feed()
-    feed.hears_all = False
-    feed.add_news(0, 2, StateEvicted("a"))
+    feed.has_all_events = False
+    feed.add_event(0, 2, StateEvicted("a"))
     assert feed.after(0).keys() == {"boot", "cursor", "outcomes"}
 
 
-def test_who_asks_too_late_or_after_a_restart_is_told_so():
+def test_a_reader_that_comes_too_late_or_after_a_restart_is_reset():
     feed = Feed()
-    assert feed.after(0)["reset"] is False  # nothing was believed yet
+    assert feed.after(0)["reset"] is False  # nothing was known yet
     for number in range(MAX_KEPT + 10):
-        feed.add(f"chatcmpl-{number}-00000000", "cold", 0)
+        feed.add_outcome(f"chatcmpl-{number}-00000000", "cold", 0)
     assert [feed.after(cursor, feed.boot)["reset"] for cursor in (9, 10, MAX_KEPT)] == [True, False, False]
     assert feed.after(MAX_KEPT, "another process's")["reset"] is True
 
 
 @pytest.mark.parametrize(
-    "news",
+    "event",
     [
         StateStored("chatcmpl-a/b,c:d-00000000", 200, ((160, "5c"), (192, ""))),
         StateStored("a", 10, ()),
@@ -95,20 +95,20 @@ def test_who_asks_too_late_or_after_a_restart_is_told_so():
         CacheCleared(),
     ],
 )
-def test_news_survive_the_way_through_the_statistics(news):
-    assert news_in(f"{NEWS}/7/{_written(news)}".partition("/")[2]) == (7, news)
+def test_events_survive_the_way_through_the_statistics(event):
+    assert decode_event(f"{EVENT}/7/{encode_event(event)}".partition("/")[2]) == (7, event)
 
 
-async def test_a_question_waits_for_news_and_no_longer_than_it_says():
+async def test_a_reader_waits_for_an_event_and_no_longer_than_it_says():
     feed = Feed()
-    waiting = asyncio.create_task(feed.later_than(0, feed.boot, 30))
-    while not feed._waiting:
+    waiting = asyncio.create_task(feed.wait_after(0, feed.boot, 30))
+    while not feed._readers:
         await asyncio.sleep(0)
-    feed.add_news(0, 1, StateEvicted("a"))
-    feed.publish()
+    feed.add_event(0, 1, StateEvicted("a"))
+    feed.wake_readers()
     assert (await asyncio.wait_for(waiting, 5))["states"] == [["gone", "a"]]
-    assert (await feed.later_than(1, feed.boot, 0.01))["states"] == [] and not feed._waiting
-    assert (await asyncio.wait_for(feed.later_than(1, "another process's", 30), 5))["reset"] is True
+    assert (await feed.wait_after(1, feed.boot, 0.01))["states"] == [] and not feed._readers
+    assert (await asyncio.wait_for(feed.wait_after(1, "another process's", 30), 5))["reset"] is True
 
 
 SYSTEM = {"role": "system", "content": "You keep the log of the lighthouse and write down every ship that passes. " * 6}
@@ -117,8 +117,8 @@ SYSTEM = {"role": "system", "content": "You keep the log of the lighthouse and w
 async def reasons(client: httpx.AsyncClient, server, names: set[str]) -> dict[str, tuple[str, int]]:
     deadline = time.monotonic() + 20
     while True:
-        told = (await client.get(server.url + "/seamark/outcomes")).json()
-        found = {name: (reason, tokens) for name, reason, tokens in told["outcomes"]}
+        answer = (await client.get(server.url + "/seamark/outcomes")).json()
+        found = {name: (reason, tokens) for name, reason, tokens in answer["outcomes"]}
         if names <= found.keys() or time.monotonic() > deadline:
             return found
         await asyncio.sleep(0.1)
@@ -144,8 +144,8 @@ async def test_each_request_of_a_real_engine_has_its_reason(servers: SharedServe
         reason, tokens = found["feed-second"]
         assert reason == "hit" and tokens >= 64
         assert (await client.get(servers.gateway.url + "/seamark/outcomes")).status_code == 404
-        told = (await client.get(servers.seamark.url + "/seamark/outcomes")).json()
-        (came,) = (states for kind, *states in told["states"] if kind == "came" and states[0] == "feed-first")
+        answer = (await client.get(servers.seamark.url + "/seamark/outcomes")).json()
+        (came,) = (states for kind, *states in answer["states"] if kind == "came" and states[0] == "feed-first")
         assert came[1] > came[2][-1][0] >= 64 and all(name for _, name in came[2])
         for query in ("after=x", "wait=x", "wait=-1", "wait=1e3", "wait=nan"):
             assert (await client.get(f"{servers.seamark.url}/seamark/outcomes?{query}")).status_code == 400

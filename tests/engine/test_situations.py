@@ -28,5 +28,6 @@ def test_the_audit_notices_rows_that_are_copied_before_they_are_written(model):
     assert {name for name, scene in found.items() if scene["errors"]} == {
         "the same prompt twice in one step",
         "rows evicted and their state kept",
+        "rows of the second attention group evicted",
         "a connector looks up in its own way",
     }

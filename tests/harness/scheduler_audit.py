@@ -51,7 +51,7 @@ from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, St
 
 BLOCK, UNIT = 64, 16  # tokens
 
-ATTENTION = 1  # its cache group; 0 and 2 are recurrent
+ATTENTION = 1  # its first cache group; 0 and 2 are recurrent
 
 RECURRENT = (0, 2)
 
@@ -77,6 +77,7 @@ class Core:
         overlap: bool = False,
         policy: str = "fcfs",
         running: int = 6,
+        attention_groups: int = 1,
     ) -> None:
         """`pieces`: the worker promises to write states inside a pass; `export`: its backend can do so once, at the
         tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
@@ -112,6 +113,10 @@ class Core:
             KVCacheGroupSpec(["a"], attention),
             KVCacheGroupSpec(["m1"], states[1]),
         ]
+        self.attention = [ATTENTION]
+        for number in range(1, attention_groups):
+            self.attention.append(len(groups))
+            groups.append(KVCacheGroupSpec([f"a{number}"], attention))
         self.export, self.overlap, self.policy = export, overlap, policy
         self.scheduler: Any = (AsyncScheduler if overlap else Scheduler)(
             config,
@@ -127,8 +132,8 @@ class Core:
         self.chunk_ends: dict[str, list[int]] = {}  # by request
         self.written: dict[str, list[int]] = {}  # positions of its states
         self.hits: dict[str, int] = {}  # tokens each request started with, when first admitted
-        self.told: dict[str, tuple[Any, int]] = {}  # states that the news says are there: block hashes, position
-        self.gone = 0  # how often it said that one went
+        self.stored: dict[str, tuple[Any, int]] = {}  # by name, states that events say can be found: hashes, position
+        self.evicted = 0  # events that say that one can no longer be found
         self._contents: dict[int, dict[Any, int]] = {}  # block id -> attention row, or "state" -> prefix
         self._meant: dict[bytes, tuple[int, int]] = {}  # block hash -> prefix, its length
         self._tables: dict[str, list[list[int]]] = {}  # the worker's block tables
@@ -166,8 +171,8 @@ class Core:
     def step(self) -> Any:
         """Plan a step, compute it, check every key, and report back what was sampled."""
         output = self.scheduler.schedule()
-        self._note_meanings()
-        self._check_news()
+        self._record_meanings()
+        self._check_events()
         sampled = self._compute(output)
         self._check_keys()
         idle = not output.total_num_scheduled_tokens
@@ -198,35 +203,35 @@ class Core:
         """Blocks that somebody holds; none once all requests are done."""
         return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
 
-    def _note_meanings(self) -> None:
+    def _record_meanings(self) -> None:
         for request in self.scheduler.requests.values():
             tokens = self._tokens[request.request_id]
             for number, block_hash in enumerate(request.block_hashes, 1):
                 self._meant[bytes(block_hash)] = (prefix(tokens, number * UNIT), number * UNIT)
 
-    def _check_news(self) -> None:
-        """What the news says is there, vLLM's own lookup finds; what went, it does not."""
-        findable = self.scheduler.seamark.findable
-        for _, news in findable.take_news() if findable is not None else ():
-            match news:
+    def _check_events(self) -> None:
+        """vLLM's own lookup finds the states that events say can be found, and no state that they say was evicted."""
+        events = self.scheduler.seamark.state_events
+        for _, event in events.take() if events is not None else ():
+            match event:
                 case StateStored(name, end, states):
                     request = self.scheduler.requests[name]
                     for position, state in states:
                         if position > end:
-                            self.errors.append(f"{name} is told of at {position}, planned to {end}")
+                            self.errors.append(f"{name} is reported at {position}, planned to {end}")
                         if state:
-                            self.told[state] = (list(request.block_hashes), position)
+                            self.stored[state] = (list(request.block_hashes), position)
                         elif self._found(request.block_hashes, position) == position:
-                            self.errors.append(f"{name} is found at {position}, and not told of")
+                            self.errors.append(f"{name} is found at {position}, and not reported")
                 case StateEvicted(state):
-                    self.gone += 1
-                    if self._found(*self.told[state]) == self.told.pop(state)[1]:
-                        self.errors.append("a state is said to have gone, and is found")
+                    self.evicted += 1
+                    if self._found(*self.stored[state]) == self.stored.pop(state)[1]:
+                        self.errors.append("a state is reported as evicted, and is found")
                 case CacheCleared():
-                    self.told.clear()
-        for hashes, position in self.told.values():
+                    self.stored.clear()
+        for hashes, position in self.stored.values():
             if self._found(hashes, position) != position:
-                self.errors.append(f"a state at {position} is said to be there, and is not found")
+                self.errors.append(f"a state at {position} is reported as stored, and is not found")
 
     def _found(self, block_hashes: Any, most: int) -> int:
         return self.scheduler.kv_cache_manager.coordinator.find_longest_cache_hit(block_hashes, most)[1]
@@ -277,13 +282,15 @@ class Core:
     def _compute_request(self, name: str, start: int, end: int, writes: Any) -> None:
         tokens = self._tokens[name]
         self.chunk_ends.setdefault(name, []).append(end)
-        rows = self._tables[name][ATTENTION]
-        for position in range(start):
-            if self._contents.get(rows[position // BLOCK], {}).get(position % BLOCK) != prefix(tokens, position + 1):
-                self.errors.append(f"{name} reads someone else's keys at {position}")
-                break
-        for position in range(start, end):
-            self._contents.setdefault(rows[position // BLOCK], {})[position % BLOCK] = prefix(tokens, position + 1)
+        for group in self.attention:
+            rows = self._tables[name][group]
+            for position in range(start):
+                found = self._contents.get(rows[position // BLOCK], {}).get(position % BLOCK)
+                if found != prefix(tokens, position + 1):
+                    self.errors.append(f"{name} reads someone else's keys at {position}")
+                    break
+            for position in range(start, end):
+                self._contents.setdefault(rows[position // BLOCK], {})[position % BLOCK] = prefix(tokens, position + 1)
         asked = (writes or {}).get(name, ())
         self.written.setdefault(name, []).extend(start + write.offset for write in asked)
         for group in RECURRENT:
@@ -310,7 +317,7 @@ class Core:
         for key, entry in self.pool.cached_block_hash_to_block._cache.items():
             wanted, length = self._meant[bytes(get_block_hash(key))]
             group = get_group_id(key)
-            slot = (length - 1) % BLOCK if group == ATTENTION else "state"
+            slot = (length - 1) % BLOCK if group in self.attention else "state"
             for block in [entry] if isinstance(entry, KVCacheBlock) else entry.values():
                 if self._contents.get(block.block_id, {}).get(slot) != wanted:
                     self.errors.append(f"key of {length} tokens in group {group} leads to a wrong block")
@@ -365,7 +372,7 @@ def main(model: str, argument: str) -> None:
     ledger.apply([patch for patch in PATCHES if patch.name not in wanted.get("without", ())])
     found = []
     for options in wanted["cores"]:
-        errors, hit_tokens, gone = [], 0, 0
+        errors, hit_tokens, evicted = [], 0, 0
         for seed in wanted["seeds"]:
             core = Core(model, **options)
             random_traffic(core, seed, wanted["chats"])
@@ -373,8 +380,8 @@ def main(model: str, argument: str) -> None:
                 core.errors.append(f"{core.blocks_in_use()} blocks are held by nobody")
             errors += [f"seed {seed}: {error}" for error in core.errors[:3]]
             hit_tokens += sum(core.hits.values())
-            gone += core.gone
-        found.append({"core": options, "errors": errors, "hit_tokens": hit_tokens, "gone": gone})
+            evicted += core.evicted
+        found.append({"core": options, "errors": errors, "hit_tokens": hit_tokens, "evicted": evicted})
     print(json.dumps(found))
 
 

@@ -40,12 +40,13 @@ def own(number: int, length: int) -> list[int]:
     return [number * 10_000 + index for index in range(length)]
 
 
-def make_key(request: Any, position: int) -> bytes:
-    """The attention group's key of the first `position` tokens."""
+def evict(core: Any, request: Any, position: int, group: int) -> None:
+    """Take the block that carries a cache group's key of the first `position` tokens out of the cache."""
     from engine_patches.scheduler.cache_keys import key_at
-    from tests.harness.scheduler_audit import ATTENTION, UNIT
+    from tests.harness.scheduler_audit import UNIT
 
-    return key_at(request, position, UNIT, ATTENTION)
+    block = core.pool.cached_block_hash_to_block.get_one_block(key_at(request, position, UNIT, group))
+    core.scheduler.kv_cache_manager.evict_blocks({block.block_id})
 
 
 def shown(core: Any, *requests: Any) -> dict[str, Any]:
@@ -55,9 +56,7 @@ def shown(core: Any, *requests: Any) -> dict[str, Any]:
             "hit": core.hits.get(request.request_id),
             "ends": [end for end in core.chunk_ends.get(request.request_id, []) if end <= request.num_prompt_tokens],
             "written": core.written.get(request.request_id, []),
-            "keys": [
-                key for key in core.keys(request, 0) if key in core.keys(request, 1) and key in core.keys(request, 2)
-            ],
+            "keys": sorted(set.intersection(*(set(core.keys(request, group)) for group in (0, 2, *core.attention)))),
         }
         for request in requests
     }
@@ -145,13 +144,30 @@ def the_same_prompt_twice_in_one_step(core):
 
 @situation()
 def rows_evicted_and_their_state_kept(core):
-    """The first of two computes the rows anew; the second finds them, and an older state, in the same step."""
+    """The first of two computes the rows again; the second finds them, and an older state, in the same step."""
     a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
-    key = make_key(a, 32)
-    core.scheduler.kv_cache_manager.evict_blocks({core.pool.cached_block_hash_to_block.get_one_block(key).block_id})
+    evict(core, a, 32, core.attention[0])
     pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
     core.run()
     return shown(core, *pair)
+
+
+@situation(attention_groups=2)
+def rows_of_the_second_attention_group_evicted(core):
+    """The same with the first attention group's rows in place: all groups are checked."""
+    a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
+    evict(core, a, 32, core.attention[1])
+    pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
+    core.run()
+    return shown(core, *pair)
+
+
+@situation()
+def one_recurrent_group_evicted(core):
+    """The state of the other group alone is no state: it is written again, and found again."""
+    a, *_ = _run_all(core, [(HEAD[:100] + own(1, 20), [96])])
+    evict(core, a, 96, 2)
+    return shown(core, *_run_all(core, [(HEAD[:100] + own(number, 20), [96]) for number in (2, 3)], first=1))
 
 
 @situation()
@@ -169,7 +185,7 @@ def bad_hints(core):
     hints = ([-16], [0], [10**9], [64, 32], [64, 64], ["64"], [3], "64", {"64": 1}, [True], [1.5], [])
     requests = [core.request(f"r{number}", own(number + 1, 100), hint) for number, hint in enumerate(hints)]
     core.run()
-    ignored = core.scheduler.seamark.tally.ignored
+    ignored = core.scheduler.seamark.counters.counts.ignored
     return {
         "written": [core.written[request.request_id] for request in requests],
         "ignored": dict(sorted(ignored.items())),
@@ -239,7 +255,7 @@ def steps_over_single_tokens(core):
     """Such a step may be replayed as one graph of kernels, which writes no state."""
     a = core.request("a", HEAD[:20], [16])
     core.run()
-    ignored = core.scheduler.seamark.tally.ignored["single_token"]
+    ignored = core.scheduler.seamark.counters.counts.ignored["single_token"]
     return {**shown(core, a), "ignored": ignored}
 
 
@@ -270,8 +286,8 @@ def the_cache_is_emptied_while_a_step_writes_states(core):
 def a_connector_looks_up_in_its_own_way(core):
     """As NIXL does; `rows evicted and their state kept`, once more."""
     a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
+    evict(core, a, 32, core.attention[0])
     cache = core.scheduler.kv_cache_manager
-    cache.evict_blocks({core.pool.cached_block_hash_to_block.get_one_block(make_key(a, 32)).block_id})
     core.scheduler._get_local_prefix_cache_hit = cache.get_computed_blocks_for_connector
     pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
     core.run()
@@ -282,7 +298,7 @@ def a_connector_looks_up_in_its_own_way(core):
 def a_cache_with_no_block_to_spare(core):
     a = core.request("a", HEAD[:190], [64, 100, 180])
     core.run()
-    return {**shown(core, a), "no_room": core.scheduler.seamark.tally.ignored["no_room"] > 0}
+    return {**shown(core, a), "no_room": core.scheduler.seamark.counters.counts.ignored["no_room"] > 0}
 
 
 @situation(blocks=16, budget=512, policy="priority")
@@ -305,8 +321,8 @@ def the_next_step_is_planned_before_the_last_is_known(core):
 @situation(pieces=False, export=False)
 def a_backend_that_cannot_be_run_in_pieces(core):
     for _ in range(8):  # a pass costs as much as 100 tokens
-        core.scheduler.seamark.pace.step_took(1, 0.1)
-        core.scheduler.seamark.pace.step_took(1000, 1.1)
+        core.scheduler.seamark.step_time.step_took(1, 0.1)
+        core.scheduler.seamark.step_time.step_took(1000, 1.1)
     a = core.request("a", HEAD[:250], [40, 130])
     core.run()
     return shown(core, a)
@@ -322,10 +338,10 @@ def _run_all(core: Any, prompts: list[tuple[list[int], object]], first: int = 0,
 
 
 def _waiting_always_pays(core: Any) -> None:
-    pace = core.scheduler.seamark.pace
+    step_time = core.scheduler.seamark.step_time
     for _ in range(8):
-        pace.step_took(1, 0.001)
-        pace.step_took(100, 1.0)
+        step_time.step_took(1, 0.001)
+        step_time.step_took(100, 1.0)
 
 
 def main(model: str, *without: str) -> None:

@@ -49,6 +49,14 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "b": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
         "c": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
     },
+    "rows of the second attention group evicted": {
+        "b": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
+        "c": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
+    },
+    "one recurrent group evicted": {
+        "r1": {"hit": 0, "ends": [120], "written": [96], "keys": [96]},
+        "r2": {"hit": 96, "ends": [120], "written": [], "keys": [96]},
+    },
     "a conversation moves on": {
         "r0": {"hit": 0, "ends": [130], "written": [96, 112], "keys": [96]},
         "r1": {"hit": 112, "ends": [210], "written": [192], "keys": [96, 192]},

@@ -1,9 +1,9 @@
-"""The rehearsal on a toy cache passes on the installed vLLM, and notices a cache that behaves in another way."""
+"""The check on a toy cache passes on the installed vLLM, and notices a cache that behaves in another way."""
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from engine_patches.scheduler.preflight import SelfTestFailed, run
+from engine_patches.scheduler.preflight import PreflightFailed, run
 
 
 def test_it_passes_here():
@@ -20,5 +20,5 @@ def test_it_passes_here():
 )
 def test_it_notices_another_behaviour(monkeypatch, method, changed):
     monkeypatch.setattr(BlockPool, method, changed)
-    with pytest.raises(SelfTestFailed):
+    with pytest.raises(PreflightFailed):
         run()

@@ -57,7 +57,7 @@ def test_a_superseded_turn_goes_first(cache):
     cache.retention.supersede(turn)
     cache.write(b"turn 2", turn=True)
     assert cache.has(b"turn 1")  # still findable
-    cache.retention.offer_superseded()
+    cache.retention.begin_step()
     cache.fill(2)
     assert [cache.has(name) for name in (b"system", b"turn 1", b"other", b"turn 2")] == [True, False, True, True]
 
@@ -67,7 +67,7 @@ def test_a_state_that_two_requests_resumed_from_is_nobodys_turn(cache):
     for _ in range(2):
         cache.retention.resumed(document)
         cache.retention.supersede(document)
-    cache.retention.offer_superseded()
+    cache.retention.begin_step()
     cache.fill(2)
     assert cache.has(b"document")
 

@@ -56,3 +56,15 @@ def test_a_request_gets_a_bounded_number_of_checkpoints():
     positions, ignored = read(list(range(16, 16 * 40, 16)))
     assert len(positions) == MAX_POSITIONS
     assert ignored == Counter(too_many=39 - MAX_POSITIONS)
+
+
+def test_the_first_unit_and_the_last_token_are_positions():
+    assert read([16, 1000]) == ((16, 992), Counter())
+    assert read([15, 1001]) == ((), Counter(below_unit=1, out_of_range=1))
+    assert read([1], unit=1) == ((1,), Counter())
+
+
+def test_as_many_positions_and_entries_as_are_allowed_are_read():
+    positions, ignored = read(list(range(16, 16 * (MAX_POSITIONS + 1), 16)))
+    assert len(positions) == MAX_POSITIONS and not ignored
+    assert read([3] * MAX_ENTRIES) == ((), Counter(below_unit=MAX_ENTRIES))

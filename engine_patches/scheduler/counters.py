@@ -1,0 +1,101 @@
+"""Counters of one scheduler, from report to report, and the gauge of bytes that states hold."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+# Keys remembered, 36 bytes each: for the gauge of bytes, and to tell a hit on a state from another.
+MAX_KNOWN_KEYS = 65_536
+
+# Seconds between two counts of the bytes held (a walk over all keys), and between two reports of nothing new.
+CENSUS_INTERVAL = 1.0
+
+# Requests that wait for the next report; with --disable-log-stats vLLM never reports.
+MAX_REQUESTS = 1024
+
+
+@dataclass
+class Counts:
+    """What has happened since the last report."""
+
+    written: Counter[str] = field(default_factory=Counter)  # states by kind
+    ignored: Counter[str] = field(default_factory=Counter)  # hint entries by reason
+    outcomes: Counter[str] = field(default_factory=Counter)  # requests by reason
+    # Each of them: id, reason, tokens from the cache.
+    requests: deque[tuple[str, str, int]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
+    followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
+    hits: int = 0  # requests that resumed from a state
+    hit_tokens: int = 0
+    saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
+    spent_seconds: float = 0.0  # time that requests were held back
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has happened."""
+        return not (self.written or self.ignored or self.outcomes or self.followers)
+
+
+class Counters:
+    """Counts events until a report takes them. Remembers the keys of the states it has counted."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.state_bytes = 0  # of one state, all recurrent layers
+        self._keys: dict[bytes, None] = {}
+        self._bytes_held = 0
+        self._next_census = 0.0
+
+    def state_written(self, key: bytes, kind: str) -> None:
+        """A recurrent state was registered under `key`."""
+        self.counts.written[kind] += 1
+        self._keys[key] = None
+        if len(self._keys) > MAX_KNOWN_KEYS:
+            del self._keys[next(iter(self._keys))]
+
+    def hint_ignored(self, reason: str) -> None:
+        """One of a request's wishes has no effect, for one of `hints.IGNORED_REASONS`."""
+        self.counts.ignored[reason] += 1
+
+    def request_admitted(self, request_id: str, reason: str, hit_tokens: int) -> None:
+        """A request starts with `hit_tokens` from the cache, for one of the reasons in `reasons`."""
+        self.counts.outcomes[reason] += 1
+        self.counts.requests.append((request_id, reason, hit_tokens))
+
+    def resumed(self, key: bytes, hit_tokens: int, saved_seconds: float) -> None:
+        """A request resumes at `hit_tokens`; it is a hit on a state if that was registered under `key`."""
+        self.counts.saved_seconds += saved_seconds
+        if key in self._keys:
+            self.counts.hits += 1
+            self.counts.hit_tokens += hit_tokens
+
+    def follower_not_held(self) -> None:
+        """A request runs along with one that computes the same prefix, since waiting would not pay."""
+        self.counts.followers["not_worth_it"] += 1
+
+    def follower_released(self, held_seconds: float) -> None:
+        """A request that was held back goes on."""
+        self.counts.followers["held"] += 1
+        self.counts.spent_seconds += held_seconds
+
+    @property
+    def report_due(self) -> bool:
+        """Whether anything was counted, or the gauges are older than `CENSUS_INTERVAL`."""
+        return not self.counts.empty or time.monotonic() >= self._next_census
+
+    def bytes_held(self, pool: Any) -> int:
+        """Bytes of the known states that are still cached, counted at most once per `CENSUS_INTERVAL`."""
+        now = time.monotonic()
+        if now >= self._next_census:
+            self._next_census = now + CENSUS_INTERVAL
+            cached = pool.cached_block_hash_to_block
+            self._keys = {key: None for key in self._keys if cached.get_one_block(key) is not None}
+            self._bytes_held = len(self._keys) * self.state_bytes
+        return self._bytes_held
+
+    def take(self) -> Counts:
+        """Everything counted since the last call."""
+        counts, self.counts = self.counts, Counts()
+        return counts

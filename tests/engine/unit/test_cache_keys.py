@@ -1,0 +1,55 @@
+"""No attention group of a hit may lead to rows that another request of the same step has yet to write."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from engine_patches.scheduler.cache_keys import avoid_unwritten_rows, key_at
+
+UNIT, HIT = 16, 80  # tokens
+
+
+def block(number):
+    return SimpleNamespace(block_id=number)
+
+
+def found_after(groups, copied, unwritten, cached):
+    """Blocks and tokens that a lookup gives, if its hit would copy the blocks `copied` (by group)."""
+    request = SimpleNamespace(block_hashes=[bytes([number]) * 32 for number in range(10)])
+    blocks = SimpleNamespace(blocks={group: [block(number)] if number else [] for group, number in copied.items()})
+    keys = {key_at(request, HIT, UNIT, group): entry for group, entry in cached.items()}
+    manager = SimpleNamespace(
+        seamark=SimpleNamespace(
+            match_unit=UNIT,
+            unwritten=unwritten,
+            attention_managers=[
+                SimpleNamespace(kv_cache_group_id=group, block_size=size) for group, size in groups.items()
+            ],
+        ),
+        block_pool=SimpleNamespace(cached_block_hash_to_block=SimpleNamespace(_cache=keys)),
+        empty_kv_cache_blocks="none",
+    )
+    found, tokens, _ = avoid_unwritten_rows(lambda *_: (blocks, HIT, 0))(manager, request)
+    if tokens == 0:
+        assert found == "none"
+        return None
+    return {group: [each.block_id for each in found.blocks[group]] for group in groups}
+
+
+@pytest.mark.parametrize("first", [{1: 64}, {1: 16}], ids=["rows are written", "the hit ends at a block's edge"])
+def test_the_last_attention_group_is_checked_whatever_the_first_has(first):
+    groups = first | {3: 64}
+    assert found_after(groups, {1: 7, 3: 8}, {}, {}) == {1: [7], 3: [8]}
+    assert found_after(groups, {1: 7, 3: 8}, {8: 64}, {3: block(8)}) is None
+    assert found_after(groups, {1: 7, 3: 8}, {8: 64}, {3: {8: block(8), 9: block(9)}}) == {1: [7], 3: [9]}
+
+
+def test_a_group_without_a_block_to_copy_does_not_end_the_check():
+    assert found_after({1: 64, 3: 64}, {1: 0, 3: 8}, {8: 64}, {}) is None
+
+
+def test_rows_before_the_hit_are_enough():
+    assert found_after({1: 64}, {1: 7}, {7: HIT}, {}) == {1: [7]}
+    assert found_after({1: 64}, {1: 7}, {7: HIT - 1}, {}) is None

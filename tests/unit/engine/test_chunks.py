@@ -1,0 +1,148 @@
+"""Where a prefill chunk ends, and which states of a request are wanted."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from engine_patches.scheduler.chunks import end_chunk, next_stop, run_to_the_budget
+from engine_patches.scheduler.hints import EDGE, HINTED, JUNCTION, TAIL, checkpoint_targets
+from engine_patches.scheduler.request_state import RequestState
+
+
+def request(prompt, junction=0, tokens=None):
+    return SimpleNamespace(num_prompt_tokens=prompt, num_tokens=tokens or prompt, shared_prefix_boundary=junction)
+
+
+def test_a_chunk_that_reaches_the_prompts_end_is_left_alone():
+    assert run_to_the_budget(request(250), 0, 250, 16) == 250
+    assert run_to_the_budget(request(250), 48, 202, 16) == 202
+
+
+def test_a_chunk_in_between_ends_where_a_state_could_be_placed():
+    assert run_to_the_budget(request(1000), 0, 100, 16) == 96
+    assert run_to_the_budget(request(1000), 96, 100, 64) == 96
+
+
+def test_a_budget_below_the_unit_still_makes_progress():
+    assert run_to_the_budget(request(1000), 0, 10, 16) == 10
+    assert run_to_the_budget(request(1000), 10, 10, 16) == 6
+
+
+def test_a_resumed_request_is_split_over_its_own_output_too():
+    assert run_to_the_budget(request(100, tokens=400), 0, 200, 16) == 192
+
+
+def test_a_cut_is_made_at_the_next_position_that_is_worth_a_pass():
+    hint = RequestState((160, 464))
+    stops = [next_stop(hint, start, 384, tokens_per_pass=100) for start in (0, 159, 160, 463, 464, 900)]
+    assert stops == [160, 160, 464, 464, 0, 0]
+    assert next_stop(hint, 0, 384, tokens_per_pass=200) == 464
+
+
+def test_vllms_own_junction_stays_a_stop_floored_to_its_block():
+    hint = RequestState((464,), upstream_junction=400)
+    assert next_stop(hint, 0, 384, 0) == 384
+    assert next_stop(hint, 384, 384, 0) == 464
+
+
+def test_without_a_hint_what_vllm_keeps_is_kept():
+    assert checkpoint_targets(request(1000), (), 16, 384) == [(768, EDGE), (992, TAIL)]
+    assert checkpoint_targets(request(1000, junction=500), (), 16, 384) == [(496, JUNCTION), (768, EDGE), (992, TAIL)]
+    assert checkpoint_targets(request(300), (), 16, 384) == []
+    assert checkpoint_targets(request(300, junction=100), (), 16, 384) == [(96, JUNCTION)]
+    assert checkpoint_targets(request(16), (), 16, 384) == []
+
+
+def test_a_turn_boundary_makes_the_tail_redundant():
+    assert checkpoint_targets(request(1000), (160, 976), 16, 384) == [(160, HINTED), (976, HINTED)]
+    assert checkpoint_targets(request(1000), (160,), 16, 384) == [(160, HINTED), (992, TAIL)]
+
+
+def test_a_position_at_the_very_end_does_not_serve_the_same_prompt_again():
+    assert checkpoint_targets(request(160), (160,), 16, 384) == [(144, TAIL), (160, HINTED)]
+
+
+def test_a_tail_within_reach_of_a_turn_is_not_kept_too():
+    for position, kept in ((928, False), (912, True)):  # the tail is at 992: 64 and 80 tokens behind
+        kinds = [target.kind for target in checkpoint_targets(request(1000), (position,), 16, 384)]
+        assert (TAIL in kinds) is kept
+
+
+def test_without_a_hint_a_prompt_of_one_block_and_a_token_keeps_its_block():
+    assert checkpoint_targets(request(384), (), 16, 384) == []
+    assert checkpoint_targets(request(385), (), 16, 384) == [(384, TAIL)]
+
+
+def test_a_junction_behind_the_last_computed_token_is_not_kept():
+    assert checkpoint_targets(request(97, junction=96), (), 16, 384) == [(96, JUNCTION)]
+    assert checkpoint_targets(request(96, junction=96), (), 16, 384) == []
+
+
+def test_a_position_of_just_a_pass_is_worth_a_stop():
+    state = RequestState((160, 464))
+    assert next_stop(state, 0, 384, tokens_per_pass=160) == 160
+    assert next_stop(state, 0, 384, tokens_per_pass=161) == 464
+
+
+class Scheduler:
+    """As much of vLLM's scheduler as splits a prompt into chunks; records what vLLM's own split would see."""
+
+    def __init__(self, *, enabled: bool, positions: tuple[int, ...] = (), error: Exception | None = None) -> None:
+        self.seamark = SimpleNamespace(
+            writes_in_forward=False,
+            enabled=enabled,
+            step_time=SimpleNamespace(tokens_per_pass=0.0),
+            state_of=lambda request: request.seamark,
+        )
+        self.cache_config = SimpleNamespace(block_size=384)
+        self.mamba_shared_prefix_checkpoint = False
+        self.request = SimpleNamespace(
+            num_computed_tokens=0,
+            num_prompt_tokens=1000,
+            shared_prefix_boundary=400,
+            seamark=RequestState(positions, hinted=True),
+        )
+        self.seen: list[tuple[bool, int]] = []
+        self._error = error
+
+    def own_split(self, request, num_new_tokens, *_):
+        self.seen.append((self.mamba_shared_prefix_checkpoint, request.shared_prefix_boundary))
+        if self._error is not None:
+            raise self._error
+        return num_new_tokens
+
+    def split(self, tokens: int) -> int:
+        return end_chunk(Scheduler.own_split)(self, self.request, tokens)
+
+
+def test_stops_inside_a_block_are_allowed_for_one_hinted_request_only():
+    scheduler = Scheduler(enabled=True, positions=(160, 464))
+    assert scheduler.split(1000) == 1000
+    assert scheduler.seen == [(True, 160)] and scheduler.mamba_shared_prefix_checkpoint is False
+    scheduler.request.num_computed_tokens = 160
+    scheduler.split(840)
+    scheduler.request.num_computed_tokens = 464
+    scheduler.split(536)
+    assert scheduler.seen[1:] == [(True, 464), (True, 0)]
+
+
+def test_what_vllm_notices_later_becomes_a_stop():
+    scheduler = Scheduler(enabled=True, positions=(800,))
+    scheduler.split(1000)
+    scheduler.request.num_computed_tokens = 384
+    scheduler.request.shared_prefix_boundary = 790
+    scheduler.split(616)
+    assert scheduler.seen == [(True, 384), (True, 768)]
+
+
+def test_the_flag_is_put_back_when_vllms_split_fails():
+    scheduler = Scheduler(enabled=True, positions=(160,), error=ValueError("split"))
+    with pytest.raises(ValueError, match="split"):
+        scheduler.split(1000)
+    assert scheduler.mamba_shared_prefix_checkpoint is False
+
+
+def test_requests_without_a_hint_are_split_as_vllm_splits_them():
+    scheduler = Scheduler(enabled=True)
+    scheduler.split(1000)
+    assert scheduler.seen == [(False, 400)]
