@@ -141,8 +141,6 @@ class Checkpoints:
             several = len(state.positions) > 1
             turn = target.kind in (TAIL, EDGE) or (several and target.position == state.positions[-1])
             self.retention.add(key, blocks, turn)
-            if turn and state.resumed_from is not None:
-                self.retention.supersede(state.resumed_from)
         return blocks
 
     def admitted(self, request: Any, hit_tokens: int) -> None:
@@ -155,7 +153,6 @@ class Checkpoints:
         key = key_at(request, hit_tokens, self.match_unit, self.recurrent_group)
         self.counters.resumed(key, hit_tokens, self.step_time.seconds(hit_tokens))
         if self.retention is not None and self.retention.resumed(key):
-            state.resumed_from = key
             passed = (position for position in state.positions if position < hit_tokens)
             self.retention.refresh(key_at(request, p, self.match_unit, self.recurrent_group) for p in passed)
 

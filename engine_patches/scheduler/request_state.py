@@ -18,7 +18,6 @@ class RequestState:
     chunk_start: int = 0  # where its running chunk begins
     keys: set[int] = field(default_factory=set)  # positions at which its attention blocks carry keys of ours
     reported_to: int = 0  # its states up to here are in the events
-    resumed_from: bytes | None = None  # key of the state it resumed from
     not_held: bool = False  # counted as a follower for which waiting did not pay
     gave_up_on: str | None = None  # id of the leader it has waited for long enough
     upstream_junction: int = 0  # the shared prefix that vLLM itself found

@@ -1,8 +1,8 @@
-"""Which states the cache keeps when it cannot keep all. Counted in blocks and bytes: a state can be 170 MB.
+"""Which states the cache keeps when it cannot keep all. Counted in blocks: a state can be 170 MB.
 
-A state is an ordinary cached block, and vLLM evicts the least recently used first. Three things differ. A turn of a
-conversation that has moved on goes first. What many requests start from (a system prompt, a document) counts as used
-whenever something deeper is. And all states together hold at most a share of the cache. Only blocks that no request
+A state is an ordinary cached block, and vLLM evicts the least recently used first. Two things differ. A shared prefix
+(a system prompt, a document) counts as used whenever a state behind it is. And all states together hold at most a share
+of the cache; when it is full, the turns of single conversations go before what is shared. Only blocks that no request
 holds are touched, so no request ever waits for a state.
 """
 
@@ -21,7 +21,7 @@ class State:
     """A recurrent state in the cache: one block for each recurrent cache group."""
 
     blocks: Sequence[Any]  # vLLM's KVCacheBlock
-    turn: bool  # the end of somebody's turn, rather than the end of something shared
+    turn: bool  # the end of a conversation's turn, rather than of something shared
     uses: int = 0  # requests that resumed from it
 
     @property
@@ -38,7 +38,6 @@ class Retention:
         self._limit = int(share * pool.num_gpu_blocks)  # blocks
         self._states: OrderedDict[bytes, State] = OrderedDict()  # by the key of the first recurrent group
         self._num_blocks = 0
-        self._superseded: dict[bytes, None] = {}
         self._pruned = False  # in this step
 
     def __len__(self) -> int:
@@ -48,29 +47,22 @@ class Retention:
         return key in self._states
 
     def add(self, key: bytes, blocks: Sequence[Any], turn: bool) -> None:
-        """A state was given to the cache."""
+        """A state was registered in the cache."""
         self._forget(key)
         self._states[key] = State(blocks, turn)
         self._num_blocks += len(blocks)
 
     def resumed(self, key: bytes) -> bool:
-        """A request resumes from a state; whether it is one of ours."""
+        """A request resumes from the state under `key`; False if that is none of these."""
         state = self._states.get(key)
         if state is None:
             return False
         state.uses += 1
-        self._superseded.pop(key, None)
         self._states.move_to_end(key)
         return True
 
-    def supersede(self, key: bytes) -> None:
-        """The only conversation that used this state has moved on to a later one."""
-        state = self._states.get(key)
-        if state is not None and state.turn and state.uses <= 1:
-            self._superseded[key] = None
-
     def refresh(self, keys: Iterable[bytes]) -> None:
-        """Something deeper was used: what it builds on is as fresh."""
+        """A deeper state was used: these shorter prefixes of it count as used."""
         for key in keys:
             state = self._states.get(key)
             if state is not None:
@@ -81,7 +73,7 @@ class Retention:
                         self._pool.free_block_queue.append(block)
 
     def make_room(self, num_blocks: int) -> bool:
-        """Let go of states until `num_blocks` more fit into the share. False where even that does not help."""
+        """Evict states until `num_blocks` more fit into the share. False if even that does not help."""
         if num_blocks > self._limit:
             return False
         if self._num_blocks + num_blocks > self._limit and not self._pruned:
@@ -91,7 +83,7 @@ class Retention:
             victim = self._next_victim()
             if victim is None:
                 return False
-            self._drop(victim)
+            self._evict(victim)
         return True
 
     def prune(self) -> None:
@@ -100,21 +92,12 @@ class Retention:
             self._forget(key)
 
     def begin_step(self) -> None:
-        """A step begins: superseded states are the next free blocks that the cache takes, and are found until then."""
+        """A step is going to be planned; `make_room` prunes at most once in it."""
         self._pruned = False
-        for key in list(self._superseded):
-            state = self._states.get(key)
-            if state is None or state.blocks[0].block_hash != key:
-                del self._superseded[key]
-            elif state.free:
-                del self._superseded[key]
-                self._states.move_to_end(key, last=False)
-                self._to_front(state)
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all states."""
         self._states.clear()
-        self._superseded.clear()
         self._num_blocks = 0
 
     def _next_victim(self) -> bytes | None:
@@ -126,20 +109,15 @@ class Retention:
                 shared = shared or key
         return shared
 
-    def _drop(self, key: bytes) -> None:
+    def _evict(self, key: bytes) -> None:
         state = self._states[key]
         for block in state.blocks:
             self._pool._maybe_evict_cached_block(block)
-        self._to_front(state)
-        self._forget(key)
-
-    def _to_front(self, state: State) -> None:
-        for block in state.blocks:
             self._pool.free_block_queue.remove(block)
         self._pool.free_block_queue.prepend_n(list(state.blocks))
+        self._forget(key)
 
     def _forget(self, key: bytes) -> None:
         state = self._states.pop(key, None)
         if state is not None:
             self._num_blocks -= len(state.blocks)
-            self._superseded.pop(key, None)

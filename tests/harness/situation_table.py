@@ -58,9 +58,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "r2": {"hit": 96, "ends": [120], "written": [], "keys": [96]},
     },
     "a conversation moves on": {
-        "r0": {"hit": 0, "ends": [130], "written": [96, 112], "keys": [96]},
-        "r1": {"hit": 112, "ends": [210], "written": [192], "keys": [96, 192]},
-        "r2": {"hit": 192, "ends": [300], "written": [288], "keys": [96, 192, 288]},
+        "r0": {"hit": 0, "ends": [130], "written": [96, 112], "keys": [96, 112]},
+        "r1": {"hit": 112, "ends": [210], "written": [192], "keys": [96, 112, 192]},
+        "r2": {"hit": 192, "ends": [300], "written": [288], "keys": [96, 112, 192, 288]},
     },
     "bad hints": {
         "written": [

@@ -49,27 +49,38 @@ def cache():
     return Cache()
 
 
-def test_a_superseded_turn_goes_first(cache):
-    cache.write(b"system")
-    turn = cache.write(b"turn 1", turn=True)
-    cache.write(b"other")
-    cache.retention.resumed(turn)
-    cache.retention.supersede(turn)
-    cache.write(b"turn 2", turn=True)
-    assert cache.has(b"turn 1")  # still findable
-    cache.retention.begin_step()
-    cache.fill(2)
-    assert [cache.has(name) for name in (b"system", b"turn 1", b"other", b"turn 2")] == [True, False, True, True]
-
-
-def test_a_state_that_two_requests_resumed_from_is_nobodys_turn(cache):
+def test_a_turn_that_two_requests_resumed_from_is_kept_like_what_is_shared():
+    cache = Cache(blocks=40, share=0.15)  # 6 blocks: three states
     document = cache.write(b"document", turn=True)
     for _ in range(2):
         cache.retention.resumed(document)
-        cache.retention.supersede(document)
-    cache.retention.begin_step()
-    cache.fill(2)
-    assert cache.has(b"document")
+    for number in range(4):
+        cache.write(b"turn %d" % number, turn=True)
+    assert cache.has(b"document") and not cache.has(b"turn 1")
+
+
+def test_a_turn_that_was_resumed_from_once_goes_by_its_last_use():
+    cache = Cache(blocks=40, share=0.15)
+    keys = [cache.write(b"turn %d" % number, turn=True) for number in range(3)]
+    cache.retention.resumed(keys[0])
+    cache.write(b"turn 3", turn=True)
+    assert [cache.has(b"turn %d" % number) for number in range(4)] == [True, False, True, True]
+
+
+def test_a_share_full_of_shared_states_gives_up_the_oldest():
+    cache = Cache(blocks=40, share=0.15)
+    for number in range(4):
+        cache.write(b"document %d" % number)
+    assert [cache.has(b"document %d" % number) for number in range(4)] == [False, True, True, True]
+
+
+def test_a_state_fills_the_share_to_the_last_block():
+    cache = Cache(blocks=40, share=0.15)
+    for number in range(3):
+        cache.write(b"document %d" % number)
+    assert all(cache.has(b"document %d" % number) for number in range(3))
+    assert cache.retention.make_room(6) and len(cache.retention) == 0
+    assert not cache.retention.make_room(7)
 
 
 def test_what_a_deeper_hit_builds_on_counts_as_used(cache):
