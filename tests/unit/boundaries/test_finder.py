@@ -247,14 +247,17 @@ async def test_a_loop_that_is_rendered_anew_without_its_thinking_is_not_believed
     loop = [SYSTEM, user("Tide?"), thought, {"role": "tool", "content": "nine"}]
     over = [*loop, assistant("At nine.")]
     prompts: list[list[int]] = []
+    hits = []
     for chat in (loop[:2], loop, [*over, user("And then?")], [*over, user("?")]):
         found = await use.find(chat_request({"messages": chat}), thinks_last, b"r")
         prompt = await thinks_last({"messages": chat})
         shared = max((common_prefix(prompt, other) for other in prompts), default=0)
         held = prefix_index.longest(found.prefixes, ["worker"])
         assert held == {} or shared - 40 <= held["worker"].tokens <= shared
+        hits.append(bool(held))
         prefix_index.record(found.boundaries, "worker")
         prompts.append(prompt)
+    assert hits == [False, True, True, True]
 
 
 async def test_an_answer_that_continues_a_message_ends_no_turn(renderer):

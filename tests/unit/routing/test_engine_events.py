@@ -110,11 +110,16 @@ async def test_a_worker_without_a_feed_says_nothing_and_is_left_alone():
 
 async def test_nonsense_about_states_costs_what_was_believed_and_no_word():
     for nonsense in (["came"], ["came", "r", "x", []], ["gone"], [], 7):
-        feed = Feed(("r", "cold"), old=False)
-        feed.told["states"] = [nonsense]
-        async with reading(feed) as events:
+        feed, prefix_index = Feed(("r", "cold"), old=False), PrefixIndex(10**6)
+        async with reading(feed, prefix_index) as events:
+            prefix_index.record([SYSTEM], WORKER.boot)
             events.sent(WORKER, "r", [SYSTEM])
             assert await events.reason_for(WORKER, "r") == "cold"
+            assert prefix_index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
+            feed.tell([nonsense], outcomes=[["s", "evicted", 0]])
+            events.sent(WORKER, "s", [SYSTEM])
+            assert await events.reason_for(WORKER, "s") == "evicted"
+            assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
 
 
 async def test_words_that_nobody_asks_for_are_bounded():
