@@ -201,6 +201,13 @@ def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
     return out
 
 
+def why_not(error: ModuleNotFoundError) -> str:
+    """Why `write_model` fails in this environment, and the cure."""
+    # transformers names no module if one of its own cannot be imported: mostly torchvision, built for CUDA.
+    missing = f"{error.name} is not installed here" if error.name else f"transformers does not work here ({error})"
+    return f"{missing}: {INSTALL}"
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="seamark model", description="write a small random hybrid model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
@@ -215,10 +222,3 @@ def main(argv: list[str]) -> int:
         print(f"seamark model: {why_not(error)}", file=sys.stderr)
         return 1
     return 0
-
-
-def why_not(error: ModuleNotFoundError) -> str:
-    """Why `write_model` fails in this environment, and the cure."""
-    # transformers names no module if one of its own cannot be imported: mostly torchvision, built for CUDA.
-    missing = f"{error.name} is not installed here" if error.name else f"transformers does not work here ({error})"
-    return f"{missing}: {INSTALL}"

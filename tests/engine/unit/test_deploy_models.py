@@ -49,12 +49,12 @@ def within_container(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
 def test_vllm_takes_the_flags_of_every_model_file(vllm, model: Path):
-    told = vllm.parse_args(vllm_arguments(None, "127.0.0.1", 8000, ["--config", str(model)]))
-    assert told.model == yaml.safe_load(model.read_text())["model"]
-    assert told.enable_prefix_caching and told.enable_prompt_tokens_details
+    parsed = vllm.parse_args(vllm_arguments(None, "127.0.0.1", 8000, ["--config", str(model)]))
+    assert parsed.model == yaml.safe_load(model.read_text())["model"]
+    assert parsed.enable_prefix_caching and parsed.enable_prompt_tokens_details
     # Unified memory is wedged by more.
-    assert told.gpu_memory_utilization <= 0.8
-    assert (told.speculative_config is not None) == (model.stem in WITH_MTP)
+    assert parsed.gpu_memory_utilization <= 0.8
+    assert (parsed.speculative_config is not None) == (model.stem in WITH_MTP)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
@@ -68,17 +68,17 @@ def test_vllm_takes_the_command_of_every_service(vllm, monkeypatch, way, name):
     service = read(way[-1])["services"][name]
     words = within_container(shlex.split(interpolated(service["command"])))
     if service.get("entrypoint") == ["vllm", "serve"]:
-        told = vllm.parse_args(words)
-        assert told.headless and told.node_rank == 1
+        parsed = vllm.parse_args(words)
+        assert parsed.headless and parsed.node_rank == 1
         return
     monkeypatch.setattr(worker, "is_cpu_build", lambda: "compose.cpu.yaml" in way)
     monkeypatch.setattr(worker.runpy, "run_module", lambda *_, **__: None)
     monkeypatch.setattr(worker.sys, "argv", [])
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
     assert worker.main(words) == 0
-    told = vllm.parse_args(worker.sys.argv[1:])
-    assert told.port == 8000 and told.enable_prefix_caching
-    assert told.model and told.gpu_memory_utilization <= 0.92
+    parsed = vllm.parse_args(worker.sys.argv[1:])
+    assert parsed.port == 8000 and parsed.enable_prefix_caching
+    assert parsed.model and parsed.gpu_memory_utilization <= 0.92
 
 
 def test_two_models_share_the_memory():

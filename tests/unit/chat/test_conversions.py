@@ -1,4 +1,4 @@
-"""Requests to /v1/messages and /v1/responses as chats: the client's marks, salts, stored responses and nonsense.
+"""Requests to /v1/messages and /v1/responses as chats: the client's marks, stored responses and nonsense.
 
 What vLLM itself makes of such requests: tests/engine/unit/test_conversions.py.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from proxy.chat.anthropic import messages_request
-from proxy.chat.canonical import chat_keys
 from proxy.chat.chat import TOOLS, Mark
 from proxy.chat.reader import chat_request
 from proxy.chat.responses import StoredResponses, responses_request
@@ -83,41 +82,6 @@ def test_stored_responses_are_bounded():
     for number in range(10):
         stored.put(chat, {"id": f"r{number}", "output": []}, "boot")
     assert stored.chat("r0") is None and stored.chat("r9") is not None
-
-
-USER = {"role": "user", "content": "Tide?"}
-
-
-@pytest.mark.parametrize(
-    ("tools", "marks"),
-    [
-        ([TOOL, {**TOOL, "name": "ebb", "cache_control": EPHEMERAL}], (Mark(TOOLS),)),
-        ([{**TOOL, "cache_control": EPHEMERAL}, TOOL], (Mark(TOOLS),)),
-        ([TOOL, TOOL], ()),
-        ([], ()),
-    ],
-)
-def test_one_marked_tool_marks_the_end_of_all_tools(tools, marks):
-    assert messages_request({"messages": [USER], "tools": tools}).marks == marks
-
-
-def test_a_mark_on_the_last_block_of_the_system_prompt_is_at_its_end():
-    blocks = [{"type": "text", "text": "You pilot."}, {"type": "text", "text": "More.", "cache_control": EPHEMERAL}]
-    assert messages_request({"messages": [USER], "system": blocks}).marks == (Mark(0),)
-
-
-def test_a_salt_parts_the_keys_of_every_api():
-    def keys(salt: str | None) -> list[bytes]:
-        body = {"model": "m", "messages": [USER], **({"cache_salt": salt} if salt else {})}
-        chats = (
-            chat_request(body),
-            messages_request(body),
-            responses_request({**body, "input": "Tide?"}),
-        )
-        return [chat_keys(chat.body, chat.messages, b"").after[0] for chat in chats]
-
-    assert keys("ann") == keys("ann")
-    assert all(len({*of_api}) == 3 for of_api in zip(keys("ann"), keys("bob"), keys(None), strict=True))
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": 7}, {"messages": [7]}, {"messages": [{}], "system": 7, "tools": 7}])

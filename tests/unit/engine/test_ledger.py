@@ -14,6 +14,8 @@ from engine_patches import ledger
 from engine_patches.ledger import Patch, Role, Shape, ShapeMismatch
 
 SOURCE = """
+length = len
+
 def greet(name, loud=False):
     return "hello " + name
 
@@ -69,6 +71,7 @@ def failing(original: Callable[..., Any]) -> Callable[..., Any]:
         (Shape("toy_vllm:Gone.step"), "toy_vllm:Gone.step does not exist"),
         (Shape("toy_vllm:Engine.inherited"), "toy_vllm:Engine.inherited does not exist"),
         (Shape("toy_gone:greet"), "toy_gone cannot be imported"),
+        (Shape("toy_vllm:length", mentions=("source",)), "toy_vllm:length: "),
     ],
 )
 def test_a_difference_is_named_and_nothing_is_replaced(toy, shape, named):
@@ -134,9 +137,10 @@ def test_a_failure_puts_everything_back_in_its_place(toy):
 
 
 def test_checkpoints_are_live_with_features_not_with_cures_alone_nor_after_a_failure(toy):
-    ledger.apply([dataclasses.replace(STEP, name="cure", role=Role.CURE)])
+    cure = dataclasses.replace(STEP, name="cure", role=Role.CURE)
+    ledger.apply([cure])
     assert not ledger.patches_live()
-    ledger.apply([STEP])
+    ledger.apply([cure, STEP])
     assert ledger.patches_live()
     ledger.apply([STEP])
     assert ledger.patches_live()
