@@ -27,7 +27,7 @@ import httpx
 from proxy.bench.harness.counters import PassCounter, family, samples_of
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from tests.harness.raw_http import Connection, Cut, request
-from tests.harness.strict_worker import DRIPPING, SILENT, SLOW_BODY, STALLED, StrictWorker
+from tests.harness.raw_worker import DRIPPING, SILENT, SLOW_BODY, STALLED, RawWorker
 
 CHAT = "/v1/chat/completions"
 
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     name: str
     path: str
     stream: bool
-    answer: str  # of the strict worker
+    answer: str  # of the raw worker
     sees: bool = False  # the client has some of the answer; otherwise only the worker has the request
 
 
@@ -160,13 +160,13 @@ def chat(question: str, **fields: object) -> bytes:
 
 
 def asking(path: str, answer: str, stream: bool) -> tuple[str, bytes]:
-    """A new request's name at the strict worker, and its bytes."""
+    """A new request's name at the raw worker, and its bytes."""
     name = f"left-{next(_numbers)}"
     headers = {"content-type": "application/json", "x-mock": answer, "x-mock-id": name}
     return name, request("POST", path, headers, chat(name, stream=stream))
 
 
-async def leave(gateway: Server, worker: StrictWorker, case: Case) -> float:
+async def leave(gateway: Server, worker: RawWorker, case: Case) -> float:
     """One client comes and leaves; seconds until the worker noticed. Raises `TimeoutError`."""
     name, data = asking(case.path, case.answer, case.stream)
     connection = await Connection.open(gateway)
@@ -197,12 +197,12 @@ async def repeated(name: str, times: int, once: Callable[[], Awaitable[float]]) 
     return Left(name, seconds, failures)
 
 
-async def leave_all(gateway: Server, worker: StrictWorker, times: int) -> list[Left]:
+async def leave_all(gateway: Server, worker: RawWorker, times: int) -> list[Left]:
     """Every case that needs no queue."""
     return [await repeated(case.name, times, lambda case=case: leave(gateway, worker, case)) for case in CASES]
 
 
-async def queue_case(servers: Servers, worker: StrictWorker, times: int) -> Left:
+async def queue_case(servers: Servers, worker: RawWorker, times: int) -> Left:
     """The queue of a gateway that sends one request at a time to a worker."""
     try:
         gateway = await started(servers.gateway(worker, flags=QUEUE_FLAGS))
@@ -211,7 +211,7 @@ async def queue_case(servers: Servers, worker: StrictWorker, times: int) -> Left
         return Left(QUEUED, (), [f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"])
 
 
-async def leave_queue(gateway: Server, worker: StrictWorker, times: int) -> Left:
+async def leave_queue(gateway: Server, worker: RawWorker, times: int) -> Left:
     """Clients leave a gateway started with `--max-inflight 1` while another's request has its worker.
 
     Their requests must never reach the worker; the seconds are those until `seamark_queued` is back.
@@ -323,14 +323,14 @@ def _descriptors(pid: int) -> Iterator[Path]:
 
 
 async def started(server: Server, path: str = "/ready") -> Server:
-    """The server once it is ready; the strict worker answers meanwhile."""
+    """The server once it is ready; the raw worker answers meanwhile."""
     await asyncio.to_thread(server.wait_until_ready, path)
     return server
 
 
 async def measure(servers: Servers, times: int, say=print, with_engine: bool = True) -> Aborts:
-    """All cases before a strict worker, then the same before a real engine."""
-    async with StrictWorker() as worker:
+    """All cases before a raw worker, then the same before a real engine."""
+    async with RawWorker() as worker:
         gateway = await started(servers.gateway(worker))
         await leave_all(gateway, worker, 2)  # what is made once and kept is made now
         before = await remains(gateway)
@@ -403,7 +403,7 @@ def main(argv: list[str]) -> int:
         prog="python -m tests.bench.aborts", description="clients that leave at every moment"
     )
     parser.add_argument("--times", type=int, default=TIMES, help="clients per case")
-    parser.add_argument("--no-engine", action="store_true", help="with the strict worker only")
+    parser.add_argument("--no-engine", action="store_true", help="with the raw worker only")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     say = narrator()

@@ -26,7 +26,7 @@ from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, case, complaint, nam
 from tests.bench.fuzz_framing import SMUGGLED
 from tests.bench.soak import bad_lines, resident_bytes
 from tests.harness.raw_http import Connection, Cut, request
-from tests.harness.strict_worker import StrictWorker
+from tests.harness.raw_worker import RawWorker
 
 PARALLEL = 8
 
@@ -76,13 +76,13 @@ class Fuzzed:
 
 
 async def fuzz(servers: Servers, seed: int, seconds: float, only: Sequence[int] | None = None) -> Fuzzed:
-    """Send cases to a gateway before a strict worker until time is up, or `only` those with these numbers."""
+    """Send cases to a gateway before a raw worker until time is up, or `only` those with these numbers."""
     numbers = iter(only) if only else itertools.count()
     began = time.monotonic()
     failures: list[Failure] = []
     kinds: Counter[str] = Counter()
     memory: list[int] = []
-    async with StrictWorker() as worker:
+    async with RawWorker() as worker:
         gateway = await started(servers.gateway(worker, flags=GATEWAY_FLAGS))
         run = Run(gateway, worker, seed)
 
@@ -111,7 +111,7 @@ async def fuzz(servers: Servers, seed: int, seconds: float, only: Sequence[int] 
 class Run:
     """One gateway under fire, and what has been counted so far."""
 
-    def __init__(self, gateway: Server, worker: StrictWorker, seed: int) -> None:
+    def __init__(self, gateway: Server, worker: RawWorker, seed: int) -> None:
         self._gateway, self._worker, self._seed = gateway, worker, seed
         self.statuses: Counter[int] = Counter()
         self.reached = 0

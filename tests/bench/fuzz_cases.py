@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 
 from tests.bench import fuzz_bodies, fuzz_framing
 from tests.harness.raw_http import request
-from tests.harness.strict_worker import Seen
+from tests.harness.raw_worker import Seen
 
 # What must become of it.
 ANSWERED = "answered"  # each request gets one whole answer, and reaches the worker once or not at all

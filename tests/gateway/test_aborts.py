@@ -34,14 +34,14 @@ from tests.bench.aborts import (
 from tests.bench.soak import bad_lines
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.raw_http import Connection, request
-from tests.harness.strict_worker import SILENT, WHOLE, StrictWorker
+from tests.harness.raw_worker import SILENT, WHOLE, RawWorker
 
 TIMES = 10
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[StrictWorker]:
-    async with StrictWorker() as made:
+async def worker() -> AsyncIterator[RawWorker]:
+    async with RawWorker() as made:
         yield made
 
 
@@ -150,7 +150,7 @@ async def test_a_gateway_that_does_not_notice_is_told(worker, monkeypatch):
     deaf.close()
 
 
-async def forward_deafly(worker: StrictWorker, reader: asyncio.StreamReader) -> None:
+async def forward_deafly(worker: RawWorker, reader: asyncio.StreamReader) -> None:
     """What the client says goes to the worker; that it has gone is not noticed."""
     _, writer = await asyncio.open_connection("127.0.0.1", int(worker.url.rsplit(":", 1)[1]))
     while data := await reader.read(65536):

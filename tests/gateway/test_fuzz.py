@@ -15,7 +15,7 @@ from tests.bench.fuzz import GATEWAY_FLAGS, Failure, Fuzzed, Run, fuzz, render
 from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, Sent, case, complaint, name_of, same_body
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.raw_http import request
-from tests.harness.strict_worker import Seen, StrictWorker, frame
+from tests.harness.raw_worker import RawWorker, Seen, head_of
 
 CASES = 2000
 
@@ -31,7 +31,7 @@ async def test_two_thousand_broken_requests(tmp_path):
 
 
 async def test_no_ambiguous_request_gets_past_the_gateway(tmp_path):
-    async with StrictWorker() as worker:
+    async with RawWorker() as worker:
         with GatewayForks(tmp_path) as fleet:
             run = Run(await started(fleet.gateway(worker, flags=GATEWAY_FLAGS)), worker, 0)
             for number, (wrong, data) in enumerate(fuzz_framing.ambiguous("").items()):
@@ -49,7 +49,7 @@ async def test_a_gateway_that_passes_everything_on_is_told(tmp_path):
         from_worker, to_worker = await asyncio.open_connection("127.0.0.1", int(worker.url.rsplit(":", 1)[1]))
         await asyncio.gather(piped(reader, to_worker), piped(from_worker, writer))
 
-    async with StrictWorker() as worker:
+    async with RawWorker() as worker:
         pipe = await asyncio.start_server(pass_on, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{pipe.sockets[0].getsockname()[1]}"
         process = SimpleNamespace(poll=lambda: None)
@@ -86,7 +86,7 @@ async def test_each_wrong_answer_is_told(answer, why):
         writer.write(answer)
         writer.close()
 
-    async with StrictWorker() as worker:
+    async with RawWorker() as worker:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         run = Run(SimpleNamespace(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), worker, 0)
         sent = Sent("a", "GET", "/v1/x", b"")
@@ -126,9 +126,9 @@ def test_a_body_is_the_same_but_for_the_hint_and_the_encoding(sent, seen, same):
 
 
 @pytest.mark.parametrize("wrong", ["length and chunked", "two lengths", "chunk size with 0x", "bare line feeds"])
-def test_the_strict_worker_takes_http_by_the_letter(wrong):
-    with pytest.raises(ValueError, match=r"framed more than once|chunked, where|request line"):
-        frame(fuzz_framing.ambiguous("x")[wrong].replace(b"\n\n", b"\r\n\r\n"))
+def test_the_raw_worker_takes_http_by_the_letter(wrong):
+    with pytest.raises(ValueError, match=r"framed more than once|chunked, although|request line"):
+        head_of(fuzz_framing.ambiguous("x")[wrong].replace(b"\n\n", b"\r\n\r\n"))
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v1/chat/completions"])
@@ -136,7 +136,7 @@ async def test_a_body_in_utf_16_is_answered_whatever_it_is_called(tmp_path, path
     """Found by fuzzing: what is read as UTF-16 must be changed as UTF-16 too, or not at all."""
     body = {"model": "m", "messages": [], "stream": True, "cache_salt": "x", "kv_transfer_params": {"a": 1}}
     raw = json.dumps(body).encode("utf-16")
-    async with StrictWorker() as worker:
+    async with RawWorker() as worker:
         with GatewayForks(tmp_path) as fleet:
             run = Run(await started(fleet.gateway(worker)), worker, 0)
             sent = Sent("utf-16", "POST", path, raw)

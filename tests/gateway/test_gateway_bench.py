@@ -190,7 +190,7 @@ def test_a_target_that_could_not_be_taken_is_not_held():
     everywhere = tuple(Row(row.gateway, row.case, row.batches, row.direct, ()) for row in report.rows)
     judged = targets(report._replace(rows=everywhere), with_router=True)
     assert [target.held for target in judged] == [False, False, True]
-    assert "not taken" in judged[0].told()
+    assert "not taken" in judged[0].in_words()
 
 
 def test_the_table_names_a_missing_peer_and_both_gateways():

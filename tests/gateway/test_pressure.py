@@ -288,7 +288,7 @@ def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool)
 
 
 def test_a_kept_connection_that_was_closed_is_no_reason_to_fail(fleet):
-    def reply(request: bytes, served: int) -> bytes | None:
+    def reply(body: bytes, served: int) -> bytes | None:
         return whole() if served == 0 else None  # closes as soon as a second request is written
 
     with raw_worker(reply) as worker:
@@ -305,20 +305,20 @@ def dies() -> None:
 
 
 def test_what_a_worker_has_read_is_never_sent_again(fleet):
-    with raw_worker(lambda request, served: dies()) as worker:
+    with raw_worker(lambda body, served: dies()) as worker:
         gateway = start_gateway(fleet, worker)
         failed = post(gateway, chat("once"))
         assert failed.status_code == 502 and failed.json()["error"]["code"] == "worker_failed"
-        assert len(worker.requests) == 1 and metric(gateway, "seamark_resent_total") == 0
+        assert len(worker.seen[""]) == 1 and metric(gateway, "seamark_resent_total") == 0
 
 
 def test_after_three_failures_in_a_row_a_worker_is_left_alone(fleet, worker):
-    with raw_worker(lambda request, served: dies()) as broken:
+    with raw_worker(lambda body, served: dies()) as broken:
         gateway = start_gateway(fleet, broken, worker, flags=("--health-interval", "60"))
         answers = [post(gateway, {"model": "m", "input": "x"}, path="/v1/embeddings") for _ in range(12)]
         assert sorted(answer.status_code for answer in answers) == [200] * 9 + [502] * 3
-        assert len(broken.requests) == 3
-    with raw_worker(lambda request, served: whole() if b"good" in request else dies()) as shaky:
+        assert len(broken.seen[""]) == 3
+    with raw_worker(lambda body, served: whole() if b"good" in body else dies()) as shaky:
         gateway = start_gateway(fleet, shaky, flags=("--health-interval", "60"))
         words = ("bad", "bad", "good", "bad", "bad", "good")
         assert [post(gateway, chat(word)).status_code for word in words] == [502, 502, 200, 502, 502, 200]
@@ -326,7 +326,7 @@ def test_after_three_failures_in_a_row_a_worker_is_left_alone(fleet, worker):
 
 def test_a_worker_that_is_well_again_is_used_again(fleet):
     replies = iter([None, None, None])
-    with raw_worker(lambda request, served: next(replies, whole()) or dies()) as worker:
+    with raw_worker(lambda body, served: next(replies, whole()) or dies()) as worker:
         gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.2"))
         assert [post(gateway, chat(f"{number}")).status_code for number in range(3)] == [502, 502, 502]
         wait_for(lambda: post(gateway, chat("again")).status_code == 200)

@@ -1,81 +1,309 @@
-"""A worker whose connections do what they are told: close, stay silent. HTTP servers do not offer that."""
+"""A worker on a raw socket, for what no HTTP server shows.
+
+It takes HTTP by the letter, notices when a connection closes, and closes one without an answer. To the gateway it looks
+like a patched vLLM. A request's header `x-mock` says how it is answered, `x-mock-id` under which name it is remembered;
+the answer is marked `x-mock: answer`. With `raw_worker(reply)` a function answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 from tests.harness.recording_worker import COMPLETION, ENGINE_INFO
 
-Reply = bytes | None  # None: the connection is closed without a word
+# How a request is answered.
+WHOLE, SILENT, STALLED, DRIPPING, SLOW_BODY = "whole", "silent", "stalled", "dripping", "slow-body"
+
+DRIP_SECONDS = 0.01
+
+EVENT = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":"\xc3\xa9"}}]}\n\n'
+
+JSON = b"application/json"
+
+PAGES = {
+    b"/health": (b"", b"text/plain"),
+    b"/metrics": (b"process_start_time_seconds 1.7e+09\n" + ENGINE_INFO.encode(), b"text/plain"),
+    b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}', JSON),
+    b"/seamark/outcomes": (b'{"boot":"b","cursor":0,"outcomes":[]}', JSON),
+}
+
+RENDER = b"/v1/chat/completions/render"
+
+_REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) (/[\x21-\x7e]*) HTTP/1\.1")
+
+_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\x00]*?)[ \t]*")
+
+
+class Head(NamedTuple):
+    """A request's head, and which bytes behind its beginning are its body."""
+
+    method: bytes
+    target: bytes
+    headers: dict[bytes, bytes]  # lower-case names; the last of several equal ones
+    start: int
+    end: int
+
+
+def head_of(data: bytes) -> Head | None:
+    """The head that `data` begins with, None while it is incomplete. Raises `ValueError` for what RFC 9112 forbids."""
+    start = data.find(b"\r\n\r\n")
+    if start < 0:
+        return None
+    line, *lines = data[:start].split(b"\r\n")
+    if (request := _REQUEST_LINE.fullmatch(line)) is None:
+        raise ValueError("request line")
+    pairs = []
+    for each in lines:
+        if (field := _FIELD.fullmatch(each)) is None:
+            raise ValueError("header field")
+        pairs.append((field[1].lower(), field[2]))
+    framing = [(name, value) for name, value in pairs if name in (b"content-length", b"transfer-encoding")]
+    if len(framing) > 1:
+        raise ValueError("framed more than once")
+    size = 0
+    for name, value in framing:
+        if name == b"transfer-encoding":
+            raise ValueError("chunked, although the whole body was known")
+        if not re.fullmatch(rb"[0-9]+", value):
+            raise ValueError("content-length")
+        size = int(value)
+    return Head(request[1], request[2], dict(pairs), start + 4, start + 4 + size)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request as it arrived."""
+
+    method: bytes
+    target: bytes
+    headers: dict[bytes, bytes]
+    body: bytes
+    connection: int  # number of the connection it came on
+
+    @property
+    def id(self) -> str:
+        """What the client called it, empty if it has no name."""
+        return self.headers.get(b"x-mock-id", b"").decode("latin-1")
+
+
+class Malformed(NamedTuple):
+    """Bytes that are no request by RFC 9112, and what is wrong with them."""
+
+    why: str
+    data: bytes
+
+
+class Connection(asyncio.Protocol):
+    """One connection, cut into requests."""
+
+    def __init__(self) -> None:
+        self.rest = b""  # arrived, and not yet answered
+        self._head: Head | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def data_received(self, data: bytes) -> None:
+        self.rest = self.rest + data if self.rest else data
+        try:
+            while self.rest and not self.transport.is_closing():
+                head = self._head = self._head or head_of(self.rest)
+                if head is None or len(self.rest) < head.end:
+                    return
+                body, self.rest, self._head = self.rest[head.start : head.end], self.rest[head.end :], None
+                self.received(head, body)
+        except ValueError as error:
+            self.malformed(str(error))
+            self.transport.close()
+
+    def received(self, head: Head, body: bytes) -> None:
+        """Answer a request."""
+        raise NotImplementedError
+
+    def malformed(self, why: str) -> None:
+        """What has arrived is no request."""
+
+
+def whole(body: Any = COMPLETION, status: str = "200 OK", kind: bytes = JSON, mark: bytes = b"") -> bytes:
+    """A whole answer; a body that is not bytes as JSON."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = b"HTTP/1.1 %b\r\ncontent-type: %b\r\n%bcontent-length: %d\r\n\r\n"
+    return head % (status.encode(), kind, mark, len(raw)) + raw
+
+
+def chunk(data: bytes) -> bytes:
+    """A piece of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+Reply = Callable[[bytes, int], bytes | None]  # (body, requests before it on this connection); None: closed unanswered
 
 
 class RawWorker:
-    """State of it. `reply(request, n)` answers the `n`-th request (from 0) of a connection."""
+    """Use as an async context manager; `url` is known then."""
 
-    def __init__(self, reply: Callable[[bytes, int], Reply]) -> None:
-        self.reply = reply
+    def __init__(self, reply: Reply | None = None) -> None:
         self.url = ""
-        self.requests: list[bytes] = []
-        self.connections: list[asyncio.StreamWriter] = []
+        self.reply = reply
+        # By id, what clients sent; not what the gateway asks for itself. Those without a name are under "".
+        self.seen: defaultdict[str, list[Seen]] = defaultdict(list)
+        self.malformed: list[Malformed] = []
+        self.connections = 0  # ever made
+        self.open: set[_Connection] = set()
+        self._arrived: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._flowing: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._left: defaultdict[str, asyncio.Future[float]] = defaultdict(asyncio.get_running_loop().create_future)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
-        self.connections.append(writer)
-        served = 0
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-                body = await reader.readexactly(int(lengths[0].split(b":")[1])) if lengths else b""
-                answer = _page(head.split(b" ", 2)[1])
-                if answer is None:
-                    self.requests.append(head + body)
-                    answer = self.reply(head + body, served)
-                    served += 1
-                if answer is None:
-                    break
-                writer.write(answer)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.transport.abort()
+    async def __aenter__(self) -> RawWorker:
+        self._server = await asyncio.get_running_loop().create_server(lambda: _Connection(self), "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._server.close()
+
+    async def arrived(self, request_id: str) -> None:
+        """Return once a request of that id is here."""
+        await self._arrived[request_id].wait()
+
+    async def flowing(self, request_id: str) -> None:
+        """Return once a part of the answer to it has been sent."""
+        await self._flowing[request_id].wait()
+
+    async def left(self, request_id: str) -> float:
+        """`time.perf_counter()` of the moment when the connection of that unfinished request was closed."""
+        return await asyncio.shield(self._left[request_id])
+
+    def pop(self, request_id: str) -> list[Seen]:
+        """The requests of that id, forgotten from here on."""
+        for kept in (self._arrived, self._flowing, self._left):
+            kept.pop(request_id, None)
+        return self.seen.pop(request_id, [])
+
+    def take(self, seen: Seen) -> None:
+        """A request is complete."""
+        self.seen[seen.id].append(seen)
+        self._arrived[seen.id].set()
+
+    def flows(self, request_id: str) -> None:
+        """A part of its answer has been sent."""
+        self._flowing[request_id].set()
+
+    def gone(self, request_id: str) -> None:
+        """Its connection is closed, and it was not answered in full."""
+        if not self._left[request_id].done():
+            self._left[request_id].set_result(time.perf_counter())
 
 
-def whole(body: Any = COMPLETION, status: str = "200 OK") -> bytes:
-    """A JSON answer."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-    return head.encode() + raw
+class _Connection(Connection):
+    def __init__(self, worker: RawWorker) -> None:
+        super().__init__()
+        self._worker = worker
+        self._served = 0
+        self._open: Seen | None = None  # being answered
+        self._answering: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._worker.connections += 1
+        self._number = self._worker.connections
+        self._worker.open.add(self)
+
+    def malformed(self, why: str) -> None:
+        self._worker.malformed.append(Malformed(why, self.rest))
+
+    def eof_received(self) -> None:
+        self._closed()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._worker.open.discard(self)
+        self._closed()
+
+    def _closed(self) -> None:
+        if self._answering is not None:
+            self._answering.cancel()
+        if self._open is not None:
+            self._worker.gone(self._open.id)
+            self._open = None
+        elif self.rest:
+            self.malformed("cut off")
+            self.rest = b""
+
+    def received(self, head: Head, body: bytes) -> None:
+        seen = Seen(head.method, head.target, head.headers, body, self._number)
+        if not seen.id and (page := _page(seen)) is not None:
+            self.transport.write(whole(*page))
+            return
+        self._worker.take(seen)
+        if self._worker.reply is not None:
+            answer = self._worker.reply(body, self._served)
+            self._served += 1
+            self.transport.abort() if answer is None else self.transport.write(answer)
+            return
+        how = seen.headers.get(b"x-mock", b"whole").decode("latin-1")
+        if how == WHOLE:
+            answer = whole(mark=b"x-mock: answer\r\n")
+            self.transport.write(answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if seen.method == b"HEAD" else answer)
+            return
+        self._open = seen
+        if how in (STALLED, DRIPPING):
+            self._begin(b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
+            self.transport.write(chunk(EVENT))
+        if how == SLOW_BODY:
+            self._begin(JSON, b"content-length: 1000000")
+        if how in (DRIPPING, SLOW_BODY):
+            self._answering = asyncio.ensure_future(self._drip(chunk(EVENT) if how == DRIPPING else b" ", seen.id))
+
+    def _begin(self, kind: bytes, framing: bytes) -> None:
+        self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\nx-mock: answer\r\n%b\r\n\r\n" % (kind, framing))
+
+    async def _drip(self, piece: bytes, seen_id: str) -> None:
+        while True:
+            self.transport.write(piece)
+            await asyncio.sleep(DRIP_SECONDS)
+            self._worker.flows(seen_id)
 
 
-def _page(target: bytes) -> bytes | None:
-    """What every worker answers about itself."""
-    if target == b"/health":
-        return whole(b"")
-    if target == b"/metrics":
-        return whole(b"process_start_time_seconds 1.7e+09\n" + ENGINE_INFO.encode())
-    if target == b"/v1/models":
-        return whole({"object": "list", "data": [{"id": "m", "object": "model"}]})
-    if target.startswith(b"/seamark/"):
-        return whole(b"", "404 Not Found")
-    if target.endswith(b"/render"):
-        return whole({"token_ids": list(range(20))})
-    return None
+def _page(seen: Seen) -> tuple[bytes, str, bytes] | None:
+    """What the gateway asks for itself."""
+    path = seen.target.partition(b"?")[0]
+    if path == RENDER:
+        return _rendered(seen.body), "200 OK", JSON
+    if seen.method != b"GET" or path not in PAGES:
+        return None
+    body, kind = PAGES[path]
+    return body, "200 OK", kind
+
+
+def _rendered(body: bytes) -> bytes:
+    """One token per character of the messages, whatever they are; nothing if there are none: clients ask too."""
+    try:
+        request = json.loads(body)
+        text = "".join(f"<{json.dumps(message)}>" for message in request.get("messages") or ())
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return b"{}"
+    text += "<assistant>" if request.get("add_generation_prompt", True) else ""
+    return json.dumps({"token_ids": list(map(ord, text))}).encode()
 
 
 @contextmanager
-def raw_worker(reply: Callable[[bytes, int], Reply]) -> Iterator[RawWorker]:
-    """The worker on a free port, in a thread."""
-    worker = RawWorker(reply)
+def raw_worker(reply: Reply) -> Iterator[RawWorker]:
+    """The worker in a thread, for tests without an event loop."""
     loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(worker.serve, "127.0.0.1", 0, limit=2**26))
-    worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def start() -> RawWorker:
+        return await RawWorker(reply).__aenter__()
+
+    worker = loop.run_until_complete(start())
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
@@ -83,8 +311,8 @@ def raw_worker(reply: Callable[[bytes, int], Reply]) -> Iterator[RawWorker]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        server.close()
-        for writer in worker.connections:
-            writer.transport.abort()
+        loop.run_until_complete(worker.__aexit__())
+        for connection in worker.open:
+            connection.transport.abort()
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
