@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from proxy.boundaries.candidates import (
-    Kind,
-    PromptLayout,
-)
+from proxy.boundaries.candidates import Kind, PromptLayout
 from proxy.boundaries.token_ids import TokenIds
 
 Result = Literal["memo", "local", "render", "none"]
@@ -29,7 +26,7 @@ class Boundary(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is known of one request's prompt."""
+    """The boundaries of one request's prompt, and what else is known of it."""
 
     boundaries: tuple[Boundary, ...] = ()  # ascending
     prefixes: tuple[bytes, ...] = ()  # keys of all that is known of this prompt's beginnings, shortest first
@@ -37,7 +34,7 @@ class Found(NamedTuple):
     failure: str | None = None  # why there are no boundaries: a reason of the closed set
     key: bytes = b""  # of the chat before its last text
     layout: PromptLayout | None = None
-    tokens: TokenIds | None = None  # the prompt, where it was rendered
+    tokens: TokenIds | None = None  # the prompt, if it was rendered
     renders: int = 0  # asked for this request
     turn_key: bytes | None = None  # names the tokens up to the end of the last turn
 

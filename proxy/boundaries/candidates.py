@@ -152,7 +152,7 @@ def marked_candidate(layout: PromptLayout, mark: Mark) -> Candidate | None:
         part = {**content[number], "text": sentinel_for(content[number]["text"])}
         changed = {**message, "content": [*content[:number], part]}
         before = layout.keys.after[mark.message - 1] if mark.message else layout.keys.head
-        # Its role and other fields too; where the marks stand moves nothing.
+        # The message's role and other fields belong to the key; the marks themselves move nothing.
         beside = {name: value for name, value in message.items() if name not in ("content", *MARKS)}
         shape = canonical([beside, [without_marks(each) for each in content[:number]]])
         key = digest("part", before, shape, str(mark.message == layout.last).encode())

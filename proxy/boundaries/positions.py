@@ -1,4 +1,4 @@
-"""What is remembered of positions: by content key, the token position and the name of the tokens before it."""
+"""The positions that were found: by content key, the token position and the name of the tokens before it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-# Of one entry: two keys of 16 bytes as Python objects, the tuple, its place in the table. Measured, rounded up.
+# Size of an entry: two keys of 16 bytes as Python objects, the tuple, its place in the table. Measured, rounded up.
 ENTRY_BYTES = 400
 
 
@@ -24,7 +24,7 @@ class PositionCache:
         """`size` in bytes."""
         self._entries = max(1, size // ENTRY_BYTES)
         self._positions: OrderedDict[bytes, Position] = OrderedDict()
-        # Told of what this gateway finds by itself; on a request's path, so it may only take note of it.
+        # Called with each position that this gateway finds itself; on a request's path, so it may only take note of it.
         self.on_put: Callable[[bytes, Position], None] | None = None
 
     def get(self, key: bytes) -> Position | None:

@@ -13,8 +13,8 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.http.client import Broken, Unreachable, Upstream
 
-# Rendered once for each boot: its tokens stand for tokenizer and template, so that a position learnt from one template
-# is never used with another. The second serves templates without a system role.
+# Rendered once for each boot: the tokens stand for tokenizer and template, so that a position learnt from one template
+# is never used with another. The second probe serves templates without a system role.
 PROBES: tuple[list[dict[str, str]], ...] = (
     [
         {"role": "system", "content": "Seamark 1"},
@@ -27,7 +27,7 @@ PROBES: tuple[list[dict[str, str]], ...] = (
 
 TOKENIZE = "/tokenize"
 
-# `/tokenize` refuses nothing it does not know, but these are the fields of a chat it reads.
+# The fields of a chat that `/tokenize` reads; it refuses no others.
 TOKENIZE_FIELDS = (
     "model",
     "messages",
@@ -56,11 +56,11 @@ class Renderer(Protocol):
     """Token ids of a request."""
 
     async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
-        """`body` as it would be sent to `path`. Raise `RenderFailed` where there are none."""
+        """`body` as it would be sent to `path`. Raise `RenderFailed` if there are none."""
 
 
 class WorkerRenderer:
-    """Renders through one worker: by its render routes, or by `/tokenize` where those are switched off."""
+    """Renders through one worker: by its render routes, or by `/tokenize` if those are switched off."""
 
     def __init__(self, upstream: Upstream, url: str, timeout: float) -> None:
         """`timeout` in seconds for one render."""
@@ -109,7 +109,7 @@ class WorkerRenderer:
 
 
 async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
-    """A hash of what the probes render to; None where none of them renders."""
+    """A hash of what the first probe that renders becomes; None if neither renders."""
     for messages in PROBES:
         try:
             tokens = await renderer({"model": model, "messages": messages})

@@ -22,7 +22,7 @@ class TokenIds:
         self.raw = raw
         self.local = local
         self._count: int | None = None
-        self._ends: dict[int, int] = {}  # where so many tokens end in `raw`; counting is what costs
+        self._ends: dict[int, int] = {}  # offset in `raw` at which so many tokens end; counting is what costs
 
     @classmethod
     def of(cls, ids: Iterable[int]) -> TokenIds:
@@ -31,7 +31,7 @@ class TokenIds:
 
     @classmethod
     def in_answer(cls, answer: bytes, field: str) -> TokenIds | None:
-        """The one list of ids named `field` in a JSON answer; None where there is none, or more than one."""
+        """The one list of ids named `field` in a JSON answer; None if there is none, or more than one."""
         _, found, rest = answer.partition(b'"%b":' % field.encode())
         ids, closed, rest = rest.partition(b"]")
         ids = ids.lstrip()
@@ -77,7 +77,7 @@ class TokenIds:
         return b",".join(self.raw[max(0, end - 12 * (count + 1)) : end].split(b",")[-count:])
 
     def _offset(self, tokens: int) -> int:
-        """Where the first `tokens` ids end in `raw`, by halving."""
+        """Offset in `raw` at which the first `tokens` ids end, by halving."""
         if tokens <= 0:
             return 0
         if (end := self._ends.get(tokens)) is not None:

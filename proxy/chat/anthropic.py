@@ -38,7 +38,7 @@ def messages_request(body: Mapping[str, Any]) -> Chat | None:
 
 
 class _Reader:
-    """Collects chat messages, and where the client's marks have gone."""
+    """Collects chat messages, and the places in them that the client marked."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
