@@ -6,8 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -65,10 +63,3 @@ def test_hooks_and_hosts_run_targets_of_the_makefile():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
     commands += [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert {command.removeprefix("make ") for command in commands} == {"lint", "test-fast", "test"} <= targets
-
-
-def test_the_lock_has_every_dependency():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
-    locked = re.findall(r"^([\w.-]+)", (ROOT / "requirements.lock").read_text(), re.M)
-    assert {re.match(r"[\w.-]+", each).group() for each in wanted} <= set(locked)
