@@ -218,6 +218,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--out: {args.out} is a file, a folder is needed")
     try:
         print(write_model(args.out, args.family, args.seed))
+    except OSError as error:
+        parser.error(f"--out: {args.out} cannot be written: {error}")
     except ModuleNotFoundError as error:
         print(f"seamark model: {why_not(error)}", file=sys.stderr)
         return 1

@@ -43,6 +43,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--attention-backend", metavar="NAME", help="for qwen3_next, as in `vllm serve`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file too")
     args = parser.parse_args(argv)
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        parser.error(f"--json: {args.json} cannot be written: a file in an existing folder is needed")
     began = time.monotonic()
     try:
         device = "cpu" if is_cpu_build() else "cuda"

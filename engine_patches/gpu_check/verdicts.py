@@ -116,17 +116,12 @@ def judge_answers(lane: str, patched: Result, reference: Result, rule: Rule) -> 
     checks.append(aligned)
     warm = {defect: differences[defect][len(asked[defect]) // 2 :] for defect in DEFECTS if defect in differences}
     unseen = [defect for defect, found in warm.items() if rule.accepts_all(found)]
-    errors = ", ".join(f"{defect} is off by {max(d.error for d in found):.2g}" for defect, found in warm.items())
-    checks.append(
-        Check(
-            f"the check can see, {lane}",
-            WRONG if unseen else OK,
-            f"planted defects not noticed: {', '.join(unseen)} ({errors})"
-            if unseen
-            else f"planted defects noticed: {errors}",
-            {defect: max(d.error for d in found) for defect, found in warm.items()},
-        )
-    )
+    largest = {defect: max(difference.error for difference in found) for defect, found in warm.items()}
+    errors = ", ".join(f"{defect} is off by {error:.2g}" for defect, error in largest.items())
+    says = f"planted defects noticed: {errors}"
+    if unseen:
+        says = f"planted defects not noticed: {', '.join(unseen)} ({errors})"
+    checks.append(Check(f"the check can see, {lane}", WRONG if unseen else OK, says, largest))
     return checks
 
 

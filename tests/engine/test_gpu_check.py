@@ -212,7 +212,7 @@ def test_the_references_own_scatter_sets_the_rule():
 
 
 def results(warm: Answer, spoiled: Answer) -> tuple[Result, Result]:
-    """A patched engine that resumed with `warm`, and `spoiled` where a defect was planted; and a reference."""
+    """A patched engine that resumed with `warm`, and `spoiled` with a planted defect; and a reference."""
     cold, right = Question("cold", [1], [], 0), answer(1, 2, 3)
     asked = {name: [[cold], [Question("warm", [1], [], 16)]] for name in (EXACT, ALIGNED, RESEND, *DEFECTS)}
     answers = {name: [right, spoiled if name in DEFECTS else warm] for name in asked}

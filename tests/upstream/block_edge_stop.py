@@ -1,6 +1,6 @@
-"""A last prefill chunk that starts inside a block runs past the block's edge where a backend exports Mamba states.
+"""A last prefill chunk that starts inside a block runs past the block's edge if the backend exports Mamba states.
 
-The block keeps the state of where the chunk began and is registered under the key of its edge. No engine and no GPU:
+The block keeps the state of the chunk's beginning and is registered under the key of its edge. No engine and no GPU:
 vLLM's scheduler runs with the cache layout of such a backend, and a stand-in for the worker notes which position's
 state each block holds, by the rules of vLLM's own `compute_mamba_prefill_checkpoints`.
 Usage: python block_edge_stop.py MODEL (its config only). Exits 1 while the defect is there, 0 without it.

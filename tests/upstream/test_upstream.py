@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The last line that the script itself printed, or the whole log where it printed none."""
+        """The last line that the script itself printed, or the whole log if it printed none."""
         said = [line for line in self.log.splitlines() if line in ("no defect", "defect present")]
         return said[-1] if said else self.log[-3000:]
 

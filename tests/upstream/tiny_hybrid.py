@@ -9,7 +9,7 @@ import sys
 
 VOCABULARY = 4096
 
-# Matrices drawn with the usual 0.02 give almost flat logits, where greedy decoding hides a damaged state.
+# Matrices drawn with the usual 0.02 give almost flat logits: greedy decoding would hide a damaged state.
 WEIGHT_STD = 0.08
 
 

@@ -146,7 +146,7 @@ def test_responses(name):
 
 
 def keys(messages):
-    """Of the messages with the names in them sorted: vLLM's request classes write them in an order of their own."""
+    """Keys of the messages, with sorted names: vLLM's request classes have an order of their own."""
     return chat_keys({}, json.loads(json.dumps(messages, sort_keys=True)), b"").after
 
 

@@ -43,7 +43,7 @@ def interpolated(text: str) -> str:
 
 
 def within_container(words: list[str]) -> list[str]:
-    """The same words where the models lie here."""
+    """The same words with the folder of models that is here."""
     return [word.replace("/etc/seamark/models", str(DEPLOY / "models")) for word in words]
 
 

@@ -1,4 +1,4 @@
-"""States are written inside a pass only where every worker and every layer does so."""
+"""States are written inside a pass only if every worker and every layer does so."""
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec

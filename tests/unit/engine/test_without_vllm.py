@@ -49,3 +49,11 @@ def test_the_ledger_needs_vllm(monkeypatch, capsys):
 def test_an_unknown_command_is_answered_with_the_usage(capsys, arguments, status):
     assert plugin.main(arguments) == status
     assert "usage: python -m engine_patches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [".", "nowhere/report.json"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_check(monkeypatch, capsys, tmp_path, file):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        plugin.main(["gpu-check", "--json", file])
+    assert error.value.code == 2 and "--json: " in capsys.readouterr().err
