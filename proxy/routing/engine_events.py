@@ -1,7 +1,7 @@
-"""What the engines say, read from each worker's feed (`engine_patches/reporting/events_api.py`) in the background.
+"""The engines' events, read from each worker's endpoint (`engine_patches/reporting/events_api.py`) in the background.
 
-Of requests: the reason, where the gateway's own word may hide a deeper cause. Of states: which came and which went,
-for the directory. Nothing here is on a request's way but a wait of at most `TIMEOUT` for an explanation.
+They give the reason of a request, which the gateway's own reason may hide, and the states that were stored and evicted,
+for the prefix index. A request waits for nothing here, except at most `TIMEOUT` for its explanation.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ logger = logging.getLogger("seamark.engine_events")
 
 PATH = "/seamark/outcomes"
 
-TIMEOUT = 0.2  # seconds for an explanation; it is not worth more
+TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
 
-SILENT_SECONDS = 10.0  # a feed that failed is left alone for so long
+SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
-MAX_REASONS = 8192  # of requests that nobody has asked about, per worker
+MAX_REASONS = 8192  # kept for requests that nobody has asked about, per worker
 
-POLL_SECONDS = 2.0  # the worker holds a question so long where nothing is new; one that is to stop waits as long
+POLL_SECONDS = 2.0  # the worker holds a read so long if nothing is new; stopping the worker may take as long
 
 READ_TIMEOUT = POLL_SECONDS + 2.0
 
-READS_PER_SECOND = 20.0  # on the average; more where somebody waits for a word
+READS_PER_SECOND = 20.0  # on the average; more if somebody waits for a reason
 
 READS_AT_ONCE = 10.0  # before the average counts
 
-IDLE_SECONDS = 600.0  # a worker that was sent nothing for so long is not read until it is
+IDLE_SECONDS = 600.0  # a worker that was sent nothing for so long is not read until the next request
 
 
 @dataclass
 class _Feed:
-    """What was read of one worker's feed, and the task that reads on."""
+    """What was read of one worker's events, and the task that reads them."""
 
     held_states: HeldStates
     boot: str = ""
     cursor: int = 0
-    read_as: str = ""  # what the worker was known as when it was last read
+    read_as: str = ""  # the worker's boot identity at the last read
     former_boots: set[str] = field(default_factory=set)
-    tells_states: bool = False  # so it can also be asked to wait for news
-    several: bool = False  # API servers in turn, each with a part of the news: good for words only
+    reports_states: bool = False  # then it can also be asked to wait for events
+    several: bool = False  # API servers answer in turn, each with a part of the events: good for reasons only
     last_sent: float = 0.0  # time.monotonic()
-    silent_until: float = 0.0  # time.monotonic(): it failed, and is not asked before
-    reasons: OrderedDict[str, str] = field(default_factory=OrderedDict)  # reason by request id
+    silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
+    reasons: OrderedDict[str, str] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for a word
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for a reason
     reader: asyncio.Task[None] | None = None
 
     @property
     def follows(self) -> bool:
-        """Whether the feed is read without anybody asking."""
-        return self.tells_states and not self.several
+        """Whether the feed is read even if nobody asks."""
+        return self.reports_states and not self.several
 
 
 class EngineEvents:
@@ -77,15 +77,15 @@ class EngineEvents:
         self._feeds: dict[str, _Feed] = {}
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary]) -> None:
-        """A request with these boundaries goes to a patched worker: its engine will tell of it."""
+        """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
         feed = self._feed(worker)
         feed.last_sent = time.monotonic()
         if not feed.several:
             feed.held_states.sent(request_id, boundaries, worker.boot)
-        self._read_on(worker, feed)
+        self._ensure_reader(worker, feed)
 
     def refused(self, worker: Worker, request_id: str) -> None:
-        """The worker answered with an error: what was believed of the request is not there."""
+        """The worker answered with an error: what was recorded for the request is not held."""
         self._feed(worker).held_states.refused(request_id)
 
     def left(self, worker: Worker, request_id: str) -> None:
@@ -95,31 +95,31 @@ class EngineEvents:
             feed.held_states.left(request_id)
 
     def fell_short(self, worker: Worker, prefixes: Sequence[bytes], left: Container[bytes], tokens: int) -> None:
-        """A request that starts with `prefixes` found only `tokens`; it has itself `left` some of them behind."""
+        """A request that starts with `prefixes` found only `tokens`; it has `left` some of them behind."""
         unit = worker.engine.match_unit if worker.engine is not None else 1
         self._feed(worker).held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
     async def reason_for(self, worker: Worker, request_id: str) -> str | None:
-        """The engine's reason for a request that `worker` has answered; None where it does not say."""
+        """The engine's reason for a request that `worker` has answered; None if it gives none."""
         feed = self._feed(worker)
         if request_id not in feed.reasons and time.monotonic() >= feed.silent_until:
-            told = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
+            reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
             feed.wanted.set()
-            self._read_on(worker, feed)
-            done, _ = await asyncio.wait((told,), timeout=TIMEOUT)
+            self._ensure_reader(worker, feed)
+            done, _ = await asyncio.wait((reported,), timeout=TIMEOUT)
             feed.waiting.pop(request_id, None)
-            if not done and not feed.follows:  # an engine that has answered has something to tell
+            if not done and not feed.follows:  # an engine that has answered has a reason to report
                 feed.silent_until = time.monotonic() + SILENT_SECONDS
         return feed.reasons.pop(request_id, None)
 
     def forget(self, worker: Worker) -> None:
-        """The worker is not used any more."""
+        """The worker was removed."""
         feed = self._feeds.pop(worker.url, None)
         if feed is not None and feed.reader is not None:
             feed.reader.cancel()
 
     async def aclose(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         readers = [feed.reader for feed in self._feeds.values() if feed.reader is not None]
         for reader in readers:
             reader.cancel()
@@ -131,12 +131,12 @@ class EngineEvents:
             feed = self._feeds[worker.url] = _Feed(HeldStates(self._prefix_index))
         return feed
 
-    def _read_on(self, worker: Worker, feed: _Feed) -> None:
+    def _ensure_reader(self, worker: Worker, feed: _Feed) -> None:
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:
             feed.reader = asyncio.create_task(self._follow(worker, feed))
 
     async def _follow(self, worker: Worker, feed: _Feed) -> None:
-        """Read for as long as that works; the next request begins anew after `SILENT_SECONDS`."""
+        """Read as long as that works; after a failure, the first request after `SILENT_SECONDS` starts it again."""
         credit, counted = READS_AT_ONCE, time.monotonic()
         try:
             while True:
@@ -152,13 +152,13 @@ class EngineEvents:
                 credit -= 1
                 if now - feed.last_sent > IDLE_SECONDS and not feed.waiting:
                     return
-                for request_id in asked_by:  # asked before this read began: what it brought not, none will soon
+                for request_id in asked_by:  # asked before this read began, so no later one is likely to bring more
                     if not feed.follows or request_id in feed.reasons:
                         _resolve(feed, request_id)
         except (TimeoutError, Unreachable, Broken, ValueError, KeyError, TypeError, IndexError):
             pass  # gone, or without a feed
         except Exception as error:
-            logger.error("feed of worker %s: %s", worker.name, type(error).__name__)
+            logger.error("events of worker %s: %s", worker.name, type(error).__name__)
         feed.silent_until = time.monotonic() + SILENT_SECONDS
         for request_id in list(feed.waiting):
             _resolve(feed, request_id)
@@ -170,40 +170,40 @@ class EngineEvents:
         status, answer = await asyncio.wait_for(read, READ_TIMEOUT)
         if status != 200:
             raise ValueError(f"status {status}")
-        self._take(worker, feed, json.loads(answer))
+        self._apply(worker, feed, json.loads(answer))
 
-    def _take(self, worker: Worker, feed: _Feed, told: dict[str, Any]) -> None:
-        boot = str(told["boot"])
+    def _apply(self, worker: Worker, feed: _Feed, events: dict[str, Any]) -> None:
+        boot = str(events["boot"])
         if boot in feed.former_boots and not feed.several:
             logger.warning("worker %s has several API servers: what its engine evicts is not learnt", worker.name)
             feed.several = True
             feed.held_states.forget_all(worker.boot)
         if boot != feed.boot and feed.boot:
             feed.former_boots.add(feed.boot)
-        feed.tells_states = "states" in told
+        feed.reports_states = "states" in events
         if feed.follows:
-            if told["reset"] and feed.read_as:  # at first sight nothing was believed that could be wrong
+            if events["reset"] and feed.read_as:  # at the first read, nothing is recorded that could be wrong
                 feed.held_states.forget_all(feed.read_as)
             feed.read_as = worker.boot
             try:
-                feed.held_states.apply(told["states"], worker.boot)
-            except Exception as error:  # what follows it is as good as lost; reading it again would end the same way
-                logger.error("states told by worker %s: %s", worker.name, type(error).__name__)
+                feed.held_states.apply(events["states"], worker.boot)
+            except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
+                logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
                 feed.held_states.forget_all(worker.boot)
-        for request_id, reason, _ in told["outcomes"]:
+        for request_id, reason, _ in events["outcomes"]:
             feed.reasons[request_id] = str(reason)
             feed.reasons.move_to_end(request_id)
             if request_id in feed.waiting:
                 _resolve(feed, request_id)
         while len(feed.reasons) > MAX_REASONS:
             feed.reasons.popitem(last=False)
-        feed.boot, feed.cursor = boot, int(told["cursor"])
+        feed.boot, feed.cursor = boot, int(events["cursor"])
 
 
 def _resolve(feed: _Feed, request_id: str) -> None:
-    told = feed.waiting.get(request_id)
-    if told is not None and not told.done():
-        told.set_result(None)
+    reported = feed.waiting.get(request_id)
+    if reported is not None and not reported.done():
+        reported.set_result(None)
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:

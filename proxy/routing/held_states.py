@@ -1,7 +1,7 @@
-"""What the directory believes, corrected by what one worker's engine tells of its states.
+"""The prefix index, corrected by the events of one worker's engine about its states.
 
-A state has the engine's name; a prefix has the gateway's key. A request that the engine has told of ties the two: its
-boundaries are known here, where their states lie is known there.
+A state has the engine's name; a prefix has the gateway's key. A request that the engine reports ties the two: the
+gateway knows its boundaries, the engine knows the positions of its states.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from proxy.boundaries.boundary import Boundary
 from proxy.routing.prefix_index import PrefixIndex
 
-# Requests sent of which the engine has not told all, and prefixes tied to a state; per worker, some 500 bytes each.
+# Requests that the engine has not fully reported, and prefixes tied to a state; per worker, some 500 bytes each.
 MAX_PENDING = 8192
 
 MAX_TIED = 16_384
@@ -26,8 +26,8 @@ class _Pending:
 
     boot: str
     boundaries: tuple[Boundary, ...]
-    new: list[bytes] = field(default_factory=list)  # keys of those that were not believed to be held
-    states: dict[int, str] = field(default_factory=dict)  # told so far, those that are found
+    new: list[bytes] = field(default_factory=list)  # keys of those that were not held before
+    states: dict[int, str] = field(default_factory=dict)  # names of those reported so far, by position
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _State:
 
 
 class HeldStates:
-    """Of one worker, by its engine's own word. Whatever cannot be known is not believed."""
+    """The states of one worker, as its engine reports them. What cannot be known counts as not held."""
 
     def __init__(self, prefix_index: PrefixIndex) -> None:
         self._prefix_index = prefix_index
@@ -49,7 +49,7 @@ class HeldStates:
         self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
 
     def sent(self, request_id: str, boundaries: Sequence[Boundary], boot: str) -> None:
-        """A request goes to the worker; its boundaries are going to be noted in the directory."""
+        """A request goes to the worker; its boundaries are about to be recorded in the prefix index."""
         if not boundaries:
             return
         new = [boundary.key for boundary in boundaries if not self._prefix_index.holds(boundary.key, boot)]
@@ -60,48 +60,48 @@ class HeldStates:
             self._not_held(oldest.new, oldest.boot)
 
     def refused(self, request_id: str) -> None:
-        """The worker has not computed the request: what was new in it is not there."""
+        """The worker has not computed the request: what was new in it is not held."""
         pending = self._pending.pop(request_id, None)
         if pending is not None:
             self._not_held(pending.new, pending.boot)
 
     def left(self, request_id: str) -> None:
-        """Its client has left: perhaps it was computed, then the engine tells of it; until then it is not believed."""
+        """Its client has left: the request counts as not computed until the engine reports it."""
         pending = self._pending.get(request_id)
         if pending is not None:
             self._not_held(pending.new, pending.boot)
 
     def apply(self, states: Iterable[Sequence[Any]], boot: str) -> None:
-        """What the feed tells, in its order. Raises `ValueError`, `TypeError`, `KeyError` or `IndexError` on nonsense.
+        """Apply the engine's events, in their order; `boot` is the worker's identity now.
 
-        `boot` is what the worker is known as now.
+        Raises `ValueError`, `TypeError`, `KeyError` or `IndexError` on nonsense.
         """
-        for kind, *told in states:
+        for kind, *event in states:
             if kind == "came":
-                request_id, end, positions = told
-                self._came(request_id, int(end), {int(position): str(name) for position, name in positions if name})
+                request_id, end, positions = event
+                self._stored(request_id, int(end), {int(position): str(name) for position, name in positions if name})
             elif kind == "gone":
-                self._gone(*told)
+                self._evicted(*event)
             elif kind == "cleared":
                 self.forget_all(boot)
 
     def forget_all(self, boot: str) -> None:
-        """Nothing is known of what the worker holds; `boot` is what it is known as now."""
+        """Nothing is known of what the worker holds; `boot` is its identity now."""
         for boot_of_state in {boot, *(state.boot for state in self._states.values())}:
             self._prefix_index.forget_all(boot_of_state)
         self._states.clear()
         self._tied.clear()
 
     def fell_short(self, prefixes: Sequence[bytes], left: Container[bytes], tokens: int, unit: int, boot: str) -> None:
-        """A request that starts with `prefixes` found `tokens`, of an engine that matches in `unit`s: no more is there.
+        """A request that starts with `prefixes` found only `tokens` at an engine that matches in `unit`s.
 
-        But for what it has `left` behind itself, and for what the engine has told and not taken back.
+        More is not held, except for what the request itself has `left` behind and the states that the engine reported.
         """
         for key in prefixes:
             if self._prefix_index.holds(key, boot) // unit * unit > tokens and key not in left:
                 self._not_held((key,), boot)
 
-    def _came(self, request_id: str, end: int, states: dict[int, str]) -> None:
+    def _stored(self, request_id: str, end: int, states: dict[int, str]) -> None:
         pending = self._pending.get(request_id)
         if pending is None:  # another gateway's
             return
@@ -136,12 +136,12 @@ class HeldStates:
         self._tied[key] = name
         self._prefix_index.set_held(key, boot, tokens)
         while len(self._tied) > MAX_TIED:
-            self._gone(next(iter(self._states)))  # it could not be told of any more
+            self._evicted(next(iter(self._states)))  # its eviction could no longer be applied
 
     def _not_held(self, keys: Iterable[bytes], boot: str) -> None:
         self._prefix_index.forget((key for key in keys if key not in self._tied), boot)
 
-    def _gone(self, name: str) -> None:
+    def _evicted(self, name: str) -> None:
         state = self._states.pop(name, None)
         if state is not None:
             for key in state.keys:

@@ -10,12 +10,12 @@ from xxhash import xxh3_64_intdigest
 from proxy.fleet.worker import Worker
 from proxy.routing.prefix_index import Holding
 
-# What a request under way weighs beside its prefill, in tokens to prefill: it takes part in every pass.
+# The weight of a request under way beside its prefill, in tokens to prefill: it takes part in every pass.
 REQUEST_TOKENS = 512
 
 
 def load(worker: Worker) -> int:
-    """What a worker has to do, in tokens to prefill. Counted when requests are sent, so a burst sees itself."""
+    """A worker's work, in tokens to prefill. It is counted when requests are sent, so a burst sees itself."""
     return worker.prefill_tokens + worker.inflight * REQUEST_TOKENS
 
 
@@ -42,8 +42,8 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
 
 
 def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:
-    """Tokens in whole match units: a shared head too short to be found again is no reason to crowd one worker."""
+    """Held tokens in whole match units: a shared head too short to be found is no reason to crowd one worker."""
     holding = held.get(worker.boot)
-    if holding is None or not worker.takes_hints:
+    if holding is None or worker.engine is None or not worker.takes_hints:
         return 0
     return holding.tokens // worker.engine.match_unit * worker.engine.match_unit

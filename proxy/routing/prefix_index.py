@@ -1,6 +1,6 @@
 """Which worker has been sent which prefix, and how much of it its engine still holds.
 
-A request that goes out is believed to leave its prefixes behind; what the engine then says is the truth.
+A request that goes out is expected to leave its prefixes at its worker; the engine's events then correct that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client import Counter
 
 from proxy.boundaries.boundary import Boundary
 
-# Of one prefix: its key, its place in the table, its first worker; and of each further worker. Measured, rounded up.
+# For one prefix with its first worker, and for each further worker; measured, rounded up.
 ENTRY_BYTES = 450
 
 HOLDER_BYTES = 100
@@ -22,21 +22,21 @@ HOLDER_BYTES = 100
 class Holding(NamedTuple):
     """The longest prefix of a request that a worker holds."""
 
-    tokens: int  # that a request finds; what the engine rounds down to its match unit until it has said
+    tokens: int  # that a request finds; not rounded down to a match unit until the engine has reported them
     key: bytes
 
 
 class PrefixIndex:
-    """Prefix key to its length and the workers (by boot identity) that were sent it; bounded, oldest use goes first."""
+    """By prefix key, its length and the workers (by boot identity) that were sent it; bounded, oldest goes first."""
 
     def __init__(self, size: int, evictions: Counter | None = None) -> None:
         """`size` in bytes; `evictions` counts the prefixes that had to go for others."""
         self._size = size
         self._evictions = evictions
         self._bytes = 0
-        # Tokens of the prefix; for each worker that was ever sent it, tokens of it that are held, 0 for none.
+        # Tokens of the prefix; by worker that was ever sent it, the tokens of it that are held, 0 for none.
         self._prefixes: OrderedDict[bytes, tuple[int, dict[str, int]]] = OrderedDict()
-        # Told of what this gateway learns by itself; on a request's path, so they may only take note of it.
+        # Called with what this gateway learns by itself; on a request's path, so they may do no more than an append.
         self.on_record: Callable[[Sequence[Boundary], str], None] | None = None
         self.on_forget: Callable[[Sequence[bytes], str], None] | None = None
 
@@ -48,7 +48,7 @@ class PrefixIndex:
             self.on_record(boundaries, boot)
 
     def record_remote(self, key: bytes, tokens: int, boot: str) -> None:
-        """Another gateway sent a prefix to the worker that booted as `boot`; a length that is known here stands."""
+        """Another gateway sent a prefix to the worker that booted as `boot`; a length known here stands."""
         known = self._prefixes.get(key)
         self._record(key, tokens if known is None else known[0], boot)
 
@@ -69,15 +69,15 @@ class PrefixIndex:
                 self._evictions.inc()
 
     def set_held(self, key: bytes, boot: str, tokens: int) -> None:
-        """Of a prefix that was noted for `boot`, its engine holds `tokens`."""
+        """The engine of `boot` holds `tokens` of a prefix that was recorded for it."""
         _, holders = self._prefixes.get(key, (0, {}))
         if boot in holders:
             holders[boot] = tokens
 
     def forget(self, keys: Iterable[bytes], boot: str, *, remote: bool = False) -> None:
-        """Nothing of these prefixes is held by `boot` any more; that they were sent is remembered.
+        """`boot` holds nothing of these prefixes any more; that they were sent is remembered.
 
-        `remote`: another gateway says so.
+        `remote`: another gateway reports that.
         """
         keys = list(keys)
         for key in keys:
@@ -86,7 +86,7 @@ class PrefixIndex:
             self.on_forget(keys, boot)
 
     def forget_all(self, boot: str) -> None:
-        """Whatever was believed of `boot` is doubtful. Walks over everything: for rare events."""
+        """What `boot` holds is unknown from now on. Walks over the whole index: for rare events."""
         self.forget([key for key, (_, holders) in self._prefixes.items() if holders.get(boot)], boot)
 
     def holds(self, key: bytes, boot: str) -> int:
@@ -95,7 +95,7 @@ class PrefixIndex:
         return entry[1].get(boot, 0) if entry is not None else 0
 
     def longest(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> dict[str, Holding]:
-        """The most that each of `boots` holds of `prefixes` (shortest first), of the deepest it holds anything of."""
+        """For each of `boots`, the deepest of `prefixes` (shortest first) that it holds anything of."""
         wanted = set(boots)
         found: dict[str, Holding] = {}
         for key in reversed(prefixes):

@@ -1,6 +1,6 @@
-"""Who goes on to a worker now, and who waits: limits per worker and per key, a bounded queue, first come first served.
+"""Admission: limits per worker and per key, and a bounded queue, first come first served.
 
-A place is taken and given back without an await in between, so no two requests see the same free place.
+A slot is found and taken without an await in between, so no two requests see the same free slot.
 """
 
 from __future__ import annotations
@@ -8,24 +8,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import Histogram
 
 from proxy.errors import GatewayError, KeyBusy, NoWorker, Overloaded
 from proxy.http.auth import ApiKey
 
-P = TypeVar("P")
+S = TypeVar("S")
 
 
 class _Waiting:
+    """A request in the queue."""
+
     __slots__ = ("future", "key", "take", "wants")
 
     def __init__(self, key: ApiKey | None, wants: Hashable, take: Callable[[], object | None]) -> None:
         self.key = key
         self.wants = wants
         self.take = take
-        self.future: asyncio.Future = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
 
 class AdmissionQueue:
@@ -42,29 +44,30 @@ class AdmissionQueue:
         return len(self._queue)
 
     async def acquire(
-        self, key: ApiKey | None, wants: Hashable, take: Callable[[], P | None], give_back: Callable[[P], None]
-    ) -> P:
-        """The place that `take` finds, now or once there is one.
+        self, key: ApiKey | None, wants: Hashable, take: Callable[[], S | None], give_back: Callable[[S], None]
+    ) -> S:
+        """The slot that `take` finds, now or later.
 
-        `take` returns None where there is no room, and raises where there never will be; requests with equal `wants`
-        find room in the same places. `give_back` gets a place that was found for a request which had just left.
+        `take` returns None if no slot is free, and raises if there never will be one; requests with equal `wants` use
+        the same slots. `give_back` gets a slot that was found for a request whose client had just left.
         Raises `KeyBusy` or `Overloaded`.
         """
-        if self._is_next(key, wants) and (found := take()) is not None:
-            return found
+        if self._is_next(key, wants) and (slot := take()) is not None:
+            return slot
         self._refuse_if_full(key)
         waiting = _Waiting(key, wants, take)
         self._queue[waiting] = None
         if key is not None:
             key.queued += 1
         started = time.perf_counter()
-        found = None
+        found: S | None = None
         try:
             async with asyncio.timeout(self._timeout):
-                found = await waiting.future
-                return found
+                result: S = await waiting.future
+                found = result
+            return result
         except TimeoutError:
-            raise self._refusal(key, f"No place became free within {self._timeout:g} seconds") from None
+            raise self._refusal(key, f"No slot became free within {self._timeout:g} seconds") from None
         finally:
             self._forget(waiting)
             self._seconds.observe(time.perf_counter() - started)
@@ -72,14 +75,14 @@ class AdmissionQueue:
                 give_back(waiting.future.result())
 
     def wake(self) -> None:
-        """A place may have become free."""
+        """A slot may have become free."""
         full: set[Hashable] = set()
         for waiting in list(self._queue):
             if waiting.future.done() or waiting.wants in full or not _may_go(waiting.key):
                 continue
             try:
                 found = waiting.take()
-            except NoWorker:  # none for now; whoever arrives is told so, whoever waits goes on waiting
+            except NoWorker:  # none for now: a request that arrives is refused, one that waits goes on waiting
                 found = None
             if found is None:
                 full.add(waiting.wants)
@@ -94,7 +97,7 @@ class AdmissionQueue:
                 waiting.key.queued -= 1
 
     def _is_next(self, key: ApiKey | None, wants: Hashable) -> bool:
-        """Whether nobody waits for the same who could go before: who waits for a key's own limit could not."""
+        """Whether no request for the same slots could go first: one that waits for its key's own limit could not."""
         return _may_go(key) and not any(waiting.wants == wants and _may_go(waiting.key) for waiting in self._queue)
 
     def _refuse_if_full(self, key: ApiKey | None) -> None:

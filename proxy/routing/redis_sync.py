@@ -1,7 +1,10 @@
-"""Sharing what gateways learn through Redis: news is collected here, written and read by a task in the background.
+"""Replication between gateways through Redis: a background task writes what this one learns, and reads the others.
 
-No request ever waits for Redis: what others learnt is put into this gateway's own tables before it is asked for. While
-Redis is away everything goes on with what is known here.
+No request ever waits for Redis: what others learnt is in this gateway's own tables before a request needs it. While
+Redis is away, the gateway goes on with what it knows itself.
+
+Each worker has a stream of records about the prefixes it holds; one more stream has the positions of boundaries.
+Entries of a stream are batches of fixed-size records.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import secrets
 import struct
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
@@ -31,12 +34,12 @@ CONNECT_SECONDS = 0.1
 
 ANSWER_SECONDS = 0.05
 
-# Between two exchanges: while all is read, and while there is more to read or write than one exchange takes.
+# Between two exchanges: if everything is read, and if there is more to read or write than one exchange takes.
 INTERVAL_SECONDS = 0.05
 
 CATCH_UP_SECONDS = 0.005
 
-# That many errors one after the other, and Redis counts as down: from then on one try every so often.
+# After so many errors in a row Redis counts as down, and is tried again every `RETRY_SECONDS`.
 ERRORS_TO_DOWN = 3
 
 RETRY_SECONDS = 2.0
@@ -44,9 +47,9 @@ RETRY_SECONDS = 2.0
 # Entries of one stream; Redis keeps about a hundred more. At most 1.4 kB (holdings) or 2.3 kB (positions) each.
 STREAM_ENTRIES = 8192
 
-STREAM_SECONDS = 6 * 3600  # without news until it expires
+STREAM_SECONDS = 6 * 3600  # without entries until it expires
 
-# Of one exchange, over all streams. Event loops wait for the reading of one reply.
+# In one exchange, over all streams. The event loop waits while one reply is parsed.
 READ_ENTRIES = 32
 
 WRITE_RECORDS = 256
@@ -57,223 +60,38 @@ APPLY_RECORDS = 256
 # Events that wait to be written; the oldest are dropped while Redis is away.
 WAITING_EVENTS = 10_000
 
-# What was said lately is not said again, for this long: streams are trimmed, so what is in use is repeated.
+# A record is not written again for this long. It is repeated after that if it is in use, because streams are trimmed.
 REPEAT_SECONDS = 60.0
 
-SAID_LATELY = 20_000
-
-
-class RedisSync:
-    """One per gateway. Listens to its tables from the start, exchanges news while `run` runs."""
-
-    def __init__(
-        self,
-        url: str,
-        prefix_index: PrefixIndex,
-        positions: PositionCache,
-        metrics: Metrics,
-        boots: Callable[[], Iterable[str]],
-    ) -> None:
-        """`boots` names the workers that this gateway has now: only of them the news is read."""
-        # RESP2: no greeting that a connection would have to wait for.
-        self._redis = Redis.from_url(
-            url,
-            protocol=2,
-            decode_responses=False,
-            max_connections=1,
-            socket_connect_timeout=CONNECT_SECONDS,
-            socket_timeout=ANSWER_SECONDS,
-            retry=Retry(NoBackoff(), 0),
-        )
-        self._prefix_index, self._positions, self._boots = prefix_index, positions, boots
-        self._up, self._errors = metrics.redis_up, metrics.redis_errors
-        self._sent, self._heard, self._dropped, self._refused = (
-            metrics.redis_news.labels(fate) for fate in ("sent", "heard", "dropped", "refused")
-        )
-        self._up.set(0)
-        self.state = "connecting"  # or "up", "down"
-        self._failures = 0  # since Redis last answered
-        self._waiting: deque[tuple[str | None, Sequence[tuple[Any, ...]]]] = deque(maxlen=WAITING_EVENTS)
-        self._outgoing: dict[bytes, list[tuple[Any, ...]]] = {}  # taken from there, not known to be written
-        self._said: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
-        self._start_over()
-        prefix_index.on_record, prefix_index.on_forget, positions.on_put = self._recorded, self._forgot, self._put
-
-    async def run(self) -> None:
-        """Exchange news, for ever. Whatever fails is Redis's fault and never ends it."""
-        while True:
-            try:
-                more = await self._exchange()
-            except Exception as error:
-                pause = self._failed(error)
-            else:
-                self._answered()
-                pause = CATCH_UP_SECONDS if more else INTERVAL_SECONDS
-            await asyncio.sleep(pause)
-
-    async def aclose(self) -> None:
-        """Stop listening and close the connection."""
-        self._prefix_index.on_record = self._prefix_index.on_forget = self._positions.on_put = None
-        await self._redis.aclose()
-
-    def status(self) -> dict[str, Any]:
-        """For the status page."""
-        return {"state": self.state, "waiting": len(self._waiting), "streams_read": len(self._cursors)}
-
-    # On the path of requests: nothing but an append.
-
-    def _recorded(self, boundaries: Sequence[Boundary], boot: str) -> None:
-        self._append((boot, boundaries))
-
-    def _forgot(self, keys: Sequence[bytes], boot: str) -> None:
-        for start in range(0, len(keys), MAX_RECORDS):
-            self._append((boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]]))
-
-    def _put(self, key: bytes, position: Position) -> None:
-        self._append((None, ((key, position.key, position.tokens),)))
-
-    def _append(self, event: tuple[str | None, Sequence[tuple[Any, ...]]]) -> None:
-        if len(self._waiting) == WAITING_EVENTS:
-            self._dropped.inc()
-        self._waiting.append(event)
-
-    # In the background.
-
-    async def _exchange(self) -> bool:
-        """Write what waits and read what is new, in one round trip. Returns whether there is more of either."""
-        self._take()
-        streams = {POSITIONS_STREAM: None, **{holdings_stream(boot): boot for boot in self._boots()}}
-        self._cursors = {stream: self._cursors.get(stream, b"0") for stream in streams}
-        count = max(1, READ_ENTRIES // len(streams))
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for stream, records in self._outgoing.items():
-                form = POSITIONS if stream == POSITIONS_STREAM else HOLDINGS
-                for start in range(0, len(records), MAX_RECORDS):
-                    packed = pack(form, self._writer, records[start : start + MAX_RECORDS])
-                    pipeline.xadd(stream, {b"n": packed}, maxlen=STREAM_ENTRIES, approximate=True)
-                pipeline.expire(stream, STREAM_SECONDS)
-            pipeline.xread(self._cursors, count)
-            replies = await pipeline.execute()
-        self._sent.inc(sum(map(len, self._outgoing.values())))
-        self._outgoing.clear()
-        more, applied = bool(self._waiting), 0
-        for stream, entries in replies[-1]:
-            more |= len(entries) == count
-            for number, fields in entries:
-                applied += self._apply(streams[stream], fields.get(b"n", b""))
-                self._cursors[stream] = number
-                if applied >= APPLY_RECORDS:
-                    applied = 0
-                    await asyncio.sleep(0)
-        return more
-
-    def _take(self) -> None:
-        """Sort what waits by streams, as much as one exchange takes."""
-        taken = sum(map(len, self._outgoing.values()))
-        now = time.monotonic()
-        while self._waiting and taken < WRITE_RECORDS:
-            boot, event = self._waiting.popleft()
-            stream = POSITIONS_STREAM if boot is None else holdings_stream(boot)
-            records = event if boot is None else self._unsaid(stream, event, now)
-            if records := list(records):
-                self._outgoing.setdefault(stream, []).extend(records)
-                taken += len(records)
-
-    def _unsaid(self, stream: bytes, event: Sequence[tuple[Any, ...]], now: float) -> Iterable[tuple[Any, ...]]:
-        """Records of what a worker holds, or no longer holds, without those that were told lately."""
-        for item in event:
-            if isinstance(item, Boundary):
-                if self._is_new(stream, item.key, now):
-                    yield (HELD, item.key, item.tokens)
-            else:
-                self._said.pop((stream, item[1]), None)
-                yield item
-
-    def _is_new(self, stream: bytes, key: bytes, now: float) -> bool:
-        """Whether this was not said lately; from now on it was."""
-        if now - self._said.get((stream, key), -REPEAT_SECONDS) < REPEAT_SECONDS:
-            return False
-        self._said[stream, key] = now
-        self._said.move_to_end((stream, key))
-        if len(self._said) > SAID_LATELY:
-            self._said.popitem(last=False)
-        return True
-
-    def _apply(self, boot: str | None, raw: bytes) -> int:
-        """Put another gateway's batch into the tables. Returns the number of records."""
-        batch = unpack(POSITIONS if boot is None else HOLDINGS, raw)
-        if batch is None:
-            self._refused.inc()
-            return 1
-        if batch.writer == self._writer:
-            return 1
-        if boot is None:
-            for key, name, tokens in batch.records:
-                self._positions.put_remote(key, Position(tokens, name))
-        else:
-            for kind, key, tokens in batch.records:
-                if kind == HELD:
-                    self._prefix_index.record_remote(key, tokens, boot)
-                else:
-                    self._prefix_index.forget((key,), boot, remote=True)
-        self._heard.inc(len(batch.records))
-        return len(batch.records)
-
-    def _start_over(self) -> None:
-        """Redis may be another now, or empty: read all of it, and say again what was said.
-
-        Under a new name, so that what this gateway wrote itself keeps its place among what others wrote.
-        """
-        self._writer = secrets.token_bytes(WRITER_BYTES)
-        self._cursors: Mapping[bytes, bytes] = {}
-        self._said.clear()
-
-    def _answered(self) -> None:
-        self._failures = 0
-        if self.state != "up":
-            self.state = "up"
-            self._up.set(1)
-            logger.info("redis is up")
-
-    def _failed(self, error: Exception) -> float:
-        """Count an error. Returns the seconds until the next try."""
-        self._errors.inc()
-        self._failures += 1
-        if self._failures < ERRORS_TO_DOWN and self.state != "down":
-            return INTERVAL_SECONDS
-        if self.state != "down":
-            self.state = "down"
-            self._up.set(0)
-            # Its kind alone: the text might tell the address, and with it a password.
-            logger.warning("redis is down (%s); what is learnt is not shared", type(error).__name__)
-            self._start_over()
-        return RETRY_SECONDS
-
+WRITTEN_LATELY = 20_000
 
 KEY_BYTES = 16
 
 WRITER_BYTES = 8
 
-# Of one batch: applying it stays far below a millisecond.
+# In one batch: applying it stays far below a millisecond.
 MAX_RECORDS = 64
 
-# Longer prompts than any engine takes are garbage.
+# A longer prompt than any engine takes is garbage.
 MAX_TOKENS = 2**24
 
-# Kinds of records in a stream of what a worker holds.
+# Kinds of records in a worker's stream.
 HELD, GONE = 1, 2
 
 
 class Form(NamedTuple):
-    """What the batches of a stream look like: magic, writer, records whose last field is a number of tokens."""
+    """The format of a stream's batches: magic, writer, records whose last field is a number of tokens."""
 
     magic: bytes  # with the version: batches of another one are refused
     record: struct.Struct
 
 
-HOLDINGS = Form(b"smh1", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix, tokens (0 where gone)
+HOLDINGS = Form(b"smh1", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix, tokens (0 if gone)
 
 POSITIONS = Form(b"smp1", struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sI"))  # content key, key of the prefix, tokens
+
+# Kind of a record, and whether it has tokens.
+_SOUND = frozenset({(HELD, True), (GONE, False)})
 
 _HEADER = struct.Struct(f"<4s{WRITER_BYTES}s")
 
@@ -298,7 +116,7 @@ def pack(form: Form, writer: bytes, records: Iterable[tuple[Any, ...]]) -> bytes
 
 
 def unpack(form: Form, raw: bytes) -> Batch | None:
-    """The batch in these bytes; None where they are none."""
+    """The batch in these bytes; None if they are none."""
     length = len(raw) - _HEADER.size
     if not 0 < length <= MAX_RECORDS * form.record.size or length % form.record.size:
         return None
@@ -313,4 +131,190 @@ def unpack(form: Form, raw: bytes) -> Batch | None:
     return Batch(writer, records)
 
 
-_SOUND = frozenset({(HELD, True), (GONE, False)})
+class RedisSync:
+    """One per gateway. Listens to its tables from the start, exchanges records while `run` runs."""
+
+    def __init__(
+        self,
+        url: str,
+        prefix_index: PrefixIndex,
+        positions: PositionCache,
+        metrics: Metrics,
+        boots: Callable[[], Iterable[str]],
+    ) -> None:
+        """`boots` names the workers that this gateway has now: only their streams are read."""
+        # RESP2: no greeting that a connection would have to wait for.
+        self._redis = Redis.from_url(
+            url,
+            protocol=2,
+            decode_responses=False,
+            max_connections=1,
+            socket_connect_timeout=CONNECT_SECONDS,
+            socket_timeout=ANSWER_SECONDS,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._prefix_index, self._positions, self._boots = prefix_index, positions, boots
+        self._up, self._errors = metrics.redis_up, metrics.redis_errors
+        self._sent, self._heard, self._dropped, self._refused = (
+            metrics.redis_news.labels(fate) for fate in ("sent", "heard", "dropped", "refused")
+        )
+        self._up.set(0)
+        self.state = "connecting"  # or "up", "down"
+        self._failures = 0  # since Redis last answered
+        self._waiting: deque[tuple[str | None, Sequence[tuple[Any, ...]]]] = deque(maxlen=WAITING_EVENTS)
+        self._outgoing: dict[bytes, list[tuple[Any, ...]]] = {}  # by stream; not known to be written
+        self._written: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
+        self._cursors: dict[bytes, bytes] = {}  # by stream, the last entry that was read
+        self._start_over()
+        prefix_index.on_record, prefix_index.on_forget, positions.on_put = self._recorded, self._forgot, self._put
+
+    async def run(self) -> None:
+        """Exchange records, for ever. No failure ends it."""
+        while True:
+            try:
+                more = await self._exchange()
+            except Exception as error:
+                pause = self._failed(error)
+            else:
+                self._answered()
+                pause = CATCH_UP_SECONDS if more else INTERVAL_SECONDS
+            await asyncio.sleep(pause)
+
+    async def aclose(self) -> None:
+        """Stop listening and close the connection."""
+        self._prefix_index.on_record = self._prefix_index.on_forget = self._positions.on_put = None
+        await self._redis.aclose()
+
+    def status(self) -> dict[str, Any]:
+        """For the status page."""
+        return {"state": self.state, "waiting": len(self._waiting), "streams_read": len(self._cursors)}
+
+    # On the path of requests: no more than an append.
+
+    def _recorded(self, boundaries: Sequence[Boundary], boot: str) -> None:
+        self._append((boot, boundaries))
+
+    def _forgot(self, keys: Sequence[bytes], boot: str) -> None:
+        for start in range(0, len(keys), MAX_RECORDS):
+            self._append((boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]]))
+
+    def _put(self, key: bytes, position: Position) -> None:
+        self._append((None, ((key, position.key, position.tokens),)))
+
+    def _append(self, event: tuple[str | None, Sequence[tuple[Any, ...]]]) -> None:
+        if len(self._waiting) == WAITING_EVENTS:
+            self._dropped.inc()
+        self._waiting.append(event)
+
+    # In the background.
+
+    async def _exchange(self) -> bool:
+        """Write what waits and read what is new, in one round trip. Returns whether there is more of either."""
+        self._take()
+        streams = {POSITIONS_STREAM: None, **{holdings_stream(boot): boot for boot in self._boots()}}
+        cursors: dict[Any, Any] = {stream: self._cursors.get(stream, b"0") for stream in streams}
+        self._cursors = cursors
+        count = max(1, READ_ENTRIES // len(streams))
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for stream, records in self._outgoing.items():
+                form = POSITIONS if stream == POSITIONS_STREAM else HOLDINGS
+                for start in range(0, len(records), MAX_RECORDS):
+                    packed = pack(form, self._writer, records[start : start + MAX_RECORDS])
+                    pipeline.xadd(stream, {b"n": packed}, maxlen=STREAM_ENTRIES, approximate=True)
+                pipeline.expire(stream, STREAM_SECONDS)
+            pipeline.xread(cursors, count)
+            replies = await pipeline.execute()
+        self._sent.inc(sum(map(len, self._outgoing.values())))
+        self._outgoing.clear()
+        more, applied = bool(self._waiting), 0
+        for stream, entries in replies[-1]:
+            more |= len(entries) == count
+            for number, fields in entries:
+                applied += self._apply(streams[stream], fields.get(b"n", b""))
+                self._cursors[stream] = number
+                if applied >= APPLY_RECORDS:
+                    applied = 0
+                    await asyncio.sleep(0)
+        return more
+
+    def _take(self) -> None:
+        """Sort waiting events by stream, as many as one exchange takes."""
+        taken = sum(map(len, self._outgoing.values()))
+        now = time.monotonic()
+        while self._waiting and taken < WRITE_RECORDS:
+            boot, event = self._waiting.popleft()
+            stream = POSITIONS_STREAM if boot is None else holdings_stream(boot)
+            records = event if boot is None else self._not_repeated(stream, event, now)
+            if records := list(records):
+                self._outgoing.setdefault(stream, []).extend(records)
+                taken += len(records)
+
+    def _not_repeated(self, stream: bytes, event: Sequence[tuple[Any, ...]], now: float) -> Iterable[tuple[Any, ...]]:
+        """Records of what a worker holds, or no longer holds, without those that were written lately."""
+        for item in event:
+            if isinstance(item, Boundary):
+                if self._is_new(stream, item.key, now):
+                    yield (HELD, item.key, item.tokens)
+            else:
+                self._written.pop((stream, item[1]), None)
+                yield item
+
+    def _is_new(self, stream: bytes, key: bytes, now: float) -> bool:
+        """Whether this was not written lately; from now on it was."""
+        if now - self._written.get((stream, key), -REPEAT_SECONDS) < REPEAT_SECONDS:
+            return False
+        self._written[stream, key] = now
+        self._written.move_to_end((stream, key))
+        if len(self._written) > WRITTEN_LATELY:
+            self._written.popitem(last=False)
+        return True
+
+    def _apply(self, boot: str | None, raw: bytes) -> int:
+        """Put another gateway's batch into the tables. Returns the number of records."""
+        batch = unpack(POSITIONS if boot is None else HOLDINGS, raw)
+        if batch is None:
+            self._refused.inc()
+            return 1
+        if batch.writer == self._writer:
+            return 1
+        if boot is None:
+            for key, name, tokens in batch.records:
+                self._positions.put_remote(key, Position(tokens, name))
+        else:
+            for kind, key, tokens in batch.records:
+                if kind == HELD:
+                    self._prefix_index.record_remote(key, tokens, boot)
+                else:
+                    self._prefix_index.forget((key,), boot, remote=True)
+        self._heard.inc(len(batch.records))
+        return len(batch.records)
+
+    def _start_over(self) -> None:
+        """Redis may be another one now, or empty: read all of it, and write again what was written.
+
+        The writer gets a new name, so that this gateway's own earlier records are applied in order with the others'.
+        """
+        self._writer = secrets.token_bytes(WRITER_BYTES)
+        self._cursors.clear()
+        self._written.clear()
+
+    def _answered(self) -> None:
+        self._failures = 0
+        if self.state != "up":
+            self.state = "up"
+            self._up.set(1)
+            logger.info("redis is up")
+
+    def _failed(self, error: Exception) -> float:
+        """Count an error. Returns the seconds until the next try."""
+        self._errors.inc()
+        self._failures += 1
+        if self._failures < ERRORS_TO_DOWN and self.state != "down":
+            return INTERVAL_SECONDS
+        if self.state != "down":
+            self.state = "down"
+            self._up.set(0)
+            # The kind alone: the text might hold the address, and with it a password.
+            logger.warning("redis is down (%s); what is learnt is not shared", type(error).__name__)
+            self._start_over()
+        return RETRY_SECONDS
