@@ -190,6 +190,19 @@ def test_no_body_gets_past_what_the_gateway_answers_for(fleet, worker, file, pat
     assert sent["cache_salt"] != "mine" and "ec_transfer_params" not in sent
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+def test_no_prediction_tells_one_key_what_another_asked(fleet, worker, file, path):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    asked = {"model": "m", "input": "Tide? " * 100} if path == "/v1/responses" else chat("Tide? " * 100)
+
+    def predicted(name: str) -> int:
+        answer = httpx.post(gateway.url + path, json=asked, headers=bearer(name), timeout=30)
+        return int(answer.headers["x-seamark-predicted"])
+
+    assert predicted("ann") == 0 < predicted("ann")
+    assert predicted("bob") == 0 < predicted("bob")
+
+
 def test_what_others_asked_is_no_reason_that_is_told(fleet, worker, file):
     worker.cached = 0
     gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
