@@ -5,10 +5,10 @@ for that: its parameter names, and words that its source contains. `relies_on` s
 `applies` says in which processes and versions the row has a meaning. A row without `upstream` serves hints, so upstream
 has nothing to repair.
 
-How to support a new vLLM: run `python -m tests.harness.versions NUMBER`. If it stops with "vLLM is left untouched", the
-line names the function that differs. Read that function in both versions, change `build` if it has to change, and write
-down here what it relies on now. A row that only some versions need gets `applies`. Then run tests/upstream on that
-vLLM: a cure whose defect no supported version has any more can go, with its reproduction.
+How to support a new vLLM: run `python -m tests.harness.versions NUMBER`. A `ShapeMismatch` names the function that
+differs. Read it in both versions. If the patch is right for both, state here only what both have; if not, give each
+version a row of its own with `applies`. A cure whose defect no supported version has (tests/upstream) can go. The whole
+way is in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
