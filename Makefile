@@ -28,7 +28,7 @@ test-deploy:
 	@./set-up.sh
 	@.venv/bin/python -m tests.deploy
 
-# Random traffic on real engines for half an hour; `make soak ARGS="--minutes 2"` for less. `make test` has two minutes.
+# Random traffic on real engines for half an hour; `make soak ARGS="--minutes 2"` for less. `make test` has 120 events of it.
 soak:
 	@./set-up.sh
 	@.venv/bin/python -m tests.bench.soak $(ARGS)

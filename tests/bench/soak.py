@@ -123,24 +123,28 @@ class Soak:
     complaints: Sequence[str] = field(default=())
 
 
-async def drive_all(subjects: Sequence[Subject], traffic: Traffic, seconds: float) -> list[Driven]:
+async def drive_all(
+    subjects: Sequence[Subject], traffic: Traffic, seconds: float, events: int | None = None
+) -> list[Driven]:
     """The same stream of requests on every engine, side by side."""
-    return list(await asyncio.gather(*(drive(subject, traffic, seconds) for subject in subjects)))
+    return list(await asyncio.gather(*(drive(subject, traffic, seconds, events) for subject in subjects)))
 
 
-async def drive(subject: Subject, traffic: Traffic, seconds: float) -> Driven:
-    """Send `traffic` for `seconds`, then wait until the engine holds nothing."""
+async def drive(subject: Subject, traffic: Traffic, seconds: float, events: int | None = None) -> Driven:
+    """Send `traffic` for `seconds`, at most so many events of it, then wait until the engine holds nothing."""
     servers = (subject.engine, subject.gateway)
     log_sizes = [server.log.stat().st_size for server in servers]
     began = time.monotonic()
-    numbers = itertools.count()
+    numbers = iter(range(events)) if events is not None else itertools.count()
     outcomes: list[Outcome] = []
     async with open_client(REQUEST_SECONDS) as client:
         before = await counters(client, subject)
 
         async def sender() -> None:
-            while time.monotonic() < began + seconds and subject.engine.process.poll() is None:
-                event = traffic.event(next(numbers))
+            for number in numbers:
+                if time.monotonic() > began + seconds or subject.engine.process.poll() is not None:
+                    return
+                event = traffic.event(number)
                 if event.at_once:
                     outcomes.extend(await asyncio.gather(*(one(client, subject, it) for it in event.requests)))
                 else:

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from proxy.bench import fan_out
 from proxy.bench.fan_out import (
     MOST_COMPUTED,
     SHORT_TOKENS,
     WARM_UP,
-    FanOut,
-    Line,
     Plan,
     judged,
     leaving_time,
@@ -23,7 +20,6 @@ from proxy.bench.fan_out import (
 )
 from proxy.bench.harness.client import Leave, Left, open_client
 from proxy.bench.harness.counters import samples_of
-from proxy.bench.harness.ratios import Comparison, Pair
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.engines import SharedServers
 
@@ -65,12 +61,3 @@ async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leader
     assert left_line.computed <= MOST_COMPUTED * PLAN.ideal + PLAN.groups * PLAN.shared
     assert cold_line.differing == left_line.differing == 0
     assert held >= 6
-
-
-def result(computed: int = 8000, differing: int = 0, p99: float = 0.1) -> FanOut:
-    """A made-up run, well but for the arguments."""
-    plan = Plan(shared=3600, own=50)
-    ours = Line("Seamark", computed, plan.ideal, 0, 0, 16, 1.0, 2.0, 1.5, 0, 1e-6)
-    left = replace(ours, engine="leaders leave", computed=9000, left_early=2, answered=14, differing=differing)
-    short = Comparison("p99", (Pair(p99, 0.1),) * 5, fan_out.MOST_DELAY)
-    return FanOut([ours, replace(ours, engine="gate off", computed=29600)], left, plan, short, 28, 50, Pair(2.0, 6.0))
