@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import signal
@@ -364,32 +363,3 @@ def test_the_depth_of_a_body_is_bounded(fleet, worker, depth, status):
     assert answer.status_code == status
     if status == 400:
         assert "max_json_depth" in answer.json()["error"]["message"]
-
-
-def test_places_found_for_whoever_has_left_are_given_back():
-    from prometheus_client import Histogram
-
-    from proxy.errors import Overloaded
-    from proxy.routing.queue import AdmissionQueue
-
-    async def scene() -> None:
-        free, given_back = [], []
-        queue = AdmissionQueue(2, 5.0, Histogram("seconds", "", registry=None))
-
-        def take() -> object | None:
-            return free.pop() if free else None
-
-        waiting = [asyncio.create_task(queue.acquire(None, "m", take, given_back.append)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            await queue.acquire(None, "m", take, given_back.append)
-        free.append("a place")
-        queue.wake()
-        waiting[0].cancel()  # in the very moment
-        await asyncio.gather(*waiting[:1], return_exceptions=True)
-        assert given_back == ["a place"] and len(queue) == 1
-        free.append("another")
-        queue.wake()
-        assert await waiting[1] == "another" and len(queue) == 0
-
-    asyncio.run(scene())

@@ -9,13 +9,15 @@ import pytest
 from proxy.boundaries.candidates import layout_of
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.reader import chat_request
-from proxy.observability.request_diff import RememberedRequest, RequestMemory, volatile_text
+from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory, volatile_text
 from tests.harness.changed_requests import changed_requests
 
 
-def as_recent(body) -> RememberedRequest:
+def as_recent(body, rendered: bool = True) -> RememberedRequest:
     text = repr(body.get("tools")) + "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
-    return RememberedRequest(layout_of(chat_request(body), b"r"), TokenIds.of(map(ord, text)), len(text))
+    return RememberedRequest(
+        layout_of(chat_request(body), b"r"), TokenIds.of(map(ord, text)) if rendered else None, len(text)
+    )
 
 
 def changed(*bodies):
@@ -102,3 +104,70 @@ def test_volatile_text_is_recognised(first, second, word):
 def test_text_is_shown_only_where_excerpts_are_on():
     change = changed({"messages": messages(LONG + "secret one", "Q")}, {"messages": messages(LONG + "secret two", "Q")})
     assert "secret" not in str(change.as_json(excerpts=False)) and "secret two" in str(change.as_json(excerpts=True))
+
+
+def test_of_several_versions_of_a_chat_the_nearest_is_named():
+    text = LONG + "Speak of the {} alone. " + LONG
+    near = messages(text.format("tide"), "First?", "One.", "Second?")
+    far = messages(text.format("wind"), "Uno?" * 20, "Another one.", "Third?")
+    now = messages(text.format("time"), "First?", "One.", "Second?")
+    for others in ([near, far], [far, near]):
+        change = changed(*({"messages": other} for other in (*others, now)))
+        assert change.old == near[0]
+        assert change.characters == len(LONG + "Speak of the ti")
+
+
+def test_a_changed_setting_is_no_salt():
+    recent = RequestMemory(10_000_000)
+    body = {"messages": messages(LONG, "First?"), "tools": TOOLS}
+    one, other = (as_recent({**body, "tool_choice": choice}, rendered=False) for choice in ("auto", "none"))
+    recent.add(one)
+    recent.add(other)
+    change = recent.change(other)
+    assert (change.what, change.role, change.salt, change.token) == ("setting", "tool_choice", False, None)
+
+
+def test_a_request_that_was_not_rendered_is_compared_all_the_same():
+    recent = RequestMemory(10_000_000)
+    recent.add(as_recent({"messages": messages(LONG + "one", "Q")}))
+    new = as_recent({"messages": messages(LONG + "two", "Q")}, rendered=False)
+    recent.add(new)
+    change = recent.change(new)
+    assert (change.what, change.position, change.token, change.characters) == ("message", 0, None, len(LONG))
+
+
+def test_a_change_as_the_page_shows_it():
+    change = changed({"messages": messages(LONG + "one", "Q")}, {"messages": messages(LONG + "two", "Q")})
+    shown = {"what": "message", "index": 0, "role": "system", "characters": len(LONG)}
+    shown["token"] = len("None<system>" + LONG)
+    assert change.as_json(excerpts=False) == shown
+    excerpts = {"before": LONG[-40:] + "one", "now": LONG[-40:] + "two"}
+    assert change.as_json(excerpts=True) == {**shown, **excerpts}
+
+
+def test_what_is_remembered_is_bounded_in_bytes_and_in_number():
+    recent = RequestMemory(20_000)
+    added = [as_recent({"messages": messages(f"{number} " + "x" * 500, "Q")}) for number in range(3 * MAX_REQUESTS)]
+    for request in added:
+        recent.add(request)
+        kept = list(recent._requests.values())
+        assert recent.held == sum(each.size for each in kept) <= 20_000
+        assert kept[-1] is request
+    assert 1 < len(kept) < MAX_REQUESTS  # the bytes were the limit
+    recent.add(as_recent({"messages": messages("x" * 30_000, "Q")}))
+    assert list(recent._requests.values()) == kept  # a request that never fits leaves the others alone
+
+    many = RequestMemory(10_000_000)
+    for request in added:
+        many.add(request)
+    assert list(many._requests.values()) == added[-MAX_REQUESTS:]
+    assert many.held == sum(each.size for each in added[-MAX_REQUESTS:])
+
+
+def test_a_request_that_continues_another_takes_its_place():
+    recent = RequestMemory(10_000_000)
+    recent.add(as_recent({"messages": messages(LONG, "First?")}))
+    longer = as_recent({"messages": messages(LONG, "First?", "One.", "Second?")})
+    recent.add(longer)
+    assert list(recent._requests.values()) == [longer]
+    assert recent.held == longer.size

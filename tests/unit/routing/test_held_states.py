@@ -1,4 +1,4 @@
-"""The prefix_index after each thing that an engine can tell of its states."""
+"""The prefix index after each event that an engine can report of its states."""
 
 from __future__ import annotations
 
@@ -146,3 +146,13 @@ def test_all_that_is_remembered_is_bounded(gateway, monkeypatch):
         gateway.tell(["came", f"r{number}", 200, [[160, f"a{number}"]]])
     assert len(gateway.held_states._tied) == len(gateway.held_states._states) == 10
     assert [gateway.held(b"%d" % number) for number in (0, 19, 20, 29)] == [0, 0, 160, 160]
+
+
+@pytest.mark.parametrize("end", ["refused", "left"])
+def test_a_prefix_that_another_worker_holds_is_new_to_this_one(gateway, end):
+    gateway.prefix_index.record([SYSTEM], "another#1")
+    gateway.send("r", SYSTEM)
+    assert gateway.held(b"s") == 163
+    getattr(gateway.held_states, end)("r")
+    assert gateway.held(b"s") == 0
+    assert gateway.prefix_index.longest([b"s"], ["another#1"])["another#1"].tokens == 163

@@ -1,0 +1,163 @@
+"""A lease: whatever ends a request, its worker and its key count it exactly as long as it is there."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import Histogram
+
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.chat.responses import StoredResponses
+from proxy.errors import NoWorker
+from proxy.fleet.warmup import WarmupSet
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
+from proxy.http.auth import ApiKey, KeyEntry
+from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.queue import AdmissionQueue
+
+SYSTEM = Boundary(160, "system", b"s")
+
+
+class Pool:
+    """Workers that are up while they are listed."""
+
+    def __init__(self, *workers: Worker) -> None:
+        self.up = list(workers)
+
+    async def ready(self) -> list[Worker]:
+        return self.up
+
+    def serving(self, model: object) -> list[Worker]:
+        return self.up
+
+    def for_model(self, model: object) -> list[Worker]:
+        if not self.up:
+            raise NoWorker("No worker is ready for this model.")
+        return self.up
+
+
+class Events:
+    """Engine events that note what they are given."""
+
+    def __init__(self) -> None:
+        self.sent_to: list[str] = []
+        self.refused_by: list[str] = []
+
+    def sent(self, worker: Worker, request_id: str, boundaries: object) -> None:
+        self.sent_to.append(worker.boot)
+
+    def refused(self, worker: Worker, request_id: str) -> None:
+        self.refused_by.append(worker.boot)
+
+
+class Scene:
+    """A dispatcher before workers that take one request at a time."""
+
+    def __init__(self, *names: str) -> None:
+        engine = EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384)
+        self.workers = [Worker(f"http://{name}", None, boot=name, engine=engine, max_inflight=1) for name in names]
+        self.pool, self.events = Pool(*self.workers), Events()
+        self.queue = AdmissionQueue(8, 5.0, Histogram("seconds", "", registry=None))
+        self.dispatcher = Dispatcher(
+            SimpleNamespace(load_slack=8),
+            self.pool,
+            self.queue,
+            PrefixIndex(10**6),
+            self.events,
+            WarmupSet(10**6),
+            StoredResponses(10**6),
+        )
+        self.key = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
+
+    def request(self) -> ProxiedRequest:
+        scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+        request = request_of(scope, b"x" * 400, "r", self.key)
+        request.prediction.found = Found((SYSTEM,), (b"s",), "memo", turn_key=b"t")
+        return request
+
+    def counted(self) -> tuple[int, int, int]:
+        """Requests at all workers, requests of the key, tokens counted as prefill."""
+        inflight = sum(worker.inflight for worker in self.workers)
+        return inflight, self.key.inflight, sum(worker.prefill_tokens for worker in self.workers)
+
+
+async def test_a_lease_counts_its_request_and_its_prefill_until_the_first_byte():
+    scene = Scene("a")
+    async with scene.dispatcher.lease(scene.request()) as lease:
+        assert scene.counted() == (1, 1, 160)
+        assert lease.worker.dispatched == 1
+        lease.prefilled()
+        lease.prefilled()
+        assert scene.counted() == (1, 1, 0)
+    assert scene.counted() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError])
+async def test_whatever_ends_a_request_it_is_counted_no_more(error):
+    scene = Scene("a")
+    with pytest.raises(error):
+        async with scene.dispatcher.lease(scene.request()):
+            raise error
+    assert scene.counted() == (0, 0, 0)
+
+
+async def test_a_request_that_never_reached_its_worker_moves_to_another():
+    scene = Scene("a", "b")
+    request = scene.request()
+    async with scene.dispatcher.lease(request) as lease:
+        first = lease.worker
+        scene.pool.up.remove(first)
+        await lease.move()
+        assert lease.worker is not first
+        assert (first.inflight, first.prefill_tokens, scene.counted()) == (0, 0, (1, 1, 160))
+        assert scene.events.refused_by == [first.boot]
+        assert scene.events.sent_to == [first.boot, lease.worker.boot]
+        assert request.prediction.expected.shareable_ever == 0  # the first try was not there before
+    assert scene.counted() == (0, 0, 0)
+
+
+async def test_a_request_that_finds_no_other_worker_is_counted_nowhere():
+    scene = Scene("a")
+    async with scene.dispatcher.lease(scene.request()) as lease:
+        scene.pool.up.clear()
+        with pytest.raises(NoWorker):
+            await lease.move()
+    assert scene.counted() == (0, 0, 0)
+    assert scene.events.refused_by == ["a"]
+
+
+async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_leaves_no_count():
+    scene = Scene("a")
+
+    async def hold() -> None:
+        async with scene.dispatcher.lease(scene.request()):
+            await asyncio.Event().wait()
+
+    async with scene.dispatcher.lease(scene.request()):
+        others = [asyncio.create_task(hold()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert len(scene.queue) == 2
+        others[0].cancel()  # while it waits
+        await asyncio.gather(others[0], return_exceptions=True)
+        assert (len(scene.queue), scene.counted()) == (1, (1, 1, 160))
+    assert (len(scene.queue), scene.counted()) == (0, (1, 1, 160))  # the slot is the last one's, before it knows
+    others[1].cancel()
+    await asyncio.gather(others[1], return_exceptions=True)
+    assert scene.counted() == (0, 0, 0)
+    assert scene.events.refused_by == ["a"]  # nothing of it is at the worker
+
+
+async def test_a_request_is_alone_until_another_one_is_given_to_its_worker():
+    scene = Scene("a")
+    scene.workers[0].max_inflight = 0
+    async with scene.dispatcher.lease(scene.request()) as first:
+        assert first.is_alone
+        async with scene.dispatcher.lease(scene.request()) as second:
+            assert not second.is_alone
+            assert not first.is_alone
+        assert not first.is_alone
