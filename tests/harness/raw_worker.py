@@ -38,9 +38,13 @@ PAGES = {
 
 RENDER = b"/v1/chat/completions/render"
 
-_REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) (/[\x21-\x7e]*) HTTP/1\.1")
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 
-_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\x00]*?)[ \t]*")
+_REQUEST_LINE = rb"(%b) (/[\x21-\x7e]*) HTTP/1\.1" % _TOKEN
+
+_HEAD = re.compile(rb"%b((?:\r\n%b:[^\r\n\x00]*)*)" % (_REQUEST_LINE, _TOKEN))
+
+_FRAMING = re.compile(rb"\r\n(content-length|transfer-encoding):[ \t]*([^\r\n]*?)[ \t]*(?=\r\n|$)", re.I)
 
 
 class Head(NamedTuple):
@@ -48,9 +52,15 @@ class Head(NamedTuple):
 
     method: bytes
     target: bytes
-    headers: dict[bytes, bytes]  # lower-case names; the last of several equal ones
+    fields: bytes
     start: int
     end: int
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        """By lower-case name; the last of several equal ones."""
+        pairs = (field.split(b":", 1) for field in self.fields.split(b"\r\n")[1:])
+        return {name.lower(): value.strip(b" \t") for name, value in pairs}
 
 
 def head_of(data: bytes) -> Head | None:
@@ -58,25 +68,20 @@ def head_of(data: bytes) -> Head | None:
     start = data.find(b"\r\n\r\n")
     if start < 0:
         return None
-    line, *lines = data[:start].split(b"\r\n")
-    if (request := _REQUEST_LINE.fullmatch(line)) is None:
-        raise ValueError("request line")
-    pairs = []
-    for each in lines:
-        if (field := _FIELD.fullmatch(each)) is None:
-            raise ValueError("header field")
-        pairs.append((field[1].lower(), field[2]))
-    framing = [(name, value) for name, value in pairs if name in (b"content-length", b"transfer-encoding")]
+    if (match := _HEAD.fullmatch(data, 0, start)) is None:
+        raise ValueError("header field" if re.match(_REQUEST_LINE + rb"\r\n", data) else "request line")
+    method, target, fields = match.groups()
+    framing = _FRAMING.findall(fields)
     if len(framing) > 1:
         raise ValueError("framed more than once")
     size = 0
     for name, value in framing:
-        if name == b"transfer-encoding":
+        if name.lower() == b"transfer-encoding":
             raise ValueError("chunked, although the whole body was known")
         if not re.fullmatch(rb"[0-9]+", value):
             raise ValueError("content-length")
         size = int(value)
-    return Head(request[1], request[2], dict(pairs), start + 4, start + 4 + size)
+    return Head(method, target, fields, start + 4, start + 4 + size)
 
 
 @dataclass(frozen=True)
