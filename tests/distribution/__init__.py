@@ -1,0 +1,1 @@
+"""The source and the wheel as a whole: what lint refuses, what an installation holds. Too slow for each save."""
