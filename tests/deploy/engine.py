@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.deploy.tools import Unavailable, run
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 
 # What the namespaces keep from the machine, looked at before and after.
 WATCHED = ("/proc/sys/net/ipv4/ip_forward", "/proc/net/dev", "/proc/net/route", "/proc/net/ip_tables_names")
@@ -89,7 +89,7 @@ class Engine:
         """End the daemon and wait for it."""
         if self._daemon is not None:
             self._daemon.terminate()
-            self._daemon.wait(60)
+            self._daemon.wait(300)
 
     def _docker(self, *words: str | Path) -> list[str]:
         return ["docker", "--host", self._host, *map(str, words)]

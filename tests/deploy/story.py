@@ -92,14 +92,14 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
     compose("up", "--detach", "--no-build", *STARTED)
     try:
         _the_gateway_does_not_wait_for_the_worker(say)
-        wait_for("a worker is ready", 300, lambda: ask(f"{GATEWAY}/ready").status == 200)
+        wait_for("a worker is ready", 1200, lambda: ask(f"{GATEWAY}/ready").status == 200)
         facts["up_s"] = round(time.monotonic() - started, 1)
         say(f"ready after {facts['up_s']} s")
         _containers_are_as_confined_as_they_say(compose)
         facts |= _the_second_chat_hits(say)
         _the_live_page_shows_it(say)
         facts |= _prometheus_sees_it(say)
-        wait_for("all are healthy", 60, lambda: _unhealthy(compose) == [])
+        wait_for("all are healthy", 300, lambda: _unhealthy(compose) == [])
     except BaseException:
         print(compose("logs", "--no-color", "--tail", "40"), flush=True)
         raise
@@ -135,7 +135,7 @@ def _the_mod_installs_into_a_plain_container(engine: Engine, project: Path) -> N
 
 
 def _the_gateway_does_not_wait_for_the_worker(say: Callable[[str], None]) -> None:
-    wait_for("the gateway's own health", 30, lambda: ask(f"{GATEWAY}/health").status == 200)
+    wait_for("the gateway's own health", 120, lambda: ask(f"{GATEWAY}/health").status == 200)
     early = chat("Is anybody there?")
     assert early.status == 503 and "retry-after" in early.headers, f"before the worker was ready: {early}"
     say("before a worker is ready: the gateway is healthy, /v1 answers 503 with Retry-After")
