@@ -28,10 +28,11 @@ def replaced():
 
 # Importing vLLM takes longer than what the cases do with it, so it is imported once and each case runs in a fork.
 FORKING = """
-import contextlib, io, json, os, sys, traceback
+import contextlib, gc, io, json, os, sys, traceback
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 from engine_patches.patches import PATCHES
+gc.freeze()
 for line in sys.stdin:
     mode, code = json.loads(line)
     reading, writing = os.pipe()
@@ -50,6 +51,7 @@ for line in sys.stdin:
     with os.fdopen(reading) as pipe:
         print(pipe.read(), file=answers, flush=True)
     os.waitpid(child, 0)
+os._exit(0)  # taking all that was imported apart takes seconds
 """
 
 Run = Callable[..., str]
