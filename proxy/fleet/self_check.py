@@ -1,12 +1,12 @@
-"""Whether answers from the cache are right: prompts that were shared are continued greedily in idle moments.
+"""Whether answers from the cache are right: in idle moments, shared prompts are continued greedily and compared.
 
-From the cache against computed anew, judged by how far answers computed anew are from each other on that engine. A
-worker whose answers differ beyond that gets no more hints until an operator restarts the gateway or says so, and
-nothing it held is found again; where what vLLM then caches by itself differs, too, nothing is taken from its cache at
-all. However clients sample, replays do not.
+An answer from the cache is compared with recomputed ones, and judged by how far recomputed answers differ from each
+other on that engine. A worker whose answers differ by more gets no more hints until an operator resets the check or
+restarts the gateway, and nothing it held is found again. If what vLLM then caches by itself differs, too, nothing is
+taken from the worker's cache at all. Replays are greedy, however clients sample.
 
-A client's request ends a check; the engine's step that runs is finished first. Prompts computed anew are of no use to
-clients and take room from theirs, so between two requests of clients they fill a small part of the cache at most.
+A client's request ends a check once the engine's running step is finished. Recomputed prompts are of no use to clients
+and take room from theirs, so between two requests of clients they fill a small part of the cache at most.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.self_check")
 
-LOOK_SECONDS = 0.25  # between two looks at who is idle
+POLL_SECONDS = 0.25  # between two searches for an idle worker
 
-IDLE_SECONDS = 3.0  # without a request before a check
+IDLE_SECONDS = 3.0  # that a worker is without a request before a check
 
-ABORT_SECONDS = 0.02  # between two looks whether a client has come
+ABORT_SECONDS = 0.02  # between two looks for a client's request
 
-# A check that took a second is followed by 49 of rest: at most a fiftieth of a worker's idle time; by 9 while the
-# worker is new, as what makes answers wrong is mostly there from the start.
+# Seconds of rest for each second of a check, which so takes at most a fiftieth of a worker's idle time. A new worker
+# rests less, because most causes of wrong answers are there from the start.
 REST, REST_AT_FIRST = 49.0, 9.0
 
-FIRST = 16  # checks
+FIRST = 16  # checks of a new worker
 
 CHECK_SECONDS = 120.0  # for a check; then the worker is left alone
 
-# Part of the cache that prompts computed anew may take between two requests of clients, 0 to 1.
+# Part of the cache that recomputed prompts may take between two requests of clients, 0 to 1.
 CACHE_SHARE = 1 / 16
 
-ANEW = 3  # times that a prompt may be computed anew for one look
+MOST_RECOMPUTED = 3  # times that one comparison may compute a prompt
 
-# Checks without any request between them; then a worker that nobody uses is left alone.
+# Checks without a client's request between them; after that, an unused worker is left alone.
 MOST_IN_A_ROW = 16
 
 REMEMBERED = 256  # prompts that were checked
@@ -81,8 +81,8 @@ class _Watched:
     busy_at: float = 0.0  # time.monotonic() when it last had a request
     next_at: float = 0.0  # time.monotonic() before which there is no check
     in_a_row: int = 0
-    checks: int = 0  # of this boot, since it was last doubted
-    anew: int = 0  # tokens computed anew since the last request of a client
+    checks: int = 0  # since it started, or was last quarantined
+    recomputed: int = 0  # tokens, since the last request of a client
     boot: str = ""
     noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
 
@@ -126,23 +126,23 @@ class SelfCheck:
 
     @property
     def cache_off(self) -> bool:
-        """Whether nothing is taken from a worker's cache, because they differed without hints, too."""
+        """Whether nothing is taken from a worker's cache, because its answers differed without hints, too."""
         return any(not worker.cache.cache_allowed for worker in self._pool.workers)
 
     def reset(self) -> None:
-        """An operator has seen to it: hints go out again."""
+        """An operator has watched to it: hints go out again."""
         for worker in self._pool.workers:
             worker.cache.restore()
         logger.warning("hints are on again, by an operator")
 
     def forget(self, worker: Worker) -> None:
-        """It was taken out."""
+        """The worker was removed."""
         self._watched.pop(worker.url, None)
 
     async def run(self) -> None:
-        """Check whatever is idle, for ever."""
+        """Check idle workers, for ever."""
         while self._interval:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             for worker in self._pool.workers:
                 if self._is_due(worker):
                     try:
@@ -151,33 +151,33 @@ class SelfCheck:
                         logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
 
     def _is_due(self, worker: Worker) -> bool:
-        now, seen = time.monotonic(), self._watched.setdefault(worker.url, _Watched())
-        if worker.dispatched != seen.dispatched:
-            seen.dispatched, seen.busy_at, seen.in_a_row, seen.anew = worker.dispatched, now, 0, 0
+        now, watched = time.monotonic(), self._watched.setdefault(worker.url, _Watched())
+        if worker.dispatched != watched.dispatched:
+            watched.dispatched, watched.busy_at, watched.in_a_row, watched.recomputed = worker.dispatched, now, 0, 0
         if worker.inflight:
-            seen.busy_at = now
-        if worker.boot != seen.boot:
-            seen.boot, seen.checks = worker.boot, 0
-            seen.noises.clear()
+            watched.busy_at = now
+        if worker.boot != watched.boot:
+            watched.boot, watched.checks = worker.boot, 0
+            watched.noises.clear()
         fit = worker.up and worker.engine is not None and not worker.warming and worker.cache.cache_allowed
-        idle = now - seen.busy_at >= IDLE_SECONDS and now >= seen.next_at
-        return fit and idle and seen.in_a_row < MOST_IN_A_ROW and seen.anew < self._allowance(worker)
+        idle = now - watched.busy_at >= IDLE_SECONDS and now >= watched.next_at
+        return fit and idle and watched.in_a_row < MOST_IN_A_ROW and watched.recomputed < self._allowance(worker)
 
     def _allowance(self, worker: Worker) -> float:
-        """Tokens that may be computed anew between two requests of clients."""
+        """Tokens that may be recomputed between two requests of clients."""
         return worker.cache_tokens * CACHE_SHARE if worker.cache_tokens else float("inf")
 
-    async def _check(self, worker: Worker, seen: _Watched) -> None:
-        """Judge one prompt, unless a client comes meanwhile."""
+    async def _check(self, worker: Worker, watched: _Watched) -> None:
+        """Judge one prompt, unless a client's request comes meanwhile."""
         replay = self._next(worker)
         if replay is None:
             return
         began = time.monotonic()
-        checking = asyncio.create_task(self._judge(worker, replay, seen))
+        checking = asyncio.create_task(self._judge(worker, replay, watched))
         try:
             while not checking.done() and time.monotonic() < began + CHECK_SECONDS:
                 await asyncio.wait((checking,), timeout=ABORT_SECONDS)
-                if not checking.done() and worker.dispatched != seen.dispatched:
+                if not checking.done() and worker.dispatched != watched.dispatched:
                     return
             verdict = checking.result() if checking.done() else None
         except (Unanswered, RenderFailed, BadRequest, Unreachable, Broken, ExceptionGroup) as error:
@@ -186,44 +186,44 @@ class SelfCheck:
         finally:
             checking.cancel()
             took = time.monotonic() - began
-            rest = REST if seen.checks >= FIRST else REST_AT_FIRST
-            seen.next_at = time.monotonic() + max(self._interval, rest * took)
-            seen.checks += 1
-            seen.in_a_row += 1
-            self._note(worker, replay)
+            rest = REST if watched.checks >= FIRST else REST_AT_FIRST
+            watched.next_at = time.monotonic() + max(self._interval, rest * took)
+            watched.checks += 1
+            watched.in_a_row += 1
+            self._record(worker, replay)
         if verdict is not None:
-            self._settle(worker, verdict, seen)
+            self._settle(worker, verdict, watched)
 
     def _next(self, worker: Worker) -> WarmupRequest | None:
-        """The prompt whose check is longest ago, the hottest of those never checked first."""
+        """The prompt whose last check is the longest ago; of those never checked, the hottest."""
         hottest = [replay for replay in self._warmup.hottest(worker.model_ids) if replay.boundaries]
         checked = self._checked_at
         return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
 
-    def _note(self, worker: Worker, replay: WarmupRequest) -> None:
+    def _record(self, worker: Worker, replay: WarmupRequest) -> None:
         self._checked_at[_name(worker, replay)] = time.monotonic()
 
-    async def _judge(self, worker: Worker, replay: WarmupRequest, seen: _Watched) -> Verdict | None:
-        """None where nothing came from the cache, or others use the worker. What seems to differ is looked at twice."""
-        _, told = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
-        if worker_metrics.read(told.decode(errors="replace")).requests:
+    async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Verdict | None:
+        """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
+        _, metrics = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
+        if worker_metrics.read(metrics.decode(errors="replace")).requests:
             return None  # another gateway's clients
         body = {**parse_object(replay.raw), **replay.put}
         chat = chat_in(replay.endpoint, body, self._stored)
         if chat is None or chat.media:
             return None
-        most = int(min(self._most_tokens, self._allowance(worker) / ANEW))
+        most = int(min(self._most_tokens, self._allowance(worker) / MOST_RECOMPUTED))
         prompt = (await prompt_of(chat, worker)).ids()[:most]
         hint = [at for at in worker.hint(replay.boundaries, self._boundary_budget) if at <= len(prompt)]
         salt = worker.cache.salt(body) or body.get("cache_salt")
         verdict = None
         for _ in range(2):
-            verdict = await self._compare(worker, replay.model, prompt, salt, hint, seen)
+            verdict = await self._compare(worker, replay.model, prompt, salt, hint, watched)
             if verdict is None or verdict.result != "differs":
                 break
         if verdict is not None and verdict.result == "differs":
             logger.error(
-                "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than computed anew: "
+                "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than recomputed: "
                 "answer %s against %s, first other token %s, logprobs off by %.3g, noise %.3g",
                 worker.name,
                 xxh3_64_hexdigest(repr(prompt).encode()),
@@ -237,42 +237,48 @@ class SelfCheck:
         return verdict
 
     async def _compare(
-        self, worker: Worker, model: str, prompt: Sequence[int], salt: str | None, hint: Sequence[int], seen: _Watched
+        self,
+        worker: Worker,
+        model: str,
+        prompt: Sequence[int],
+        salt: str | None,
+        hint: Sequence[int],
+        watched: _Watched,
     ) -> Verdict | None:
         async def ask(salt: str | None, hint: Sequence[int] = ()) -> Continuation:
             request = completion_request(model, prompt, salt, hint)
             return await continuation(self._upstream, worker.url, request, self._timeout)
 
-        async def anew(hint: Sequence[int] = ()) -> Continuation:
-            seen.anew += len(prompt)
+        async def recomputed(hint: Sequence[int] = ()) -> Continuation:
+            watched.recomputed += len(prompt)
             return await ask(fresh_salt(), hint)
 
-        # What clients left behind, then what that resend itself leaves: vLLM's own last block, copied for whoever
-        # goes on from inside it.
+        # First what clients left behind, then what this replay leaves: vLLM's own last block, which is copied for a
+        # request that goes on from inside it.
         cached = [answer for answer in [await ask(salt, hint), await ask(salt, hint)] if answer.cached]
         if not cached:
             return None
-        # Cut where the cached one was; mostly that is all it takes.
+        # Cut where the cached one was cut; mostly this one answer is enough.
         cut = [cached[0].cached]
-        answers = [await anew(cut)]
+        answers = [await recomputed(cut)]
         if not answers[0].cached and (verdict := judge(cached, answers, 0.0)).result == "same":
             return verdict
-        # Two in one batch, one of them cut: other shapes of the same sums, which round otherwise.
+        # Two in one batch, one of them cut: the same sums in other shapes, which round differently.
         async with asyncio.TaskGroup() as group:
-            together = [group.create_task(anew(cut)), group.create_task(anew())]
-        answers += [task.result() for task in together]
+            batch = [group.create_task(recomputed(cut)), group.create_task(recomputed())]
+        answers += [task.result() for task in batch]
         if any(answer.cached for answer in answers):
             return None
-        seen.noises.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
-        return judge(cached, answers, max(seen.noises))
+        watched.noises.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
+        return judge(cached, answers, max(watched.noises))
 
-    def _settle(self, worker: Worker, verdict: Verdict, seen: _Watched) -> None:
+    def _settle(self, worker: Worker, verdict: Verdict, watched: _Watched) -> None:
         self.checked += 1
         self._results.labels(verdict.result).inc()
         if verdict.result == "differs":
             self.differs += 1
             worker.cache.quarantine()
-            seen.checks = 0  # what vLLM now caches by itself is to be looked at as closely
+            watched.checks = 0  # what vLLM now caches by itself is checked as closely
             self._void_cache(worker)
             logger.error(
                 "worker %s gets no more hints, and %s. Restart it; POST /seamark/self-check/reset, or a restart of the "

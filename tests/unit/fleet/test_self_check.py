@@ -91,7 +91,7 @@ def test_prompts_under_one_system_prompt_are_checked_in_turn(worker, engine):
     taken = []
     for _ in range(3):
         taken.append(check._next(worker))
-        check._note(worker, taken[-1])
+        check._record(worker, taken[-1])
     assert taken == [first, second, first]
 
 
@@ -149,7 +149,7 @@ def test_an_idle_worker_is_checked_and_no_more_than_its_cache_and_its_turn_allow
     assert is_due_after(check, worker)
     assert is_due_after(check, worker, in_a_row=most - 1) and not is_due_after(check, worker, in_a_row=most)
     share = int(16_000 * self_check.CACHE_SHARE)
-    assert is_due_after(check, worker, anew=share - 1) and not is_due_after(check, worker, anew=share)
+    assert is_due_after(check, worker, recomputed=share - 1) and not is_due_after(check, worker, recomputed=share)
     assert not is_due_after(check, worker, next_at=time.monotonic() + 60)
     assert not is_due_after(check, worker, busy_at=time.monotonic())
     worker.warming = True
