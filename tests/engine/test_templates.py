@@ -12,7 +12,10 @@ from tests.harness.render_models import markers_in, render_server, write_render_
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[1] / "templates").glob("*.jinja"))}
 
-EXCUSES = (Excuse("system-in-last-user", "", "turn", "system prompt and tools stand in the last user message"),)
+EXCUSES = (
+    Excuse("system-in-last-user", "", "turn", "system prompt and tools stand in the last user message"),
+    Excuse("strict-roles", "", "turn", "a chat without the words that ask for an answer is refused"),
+)
 
 
 @pytest.fixture(scope="module", params=["special", "plain"])
@@ -30,7 +33,7 @@ def test_positions_lie_where_chats_really_part(cells):
 
 def test_only_what_is_listed_with_its_reason_has_none(cells):
     excused = {cell.template for cell in cells if cell.excused}
-    assert excused == {"system-in-last-user"}
+    assert excused == {"system-in-last-user", "strict-roles"}
 
 
 def test_every_shape_is_taken_by_nearly_every_template(cells):

@@ -353,6 +353,12 @@ async def test_a_mark_on_the_tools_without_a_system_prompt_is_before_the_first_u
     assert shared - 1 <= found["explicit"] <= shared
 
 
+async def test_a_mark_on_the_tools_of_a_single_question_is_the_history(renderer):
+    tools = [{**TOOLS[0], "cache_control": {"type": "ephemeral"}}]
+    assert {"history", "turn"} <= (await positions(renderer, {"tools": tools, "messages": [user("x")]})).keys()
+    assert "explicit" not in await positions(renderer, {"tools": tools, "messages": [user("x")]})
+
+
 async def test_chats_that_part_in_a_tool_call_have_boundaries(renderer):
     use = BoundaryFinder(PositionCache(1_000_000), DivergenceLearner(10_000_000))
     for port in ("Ayr", "Oban", "Ullapool"):

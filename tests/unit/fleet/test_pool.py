@@ -101,9 +101,9 @@ async def test_failures_from_before_a_restart_do_not_count_after_it(file):
     for boot in range(2, 5):
         for _ in range(BREAKER_FAILURES - 1):
             pool.record_failure(worker)
+            assert worker.up
         servers.boots[A] = float(boot)
         await pool.check_all()
-        assert worker.up
 
 
 async def test_a_restart_empties_the_cache_and_leaves_the_worker_in_quarantine(file):

@@ -32,11 +32,12 @@ class Pool:
 
 
 class Engine:
-    """Answers every prompt alike, and says that nothing of it was cached under a salt it has not seen."""
+    """Answers every prompt alike, but for the salts under which something is cached, or wrong."""
 
     def __init__(self) -> None:
         self.asked: list[dict] = []
         self.cached_under: set[str | None] = set()
+        self.wrong_under: set[str | None] = set()
         self.metrics = ""
 
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
@@ -46,7 +47,8 @@ class Engine:
         self.asked.append(asked)
         cached = 48 if asked.get("cache_salt") in self.cached_under else 0
         usage = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": cached}}
-        logprobs = {"tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": -0.5, "token_id:8": -1.0}]}
+        logprob = -0.5123 if asked.get("cache_salt") not in self.wrong_under else -0.9
+        logprobs = {"tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": logprob, "token_id:8": -1.0}]}
         return 200, json.dumps({"choices": [{"logprobs": logprobs}], "usage": usage}).encode()
 
 
@@ -129,6 +131,24 @@ async def test_recomputed_answers_that_came_from_a_cache_are_not_judged(worker, 
     engine.cached_under |= {None, "fresh"}
     request = replay(b"first")
     assert await judged(check_of(worker, engine, request), worker, request) is None
+
+
+async def test_one_recomputed_answer_that_came_from_a_cache_is_enough(worker, engine, monkeypatch):
+    salts = [*"abc"]
+    monkeypatch.setattr(self_check, "fresh_salt", lambda: salts.pop(0))
+    engine.cached_under |= {None, "c"}
+    engine.wrong_under.add(None)
+    request = replay(b"first")
+    assert await judged(check_of(worker, engine, request), worker, request) is None
+
+
+async def test_a_cached_answer_that_differs_from_all_recomputed_ones_is_found_and_asked_twice(worker, engine):
+    engine.cached_under.add(None)
+    engine.wrong_under.add(None)
+    request = replay(b"first")
+    verdict = await judged(check_of(worker, engine, request), worker, request)
+    assert verdict is not None and verdict.result == "differs"
+    assert [asked.get("cache_salt") for asked in engine.asked].count(None) == 4
 
 
 async def test_a_worker_with_requests_of_another_gateway_is_left_alone(worker, engine):
