@@ -43,7 +43,7 @@ class Families:
         self.followers = Counter(
             "seamark_followers_total", "Requests whose prefix another one was computing: held back, or not", ["fate"]
         )
-        self.saved = Counter("seamark_seconds_saved_total", "Prefill not computed, at the pace learnt, seconds")
+        self.saved = Counter("seamark_seconds_saved_total", "Prefill not computed, at the learnt step times, seconds")
         self.spent = Counter("seamark_seconds_spent_total", "Time that checkpoints cost requests, seconds")
         self.pass_seconds = Gauge(
             "seamark_pass_seconds", "Learnt time of a pass over hardly any tokens", multiprocess_mode="max"

@@ -1,4 +1,4 @@
-"""The states of one scheduler: which are wanted, where they go, and who resumes from them.
+"""The states of one scheduler: which are wanted, where they go, and which requests resume from them.
 
 `Checkpoints` ties the parts of this room together. It lives in the scheduler's process, on its one thread.
 """

@@ -14,13 +14,14 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import StepTime
 
 # What a follower saves has to outweigh the pass it waits for by this factor: step times scatter, and a follower that
-# runs along costs nobody a pass.
+# runs along costs no request a pass.
 MARGIN = 1.5
 
-# A shorter wait saves nothing that is felt, and the second request of the next wave hits anyway.
+# A prefill shorter than this is not felt, and the second request of the next wave hits anyway.
 FELT_SECONDS = 0.2
 
 # A follower waits this much longer than expected before it goes on alone, and as long again if the leader has done half
@@ -29,7 +30,7 @@ PATIENCE = 3.0
 
 MIN_PATIENCE_SECONDS = 1.0
 
-# Leaders that a follower waits for, if one after the other leaves.
+# Leaders that a follower waits for if one after the other is gone.
 MAX_LEADERS = 4
 
 # No request is held for so long after a state has found no room in the cache.
@@ -152,20 +153,28 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
         if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
             return True
         expected = None if request.skip_reading_prefix_cache else gate.deepest_expected(request)
-        state = checkpoints.state_of(request)
-        # A request that has given up on a leader starts as soon as there is room for it, be it in a later step.
-        if expected is not None and state.gave_up_on != expected.leader.request_id:
-            if request.request_id not in gate.waiting and not gate.pays(expected):
-                if not state.not_held:
-                    state.not_held = True
-                    checkpoints.counters.follower_not_held()
-            elif gate.hold(request, expected):
-                return False
-            else:
-                state.gave_up_on = expected.leader.request_id
+        if expected is not None and _waits(checkpoints, gate, request, expected):
+            return False
         held = gate.release(request)
         if held is not None:
             checkpoints.counters.follower_released(held)
         return True
 
     return _handle_blocked_waiting_request
+
+
+def _waits(checkpoints: Any, gate: PrefillGate, request: Any, expected: ExpectedState) -> bool:
+    state: RequestState = checkpoints.state_of(request)
+    leader = expected.leader.request_id
+    # A request that has given up on a leader starts as soon as there is room for it, be it in a later step.
+    if state.gave_up_on == leader:
+        return False
+    if request.request_id not in gate.waiting and not gate.pays(expected):
+        if not state.not_held:
+            state.not_held = True
+            checkpoints.counters.follower_not_held()
+        return False
+    if gate.hold(request, expected):
+        return True
+    state.gave_up_on = leader
+    return False

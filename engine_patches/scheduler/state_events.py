@@ -85,7 +85,7 @@ class StateEvents:
     def emit_evictions(self) -> None:
         """A step is planned: emit an event for each state that can no longer be found."""
         if self._pool.cached_block_hash_to_block is not self._cached:
-            self.clear()  # the pool was emptied as a whole, whoever did it
+            self.clear()  # the pool was emptied as a whole
         if self._removed:
             removed, self._removed = self._removed, set()
             for key in removed:

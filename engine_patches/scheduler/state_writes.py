@@ -1,7 +1,7 @@
 """States written inside a pass, as the scheduler plans them: a block for each, its keys, and the writes of the step.
 
 All of it happens after a step is planned to its end. So a state is promised only for requests that are in the step,
-its blocks are taken only from those that nobody needed, and no request can resume from it before it is written.
+its blocks are taken only from those that no request needed, and no request can resume from it before it is written.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ TIGHT = {"blocks": 30, "running": 4}
     [
         [ROOM, TIGHT, {**TIGHT, "budget": 50}, {**TIGHT, "policy": "priority"}],
         [{**ROOM, "overlap": True}, {**TIGHT, "overlap": True}],
-        [{**ROOM, "pieces": False, "export": False}, {**TIGHT, "pieces": False, "export": True}],
+        [{**ROOM, "writes_in_forward": False, "export": False}, {**TIGHT, "writes_in_forward": False, "export": True}],
     ],
     ids=["states inside the pass", "the next step planned ahead", "states at chunk ends"],
 )
@@ -37,7 +37,7 @@ def test_the_audit_notices_evictions_without_an_event(model: Path):
     assert any("reported as stored" in error for error in silent["errors"]) and not silent["evicted"]
 
 
-# What is preempted in the very step that was to compute it leaves keys of what nobody computes: seeds that show it.
+# A request preempted in the very step that was to compute it leaves keys of what is never computed; seeds that show it.
 PREEMPTED = {
     "seeds": [114, 116],
     "chats": 50,
@@ -57,7 +57,10 @@ def test_keys_of_what_was_never_computed_are_taken_back(model: Path):
     ("without", "audited"),
     [
         ("true-states", {"seeds": [1, 2], "chats": 60, "cores": [ROOM]}),
-        ("block-edge-stop", {"seeds": [1, 2], "chats": 60, "cores": [{**ROOM, "pieces": False, "export": True}]}),
+        (
+            "block-edge-stop",
+            {"seeds": [1, 2], "chats": 60, "cores": [{**ROOM, "writes_in_forward": False, "export": True}]},
+        ),
         ("preempted-keys", PREEMPTED),
     ],
 )

@@ -72,15 +72,15 @@ class Core:
         blocks: int = 200,
         budget: int = 256,
         *,
-        pieces: bool = True,
+        writes_in_forward: bool = True,
         export: bool = True,
         overlap: bool = False,
         policy: str = "fcfs",
         running: int = 6,
         attention_groups: int = 1,
     ) -> None:
-        """`pieces`: the worker promises to write states inside a pass; `export`: its backend can do so once, at the
-        tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
+        """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
+        at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
         """
         config = EngineArgs(
             model=model,
@@ -106,7 +106,7 @@ class Core:
         )
         attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         states = [MambaSpec(**recurrent), MambaSpec(**recurrent)]
-        for spec in states if pieces else ():
+        for spec in states if writes_in_forward else ():
             object.__setattr__(spec, WRITES_IN_FORWARD, True)
         groups = [
             KVCacheGroupSpec(["m0"], states[0]),
@@ -200,7 +200,7 @@ class Core:
         ]
 
     def blocks_in_use(self) -> int:
-        """Blocks that somebody holds; none once all requests are done."""
+        """Blocks that are held; none once all requests are done."""
         return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
 
     def _record_meanings(self) -> None:
@@ -377,7 +377,7 @@ def main(model: str, argument: str) -> None:
             core = Core(model, **options)
             random_traffic(core, seed, wanted["chats"])
             if core.blocks_in_use():
-                core.errors.append(f"{core.blocks_in_use()} blocks are held by nobody")
+                core.errors.append(f"{core.blocks_in_use()} blocks are held without a request")
             errors += [f"seed {seed}: {error}" for error in core.errors[:3]]
             hit_tokens += sum(core.hits.values())
             evicted += core.evicted

@@ -27,7 +27,7 @@ def situation(**options: Any) -> Callable:
             shown = scene(core)
             core.run()
             if core.blocks_in_use():
-                core.errors.append(f"{core.blocks_in_use()} blocks are held by nobody")
+                core.errors.append(f"{core.blocks_in_use()} blocks are held without a request")
             return {**shown, "errors": core.errors}
 
         SITUATIONS[scene.__name__.replace("_", " ")] = run
@@ -50,7 +50,7 @@ def evict(core: Any, request: Any, position: int, group: int) -> None:
 
 
 def shown(core: Any, *requests: Any) -> dict[str, Any]:
-    """Of each request: tokens it found, ends of its chunks (prompt only), states written, where it can be entered."""
+    """What each request shows: tokens it found, ends of its chunks (prompt only), states written, keys to enter at."""
     return {
         request.request_id: {
             "hit": core.hits.get(request.request_id),
@@ -318,8 +318,8 @@ def the_next_step_is_planned_before_the_last_is_known(core):
     return shown(core, *requests)
 
 
-@situation(pieces=False, export=False)
-def a_backend_that_cannot_be_run_in_pieces(core):
+@situation(writes_in_forward=False, export=False)
+def a_backend_that_cannot_be_run_in_segments(core):
     for _ in range(8):  # a pass costs as much as 100 tokens
         core.scheduler.seamark.step_time.step_took(1, 0.1)
         core.scheduler.seamark.step_time.step_took(1000, 1.1)

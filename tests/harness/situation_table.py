@@ -135,7 +135,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "b": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
         "c": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
     },
-    "a backend that cannot be run in pieces": {
+    "a backend that cannot be run in segments": {
         "a": {"hit": 0, "ends": [128, 192, 240, 250], "written": [], "keys": [128, 192, 240]}
     },
 }

@@ -1,4 +1,4 @@
-"""Who waits for whom: only when it pays, only for what is really coming, never longer than foreseen."""
+"""Followers wait only when it pays, only for what is really coming, and never much longer than expected."""
 
 from types import SimpleNamespace
 
@@ -79,7 +79,7 @@ def test_a_prefix_that_costs_less_than_a_pass_is_not_waited_for(gate):
     assert not gate.pays(gate.deepest_expected(request("follower")))
 
 
-def test_what_nobody_would_feel_is_not_waited_for(clock):
+def test_a_prefill_that_is_not_felt_is_not_waited_for(clock):
     fast = StepTime()
     for _ in range(8):  # a pass costs 1 ms, a token 0.01 ms: 3,600 tokens are 36 ms
         fast.step_took(1, 0.001)
@@ -93,7 +93,7 @@ def test_what_nobody_would_feel_is_not_waited_for(clock):
     "gone",
     [{"status": RequestStatus.PREEMPTED}, {"status": RequestStatus.FINISHED_ABORTED}, {"num_computed_tokens": 3600}],
 )
-def test_nobody_waits_for_a_leader_that_is_gone_or_done(gate, gone):
+def test_no_request_waits_for_a_leader_that_is_gone_or_done(gate, gone):
     leader = leading(gate)
     vars(leader).update(gone)
     assert gate.deepest_expected(request("follower")) is None
@@ -167,7 +167,7 @@ def test_a_follower_that_is_gone_is_forgotten(gate):
     assert not gate.waiting
 
 
-def test_nobody_waits_while_states_find_no_room(gate, clock):
+def test_no_request_waits_while_states_find_no_room(gate, clock):
     leading(gate)
     expected = gate.deepest_expected(request("follower"))
     gate.pause()
