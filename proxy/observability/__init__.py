@@ -1,0 +1,1 @@
+"""Why requests hit or missed the cache, and what is lost without the plugin."""

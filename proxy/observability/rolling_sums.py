@@ -1,6 +1,6 @@
 """What requests shared and got during the last hour, and since the start: sums by slots of five seconds, in a ring.
 
-Its size never changes. A slot is emptied when its place is needed again, so a gateway without requests does nothing.
+Its size never changes. A slot is emptied when it is needed again, so a gateway without requests does nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ SLOTS = MINUTES * SLOTS_OF_MINUTE
 
 
 class Totals(NamedTuple):
-    """Of some time; tokens, but for `requests`."""
+    """Sums over some time; tokens, except for `requests`."""
 
     requests: int
     prompt: int
     shareable: int
     came: int  # of what was shareable
-    delivered: int  # what the engine had cached, more than was known to be shareable included
+    delivered: int  # what the engine had cached, even beyond what was known to be shareable
 
     @property
     def efficiency(self) -> float | None:
-        """Part of what could be shared that came, 0 to 1; None where nothing could be."""
+        """The part of the shareable tokens that came, 0 to 1; None if none were shareable."""
         return self.came / self.shareable if self.shareable else None
 
 
@@ -40,7 +40,7 @@ class RollingSums:
         """`clock` in seconds."""
         self._clock = clock
         self._slots = [[-1, 0, 0, 0, 0, 0] for _ in range(SLOTS)]  # when, and sums in their order
-        self._older = Totals(0, 0, 0, 0, 0)  # of slots whose place was needed again
+        self._older = Totals(0, 0, 0, 0, 0)  # from slots that were needed again
 
     def add(self, prompt: int, shareable: int, delivered: int) -> None:
         """One request has been answered; tokens, `shareable` in whole match units."""
@@ -52,7 +52,7 @@ class RollingSums:
         slot[1] += 1
         slot[2] += prompt
         slot[3] += shareable
-        # What one request got beyond must not hide what another one missed.
+        # What one request got in excess must not hide what another one missed.
         slot[4] += delivered if delivered < shareable else shareable
         slot[5] += delivered
 

@@ -88,7 +88,7 @@ class Accounting:
         self._requests = cache(metrics.requests.labels)
 
     async def answered(self, request: ProxiedRequest, usage: Usage | None, answer: Any) -> str | None:
-        """A worker has answered with `answer` (parsed; of a stream, the response it told last), which reports `usage`.
+        """A worker has answered with `answer` (parsed; for a stream, its last response object) and reported `usage`.
 
         Returns the reason for what came from the cache, None if the worker does not report that. Goes on if the client
         leaves meanwhile.

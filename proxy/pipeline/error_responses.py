@@ -1,6 +1,6 @@
 """How an error reaches a client: as the whole answer, or as the last event of a stream that has begun.
 
-In the words of the API that was asked, so that its SDK raises instead of taking a cut answer for a short one.
+Errors have the form of the API that was asked, so that its SDK raises instead of taking a cut answer for a short one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANTHROPIC_TYPES = {
 
 
 def error_body(error: GatewayError, path: str = "") -> bytes:
-    """The JSON body: OpenAI's envelope, which Anthropic's SDK reads too once it is told the type it knows."""
+    """The JSON body: OpenAI's envelope, or Anthropic's for its API."""
     if not path.startswith(MESSAGES):
         return error.body()
     return json.dumps(_anthropic(error)).encode()
@@ -39,7 +39,7 @@ def _anthropic(error: GatewayError) -> dict[str, Any]:
 
 
 def error_headers(error: GatewayError) -> dict[str, str]:
-    """What HTTP wants said beside the body."""
+    """The headers that belong to the error."""
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -50,12 +50,12 @@ def error_headers(error: GatewayError) -> dict[str, str]:
 
 async def send_error(send: asgi.Send, error: GatewayError, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
     """The error as the whole answer to a request for `path`."""
-    told = ((name.encode(), value.encode()) for name, value in error_headers(error).items())
-    await asgi.send_whole(send, error.status, [*headers, *told], error_body(error, path))
+    own = ((name.encode(), value.encode()) for name, value in error_headers(error).items())
+    await asgi.send_whole(send, error.status, [*headers, *own], error_body(error, path))
 
 
 def error_event(error: GatewayError, endpoint: str, first: bytes = b"", last: bytes = b"") -> bytes:
-    """The error as the last event of a stream of whole events. `first` and `last` are events of it, where at hand."""
+    """The error as the last event of a stream. `first` and `last` are events of the stream, if they were kept."""
     if endpoint == MESSAGES:
         return b"event: error\ndata: " + json.dumps(_anthropic(error)).encode() + b"\n\n"
     if endpoint == RESPONSES:

@@ -44,7 +44,7 @@ class PromptReader:
         self._finder = BoundaryFinder(self.positions, self.learner)
 
     async def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> None:
-        """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises for what it holds."""
+        """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds."""
         client, prediction = request.client, request.prediction
         explanation = request.explanation = Explanation(client.request_id, client.endpoint, owner=client.owner)
         found = Found(failure="unpatched")

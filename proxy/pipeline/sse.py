@@ -1,7 +1,7 @@
-"""An event stream on its way to the client: every byte as it came, but whole events only.
+"""An event stream on its way to the client: every byte as it came, in whole events only.
 
-So a stream that breaks off can be told to have done so, a comment can be put between two events, and the usage that
-the gateway asked for itself can be taken out again.
+Whole events allow an error event in a stream that breaks off, a comment between two events, and the removal of the
+usage that only the gateway asked for.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _FINISHED = b'"finish_reason":"'  # in the event that ends a choice
 
 
 class SseRelay:
-    """One stream."""
+    """Relays one stream."""
 
     def __init__(self, send: asgi.Send, strips_usage: bool, keeps_first: bool) -> None:
-        """`strips_usage`: take out the event that holds nothing but usage. `keeps_first`: `first` is wanted."""
+        """`strips_usage`: remove the event that holds only usage. `keeps_first`: keep `first` and `last`."""
         self._send = send
         self._strips = strips_usage
         self._keeps = keeps_first
@@ -85,7 +85,7 @@ class SseRelay:
 
     @property
     def response(self) -> Any:
-        """Of a stream of /v1/responses: the response as it was told last, whole if the stream was."""
+        """The last response object in a stream of /v1/responses; complete if the stream was."""
         for events in (self.last, self.first):
             response = data_of_last(events).get("response")
             if response is not None:
@@ -94,7 +94,7 @@ class SseRelay:
 
     @property
     def usage(self) -> Usage | None:
-        """What the stream reported of its tokens."""
+        """The tokens that the stream reported."""
         return usage_in_stream(self._with_usage)
 
     async def _pass_on(self, chunk: bytes) -> None:
@@ -107,7 +107,7 @@ class SseRelay:
             self.moved = time.monotonic()
 
     def _hold(self, chunk: bytes) -> bytes:
-        """Keep back the event that is not complete yet; what can go."""
+        """Keep back the event that is not complete yet; returns what can be sent."""
         cut = _start_of_event(chunk, len(chunk))
         if len(chunk) - cut > MAX_HELD_BYTES:
             return chunk
@@ -115,7 +115,7 @@ class SseRelay:
         return chunk[:cut]
 
     def _stripped(self, events: bytes) -> bytes:
-        """What of `events` can go on, without the one that holds nothing but usage."""
+        """The part of `events` that can be sent, without the event that holds only usage."""
         if self._terminal:
             events = self._terminal + events
             self._terminal = b""
@@ -131,7 +131,7 @@ class SseRelay:
 
 
 def _without_usage(events: bytes) -> bytes:
-    """`events` as they would be had nobody asked: vLLM stamps a stream's last event, and that is another one then."""
+    """`events` as if usage had not been asked for: vLLM then stamps another event, the one that ends the choice."""
     at = events.rindex(b'"usage"')
     start, end = _start_of_event(events, at), _end_of_event(events, at)
     usage = _usage_alone(events[start:end])
@@ -154,7 +154,7 @@ def _end_of_event(events: bytes, at: int) -> int:
 
 
 def data_of_last(events: bytes) -> dict[str, Any]:
-    """The data of the last event in some; empty where it is no object."""
+    """The data of the last of some events; empty if it is no object."""
     for line in reversed(events.splitlines()):
         if line.startswith(b"data:"):
             with contextlib.suppress(ValueError):
@@ -165,7 +165,7 @@ def data_of_last(events: bytes) -> dict[str, Any]:
 
 
 def usage_in_stream(events: bytes) -> Usage | None:
-    """Usage out of events, the last that has some."""
+    """Usage in the last of some events that reports it."""
     at = len(events)
     while (at := events.rfind(b'"usage"', 0, at)) >= 0:
         start = events.rfind(b"\n", 0, at) + 1
@@ -179,7 +179,7 @@ def usage_in_stream(events: bytes) -> Usage | None:
 
 
 def _usage_alone(event: bytes) -> dict[str, Any] | None:
-    """The event's data, where it is nothing but usage."""
+    """The event's data if it is only usage."""
     if not event.startswith(b"data:"):
         return None
     try:
@@ -191,7 +191,7 @@ def _usage_alone(event: bytes) -> dict[str, Any] | None:
 
 
 class Heartbeats:
-    """Comments on streams that have been silent for a while: clients and what lies between give up on silence."""
+    """Comments on streams that have been silent for a while: clients and proxies before them give up on silence."""
 
     def __init__(self, interval: float, sent: Counter) -> None:
         """`interval` in seconds, 0 for never; `sent` counts the comments."""
@@ -202,7 +202,7 @@ class Heartbeats:
 
     @contextlib.contextmanager
     def watching(self, stream: SseRelay) -> Iterator[None]:
-        """While it is entered."""
+        """The stream gets comments while this is entered."""
         self._streams.add(stream)
         try:
             yield
@@ -210,7 +210,7 @@ class Heartbeats:
             self._streams.discard(stream)
 
     async def run(self) -> None:
-        """Look at all streams, for ever."""
+        """Keep all streams alive, for ever."""
         while self._interval:
             await asyncio.sleep(self._interval / 4)
             silent = time.monotonic() - self._interval
