@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,18 @@ def main(argv: list[str]) -> int:
 
 
 async def watch(
-    engine: Server, gateway: Server, folder: Path, defect: str, seconds: float, seed: int, unit: int
+    engine: Server,
+    gateway: Server,
+    folder: Path,
+    defect: str,
+    seconds: float,
+    seed: int,
+    unit: int,
+    enough: float = inf,
 ) -> Phase:
     """Traffic with pauses through `gateway` for `seconds`, or until its self-check finds that something differs.
+
+    It ends after `enough` checks, too.
 
     `unit` is the engine's match unit, tokens.
     """
@@ -105,7 +115,7 @@ async def watch(
             number = 0
             while time.monotonic() < began + seconds:
                 before = await _self_check(client, gateway)
-                if before["hints_off"]:
+                if before["hints_off"] or before["checked"] >= enough:
                     break
                 number += 1
                 await burst(client, gateway, seed, number)

@@ -115,7 +115,7 @@ SYSTEM = {"role": "system", "content": "You keep the log of the lighthouse and w
 
 
 async def reasons(client: httpx.AsyncClient, server, names: set[str]) -> dict[str, tuple[str, int]]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:
         answer = (await client.get(server.url + "/seamark/outcomes")).json()
         found = {name: (reason, tokens) for name, reason, tokens in answer["outcomes"]}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -15,6 +17,11 @@ from proxy.bench.harness.servers import Server, Servers
 from tests.bench import self_check
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import wait_for
+
+# Seconds; a quiet machine takes a tenth. How soon defects are found: `python -m tests.bench.self_check`.
+PATIENCE = 300.0
+
+CHECKS = 4  # of honest answers
 
 
 def checked(gateway: Server) -> dict:
@@ -29,16 +36,16 @@ def watched(servers: SharedServers, fleet: Servers) -> Server:
     return gateway
 
 
-async def watch(servers: SharedServers, gateway: Server, defect: str, seconds: float) -> self_check.Phase:
+async def watch(servers: SharedServers, gateway: Server, defect: str, enough: float = math.inf) -> self_check.Phase:
     """Traffic that nobody has sent before, with this defect."""
     seed, unit = time.time_ns() % 10**6, 16
-    return await self_check.watch(servers.seamark, gateway, servers.planted, defect, seconds, seed, unit)
+    return await self_check.watch(servers.seamark, gateway, servers.planted, defect, PATIENCE, seed, unit, enough)
 
 
 @pytest.mark.parametrize("defect", planted.DEFECTS)
-def test_a_planted_defect_is_found_within_a_minute_and_turns_hints_off(servers: SharedServers, watched: Server, defect):
-    phase = asyncio.run(watch(servers, watched, defect, self_check.FOUND_SECONDS))
-    assert phase.held, phase
+def test_a_planted_defect_is_found_and_turns_hints_off(servers: SharedServers, watched: Server, defect):
+    phase = asyncio.run(watch(servers, watched, defect))
+    assert replace(phase, seconds=0.0).held, phase
     log = watched.log.read_text()
     assert "from its cache, prompt" in log
     assert not any(word in log for word in ("harbour", "editor", "figures"))  # what the prompts are made of
@@ -76,7 +83,7 @@ def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_do
         told(watched.url, [system, {"role": "user", "content": question}])
     with planted.planted(servers.planted, planted.OTHER_STATE):
         told(watched.url, longer)
-        wait_for(lambda: checked(watched)["hints_off"], self_check.FOUND_SECONDS)
+        wait_for(lambda: checked(watched)["hints_off"], PATIENCE)
 
         # What it held is spoiled, and found by whoever asks past the gateway; not by those behind it.
         cached, logprobs = told(engine, longer)
@@ -84,7 +91,7 @@ def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_do
         assert told(watched.url, longer) == (0, pytest.approx(anew(longer), abs=1e-3))
 
         # Nor what vLLM caches by itself, once that was found to be wrong, too.
-        wait_for(lambda: checked(watched)["cache_off"], self_check.FOUND_SECONDS)
+        wait_for(lambda: checked(watched)["cache_off"], PATIENCE)
         for _ in range(2):
             assert told(watched.url, longer) == (0, pytest.approx(anew(longer), abs=1e-3))
     assert httpx.post(watched.url + "/seamark/self-check/reset").json() == {"hints_off": False}
@@ -97,6 +104,6 @@ def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_do
 
 
 def test_honest_answers_are_never_called_different(servers: SharedServers, watched: Server):
-    phase = asyncio.run(watch(servers, watched, "none", 30.0))
-    assert phase.held and sum(phase.results.values()) >= 2, phase
+    phase = asyncio.run(watch(servers, watched, "none", CHECKS))
+    assert phase.held and sum(phase.results.values()) >= CHECKS, phase
     assert phase.hints_sent and phase.reason == "hit"

@@ -21,7 +21,7 @@ SYSTEMS = [prose(150 + 40 * number, 700 + number) for number in range(6)]
 
 STREAMS = 100
 
-REPLAY_SECONDS = 30.0
+REPLAY_SECONDS = 120.0  # at most: it ends when all is replayed, which takes seconds on a quiet machine
 
 UNIT = 16
 
@@ -103,7 +103,7 @@ async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
     gateway = fleet.gateway(first, second, flags=flags)
     gateway.wait_until_ready("/ready", seconds=30)
     async with open_client() as client:
-        await until(lambda: _all_up(client, gateway), 30)
+        await until(lambda: _all_up(client, gateway), 120)
         oracle = await oracle_hits(client, first)
         for name in ("cold", "warm", "warmer"):
             before = await efficiency(client, gateway, oracle, name)
@@ -111,7 +111,7 @@ async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
 
         begun: list[int] = []
         streams = [asyncio.create_task(stream(client, gateway, number, begun)) for number in range(STREAMS)]
-        await until(lambda: _is(len(begun) > STREAMS // 4), 120)
+        await until(lambda: _is(len(begun) > STREAMS // 4), 300)
         kill(first)
         ends = await asyncio.gather(*streams)
         dead = first.url.removeprefix("http://")

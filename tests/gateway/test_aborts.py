@@ -131,9 +131,9 @@ class InProcess:
 
 
 async def tasks_at_rest(wanted: int = 0) -> int:
-    """How many tasks there are once there are no more than `wanted`, or else after three seconds."""
+    """How many tasks there are once there are no more than `wanted`, or else after half a minute (0: three seconds)."""
     counts = []
-    for _ in range(60):
+    for _ in range(600 if wanted else 60):
         counts.append(len(asyncio.all_tasks()))
         if wanted and counts[-1] <= wanted:
             return counts[-1]
