@@ -112,12 +112,12 @@ def legend() -> str:
     """What the columns mean."""
     return "\n".join(
         (
-            "passes: forward passes that computed prompt tokens, first request / later ones (median); of a",
-            "fan-out: all passes of the first wave / the next one, and under 'hit after' the followers of the first.",
+            "passes: forward passes that computed prompt tokens, first request / later ones (median). For a fan-out:",
+            "all passes of the first wave / the next one, and under 'hit after' the followers of the first.",
             "first token: the same, milliseconds, median. exact: 32 greedy tokens and their top-5 logprobs equal the",
-            "reference engine's (no prefix caching) within 1e-4; largest error",
-            "in brackets. Seamark is reached through its gateway, the others directly. A CPU and a toy model: a",
-            "pass costs little here, with a real model on a GPU as much as hundreds of prompt tokens.",
+            "reference engine's (no prefix caching) within 1e-4; the largest error in brackets.",
+            "Seamark is reached through its gateway, the others directly. On this CPU with a toy model a pass costs",
+            "little; with a real model on a GPU it costs as much as hundreds of prompt tokens.",
         )
     )
 

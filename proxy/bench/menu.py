@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 # Each is a module of this package with `main(argv) -> exit status`.
 BENCHMARKS = {
-    "demo": "the README's stories told by Seamark, vLLM alone and a reference engine; every answer compared",
+    "demo": "the README's stories on Seamark and on vLLM alone, every answer compared with a reference engine's",
     "grid": "how much of what two prompts share the second one hits, over a grid of lengths",
     "passes": "forward passes of the same requests on Seamark's engine and on vLLM alone",
     "cost": "CPU time that the plugin adds to prompts that nobody shares",

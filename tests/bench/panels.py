@@ -1,6 +1,6 @@
 """`python -m tests.bench.panels`: every query of every dashboard panel, answered by a Prometheus after a real run.
 
-An engine, two gateways in front of it, and traffic that gives every panel something to show. Exit status 1 if a
+An engine, four gateways before it, and traffic that gives every panel something to show. Exit status 1 if a
 query yields nothing but zeros, or values that do not fit the unit of its panel.
 """
 

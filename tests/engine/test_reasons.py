@@ -103,9 +103,9 @@ def test_prefix_changed_names_the_right_part(servers: SharedServers):
         salt = {"cache_salt": uuid.uuid4().hex}
         ask(servers.gateway, None, "", **case.first, **salt)
         told = explained(servers.gateway, ask(servers.gateway, None, "", **case.second, **salt))
-        assert told["reason"] == "prefix_changed", case.told
+        assert told["reason"] == "prefix_changed", case.description
         changed = told["changed"]
-        assert (changed["what"], changed["index"]) == (case.what, case.index), case.told
+        assert (changed["what"], changed["index"]) == (case.what, case.index), case.description
         assert 0 < changed["token"] < told["prompt"]
 
 

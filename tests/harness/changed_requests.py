@@ -17,7 +17,7 @@ class Changed(NamedTuple):
     second: dict[str, Any]
     what: str
     index: int  # of the message or tool that differs first
-    told: str
+    description: str
 
 
 def changed_requests(number: int, draw: random.Random) -> Iterator[Changed]:

@@ -107,7 +107,7 @@ def in_every_look(browser: Browser, own: OwnGateway, pictures: Path, name: str, 
 
 def is_red(page: Page, selector: str) -> bool:
     """Whether it stands on red, and is in sight without scrolling where it is the alarm."""
-    told = page.evaluate(
+    colour = page.evaluate(
         "(one) => getComputedStyle(document.querySelector(one)).backgroundColor.match(/\\d+/g).map(Number)", selector
     )
-    return told[0] > 150 and max(told[1:3]) < 60
+    return colour[0] > 150 and max(colour[1:3]) < 60

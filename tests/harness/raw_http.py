@@ -83,7 +83,7 @@ class Connection:
         return body
 
     def finish(self) -> None:
-        """Say that nothing more will be sent."""
+        """Half-close: nothing more will be sent."""
         if self._writer.can_write_eof() and not self._writer.is_closing():
             self._writer.write_eof()
 
@@ -92,7 +92,7 @@ class Connection:
         self._writer.close()
 
     def reset(self) -> None:
-        """Leave without a word: the other side's system is told of an error."""
+        """Leave with a reset: the other side's system reports an error."""
         # Linger for no time: what is still to be sent is thrown away, and a reset goes out instead of an end.
         plug = self._writer.get_extra_info("socket")
         plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

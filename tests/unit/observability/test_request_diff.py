@@ -32,8 +32,8 @@ def changed(*bodies):
 def test_in_fifty_generated_cases_the_right_part_is_named():
     for case in changed_requests(50, random.Random(4)):
         change = changed(*case.others, case.first, case.second)
-        assert change is not None, case.told
-        assert (change.what, change.position) == (case.what, case.index), case.told
+        assert change is not None, case.description
+        assert (change.what, change.position) == (case.what, case.index), case.description
         assert change.token is not None
 
 
