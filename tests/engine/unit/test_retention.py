@@ -59,12 +59,14 @@ def test_a_turn_that_two_requests_resumed_from_is_kept_like_what_is_shared():
     assert cache.has(b"document") and not cache.has(b"turn 1")
 
 
-def test_a_turn_that_was_resumed_from_once_goes_by_its_last_use():
+def test_turns_that_were_resumed_from_once_go_before_what_is_shared_by_their_last_use():
     cache = Cache(blocks=40, share=0.15)
-    keys = [cache.write(b"turn %d" % number, turn=True) for number in range(3)]
-    cache.retention.resumed(keys[0])
-    cache.write(b"turn 3", turn=True)
-    assert [cache.has(b"turn %d" % number) for number in range(4)] == [True, False, True, True]
+    cache.write(b"document")
+    keys = [cache.write(b"turn %d" % number, turn=True) for number in range(2)]
+    for key in reversed(keys):
+        cache.retention.resumed(key)
+    cache.write(b"turn 2", turn=True)
+    assert [cache.has(name) for name in (b"document", b"turn 0", b"turn 1", b"turn 2")] == [True, True, False, True]
 
 
 def test_a_share_full_of_shared_states_gives_up_the_oldest():
