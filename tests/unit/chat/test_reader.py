@@ -123,3 +123,12 @@ def test_a_message_of_an_assistant_may_hold_a_tool_call_and_nothing_else():
 def test_tools_of_a_namespace_are_named_after_it(space, name):
     tools = [{"type": "namespace", "name": space, "tools": [{"type": "function", "name": "tide"}]}]
     assert chat(RESPONSES, **ASKED[RESPONSES], tools=tools).body["tools"][0]["function"]["name"] == name
+
+
+def test_only_a_completion_is_bare_of_messages():
+    assert {endpoint: chat(endpoint, **ASKED[endpoint]).is_bare for endpoint in ASKED} == {
+        CHAT: False,
+        MESSAGES: False,
+        RESPONSES: False,
+        COMPLETIONS: True,
+    }

@@ -174,3 +174,20 @@ def test_an_idle_worker_is_checked_and_no_more_than_its_cache_and_its_turn_allow
     assert not is_due_after(check, worker, busy_at=time.monotonic())
     worker.warming = True
     assert not is_due_after(check, worker)
+
+
+def test_what_is_off_is_seen_until_an_operator_resets_it(worker, engine):
+    check = check_of(worker, engine)
+    seen = [(check.hints_off, check.cache_off)]
+    for _ in range(2):
+        worker.cache.quarantine()
+        seen.append((check.hints_off, check.cache_off))
+    check.reset()
+    assert [*seen, (check.hints_off, check.cache_off)] == [(False, False), (True, False), (True, True), (False, False)]
+
+
+def test_a_removed_worker_is_forgotten(worker, engine):
+    check = check_of(worker, engine)
+    assert is_due_after(check, worker)
+    check.forget(worker)
+    assert not check._watched
