@@ -51,9 +51,14 @@ def test_single_tokens_behind_a_state_come_first_and_a_prompts_first_token_does_
     assert (second.rows, second.begins, second.ends) == ([0, 3], [5, 9], [6, 26])
 
 
+def test_a_single_token_that_is_left_of_a_new_prompt_has_a_state_before_it():
+    _, second = _levels(batch((20, 9), (0, 2)), {0: [Write(2, FIRST)], 1: [Write(1, SECOND)]})
+    assert (second.rows, second.begins, second.lengths) == ([1, 0], [10, 2], [1, 7])
+
+
 def test_rows_of_padding_run_nowhere():
-    first, second = _levels(batch((0, 4), (0, 0)), {0: [Write(2, FIRST)]})
-    assert first.rows == second.rows == [0]
+    first, second = _levels(batch((0, 0), (0, 4), (0, 0)), {1: [Write(2, FIRST)]})
+    assert first.rows == second.rows == [1]
 
 
 def test_writes_are_found_by_the_rows_of_the_batch():
