@@ -36,7 +36,7 @@ def test_a_restarted_worker_is_given_the_hot_prefixes_first(fleet):
 
 def test_without_another_worker_nobody_waits_for_a_replay(fleet):
     with recording_worker() as worker:
-        gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.2", "--replay-seconds", "2"))
+        gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.2", "--replay-seconds", "6"))
         for number in range(3):
             post(gateway, chat(f"{number}"))
         worker.hang_replays = True
