@@ -16,12 +16,12 @@ lint:
 # On every save: what needs no vLLM. `make test-fast ARGS="-k sentinel"` for a part.
 test-fast: lint
 	@./set-up.sh tests
-	@.venv/bin/python -m pytest -n 2 --dist loadgroup tests/unit tests/gateway $(ARGS)
+	@.venv/bin/python -m pytest -n 2 tests/unit tests/gateway $(ARGS)
 
 # The whole suite, in two processes: tests of the shared engines in one, all others in the other.
 test: lint
 	@./set-up.sh tests
-	@.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@.venv/bin/python -m pytest -n 2 $(ARGS)
 
 # The images of deploy/ built and its stack up on a CPU, in a container engine of its own (Debian, root; no registry).
 test-deploy:

@@ -1,4 +1,4 @@
-"""What tests of every tier share. The folder of a test decides its tier, its time limit, and what it may import."""
+"""What tests of every tier share. The folder of a test decides its tier, process, time limit and imports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Servers
 from tests.harness.forked_gateways import GatewayForks
@@ -14,13 +16,16 @@ from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 FOLDER = Path(__file__).parent
 
+# Each of these asks for engines that are started once (tests/engine/conftest.py).
+SHARED_ENGINES = "tests/engine/shared/"
+
 # What these tests import takes seconds: no engine, and nothing that one is made of.
 FAST = {"unit", "gateway"}
 
 HEAVY = {"vllm", "torch", "transformers"}
 
 # Seconds for one test with an engine; the first one waits for all shared engines. Fast tests: pyproject.toml.
-ENGINE_TIMEOUT = 600
+ENGINE_TIMEOUT = 1200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--family",
         choices=MATCH_UNITS,
         default=NEMOTRON_H,
-        help="of the model that real engines run, in float32 (tests/engine/test_exact.py)",
+        help="of the model that real engines run, in float32 (tests/engine/shared/test_exact.py)",
     )
 
 
@@ -37,18 +42,23 @@ def tier(item: pytest.Item) -> str:
     return item.path.relative_to(FOLDER).parts[0]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test its time limit and its process. A test that ends a server comes last.
-
-    Tests of the shared engines run in one process; the files of all others go to whichever process is free.
-    """
+    """Give each test its time limit. A test that ends a server comes last."""
     for item in items:
         if tier(item) not in FAST:
             item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT), append=False)
-        shared = "servers" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("engines" if shared else str(item.path.relative_to(FOLDER))))
     items.sort(key=lambda item: item.get_closest_marker("ends_a_server") is not None)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Tests of the shared engines run in one process; the files of all others go to whichever process is free."""
+
+    class SharedEnginesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SHARED_ENGINES if nodeid.startswith(SHARED_ENGINES) else nodeid.split("::")[0]
+
+    return SharedEnginesTogether(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

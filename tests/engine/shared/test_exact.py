@@ -1,6 +1,6 @@
 """On real engines: hits, and answers equal to those of an engine that caches nothing.
 
-`pytest tests/engine/test_exact.py --family qwen3_next` runs it on gated delta nets instead of Mamba2,
+`pytest tests/engine/shared/test_exact.py --family qwen3_next` runs it on gated delta nets instead of Mamba2,
 their kernels replaced by formulas in float32.
 """
 

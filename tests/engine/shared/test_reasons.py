@@ -1,6 +1,6 @@
 """The table of reasons: each provoked on a real engine, and told by label, header and explanation alike.
 
-`unpatched` is in tests/engine/test_failures.py, beside the engine that it ends.
+`unpatched` is in tests/engine/shared/test_failures.py, beside the engine that it ends.
 """
 
 from __future__ import annotations
