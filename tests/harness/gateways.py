@@ -65,7 +65,7 @@ def start_gateway(servers: Servers, *workers: RecordingWorker, flags: tuple[str,
 
 
 def chat(question: str, **fields) -> dict:
-    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}], **fields}
+    return {"model": "m", "messages": [dict(SYSTEM), {"role": "user", "content": question}], **fields}
 
 
 def post(gateway: Server, body, path: str = CHAT, **options) -> httpx.Response:
