@@ -6,6 +6,7 @@ distribution of another name.
 
 from __future__ import annotations
 
+import random
 import socket
 import sys
 
@@ -24,11 +25,18 @@ def main(argv: list[str]) -> None:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback port that nothing listens on.
+
+    It lies below those that Linux gives to connections, so that none of these takes it before a server binds it.
+    """
+    for port in random.sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("None of 100 loopback ports from 15000 to 31999 is free.")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-
-from proxy.commands.render_server import free_port
 
 ENGINE_INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"} 1.0\n'
 
@@ -160,12 +159,13 @@ async def _answer(send: Any, body: bytes, kind: str = "application/json", status
 def recording_worker(**state: Any) -> Iterator[RecordingWorker]:
     """The fake under a real HTTP server, in a thread."""
     worker = RecordingWorker(**state)
-    port = free_port()
-    worker.url = f"http://127.0.0.1:{port}"
-    server = uvicorn.Server(uvicorn.Config(worker, host="127.0.0.1", port=port, lifespan="off", log_level="critical"))
-    thread = threading.Thread(target=server.run, daemon=True)
+    server = uvicorn.Server(uvicorn.Config(worker, lifespan="off", log_level="critical"))
+    listening = socket.create_server(("127.0.0.1", 0))
+    worker.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     while not server.started:
+        assert thread.is_alive(), "the worker did not start"
         thread.join(0.01)
     try:
         yield worker
