@@ -51,28 +51,31 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of `VOCABULARY` entries, trained on the English text Python carries with it.
-
-    Returns a `transformers` fast tokenizer whose end-of-turn token is also the end-of-sequence token.
-    """
+def train_bpe(vocabulary: int) -> Any:
+    """A byte-level BPE `tokenizers.Tokenizer` of `vocabulary` entries, trained on the English text Python carries."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
+    return tokenizer
+
+
+def train_tokenizer() -> Any:
+    """A `transformers` fast tokenizer of `VOCABULARY` entries. Its end-of-turn token also ends the sequence."""
+    from transformers import PreTrainedTokenizerFast
+
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=train_bpe(VOCABULARY),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from engine_patches.commands.model import CHAT_TEMPLATE, SPECIAL_TOKENS
+from engine_patches.commands.model import CHAT_TEMPLATE, SPECIAL_TOKENS, train_bpe
 
 VOCABULARY = 2048
 
@@ -38,18 +37,8 @@ class SmallTokenizer:
 
 
 def write_small_tokenizer(folder: Path) -> Path:
-    """Write a byte-level BPE tokenizer, trained on text that Python carries, and a template, as for a model."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    """Write the generated models' kind of tokenizer, a smaller one, and their template."""
+    train_bpe(VOCABULARY).save(str(folder / "tokenizer.json"))
     config = {"pad_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[2]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
