@@ -43,7 +43,7 @@ class Settings(BaseModel):
     health_interval: float = Field(5.0, gt=0, description="seconds between two health checks of each worker")
     connect_timeout: float = Field(2.0, gt=0, description="seconds to wait for a connection to a worker")
     render_timeout: float = Field(
-        5.0, gt=0, description="seconds a worker gets to render a chat before it is forwarded without a hint"
+        5.0, gt=0, description="seconds a worker gets to render a small chat; no request waits for that"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body")
     max_bodies_bytes: int = Field(2**30, gt=0, description="largest size of all request bodies in memory together")
@@ -58,15 +58,9 @@ class Settings(BaseModel):
         description="memory for the text of recent prompts: it serves to learn what they share inside, to say what "
         "changed, and to continue stored responses; 0 keeps no text and does none of these",
     )
-    boundary_budget: int = Field(6, gt=0, le=16, description="most positions in the hint of one request")
     rewrite: tuple[RewriteRule, ...] = Field(
         ("billing_header",),
         description=f"rewrite rules to apply, out of {', '.join(REWRITE_RULES)}; an empty text: none",
-    )
-    tokenizer: Path | None = Field(
-        None,
-        description="folder with the model's tokenizer.json and chat template; the gateway renders chats itself once "
-        "its results have proved equal to the worker's",
     )
     excerpts: bool = Field(False, description="show some characters of prompts in /seamark/requests/{id}")
     load_slack: int = Field(
@@ -162,13 +156,6 @@ class Settings(BaseModel):
         if not isinstance(urls, Sequence):
             raise ValueError("it must be a URL or a list of URLs")
         return tuple(dict.fromkeys(map(worker_url, urls)))
-
-    @field_validator("tokenizer")
-    @classmethod
-    def _tokenizer(cls, folder: Path | None) -> Path | None:
-        if folder is not None and not (folder / "tokenizer.json").is_file():
-            raise ValueError("it must be the folder of a model, and this one has no tokenizer.json")
-        return folder
 
     @field_validator("rewrite", mode="before")
     @classmethod

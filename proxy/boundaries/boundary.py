@@ -1,71 +1,73 @@
-"""Which boundaries go into the hint: a state costs memory and a piece of a pass, so those that pay most go first."""
+"""Where a prefix ends that others may share, as it is said to an engine: without knowing how many tokens that is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from proxy.boundaries.candidates import Kind, PromptLayout
-from proxy.boundaries.token_ids import TokenIds
+from proxy.boundaries.layout import PromptLayout
+from proxy.boundaries.resolve import MAX_ENTRIES, Entry
 
-Result = Literal["memo", "local", "render", "none"]
+Kind = Literal["system", "history", "turn", "explicit", "learned"]
 
-# How likely a later request starts with exactly this prefix. The next turn of a conversation nearly always comes; a
-# client's own mark and a prefix that was already shared are evidence; a branch at the last text is rare.
-LIKELY = {"turn": 1.0, "system": 1.0, "learned": 1.0, "explicit": 0.9, "history": 0.5}
-
-
-# The engine takes no more in one hint.
-MAX_POSITIONS = 16
+# How the entries of a hint came about: by facts of the template alone, with positions remembered of this very head, or
+# there are none.
+Result = Literal["learnt", "head", "none"]
 
 
 class Boundary(NamedTuple):
-    tokens: int  # the prefix is prompt[:tokens]
+    """The end of a beginning of the prompt that others may share."""
+
     kind: Kind
-    key: bytes  # names the tokens before the boundary
+    key: bytes  # content key of that beginning
+    entry: Entry | None  # what the engine is told of it; None: nothing, it serves the choice of a worker only
+    tokens: int = 0  # its position as an engine has told it for the same content before; 0: not yet
+    estimate: int = 0  # its position, roughly: for load and for the choice of a worker, never sent
+
+    @property
+    def size(self) -> int:
+        """Tokens before it, as well as that is known."""
+        return self.tokens or self.estimate
+
+
+class Place(NamedTuple):
+    """A place in a chat whose position neither the template's facts nor an engine has told."""
+
+    key: bytes
+    message: int  # index of the message it lies in
+    kept: str = ""  # what stands before it in the message's text
+    part: int | None = None  # instead of that: the content part that it follows
 
 
 class Found(NamedTuple):
     """The boundaries of one request's prompt, and what else is known of it."""
 
-    boundaries: tuple[Boundary, ...] = ()  # ascending
-    prefixes: tuple[bytes, ...] = ()  # keys of all that is known of this prompt's beginnings, shortest first
+    boundaries: tuple[Boundary, ...] = ()  # ascending, as far as their order is known
+    prefixes: tuple[bytes, ...] = ()  # keys of all beginnings of this prompt, shortest first
     result: Result = "none"
-    failure: str | None = None  # why there are no boundaries: a reason of the closed set
-    key: bytes = b""  # of the chat before its last text
+    failure: str | None = None  # why no hint can be sent: a reason of the closed set
     layout: PromptLayout | None = None
-    tokens: TokenIds | None = None  # the prompt, if it was rendered
-    renders: int = 0  # asked for this request
-    turn_key: bytes | None = None  # names the tokens up to the end of the last turn
+    renderer_id: bytes = b""  # of the tokenizer and template that the entries are for
+    end: int | None = None  # tokens of the prompt behind the end of its last turn; None: not known
+    unplaced: tuple[Place, ...] = ()
 
     @property
-    def positions(self) -> tuple[int, ...]:
-        """Distinct token positions, ascending."""
-        return tuple(sorted({boundary.tokens for boundary in self.boundaries}))
+    def turn_key(self) -> bytes | None:
+        """Key of the whole chat; None if no turn ends with it."""
+        return self.layout.turn_key if self.layout is not None else None
+
+    def entries(self, *, by_template: bool = True) -> tuple[Entry, ...]:
+        """The hint, each entry once. Without `by_template` positions from the start only, which every engine takes."""
+        if by_template:
+            return distinct_entries(boundary.entry for boundary in self.boundaries)
+        return tuple(sorted({boundary.tokens for boundary in self.boundaries} - {0}))[-MAX_ENTRIES:]
 
 
-def worth_sending(boundaries: Sequence[Boundary], match_unit: int, most: int) -> tuple[int, ...]:
-    """Token positions in at most `most` match units, ascending: those that save the most tokens go first."""
-    units = {boundary.tokens // match_unit for boundary in boundaries} - {0}
-    kept = units if len(units) <= most else _dearest(boundaries, match_unit, most)
-    # Two in one unit are one state, which costs nothing more.
-    chosen = sorted({boundary.tokens for boundary in boundaries if boundary.tokens // match_unit in kept})
-    return tuple(chosen[-MAX_POSITIONS:])
+def distinct_entries(entries: Iterable[Entry | None]) -> tuple[Entry, ...]:
+    """Those that say something, each once, as many as an engine takes."""
+    return tuple(dict.fromkeys(entry for entry in entries if entry is not None))[:MAX_ENTRIES]
 
 
-def _dearest(boundaries: Sequence[Boundary], match_unit: int, most: int) -> set[int]:
-    """The match units whose states save the most."""
-    kept: set[int] = set()
-
-    def gain(boundary: Boundary) -> float:
-        """Expected tokens saved beyond what the deepest kept one before it would."""
-        own = boundary.tokens // match_unit
-        below = max((unit for unit in kept if unit <= own), default=0)
-        return (own - below) * LIKELY[boundary.kind]
-
-    while len(kept) < most:
-        best = max(boundaries, key=gain, default=None)
-        if best is None or gain(best) <= 0:
-            break
-        kept.add(best.tokens // match_unit)
-    return kept
+def resolved_positions(entries: Sequence[Entry], positions: Sequence[int]) -> dict[Entry, int]:
+    """By entry, the position an engine resolved it to; those that are not in the prompt left out."""
+    return {entry: position for entry, position in zip(entries, positions, strict=False) if position > 0}

@@ -1,192 +1,250 @@
-"""Boundaries of a chat: the token positions worth a checkpoint, remembered under canonical keys.
+"""Boundaries of a chat: where a beginning of its prompt ends that others may share, as entries of a hint.
 
-A boundary is found by rendering once. From then on it is known for every request that starts alike.
+Nothing is rendered or tokenised for that, and nothing is waited for: the entries come from facts of the template
+(`template_facts`) and from positions that an engine has told of this very head. What is not known yet means fewer
+entries.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from itertools import accumulate
 
-from proxy.boundaries.boundary import Boundary, Found, Result
-from proxy.boundaries.candidates import (
-    Candidate,
-    Kind,
-    PromptLayout,
-    cut_candidate,
-    cut_key,
-    history_candidate,
-    layout_of,
-    marked_candidate,
-    system_candidate,
-    turn_candidate,
-    user_candidate,
-    user_key,
-)
-from proxy.boundaries.learned import DivergenceLearner, SharedText
-from proxy.boundaries.local_renderer import VerifiedRenderer
-from proxy.boundaries.measure import Measurement, TemplateFacts
-from proxy.boundaries.positions import Position, PositionCache
-from proxy.boundaries.renderer import Renderer, RenderFailed
-from proxy.chat.chat import Chat
+from xxhash import xxh3_128_digest
 
-# On an otherwise known prompt, a new last text of this size is worth a render of its own, so that the next turn finds
-# its end: some thousand tokens, more than the pass that a checkpoint can cost. vLLM's own stop near the prompt's end
-# serves shorter ones.
-LONG_TEXT_CHARACTERS = 4096
+from proxy.boundaries.boundary import Boundary, Found, Kind, Place, Result
+from proxy.boundaries.divergence import DivergenceLearner
+from proxy.boundaries.layout import OPEN_ROLES, PromptLayout, layout_of
+from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.resolve import Entry, encode_end, encode_opener
+from proxy.boundaries.template_facts import Opener, TemplateFacts
+from proxy.boundaries.template_facts import Place as TextPlace
+from proxy.chat.chat import TOOLS, Chat, Mark
 
 # Marks of one request that count; the APIs that have them allow four.
 MAX_MARKS = 8
 
+# Messages of a chat in which boundaries are sought; a longer one is forwarded without.
+MAX_MESSAGES = 20_000
+
 
 class BoundaryFinder:
-    """Finds boundaries through a renderer, and remembers them. One per gateway."""
+    """Finds boundaries, given the facts of a template. One per gateway."""
 
-    def __init__(
-        self, positions: PositionCache, learner: DivergenceLearner | None = None, facts: TemplateFacts | None = None
-    ) -> None:
-        """Without a `learner` only boundaries between messages, and those that a client marks, are found."""
+    def __init__(self, positions: PositionCache, learner: DivergenceLearner | None = None) -> None:
+        """With a `learner`, beginnings inside texts that recent requests shared are known to the choice of a worker."""
         self._positions = positions
         self._learner = learner
-        self._facts = facts if facts is not None else TemplateFacts()
-        self._pending: dict[bytes, asyncio.Future[None]] = {}
 
-    async def find(self, chat: Chat | None, renderer: Renderer, renderer_id: bytes) -> Found:
-        """Boundaries of a chat. Never raises for what a client or a template does: `failure` says why not.
+    def find(
+        self,
+        chat: Chat | None,
+        facts: TemplateFacts | None,
+        renderer_id: bytes,
+        size: int = 0,
+        tokens_per_byte: float = 0.25,
+        *,
+        by_texts: bool = False,
+    ) -> Found:
+        """Boundaries of a chat whose request has `size` bytes. `failure` says why there are none.
 
-        `renderer_id` stands for tokenizer and template; positions of one do not serve another.
+        `renderer_id` stands for tokenizer and template, whose `facts` are None if they are not learnt yet. `by_texts`:
+        look for shared beginnings inside texts, too; the engine finds these by itself, so that serves only to choose
+        among several workers.
         """
-        layout = layout_of(chat, renderer_id) if chat is not None else None
+        if chat is None or len(chat.messages) > MAX_MESSAGES:
+            return Found(failure="no_boundary")
+        layout = layout_of(chat, renderer_id)
         if layout is None:
             return Found(failure="no_boundary")
-        shared = self._shared_texts(layout)
-        marks = layout.chat.marks[:MAX_MARKS]
-        marked = [candidate for mark in marks if (candidate := marked_candidate(layout, mark)) is not None]
-        if not (wanted := self._unknown(layout, marked, shared, renderer)):
-            return self._found(layout, marked, shared, "memo")
-        pending = self._pending.get(layout.key)
-        if pending is not None and self._positions.get(layout.key) is None:
-            # Someone is rendering this very prefix: a cold fan-out costs one set of renders.
-            await asyncio.wait((pending,))
-            if not (wanted := self._unknown(layout, marked, shared, renderer)):
-                return self._found(layout, marked, shared, "memo")
-        done = asyncio.get_running_loop().create_future()
-        self._pending[layout.key] = done
-        measure = Measurement(layout, renderer, renderer_id, self._facts)
-        odd: list[tuple[Candidate, Position]] = []
-        try:
-            for candidate, here, always in await measure.positions(wanted):
-                self._positions.put(candidate.key, always)
-                if here != always:
-                    odd.append((candidate, here))
-        except RenderFailed:
-            found = self._found(layout, marked, shared, "memo", measure)
-            if found.boundaries:  # only what would have been new is missing
-                return found
-            return Found(
-                prefixes=found.prefixes,
-                failure="render_failed",
-                key=layout.key,
-                layout=layout,
-                renders=measure.renders,
-            )
-        finally:
-            if self._pending.get(layout.key) is done:
-                del self._pending[layout.key]
-            done.set_result(None)
-        result: Result = "local" if measure.local else "render"
-        return self._found(layout, marked, shared, result, measure, odd)
+        search = _Search(layout, facts, self._positions, size, tokens_per_byte)
+        search.between_messages()
+        search.at_marks()
+        if by_texts and self._learner is not None:
+            search.inside_texts(self._learner)
+        return search.found(renderer_id)
 
-    def _shared_texts(self, layout: PromptLayout) -> list[tuple[int, SharedText]]:
-        """Beginnings of texts after which recent requests diverged, each with the index of its message."""
-        if self._learner is None:
-            return []
-        # In a known chat a deeper boundary lies behind everything before the last text.
-        return self._learner.shared_texts(layout, layout.last if self._positions.get(layout.key) is not None else 0)
 
-    def _unknown(
+class _Search:
+    """One chat."""
+
+    def __init__(
         self,
         layout: PromptLayout,
-        marked: Sequence[Candidate],
-        shared: Sequence[tuple[int, SharedText]],
-        renderer: Renderer,
-    ) -> list[Candidate]:
-        """Candidates whose position has to be measured before this request goes on; none on a known path."""
-        known = layout.chat.is_bare or self._positions.get(layout.key) is not None
-        wanted: list[Candidate] = []
-        if not known:
-            candidates = (history_candidate(layout), system_candidate(layout), user_candidate(layout))
-            wanted += [each for each in candidates if each is not None and self._positions.get(each.key) is None]
-        if self._deserves_turn(layout, known, renderer) and (turn := turn_candidate(layout)) is not None:
-            wanted.append(turn)
-        for candidate in marked:
-            if self._is_new(candidate, wanted):
-                wanted.append(candidate)
-        for index, text in shared:
-            if self._positions.get(key := cut_key(layout, index, text.key)) is None:
-                if layout.chat.ids is not None:  # a character for each token: there is nothing to render
-                    self._positions.put(key, Position(len(text.text), key))
-                    continue
-                cut = cut_candidate(layout, index, len(text.text), "learned")
-                if cut is not None and self._is_new(cut, wanted):
-                    wanted.append(cut)
-        return wanted
+        facts: TemplateFacts | None,
+        positions: PositionCache,
+        size: int,
+        tokens_per_byte: float,
+    ) -> None:
+        self._layout, self._positions = layout, positions
+        self._facts = facts if not layout.chat.is_bare else None
+        self._tools = bool(layout.chat.body.get("tools"))
+        lengths = [len(text) if text is not None else 0 for text in layout.chat.texts]
+        self._behind = [*accumulate(reversed(lengths), initial=0)][::-1]  # characters from message i on
+        self._size, self._rate = size, tokens_per_byte
+        self._boundaries: list[Boundary] = []
+        self._inside: dict[int, list[bytes]] = {}  # keys of beginnings that end inside a message
+        self._unplaced: list[Place] = []
+        self._result: Result = "none"
 
-    def _is_new(self, candidate: Candidate, wanted: Sequence[Candidate]) -> bool:
-        return self._positions.get(candidate.key) is None and all(candidate.key != other.key for other in wanted)
+    def between_messages(self) -> None:
+        """The ends of the system prompt, of what precedes the last text, and of turns."""
+        layout, chat = self._layout, self._layout.chat
+        if chat.is_bare:
+            return
+        if layout.first is not None and not layout.alone and (layout.first or self._tools):
+            self._add("system", layout.system_key, self._first_opener(), layout.first)
+        self._add("history", layout.key, self._opener_of(layout.last), layout.last)
+        self._want_place(layout.system_key, layout.first)
+        if (end := layout.end_before_loop) is not None:
+            self._add("turn", layout.keys.after[end], None, end + 1)
+        if layout.turn_key is not None and self._turn_holds():
+            tokens = self._end()
+            self._add("turn", layout.turn_key, encode_end(tokens) if tokens is not None else None, len(chat.messages))
 
-    def _deserves_turn(self, layout: PromptLayout, known: bool, renderer: Renderer) -> bool:
-        if layout.turn_key is None or self._positions.get(layout.turn_key) is not None:
-            return False
-        long = layout.last_size >= LONG_TEXT_CHARACTERS
-        return not known or long or (isinstance(renderer, VerifiedRenderer) and renderer.is_cheap(layout.chat.body))
+    def at_marks(self) -> None:
+        """The ends of what a client marked for caching."""
+        layout, chat = self._layout, self._layout.chat
+        for mark in chat.marks[:MAX_MARKS]:
+            if mark.message == TOOLS or (mark.message < (layout.first or 0) and _ends_message(chat, mark)):
+                if layout.system_key is not None:
+                    at = layout.first or 0
+                    self._add("explicit", layout.system_key, self._first_opener(), at)
+            elif mark.characters is not None:
+                text = (chat.texts[mark.message] or "")[: mark.characters]
+                key = layout.cut_key(mark.message, xxh3_128_digest(text.encode(errors="surrogatepass")))
+                self._mark_inside(Place(key, mark.message, kept=text))
+            elif not _ends_message(chat, mark):
+                self._mark_inside(Place(layout.part_key(mark), mark.message, part=mark.part))
+            elif mark.message + 1 < len(chat.messages):
+                following = mark.message + 1
+                is_open = chat.roles[following] in OPEN_ROLES
+                key = layout.opener_key(following) if is_open else layout.keys.after[mark.message]
+                self._add("explicit", key, self._opener_of(following) if is_open else None, following)
 
-    def _found(
-        self,
-        layout: PromptLayout,
-        marked: Sequence[Candidate],
-        shared: Sequence[tuple[int, SharedText]],
-        result: Result,
-        measure: Measurement | None = None,
-        odd: Sequence[tuple[Candidate, Position]] = (),
-    ) -> Found:
-        """Everything remembered of this chat, except that `odd` candidates lie elsewhere in this one request."""
-        here = {candidate.key: position for candidate, position in odd}
-        boundaries: list[Boundary] = []
+    def inside_texts(self, learner: DivergenceLearner) -> None:
+        """Beginnings of texts after which recent requests diverged."""
+        for index, cut in learner.shared_texts(self._layout):
+            key = self._layout.cut_key(index, cut.key)
+            behind = self._behind[index] - len(cut.text)
+            self._inside.setdefault(index, []).append(key)
+            self._boundaries.append(Boundary("learned", key, None, self._positions.get(key), self._estimate(behind)))
 
-        def add(kind: Kind, key: bytes | None) -> Position | None:
-            position = (here.get(key) or self._positions.get(key)) if key is not None else None
-            if position is not None and position.tokens:
-                boundaries.append(Boundary(position.tokens, kind, position.key))
-            return position
-
-        add("system", layout.system_key)
-        add("history", layout.key)
-        add("turn", user_key(layout))
-        turn = add("turn", layout.turn_key)
-        for candidate in marked:
-            add("explicit", candidate.key)
-        for index, text in shared:
-            add("learned", cut_key(layout, index, text.key))
-        boundaries.sort(key=lambda boundary: boundary.tokens)
-        known = self._positions.known(layout.prefixes)
-        # Nothing before the last text lies behind it, but an earlier turn may seem to if it was rendered differently:
-        # templates drop the thinking of a loop once it is over.
-        history = self._positions.get(layout.key)
-        deepest = max((boundary.tokens for boundary in boundaries), default=0)
-        if history is not None:
-            known = {at: key for at, key in known.items() if at <= max(history.tokens, deepest)}
-        if measure is not None:
-            measure.drop_others(known)
-        known |= {boundary.tokens: boundary.key for boundary in boundaries}
+    def found(self, renderer_id: bytes) -> Found:
+        """What was found."""
+        layout = self._layout
+        boundaries = tuple(sorted(self._boundaries, key=lambda boundary: boundary.size))
+        failure = None
+        if not layout.chat.is_bare and all(boundary.entry is None for boundary in boundaries):
+            failure = "no_facts" if self._facts is None else "no_boundary"
         return Found(
-            tuple(boundaries),
-            tuple(known[tokens] for tokens in sorted(known)),
-            result if boundaries else "none",
-            None if boundaries else "no_boundary",
-            layout.key,
+            boundaries,
+            tuple(self._prefixes()),
+            self._result,
+            failure,
             layout,
-            measure.prompt if measure is not None else None,
-            measure.renders if measure is not None else 0,
-            turn.key if turn is not None else None,
+            renderer_id,
+            self._reckoned_end(),
+            tuple(self._unplaced),
         )
+
+    def _prefixes(self) -> list[bytes]:
+        layout, after = self._layout, self._layout.keys.after
+        keys = [layout.system_key] if layout.system_key is not None else []
+        for index, key in enumerate(after):
+            if index == layout.last and not layout.alone:
+                keys.append(layout.key)
+            keys += self._inside.get(index, ())
+            keys.append(key)
+        return keys
+
+    def _add(self, kind: Kind, key: bytes | None, entry: Entry | None, message: int) -> None:
+        """A boundary before what message `message` says."""
+        if key is None or any(boundary.key == key for boundary in self._boundaries):
+            return
+        tokens = self._positions.get(key)
+        if entry is not None:
+            self._result = "learnt"
+        elif tokens:
+            entry = tokens
+            self._result = "head" if self._result == "none" else self._result
+        self._boundaries.append(Boundary(kind, key, entry, tokens, self._estimate(self._behind[message])))
+
+    def _mark_inside(self, place: Place) -> None:
+        self._inside.setdefault(place.message, []).append(place.key)
+        tokens = self._positions.get(place.key)
+        estimate = self._estimate(self._behind[place.message] - len(place.kept))
+        self._boundaries.append(Boundary("explicit", place.key, tokens or None, tokens, estimate))
+        if not tokens:
+            self._unplaced.append(place)
+        elif self._result == "none":
+            self._result = "head"
+
+    def _want_place(self, key: bytes | None, message: int | None) -> None:
+        """A boundary before the text of `message` is to be rendered once, if nothing tells where it is."""
+        text = self._layout.chat.texts[message] if message is not None else None
+        if self._facts is not None and message is not None and text is not None:
+            self._unplaced += [Place(key, message) for each in self._boundaries if each.key == key and not each.entry]
+
+    def _estimate(self, characters_behind: int) -> int:
+        return max(0, round((self._size - characters_behind) * self._rate))
+
+    def _end(self) -> int | None:
+        """Tokens behind the last message, None if unknown."""
+        if self._facts is None or self._layout.turn_key is None:
+            return None
+        return self._facts.end(self._layout.chat.roles[-1])
+
+    def _reckoned_end(self) -> int | None:
+        """The same, if they tell where the turn ends: the number of another setting is good for a hint only."""
+        end = self._end() if self._facts is not None and self._facts.is_own else None
+        return max(end, 1) if end is not None else None
+
+    def _turn_holds(self) -> bool:
+        roles, facts = self._layout.chat.roles, self._facts
+        system = roles[0] == "system"
+        return facts is None or facts.turn_holds(
+            roles[-1], later=len(roles) > 1 + system, system=system, tools=self._tools
+        )
+
+    def _first_opener(self) -> str | None:
+        """Behind the opener of the first user text."""
+        layout = self._layout
+        if self._facts is None or layout.first is None:
+            return None
+        opener = self._facts.opener("first", tools=self._tools)
+        if opener is None or self._texts_hold(opener, 0, layout.first):
+            return None
+        return encode_opener(opener, "first")
+
+    def _opener_of(self, index: int) -> str | None:
+        """Behind the opener of message `index`, counted from the prompt's end."""
+        layout, roles = self._layout, self._layout.chat.roles
+        if self._facts is None:
+            return None
+        tool = roles[index] != "user"
+        place: TextPlace = "tool" if tool else "alone" if layout.alone else "user"
+        opener = self._facts.opener(place, tools=self._tools)
+        if opener is None:
+            return None
+        later = sum(1 for role in roles[index + 1 :] if (role != "user") == tool and role in OPEN_ROLES)
+        skipped = later + self._texts_hold(opener, index, len(roles))
+        if skipped and later and not (opener.no_tool or (opener.per_user and not self._tools)):
+            return None  # how often it stands behind this place is not known
+        return encode_opener(opener, "last", skipped)
+
+    def _texts_hold(self, opener: Opener, start: int, end: int) -> int:
+        """How often the opener's own text occurs in the texts of messages [start, end).
+
+        A text that holds a template's markers is tokenised as if these were the template's.
+        """
+        if not opener.text:
+            return 0
+        return sum(text.count(opener.text) for text in self._layout.chat.texts[start:end] if text is not None)
+
+
+def _ends_message(chat: Chat, mark: Mark) -> bool:
+    """Whether nothing of its message stands behind the mark."""
+    if mark.characters is not None:
+        return False
+    content = chat.messages[mark.message].get("content") if isinstance(chat.messages[mark.message], dict) else None
+    return mark.part is None or not isinstance(content, list) or mark.part == len(content) - 1

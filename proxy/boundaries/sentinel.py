@@ -7,21 +7,17 @@ turns render. Rendering fewer messages instead would not do: many templates rend
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from proxy.chat.chat import last_text_part
 
-# Plain words; the text that is replaced decides which one, so that the first characters never agree.
+# Plain words whose first characters do not agree.
 SENTINELS = ("Quartz", "83 jigsaw")
 
 # Texts that could merge with the token before them, if a template leaves nothing in between. The empty text is one of
 # them: what follows the text then follows that token.
 MERGING = ("", "the tide", "\nQuartz", " Quartz", ")Quartz")
-
-# What a template could take for a command or for markup of its own: such a text may change how earlier turns render.
-_TELLING = re.compile(r"[<\[{|/]\w|[<\[{|]/")
 
 
 def with_text(message: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -31,19 +27,3 @@ def with_text(message: Mapping[str, Any], text: str) -> dict[str, Any]:
     if target is None:
         return {**message, "content": text}
     return {**message, "content": [{**target, "text": text} if part is target else part for part in content]}
-
-
-def sentinel_for(text: str) -> str:
-    """A sentinel that starts unlike `text`, and unlike what a template that trims white space makes of it."""
-    starts = {text[:1].lower(), text.lstrip()[:1].lower()}
-    return next(sentinel for sentinel in SENTINELS if sentinel[0].lower() not in starts)
-
-
-def other_sentinel(sentinel: str) -> str:
-    """Another one, with another first character."""
-    return next(other for other in SENTINELS if other != sentinel)
-
-
-def is_telling(text: str) -> bool:
-    """Whether a template might read this text and not only print it."""
-    return _TELLING.search(text) is not None

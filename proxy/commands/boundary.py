@@ -11,14 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from proxy.boundaries.boundary import Found
+from proxy.boundaries.boundary import Found, resolved_positions
+from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
+from proxy.boundaries.resolve import resolve
 from proxy.chat.reader import chat_request
 from proxy.commands.render_server import free_port
 from proxy.config_files import base_url
@@ -99,9 +101,12 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
         prompt = await renderer(body)
     except RenderFailed as error:
         raise NoBoundary(f"messages: the server does not render this chat: {_reason(error)}", 2) from None
-    renderer_id = await identify_renderer(renderer, body["model"])
-    found = await BoundaryFinder(PositionCache(MEMORY_BYTES)).find(chat_request(body), renderer, renderer_id or b"")
-    return _as_json(found, len(prompt))
+    renderer_id = await identify_renderer(renderer, body["model"]) or b""
+    learner = FactsLearner()
+    await learner.learn(renderer, renderer_id, body["model"], body)
+    facts = learner.facts(renderer_id, body["model"], body)
+    found = BoundaryFinder(PositionCache(MEMORY_BYTES)).find(chat_request(body), facts, renderer_id)
+    return _as_json(found, prompt.ids())
 
 
 def _reason(error: RenderFailed) -> str:
@@ -112,11 +117,19 @@ def _reason(error: RenderFailed) -> str:
         return str(error)
 
 
-def _as_json(found: Found, prompt_tokens: int) -> dict[str, Any]:
+def _as_json(found: Found, ids: Sequence[int]) -> dict[str, Any]:
+    entries = found.entries()
+    positions = resolved_positions(entries, resolve(entries, ids))
+    boundaries = [
+        {"entry": boundary.entry, "tokens": positions[boundary.entry], "kind": boundary.kind}
+        for boundary in found.boundaries
+        if boundary.entry in positions
+    ]
     return {
-        "prompt_tokens": prompt_tokens,
-        "boundaries": [{"tokens": boundary.tokens, "kind": boundary.kind} for boundary in found.boundaries],
-        "key": found.key.hex(),
+        "prompt_tokens": len(ids),
+        "entries": list(entries),
+        "boundaries": sorted(boundaries, key=lambda boundary: boundary["tokens"]),
+        "key": found.layout.key.hex() if found.layout is not None else "",
     }
 
 

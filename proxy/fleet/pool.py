@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from proxy.boundaries.local_renderer import LocalRender, VerifiedRenderer
+from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers
 from proxy.errors import NoWorker
@@ -25,15 +26,17 @@ logger = logging.getLogger("seamark.workers")
 # process.
 PROBE_TIMEOUT = 5.0
 
-# Most of what a local renderer keeps of texts and their tokens, bytes.
-LOCAL_BYTES = 2**26
+# Seconds that a worker which has booted is given to render the small chats that teach its template, before it gets
+# requests. Learning goes on after that.
+FACTS_SECONDS = 5.0
 
 
 class WorkerPool:
     """All workers that the settings and the workers file name, watched by a background task."""
 
-    def __init__(self, settings: Settings, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, upstream: Upstream, metrics: Metrics, facts: FactsLearner) -> None:
         self._upstream = upstream
+        self._facts = facts
         self._metrics = metrics
         self._settings = settings
         self._checks: dict[str, asyncio.Task[None]] = {}
@@ -42,7 +45,6 @@ class WorkerPool:
         if settings.workers_file is not None:
             self._file = WatchedFile(settings.workers_file, read_workers)
         self.workers: list[Worker] = []
-        self._local: LocalRender | None = None
         self.warm: Callable[[Worker], Awaitable[None]] | None = None  # before a restarted worker takes requests
         self.changed: Callable[[], None] = lambda: None  # which workers are ready may have changed
         self.removed: Callable[[Worker], None] = lambda worker: None
@@ -130,10 +132,6 @@ class WorkerPool:
     def _new(self, url: str) -> Worker:
         settings = self._settings
         worker = Worker(url, WorkerRenderer(self._upstream, url, settings.render_timeout))
-        if settings.tokenizer is not None:
-            if self._local is None:
-                self._local = LocalRender(settings.tokenizer, min(LOCAL_BYTES, settings.text_bytes))
-            worker.fast = VerifiedRenderer(worker.renderer, self._local)
         self._metrics.worker_up.labels(worker.name).set(0)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
@@ -187,18 +185,26 @@ class WorkerPool:
             worker.cache.restarted()
             if self.warm is not None and self._settings.replay_seconds:
                 self._spawn(self._warm(worker, self.warm))
+            for renderer_id in worker.renderer_ids.values():
+                self._facts.forget(renderer_id)
             worker.renderer_ids.clear()
             worker.mute_models.clear()
             worker.renderer.forget_routes()
-            if worker.fast is not None:
-                worker.fast.forget()
             worker.hits_before = found.hits
         worker.cache_tokens, worker.hits, worker.probed_at = found.cache_tokens, found.hits, probed_at
         self._metrics.engine_patched.labels(worker.name).set(found.engine is not None)
         if worker.engine is not None:
             for entry in worker.models:
-                await worker.identify(entry["id"])
+                if await worker.identify(entry["id"]):
+                    await self._learn_facts(worker, entry["id"])
         return True
+
+    async def _learn_facts(self, worker: Worker, model: str) -> None:
+        """Learn the template of a model, unless it is known: its first requests then go out with a whole hint."""
+        renderer_id = worker.renderer_ids[model]
+        learning = self._facts.learn(worker.renderer, renderer_id, model, {})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(learning), FACTS_SECONDS)
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         return await self._upstream.fetch("GET", worker.url + path, timeout=PROBE_TIMEOUT)

@@ -23,6 +23,7 @@ from cachetools import FIFOCache
 from xxhash import xxh3_64_hexdigest
 
 from proxy.boundaries.renderer import RenderFailed
+from proxy.boundaries.resolve import resolve
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest
@@ -104,7 +105,6 @@ class SelfCheck:
 
         `void_cache` is called for a worker whose answers differ: nothing that it held can be used any more.
         """
-        self._boundary_budget = settings.boundary_budget
         self._interval = settings.self_check_interval
         self._most_tokens = settings.self_check_tokens
         self._timeout = settings.silence_timeout
@@ -196,7 +196,7 @@ class SelfCheck:
 
     def _next(self, worker: Worker) -> WarmupRequest | None:
         """The prompt whose last check is the longest ago; of those never checked, the hottest."""
-        hottest = [replay for replay in self._warmup.hottest(worker.model_ids) if replay.boundaries]
+        hottest = [replay for replay in self._warmup.hottest(worker.model_ids) if replay.found.boundaries]
         checked = self._checked_at
         return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
 
@@ -213,8 +213,9 @@ class SelfCheck:
         if chat is None or chat.media:
             return None
         most = int(min(self._most_tokens, self._allowance(worker) / MOST_RECOMPUTED))
-        prompt = (await prompt_of(chat, worker)).ids()[:most]
-        hint = [at for at in worker.hint(replay.boundaries, self._boundary_budget) if at <= len(prompt)]
+        ids = (await prompt_of(chat, worker)).ids()
+        prompt = ids[:most]
+        hint = sorted(at for at in set(resolve(worker.hint(replay.found), ids)) if 0 < at <= len(prompt))
         salt = worker.cache.salt(body) or body.get("cache_salt")
         verdict = None
         for _ in range(2):
@@ -289,4 +290,4 @@ class SelfCheck:
 
 
 def _name(worker: Worker, replay: WarmupRequest) -> tuple[str, bytes]:
-    return worker.boot, replay.boundaries[-1].key
+    return worker.boot, replay.found.boundaries[-1].key

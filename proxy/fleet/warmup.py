@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from proxy.boundaries.boundary import Boundary
+from proxy.boundaries.boundary import Found
+from proxy.boundaries.resolve import Entry
 from proxy.chat.chat import RESPONSES
 from proxy.http.json_body import HINT, TRANSFERS, XARGS, with_fields
 
@@ -55,13 +56,13 @@ class WarmupRequest(NamedTuple):
     raw: bytes  # as the client sent it, without a hint
     names: tuple[str, ...]  # outermost fields of it
     put: Mapping[str, Any]  # fields the gateway sets: the salt
-    boundaries: Sequence[Boundary]
+    found: Found
     model: Any
 
-    def body_with(self, positions: Sequence[int]) -> bytes:
-        """The request for one token, and hardly anything else, with `positions` as its hint."""
+    def body_with(self, hint: Sequence[Entry]) -> bytes:
+        """The request for one token, and hardly anything else, with this hint."""
         put = {**self.put, **(_ONE_TOKEN_OF_A_RESPONSE if self.endpoint == RESPONSES else _ONE_TOKEN)}
-        put[XARGS] = {HINT: list(positions)}
+        put[XARGS] = {HINT: list(hint)}
         return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))
 
 

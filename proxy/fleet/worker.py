@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.boundaries.boundary import Boundary, worth_sending
-from proxy.boundaries.local_renderer import VerifiedRenderer
+from proxy.boundaries.boundary import Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
+from proxy.boundaries.resolve import Entry
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
 from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes
@@ -85,7 +85,6 @@ class Worker:
 
     url: str
     renderer: WorkerRenderer
-    fast: VerifiedRenderer | None = None  # the same, without asking the worker for what is proved
     max_inflight: int = 0  # requests at it at once, 0 for no limit
 
     # What the last probe found.
@@ -123,11 +122,11 @@ class Worker:
         """Whether states can be kept on it, and may be."""
         return self.engine is not None and self.cache.hints_allowed
 
-    def hint(self, boundaries: Sequence[Boundary], budget: int) -> tuple[int, ...]:
-        """Token positions of those `boundaries` that are worth a state on it, at most `budget` match units."""
-        if self.engine is None or not self.takes_hints:
+    def hint(self, found: Found | None) -> tuple[Entry, ...]:
+        """The hint that it gets; an older plugin takes positions only, so just what was told of this very head."""
+        if found is None or self.engine is None or not self.takes_hints:
             return ()
-        return worth_sending(boundaries, self.engine.match_unit, budget)
+        return found.entries(by_template=self.engine.takes_entries)
 
     @property
     def has_room(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ HITS = "vllm:prefix_cache_hits_total"
 CACHE = "vllm:cache_config_info"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
+# The first version of the plugin that resolves entries counted from the prompt's end, or behind a pattern.
+ENTRIES_SINCE = (0, 3)
+
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
 _READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CACHE, *REQUESTS)
 
@@ -28,6 +32,11 @@ class EngineInfo:
     vllm: str
     match_unit: int
     block_size: int
+
+    @property
+    def takes_entries(self) -> bool:
+        """Whether its plugin resolves entries of a hint that are no positions."""
+        return _release(self.version) >= ENTRIES_SINCE
 
 
 class StepTimes(NamedTuple):
@@ -84,6 +93,12 @@ def read(text: str) -> WorkerMetrics:
         sum(int(size) for size in sizes if size.isdecimal()),
         int(sum(sample.value for name in REQUESTS for sample in found[name])),
     )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version, (0,) if it has none."""
+    numbers = re.match(r"(\d{1,6})\.(\d{1,6})", version)
+    return tuple(map(int, numbers.groups())) if numbers is not None else (0,)
 
 
 def _engine(labels: dict[str, str]) -> EngineInfo:

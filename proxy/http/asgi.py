@@ -33,7 +33,7 @@ HOP_BY_HOP = frozenset(
 )
 
 # Request headers that the gateway sets itself.
-RECOMPUTED = frozenset({b"content-length", b"host", b"expect", b"x-request-id"})
+RECOMPUTED = frozenset({b"content-length", b"host", b"expect", b"x-request-id", b"x-seamark-outcome"})
 
 # A client's key is for the gateway alone; workers have a key of their own, if any.
 RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
@@ -48,6 +48,7 @@ OWN_RESPONSE = frozenset(
         b"x-seamark-predicted",
         b"x-seamark-cached",
         b"x-seamark-reason",
+        b"x-seamark-outcome",
     }
 )
 

@@ -105,8 +105,8 @@ def _without(raw: bytes, names: Collection[str]) -> bytes:
     return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
 
-def with_hint(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> bytes:
-    """`raw` with the token `positions` as its hint. A hint from the client is replaced, if need be by an empty one.
+def with_hint(raw: bytes, parsed: dict[str, Any], entries: Sequence[int | str]) -> bytes:
+    """`raw` with these `entries` as its hint. A hint from the client is replaced, if need be by an empty one.
 
     Everything else stays byte for byte. `parsed` is `parse_object(raw)`. Returns `raw` itself if there is nothing to
     change, or if the client's `vllm_xargs` is not an object: the worker refuses such a request.
@@ -114,16 +114,16 @@ def with_hint(raw: bytes, parsed: dict[str, Any], positions: Sequence[int]) -> b
     if not json.detect_encoding(raw).startswith("utf-8"):
         return raw
     if XARGS not in parsed:
-        return with_fields(raw, parsed, {XARGS: {HINT: list(positions)}}) if positions else raw
+        return with_fields(raw, parsed, {XARGS: {HINT: list(entries)}}) if entries else raw
     xargs = parsed[XARGS]
     if xargs is None:
         xargs = {}
-    if not isinstance(xargs, dict) or (not positions and HINT not in xargs):
+    if not isinstance(xargs, dict) or (not entries and HINT not in xargs):
         return raw
     text = raw.decode(errors="surrogatepass")
     # JSON readers keep the last of several equal names, so that one is the value to change.
     outer = [span for span in _members(text, 0) if span.name == XARGS][-1]
-    hint = json.dumps(list(positions), separators=(",", ":"))
+    hint = json.dumps(list(entries), separators=(",", ":"))
     if HINT in xargs:
         inner = [span for span in _members(text, outer.start) if span.name == HINT][-1]
         start, end, new = inner.start, inner.end, hint

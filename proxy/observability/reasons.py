@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
+from proxy.boundaries.boundary import resolved_positions
+from proxy.boundaries.resolve import Entry
 from proxy.observability.request_diff import PrefixChange
+from proxy.routing.prefix_index import Prefix
 
 MAX_REQUESTS = 10_000  # explained, the last ones
 
@@ -59,8 +62,9 @@ REASON_TEXT = {
         "no place to share up to",
         "It has no text in which others could differ, or its template refuses to render such a text.",
     ),
-    "render_failed": ReasonText(
-        "worker did not render it", "The worker did not return the chat's tokens, so no hint could be sent."
+    "no_facts": ReasonText(
+        "template not known yet",
+        "The gateway has not learnt this chat template yet, or the worker renders no chat for it, so no hint was sent.",
     ),
     "hint_ignored": ReasonText(
         "worker took no hint",
@@ -71,67 +75,103 @@ REASON_TEXT = {
 
 
 class Expectation(NamedTuple):
-    """What was known when the request was sent; tokens, exact positions."""
+    """What was known when the request was sent; lengths in tokens."""
 
     failure: str | None  # why no hint was sent
-    shareable: int  # deepest boundary some running worker was sent before
-    shareable_ever: int  # the same, workers that have gone included
-    held: int  # the most that any running worker is believed to hold
-    predicted: int  # what the chosen worker is believed to hold
-    deepest: int  # deepest boundary of the prompt
+    sent: Prefix | None  # the deepest beginning that some running worker was sent before
+    sent_here: bool  # the chosen worker was sent it
+    ever_sent: Prefix | None  # the same, workers that have gone included
+    held: int  # the most that any running worker is known to hold
+    predicted: int  # what the chosen worker is known to hold
     match_unit: int
-    would_share: int = 0  # deepest boundary of this prompt that a request before it could have shared, unchanged
 
     def floored(self, tokens: int) -> int:
         """The part of `tokens` that the engine can deliver: whole match units."""
         return tokens // self.match_unit * self.match_unit
 
 
-def reason_for(expected: Expectation, cached: int, change: PrefixChange | None = None) -> str:
-    """The deepest cause of what a request got, of the closed set; "hit" if it got all it could.
+class Delivery(NamedTuple):
+    """What a request got, beside what it could have got; lengths in tokens."""
 
-    `change` is where the request differs in the middle from the nearest recent one. It can then share less than it
-    would have, so the change is the cause even if the little that it could share was delivered.
+    prompt: int
+    cached: int
+    shareable: int  # before the point where the prompt leaves every earlier one
+    unchanged: int  # deepest boundary that it could share if nothing in it had changed, 0 if that is not known
+    deepest: int  # its own deepest boundary
+    engine: str | None = None  # the engine's reason
+
+    @classmethod
+    def of(
+        cls,
+        expected: Expectation,
+        prompt: int,
+        cached: int,
+        shared: int | None = None,
+        unchanged: int = 0,
+        deepest: int = 0,
+        engine: str | None = None,
+    ) -> Delivery:
+        """`shared`: what the worker's engine says the prompt shares with earlier ones, None if it does not say.
+
+        An engine does not know what others were sent; what it does know stands. The last token is always computed.
+        """
+        told = expected.sent.tokens if expected.sent is not None else 0
+        if shared is not None:
+            told = shared if expected.sent_here else max(shared, told)
+        shareable = min(expected.floored(told), expected.floored(max(0, prompt - 1)))
+        return cls(prompt, cached, shareable, unchanged, deepest or prompt, engine)
+
+
+# Two states are not kept so near each other (match units): what lies between them is no loss.
+NEAR_UNITS = 2
+
+
+def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange | None = None) -> str:
+    """The cause that cost a request the most tokens, of the closed set; "hit" if it got all it could.
+
+    `change` is where the request differs in the middle from the nearest recent one: it could have shared more.
     """
-    if expected.failure is not None:
-        return expected.failure
-    if change is not None and expected.floored(expected.shareable) < expected.floored(expected.would_share):
-        return "salt" if change.salt else "prefix_changed"
-    if cached and cached >= expected.floored(expected.shareable):
+    shareable, cached, unit = delivery.shareable, delivery.cached, expected.match_unit
+    if cached and cached > shareable - NEAR_UNITS * unit and expected.failure in (None, "no_facts", "no_boundary"):
         return "hit"
-    if expected.deepest < expected.match_unit:
+    if expected.failure not in (None, "no_facts"):
+        return str(expected.failure)
+    lost = shareable - cached
+    changed = expected.floored(delivery.unchanged) - max(shareable, cached)
+    if change is not None and changed > 0 and changed >= lost:
+        return "salt" if change.salt else "prefix_changed"
+    if delivery.deepest < unit:
         return "below_unit"
-    if not expected.shareable:
-        return "worker_restarted" if expected.shareable_ever else "cold"
-    if not expected.floored(expected.shareable):
-        return "below_unit"
+    if not shareable:
+        ever = expected.ever_sent.size if expected.ever_sent is not None else 0
+        if expected.sent is None and ever:
+            return "worker_restarted" if expected.floored(ever) else "below_unit"
+        if expected.sent is not None and expected.sent.tokens:  # all that is shared is shorter than the unit
+            return "below_unit"
+        return expected.failure or _of_engine(delivery, "cold")
     elsewhere = expected.floored(expected.held) > expected.floored(expected.predicted)
     if elsewhere and cached >= expected.floored(expected.predicted):
         return "other_worker"
-    return "evicted"
+    return _of_engine(delivery, expected.failure or "evicted")
 
 
-# The gateway's reasons that may hide a deeper cause, and the engine's reasons that name one: the gateway cannot know
-# why a prefix that was sent before is not there, or why a hint was of no use.
-ENGINE_CAUSES = {
-    "evicted": frozenset({"evicted", "not_worth_it", "below_unit", "hint_ignored"}),
-    "cold": frozenset({"hint_ignored"}),  # cold whatever came of the hint, unless the engine takes none at all
-}
+# Reasons of an engine that name a cause: the gateway cannot know why a prefix that was sent before is not there, or why
+# a hint was of no use. A prefix that nobody had asked for by a boundary is first sight for its engine.
+ENGINE_CAUSES = frozenset({"cold", "evicted", "not_worth_it", "below_unit", "hint_ignored"})
 
 
-def deeper_reason(gateway: str, engine: str | None) -> str:
-    """The deeper of two reasons for one request, the gateway's and its engine's (None if it gave none).
+def _of_engine(delivery: Delivery, otherwise: str) -> str:
+    engine = delivery.engine
+    if engine is None or engine not in ENGINE_CAUSES or (otherwise == "cold" and engine != "hint_ignored"):
+        return otherwise
+    return engine
 
-    The gateway's comes first if it explains the miss: another worker, a restart, a changed prefix.
-    """
-    return engine if engine is not None and engine in ENGINE_CAUSES.get(gateway, ()) else gateway
 
-
-def cache_label(expected: Expectation, cached: int) -> str:
+def cache_label(delivery: Delivery) -> str:
     """`hit`, `partial` or `miss`, as in the first-token histogram."""
-    if not cached:
+    if not delivery.cached:
         return "miss"
-    return "hit" if cached >= expected.floored(expected.shareable) else "partial"
+    return "hit" if delivery.cached >= delivery.shareable else "partial"
 
 
 @dataclass
@@ -146,9 +186,9 @@ class Explanation:
     model: str | None = None
     worker: str | None = None
     lookup: str | None = None  # how its boundaries were found
-    renders: int = 0  # that a worker was asked for
-    boundaries: tuple[tuple[int, str], ...] = ()  # position and kind of all that are known in the prompt
-    sent: tuple[int, ...] = ()
+    boundaries: tuple[tuple[Entry | None, str], ...] = ()  # what is said of each, and its kind
+    sent: tuple[Entry, ...] = ()  # the hint
+    positions: tuple[int, ...] = ()  # what the engine made of it, in the hint's order; 0 for what is not there
     shareable: int | None = None
     predicted: int | None = None
     prompt: int | None = None
@@ -161,7 +201,11 @@ class Explanation:
 
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""
-        boundaries = [{"tokens": tokens, "kind": kind} for tokens, kind in self.boundaries]
+        positions = resolved_positions(self.sent, self.positions)
+        boundaries = [
+            {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
+            for entry, kind in self.boundaries
+        ]
         shown = {name: value for name, value in self.__dict__.items() if name != "owner"}
         return {**shown, "boundaries": boundaries}
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from proxy.boundaries.candidates import PromptLayout
+from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
 from proxy.chat.chat import listed, text_of

@@ -10,7 +10,6 @@ usage), the worker's own count of hits does: hits that no answer reported belong
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -18,15 +17,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from proxy.boundaries.boundary import Found, worth_sending
-from proxy.boundaries.renderer import RenderFailed
+from proxy.boundaries.boundary import Found
 from proxy.chat.chat import Chat
-from proxy.fleet.worker import Worker, prompt_of
+from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.reasons import Explanation
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
-from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.shadow")
@@ -65,8 +63,9 @@ class AnsweredRequest(NamedTuple):
 class ReadPrompt(NamedTuple):
     """What is known of an answered request's prompt."""
 
-    found: Found
+    found: Found  # its boundaries with their tokens
     remembered: RememberedRequest | None = None
+    ids: Sequence[int] = ()  # token ids; none if it was not rendered
 
 
 # Finds the boundaries of a chat of so many bytes that a worker has answered to the owner of an API key.
@@ -98,7 +97,6 @@ class Shadow:
         self._recent = recent
         self._metrics = metrics
         self._boots = boots
-        self._budget = settings.boundary_budget
         self._room = settings.text_bytes // 8
         self._prefix_index = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
         self._waiting: deque[AnsweredRequest] = deque()
@@ -190,27 +188,19 @@ class Shadow:
             return 0.0
         began = time.perf_counter()
         prompt = await self._find_boundaries(request.chat, request.worker, request.size, request.owner)
-        found, renders = prompt.found, prompt.found.renders
+        took = time.perf_counter() - began
+        found = prompt.found
         if found.failure is not None:
             self._count(found.failure)
-            return time.perf_counter() - began if renders else 0.0
-        length = request.prompt
-        if length is None and request.seconds is not None:
-            if found.tokens is not None:
-                length = len(found.tokens)
-            elif self._knowledge_of(request.worker).cost.wants_more:
-                renders += 1
-                with contextlib.suppress(RenderFailed):  # then the cost is learnt from others
-                    length = len(await prompt_of(request.chat, request.worker))
-        took = time.perf_counter() - began if renders else 0.0
+            return took
+        length = len(prompt.ids) if request.prompt is None else request.prompt
         cached = request.cached if request.cached is not None else self._hits_of(request, found, length)
         self._record(request, prompt, cached)
         return took
 
     def _record(self, request: AnsweredRequest, prompt: ReadPrompt, cached: int) -> None:
         found, lost = prompt.found, self._lost(request, prompt, cached)
-        kept = worth_sending(found.boundaries, MATCH_UNIT, self._budget)
-        self._prefix_index.record([boundary for boundary in found.boundaries if boundary.tokens in kept], request.boot)
+        self._prefix_index.record(found.boundaries, request.boot)
         self._count("judged")
         if (explanation := request.explanation) is not None:
             explanation.lost = {reason: end - start for reason, (start, end) in lost.items()}
@@ -235,7 +225,10 @@ class Shadow:
         """The hits that this request can have had, tokens, among those of its worker that no answer has reported."""
         known, worker = self._knowledge_of(request.worker), request.worker
         hits = worker.hits or 0
-        most = max(self._prefix_index.sent(found.prefixes, self._boots()), self._prefix_index.ever_sent(found.prefixes))
+        most = max(
+            _tokens(self._prefix_index.sent(found.prefixes, self._boots())),
+            _tokens(self._prefix_index.ever_sent(found.prefixes)),
+        )
         taken = max(0, min(most, hits - known.hits_reported))
         known.hits_reported += taken
         if not worker.inflight and not any(other.worker is worker for other in self._waiting):
@@ -258,9 +251,9 @@ class Shadow:
                 lost[reason] = (had, shareable)
                 had = shareable
 
-        lose(CURED, sent(found.prefixes, (request.boot,)))
-        lose("other_worker", sent(found.prefixes, self._boots()))
-        lose("worker_restarted", self._prefix_index.ever_sent(found.prefixes))
+        lose(CURED, _tokens(sent(found.prefixes, (request.boot,))))
+        lose("other_worker", _tokens(sent(found.prefixes, self._boots())))
+        lose("worker_restarted", _tokens(self._prefix_index.ever_sent(found.prefixes)))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
         if prompt.remembered is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
             change = self._recent.change(prompt.remembered)
@@ -288,3 +281,7 @@ class Shadow:
     def _count(self, result: str) -> None:
         self._results[result] += 1
         self._metrics.shadow_requests.labels(result).inc()
+
+
+def _tokens(prefix: Prefix | None) -> int:
+    return prefix.tokens if prefix is not None else 0

@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
+from proxy.boundaries.boundary import Found, resolved_positions
 from proxy.chat.chat import RESPONSES
-from proxy.chat.responses import StoredResponses
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
-from proxy.observability.reasons import ENGINE_CAUSES, Expectation, cache_label, deeper_reason, reason_for
-from proxy.observability.request_diff import PrefixChange, RequestMemory, volatile_text
+from proxy.observability.reasons import Delivery, Expectation, cache_label, reason_for
+from proxy.observability.request_diff import PrefixChange, volatile_text
 from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
+from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import ProxiedRequest
-from proxy.routing.engine_events import EngineEvents
+from proxy.routing.engine_events import EngineEvents, EngineOutcome
+from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.gateway")
 
@@ -55,7 +57,6 @@ class _Answered(NamedTuple):
     expected: Expectation
     prompt: int  # tokens
     cached: int  # tokens
-    change: PrefixChange | None
 
 
 class Accounting:
@@ -65,8 +66,8 @@ class Accounting:
         self,
         metrics: Metrics,
         pool: WorkerPool,
-        recent: RequestMemory,
-        stored: StoredResponses,
+        reader: PromptReader,
+        prefix_index: PrefixIndex,
         engine_events: EngineEvents,
         shadow: Shadow,
         excerpts: bool,
@@ -74,24 +75,29 @@ class Accounting:
         """`excerpts`: some characters of what changed may be kept for explanations."""
         self._metrics = metrics
         self._pool = pool
-        self._recent = recent
-        self._stored = stored
+        self._reader = reader
+        self._recent = reader.recent
+        self._stored = reader.stored
+        self._prefix_index = prefix_index
         self._engine_events = engine_events
         self._shadow = shadow
         self._excerpts = excerpts
         self.sums = RollingSums()
         self.seconds_saved: float | None = None  # of prefill, since the start; None while step times are not known
-        self._running: set[asyncio.Task[str]] = set()
+        self._running: set[asyncio.Task[str | None]] = set()
         # Finding a family's member by its labels costs more than counting with it.
         self._children: dict[tuple[str, str], _Counters] = {}
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
 
-    async def answered(self, request: ProxiedRequest, usage: Usage | None, answer: Any) -> str | None:
+    async def answered(
+        self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None = None
+    ) -> str | None:
         """A worker has answered with `answer` (parsed; for a stream, its last response object) and reported `usage`.
 
-        Returns the reason for what came from the cache, None if the worker does not report that. Goes on if the client
-        leaves meanwhile.
+        `outcome` is what its engine says of the request, None if that has to be asked for. Returns the reason for what
+        came from the cache, None if the worker does not report that, or if it is found out later: nobody waits for that
+        of a stream. Goes on if the client leaves meanwhile.
         """
         worker = request.worker
         if worker is None:
@@ -105,6 +111,7 @@ class Accounting:
         expected = request.prediction.expected
         counters = self._counters(model, worker)
         counters.prompt.inc(usage.prompt)
+        self._learn(request, usage.prompt)
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
             saved = worker.step_times.seconds(usage.cached)
@@ -113,24 +120,18 @@ class Accounting:
                 self.seconds_saved = (self.seconds_saved or 0.0) + saved
         if expected is None:
             return None
-        counters.shareable.inc(expected.shareable)
         counters.predicted.inc(expected.floored(expected.predicted))
         if usage.cached is None:
+            counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
             return None
-        counters.shared.inc(min(expected.shareable, usage.cached))
-        self.sums.add(usage.prompt, expected.floored(expected.shareable), usage.cached)
+        answered = _Answered(request, worker, model, expected, usage.prompt, usage.cached)
         try:
-            remembered, change = request.prediction.remembered, None
-            if remembered is not None and expected.shareable < expected.would_share:
-                change = self._recent.change(remembered)
-            answered = _Answered(request, worker, model, expected, usage.prompt, usage.cached, change)
-            reason = reason_for(expected, usage.cached, change)
-            if reason not in ENGINE_CAUSES or not request.body.hint:
-                return self._explain(answered, reason)
-            task = asyncio.create_task(self._ask_engine(answered, reason))
+            if outcome is not None or not self._asks_engine(answered):
+                return self._explain(answered, outcome)
+            task = asyncio.create_task(self._ask_engine(answered))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-            return await asyncio.shield(task)
+            return None if request.timings.is_stream else await asyncio.shield(task)
         except Exception as error:  # an answer is not lost for its explanation; the message might hold prompt text
             logger.error("explaining request %s: %s", request.client.request_id, type(error).__name__)
             return None
@@ -165,14 +166,44 @@ class Accounting:
         if client.endpoint == RESPONSES and chat is not None and request.body.parsed.get("store", True):
             self._stored.put(chat, answer, worker.boot, client.owner)
 
-    async def _ask_engine(self, answered: _Answered, reason: str) -> str:
-        engine_reason = await self._engine_events.reason_for(answered.worker, answered.request.engine_id)
-        return self._explain(answered, deeper_reason(reason, engine_reason))
+    def _asks_engine(self, answered: _Answered) -> bool:
+        """Whether the engine's events are worth a look. A whole answer does not wait for what its headers lack."""
+        request, worker, _, expected, prompt, cached = answered
+        if worker.engine is None:
+            return False
+        if request.timings.is_stream:
+            return worker.engine.takes_entries or bool(request.body.hint)
+        preliminary = reason_for(expected, Delivery.of(expected, prompt, cached))
+        return not worker.engine.takes_entries and bool(request.body.hint) and preliminary in ("cold", "evicted")
 
-    def _explain(self, answered: _Answered, reason: str) -> str:
-        request, worker, model, expected, prompt, cached, change = answered
-        metrics, found, timings = self._metrics, request.prediction.found, request.timings
-        if found is not None and cached < expected.floored(expected.predicted) and reason != "hint_ignored":
+    def _learn(self, request: ProxiedRequest, prompt: int) -> None:
+        """The tokens of the prompt tell where its last turn ends, and what a byte of a body weighs."""
+        found = request.prediction.found
+        self._reader.weigh(request.model, len(request.body.raw), prompt)
+        if found is not None and found.end and found.turn_key is not None and 0 < found.end < prompt:
+            self._reader.told(found.turn_key, prompt - found.end)
+            self._prefix_index.set_length(found.turn_key, prompt - found.end)
+
+    async def _ask_engine(self, answered: _Answered) -> str | None:
+        try:
+            outcome = await self._engine_events.outcome_of(answered.worker, answered.request.engine_id)
+            return self._explain(answered, outcome)
+        except Exception as error:  # the message might hold prompt text
+            logger.error("explaining request %s: %s", answered.request.client.request_id, type(error).__name__)
+            return None
+
+    def _explain(self, answered: _Answered, outcome: EngineOutcome | None) -> str:
+        request, worker, model, expected, prompt, cached = answered
+        metrics, timings = self._metrics, request.timings
+        found = request.prediction.found or Found()
+        delivery = self._delivery(answered, found, outcome)
+        change = self._change(request, delivery)
+        reason = reason_for(expected, delivery, change)
+        counters = self._counters(model, worker)
+        counters.shareable.inc(delivery.shareable)
+        counters.shared.inc(min(delivery.shareable, cached))
+        self.sums.add(prompt, delivery.shareable, cached)
+        if cached < expected.floored(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []
             self._engine_events.fell_short(worker, found.prefixes, left, cached)
@@ -180,20 +211,43 @@ class Accounting:
             metrics.misses.labels(model, reason).inc()
         if timings.first_byte is not None:
             seconds = timings.first_byte - request.client.arrived
-            self._first_token(model, cache_label(expected, cached)).observe(seconds)
+            self._first_token(model, cache_label(delivery)).observe(seconds)
         if (explanation := request.explanation) is not None:
             explanation.model, explanation.worker = model, worker.name
             explanation.status, explanation.sent = request.status, request.body.hint
-            explanation.shareable = expected.floored(expected.shareable)
+            explanation.positions = outcome.positions if outcome is not None else ()
+            explanation.shareable = delivery.shareable
             explanation.predicted = expected.floored(expected.predicted)
             explanation.prompt, explanation.delivered, explanation.reason = prompt, cached, reason
-            if reason == "prefix_changed" and change is not None:
+            if change is not None:
                 explanation.changed = change.as_json(self._excerpts)
                 if (volatile := volatile_text(change)) is not None:
-                    lost = expected.floored(expected.would_share) - expected.floored(expected.shareable)
+                    lost = max(0, expected.floored(delivery.unchanged) - max(delivery.shareable, cached))
                     explanation.would_save[volatile] = lost
                     metrics.would_save.labels(volatile).inc(lost)
         return reason
+
+    def _delivery(self, answered: _Answered, found: Found, outcome: EngineOutcome | None) -> Delivery:
+        """What came, beside what could have come: the engine's word where there is one."""
+        request, _, _, expected, prompt, cached = answered
+        here = resolved_positions(request.body.hint, outcome.positions if outcome is not None else ())
+        tokens = {b.key: here.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries}
+        return Delivery.of(
+            expected,
+            prompt,
+            cached,
+            shared=outcome.shared if outcome is not None else None,
+            unchanged=max((at for key, at in tokens.items() if key != found.turn_key), default=0),
+            deepest=max(tokens.values(), default=0),
+            engine=outcome.reason if outcome is not None else None,
+        )
+
+    def _change(self, request: ProxiedRequest, delivery: Delivery) -> PrefixChange | None:
+        """Where the request differs in the middle from a recent one, if it could have shared more without that."""
+        remembered = request.prediction.remembered
+        if remembered is None or delivery.unchanged <= max(delivery.shareable, delivery.cached):
+            return None
+        return self._recent.change(remembered)
 
     def _counters(self, model: str, worker: Worker) -> _Counters:
         labels = (model, worker.name)

@@ -14,10 +14,11 @@ from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
 from proxy.observability.reasons import Expectation
+from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
 from proxy.pipeline.request import ProxiedRequest
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
-from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.prefix_index import Holding, PrefixIndex
 from proxy.routing.queue import AdmissionQueue
 from proxy.settings import Settings
 
@@ -94,19 +95,18 @@ class Dispatcher:
         longest = max(held.values(), default=None)
         # For a request that is sent again, elsewhere, the first try does not count as sent before.
         earlier = prediction.expected
-        ever = self._prefix_index.ever_sent(found.prefixes) if earlier is None else earlier.shareable_ever
+        sent = self._prefix_index.sent(found.prefixes, boots)
         prediction.expected = Expectation(
             failure=_failure(worker) or found.failure,
-            shareable=self._prefix_index.sent(found.prefixes, boots),
-            shareable_ever=ever,
-            held=longest.tokens if longest is not None else 0,
-            predicted=held[worker.boot].tokens if worker.boot in held else 0,
-            deepest=max(found.positions, default=0),
+            sent=sent,
+            sent_here=sent is not None and worker.boot in sent.held,
+            ever_sent=self._prefix_index.ever_sent(found.prefixes) if earlier is None else earlier.ever_sent,
+            held=longest.tokens if longest is not None and longest.is_told else 0,
+            predicted=_predicted(held.get(worker.boot)),
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
-            would_share=max((b.tokens for b in found.boundaries if b.key != found.turn_key), default=0),
         )
         if worker.takes_hints:
-            self._engine_events.sent(worker, request.engine_id, found.boundaries)
+            self._engine_events.sent(worker, request.engine_id, found.boundaries, worker.hint(found))
             self._prefix_index.record(found.boundaries, worker.boot)
             if longest is not None:
                 self._keep_for_warmup(request, longest.key, longest.tokens)
@@ -118,7 +118,7 @@ class Dispatcher:
         if found is None or not found.boundaries or self._warmup.used_again(key):
             return
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
-        replay = WarmupRequest(request.client.endpoint, body.raw, body.names, put, found.boundaries, request.model)
+        replay = WarmupRequest(request.client.endpoint, body.raw, body.names, put, found, request.model)
         shorter = found.prefixes[: found.prefixes.index(key)] if key in found.prefixes else ()
         self._warmup.add(key, tokens, shorter, replay)
 
@@ -177,9 +177,11 @@ class Lease:
     def count(self, worker: Worker) -> None:
         """The request goes to `worker`."""
         request, key = self.request, self.request.client.key
-        expected = request.prediction.expected
+        prediction = request.prediction
+        held = prediction.expected.predicted if prediction.expected is not None else 0
         request.worker, self._is_held = worker, True
-        self._prefill_tokens = request.tokens_beyond(expected.predicted if expected is not None else 0)
+        prompt = prediction.prompt or round(len(request.body.raw) * TOKENS_PER_BYTE)
+        self._prefill_tokens = max(0, prompt - held)
         self._was_idle = not worker.inflight
         worker.prefill_tokens += self._prefill_tokens
         worker.inflight += 1
@@ -210,6 +212,11 @@ class Lease:
 def _never_sent(lease: Lease) -> None:
     """The slot was found for a request whose client had just left."""
     lease.never_sent()
+
+
+def _predicted(holding: Holding | None) -> int:
+    """Tokens that are expected from a worker's cache: what an engine has told, no guess."""
+    return holding.tokens if holding is not None and holding.is_told else 0
 
 
 def _failure(worker: Worker) -> str | None:

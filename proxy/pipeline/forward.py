@@ -22,7 +22,11 @@ from proxy.pipeline.accounting import CLIENT_GONE, Accounting
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import ProxiedRequest
 from proxy.pipeline.sse import Heartbeats, SseRelay
+from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
+
+# The worker then says in a whole answer's headers what became of the hint.
+ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
 
 
 class ResponseRelay:
@@ -38,7 +42,6 @@ class ResponseRelay:
         heartbeats: Heartbeats,
     ) -> None:
         self._silence_timeout = settings.silence_timeout
-        self._boundary_budget = settings.boundary_budget
         self._resent = metrics.resent
         self._pool = pool
         self._upstream = upstream
@@ -65,6 +68,7 @@ class ResponseRelay:
         headers = [
             *client.headers,
             request.engine_id_header,
+            ASK_FOR_OUTCOME,
             *(self._upstream.own_headers if client.key is not None else ()),
         ]
         resent = False
@@ -96,8 +100,7 @@ class ResponseRelay:
         body, found = request.body, request.prediction.found
         if request.client.method != "POST":
             return body.raw
-        positions = worker.hint(found.boundaries, self._boundary_budget) if found is not None else ()
-        return body.encoded(positions, worker.cache.salt(body.parsed))
+        return body.encoded(worker.hint(found), worker.cache.salt(body.parsed))
 
     async def _deliver(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
@@ -171,7 +174,8 @@ class ResponseRelay:
             usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            reason = await self._accounting.answered(request, usage, answer)
+            outcome = outcome_in(response.header(OUTCOME_HEADER))
+            reason = await self._accounting.answered(request, usage, answer, outcome)
             if reason is not None:
                 headers.append((b"x-seamark-reason", reason.encode()))
         request.started = watch.over = True
@@ -188,7 +192,7 @@ def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderL
     if request.worker is not None:
         headers.append((b"x-seamark-worker", request.worker.name.encode()))
     if request.body.hint:
-        headers.append((b"x-seamark-boundary", ",".join(map(str, request.body.hint)).encode()))
+        headers.append((b"x-seamark-boundary", ";".join(map(str, request.body.hint)).encode()))
     if (expected := request.prediction.expected) is not None:
         headers.append((b"x-seamark-predicted", str(expected.floored(expected.predicted)).encode()))
     return headers

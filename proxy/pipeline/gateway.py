@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from proxy.boundaries.facts_learner import FactsLearner
 from proxy.config_files import read_secret
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.self_check import SelfCheck
@@ -47,18 +48,19 @@ class Gateway:
         self.keys: KeyRing | None = None
         if settings.api_keys is not None:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))
-        self.pool = WorkerPool(settings, self.upstream, metrics)
-        self.reader = reader = PromptReader(settings, metrics)
+        self.facts = FactsLearner(metrics.renders)
+        self.pool = WorkerPool(settings, self.upstream, metrics, self.facts)
+        self.reader = reader = PromptReader(settings, metrics, self.facts)
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
-        self.engine_events = EngineEvents(self.upstream, self.prefix_index)
+        self.engine_events = EngineEvents(self.upstream, self.prefix_index, reader.told)
         self.warmup = WarmupSet(settings.text_bytes // 8)
         dispatcher = Dispatcher(
             settings, self.pool, self.queue, self.prefix_index, self.engine_events, self.warmup, reader.stored
         )
         self.shadow = Shadow(settings, reader.find_boundaries, reader.recent, metrics, self.pool.boots)
         self.accounting = Accounting(
-            metrics, self.pool, reader.recent, reader.stored, self.engine_events, self.shadow, settings.excerpts
+            metrics, self.pool, reader, self.prefix_index, self.engine_events, self.shadow, settings.excerpts
         )
         self.self_check = SelfCheck(
             settings, self.pool, self.warmup, reader.stored, self.upstream, metrics, self._void_cache
@@ -125,7 +127,7 @@ class Gateway:
         """Replay hot prefixes on a worker that has restarted."""
 
         async def replay(warmup: WarmupRequest) -> None:
-            raw = warmup.body_with(worker.hint(warmup.boundaries, self.settings.boundary_budget))
+            raw = warmup.body_with(worker.hint(warmup.found))
             try:
                 status, answer = await self.upstream.fetch("POST", worker.url + warmup.endpoint, raw)
             except (Unreachable, Broken):
@@ -133,7 +135,7 @@ class Gateway:
             self.metrics.replays.labels(worker.name, "done" if status == 200 else "failed").inc()
             if status == 200:
                 self.accounting.replayed(warmup.model, worker, answer)
-                self.prefix_index.record(warmup.boundaries, worker.boot)
+                self.prefix_index.record(warmup.found.boundaries, worker.boot)
 
         if worker.takes_hints:
             await replay_all(self.warmup.hottest({entry.get("id") for entry in worker.models}), replay)

@@ -1,6 +1,6 @@
 """From the body of any API to the chat in it, and to its boundaries.
 
-A failure here costs the hint, never the request.
+Nothing here waits for a worker. A failure here costs the hint, never the request.
 """
 
 from __future__ import annotations
@@ -8,16 +8,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
-from proxy.boundaries.boundary import Found
+from cachetools import LRUCache
+
+from proxy.boundaries.boundary import Found, resolved_positions
+from proxy.boundaries.divergence import DivergenceLearner
+from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.learned import DivergenceLearner
+from proxy.boundaries.head_positions import HeadPositions
 from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.renderer import RenderFailed
+from proxy.boundaries.resolve import resolve
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.chat.rewrites import rewrite
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import Worker, prompt_of
 from proxy.http.json_body import parse_object, with_edits
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Explanation, Explanations
@@ -28,64 +35,109 @@ from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
 
+# Tokens of a byte of a request's body until answers have told better.
+TOKENS_PER_BYTE = 0.25
+
+# What one answer counts in the mean of its model.
+NEW_WEIGHT = 0.1
+
+MAX_MODELS = 256
+
 
 class PromptReader:
     """All that is remembered of prompts. One per gateway."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, facts: FactsLearner) -> None:
         self._metrics = metrics
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
+        self._facts = facts
         self.positions = PositionCache(settings.memory_bytes // 2)
         self.learner = DivergenceLearner(settings.text_bytes * 3 // 8)
         self.recent = RequestMemory(settings.text_bytes // 4)
         self.stored = StoredResponses(settings.text_bytes // 8)
         self.explanations = Explanations()
+        self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
         self._finder = BoundaryFinder(self.positions, self.learner)
+        self._heads = HeadPositions(self.positions, metrics.renders)
+        self._tokens_per_byte: LRUCache[Any, float] = LRUCache(MAX_MODELS)
 
-    async def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> None:
+    def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> None:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds."""
         client, prediction = request.client, request.prediction
         explanation = request.explanation = Explanation(client.request_id, client.endpoint, owner=client.owner)
         found = Found(failure="unpatched")
         try:
             explanation.rewrites = self._rewrite(request)
-            prediction.chat = chat = chat_in(client.endpoint, request.body.parsed, self.stored)
             model = request.model
-            renders = next((worker for worker in workers if worker.engine is not None and worker.serves(model)), None)
-            if renders is not None:
-                renderer_id = renders.renderer_ids.get(model, b"")
-                found = await self._finder.find(chat, renders.fast or renders.renderer, renderer_id)
-                prediction.remembered = self._remember(chat, found, len(request.body.raw), client.owner)
+            size = len(request.body.raw)
+            rate = self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
+            prediction.prompt = round(size * rate)
+            prediction.chat = chat = chat_in(client.endpoint, request.body.parsed, self.stored)
+            serving = [worker for worker in workers if worker.engine is not None and worker.serves(model)]
+            if serving:
+                found = self._find(chat, serving[0], size, rate, several=len(serving) > 1)
+                prediction.remembered = self._remember(chat, found, size, client.owner)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
             logger.error("boundary of request %s: %s", client.request_id, type(error).__name__)
-            found = Found(failure="render_failed")
+            found = Found(failure="no_facts")
         prediction.found = found
-        explanation.lookup, explanation.renders = found.result, found.renders
-        explanation.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
+        explanation.lookup = found.result
+        explanation.boundaries = tuple((boundary.entry, boundary.kind) for boundary in found.boundaries)
         self._lookups(found.result).inc()
-        if found.renders:
-            self._metrics.renders.inc(found.renders)
         self.explanations.add(explanation)
 
     async def find_boundaries(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> ReadPrompt:
         """The boundaries of a chat of `size` bytes that `worker`, one without the plugin, has answered already.
 
-        `owner` is the API key it came with.
+        `owner` is the API key it came with. Its prompt is rendered for that, once.
         """
         model = chat.body.get("model")
         if not isinstance(model, str) or not worker.serves(model):
             return ReadPrompt(Found(failure="no_boundary"))
         if model in worker.mute_models and model not in worker.renderer_ids:
-            return ReadPrompt(Found(failure="render_failed"))
+            return ReadPrompt(Found(failure="no_facts"))
         if not await worker.identify(model):
             worker.mute_models.add(model)  # else every request would ask it again
-            return ReadPrompt(Found(failure="render_failed", renders=1))
-        found = await self._finder.find(chat, worker.fast or worker.renderer, worker.renderer_ids[model])
-        if found.renders:
-            self._metrics.renders.inc(found.renders)
-        return ReadPrompt(found, self._remember(chat, found, size, owner))
+            return ReadPrompt(Found(failure="no_facts"))
+        renderer_id = worker.renderer_ids[model]
+        await self._facts.learn(worker.renderer, renderer_id, model, chat.body)
+        found = self._finder.find(chat, self._facts.facts(renderer_id, model, chat.body), renderer_id, size)
+        if found.layout is None:
+            return ReadPrompt(found)
+        try:
+            prompt = (await prompt_of(chat, worker)).ids()
+        except RenderFailed:
+            return ReadPrompt(Found(failure="no_facts"))
+        finally:
+            self._metrics.renders.inc()
+        entries = found.entries()
+        positions = resolved_positions(entries, resolve(entries, prompt))
+        placed = (
+            boundary._replace(tokens=positions.get(boundary.entry, 0) if boundary.entry is not None else 0)
+            for boundary in found.boundaries
+        )
+        boundaries = tuple(sorted((each for each in placed if each.tokens), key=lambda boundary: boundary.tokens))
+        found = found._replace(boundaries=boundaries)
+        return ReadPrompt(found, self._remember(chat, found, size, owner), prompt)
+
+    def weigh(self, model: Any, size: int, prompt: int) -> None:
+        """A request of `size` bytes had a prompt of so many tokens."""
+        if isinstance(model, str) and size:
+            known = self._tokens_per_byte.get(model, TOKENS_PER_BYTE)
+            self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
+
+    def _find(self, chat: Chat | None, worker: Worker, size: int, rate: float, *, several: bool) -> Found:
+        model: Any = chat.body.get("model") if chat is not None else None
+        renderer_id = worker.renderer_ids.get(model, b"")
+        facts = None
+        if chat is not None and renderer_id and not chat.is_bare:
+            facts = self._facts.facts_or_learn(worker.renderer, renderer_id, model, chat.body)
+        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=several)
+        if facts is not None:
+            self._heads.learn(found, worker.renderer)
+        return found
 
     def _rewrite(self, request: ProxiedRequest) -> tuple[str, ...]:
         """Apply the rules that are on; returns their names."""
@@ -104,6 +156,6 @@ class PromptReader:
     def _remember(self, chat: Chat | None, found: Found, size: int, owner: str | None) -> RememberedRequest | None:
         if chat is None or chat.is_bare or found.layout is None:
             return None
-        remembered = RememberedRequest(found.layout, found.tokens, size, owner)
+        remembered = RememberedRequest(found.layout, None, size, owner)
         self.recent.add(remembered)
         return remembered

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
+from proxy.boundaries.resolve import Entry
 from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, RESPONSES, Chat
 from proxy.errors import NotFound
 from proxy.fleet.worker import Worker
@@ -18,9 +19,6 @@ from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, TRANSFERS, XARGS, with_fields, with_hint
 from proxy.observability.reasons import Expectation, Explanation
 from proxy.observability.request_diff import RememberedRequest
-
-# How many bytes of a client's text make a token, if nothing better is known.
-BYTES_PER_TOKEN = 4
 
 RESPONSE_PATH = RESPONSES + "/"
 
@@ -63,7 +61,7 @@ class RequestBody:
     dropped: list[str] = field(default_factory=list)  # outermost fields to leave out
     names: tuple[str, ...] = ()  # outermost fields of `raw`
     strips_usage: bool = False  # the gateway asked for usage, the client did not
-    hint: tuple[int, ...] = ()  # positions in the hint as it was last sent, tokens
+    hint: tuple[Entry, ...] = ()  # as it was last sent
 
     def take(self, parsed: dict[str, Any], client: ClientRequest, asks_usage: bool) -> None:
         """The body has been parsed: settle what the gateway decides in it.
@@ -86,22 +84,22 @@ class RequestBody:
                 self.put["stream_options"] = {**(options or {}), "include_usage": True}
                 self.strips_usage = True
 
-    def encoded(self, positions: tuple[int, ...], salt: str | None = None) -> bytes:
-        """The bytes to send, with `positions` as their hint, under `salt` if one is given.
+    def encoded(self, hint: tuple[Entry, ...], salt: str | None = None) -> bytes:
+        """The bytes to send, with this hint, under `salt` if one is given.
 
         Everything else is as the client wrote it.
         """
         put = self.put if salt is None else {**self.put, "cache_salt": salt}
         if XARGS in put:
-            put = {**put, XARGS: {**put[XARGS], HINT: positions}}
+            put = {**put, XARGS: {**put[XARGS], HINT: hint}}
         elif XARGS not in self.parsed:
-            if positions:
-                put = {**put, XARGS: {HINT: positions}}
+            if hint:
+                put = {**put, XARGS: {HINT: hint}}
         else:
-            raw = with_hint(self.raw, self.parsed, positions)
-            self.hint = positions if raw is not self.raw else ()
+            raw = with_hint(self.raw, self.parsed, hint)
+            self.hint = hint if raw is not self.raw else ()
             return with_fields(raw, self.names, put, self.dropped)
-        self.hint = positions
+        self.hint = hint
         return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
 
     def _drop(self, name: str) -> None:
@@ -118,6 +116,7 @@ class Prediction:
     found: Found | None = None  # None: no boundaries are sought in such a request
     remembered: RememberedRequest | None = None
     expected: Expectation | None = None  # of the chosen worker
+    prompt: int = 0  # its tokens, by its bytes: for load, nothing else
 
 
 @dataclass(slots=True)
@@ -162,17 +161,6 @@ class ProxiedRequest:
         if path.startswith(RESPONSE_PATH):
             return path[len(RESPONSE_PATH) :].split("/")[0]
         return self.body.parsed.get("previous_response_id")
-
-    def tokens_beyond(self, held: int) -> int:
-        """Roughly how many tokens of the prompt come after the first `held`."""
-        found = self.prediction.found
-        known = max((boundary.tokens for boundary in found.boundaries), default=0) if found is not None else 0
-        if found is None or not known:
-            return max(0, len(self.body.raw) // BYTES_PER_TOKEN - held)
-        last = 0
-        if found.turn_key is None and found.layout is not None:
-            last = found.layout.last_size // BYTES_PER_TOKEN
-        return max(0, known + last - held)
 
 
 def _ends_once(body: dict[str, Any]) -> bool:

@@ -12,12 +12,13 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary
+from proxy.boundaries.resolve import Entry
 from proxy.fleet.worker import Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.routing.held_states import HeldStates
@@ -31,7 +32,7 @@ TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
 
 SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
-MAX_REASONS = 8192  # kept for requests that nobody has asked about, per worker
+MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
 
 POLL_SECONDS = 2.0  # the worker holds a read so long if nothing is new; stopping the worker may take as long
 
@@ -44,6 +45,27 @@ READS_AT_ONCE = 10.0  # before the average counts
 IDLE_SECONDS = 600.0  # a worker that was sent nothing for so long is not read until the next request
 
 
+class EngineOutcome(NamedTuple):
+    """What an engine says of one request; lengths in tokens."""
+
+    reason: str
+    shared: int | None = None  # with an earlier prompt that the engine has seen; None: it does not say
+    positions: tuple[int, ...] = ()  # what the hint's entries became, in their order; 0 for what is not there
+
+
+# In an answer of a worker that was asked for it: `reason,hit,shared,position:position:...`.
+OUTCOME_HEADER = "x-seamark-outcome"
+
+
+def outcome_in(header: str | None) -> EngineOutcome | None:
+    """The outcome in the header of an answer; None if there is none, or nonsense."""
+    try:
+        reason, _, shared, positions = (header or "").split(",")
+        return EngineOutcome(reason, int(shared), tuple(map(int, filter(None, positions.split(":")))))
+    except ValueError:
+        return None
+
+
 @dataclass
 class _Feed:
     """What was read of one worker's events, and the task that reads them."""
@@ -54,12 +76,12 @@ class _Feed:
     read_as: str = ""  # the worker's boot identity at the last read
     former_boots: set[str] = field(default_factory=set)
     reports_states: bool = False  # then it can also be asked to wait for events
-    several: bool = False  # API servers answer in turn, each with a part of the events: good for reasons only
+    several: bool = False  # API servers answer in turn, each with a part of the events: good for outcomes only
     last_sent: float = 0.0  # time.monotonic()
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
-    reasons: OrderedDict[str, str] = field(default_factory=OrderedDict)  # by request id
+    outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for a reason
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for an outcome
     reader: asyncio.Task[None] | None = None
 
     @property
@@ -71,17 +93,21 @@ class _Feed:
 class EngineEvents:
     """The feeds of all workers. Use inside a running event loop; `aclose` when done."""
 
-    def __init__(self, upstream: Upstream, prefix_index: PrefixIndex) -> None:
+    def __init__(
+        self, upstream: Upstream, prefix_index: PrefixIndex, learnt: Callable[[bytes, int], None] = lambda *_: None
+    ) -> None:
+        """`learnt` is called with the key and the tokens of each boundary that an engine has resolved."""
         self._upstream = upstream
         self._prefix_index = prefix_index
+        self._learnt = learnt
         self._feeds: dict[str, _Feed] = {}
 
-    def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary]) -> None:
+    def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
         feed = self._feed(worker)
         feed.last_sent = time.monotonic()
         if not feed.several:
-            feed.held_states.sent(request_id, boundaries, worker.boot)
+            feed.held_states.sent(request_id, boundaries, entries, worker.boot)
         self._ensure_reader(worker, feed)
 
     def refused(self, worker: Worker, request_id: str) -> None:
@@ -99,18 +125,18 @@ class EngineEvents:
         unit = worker.engine.match_unit if worker.engine is not None else 1
         self._feed(worker).held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
-    async def reason_for(self, worker: Worker, request_id: str) -> str | None:
-        """The engine's reason for a request that `worker` has answered; None if it gives none."""
+    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
+        """What the engine says of a request that `worker` has answered; None if it says nothing."""
         feed = self._feed(worker)
-        if request_id not in feed.reasons and time.monotonic() >= feed.silent_until:
+        if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
             feed.wanted.set()
             self._ensure_reader(worker, feed)
             done, _ = await asyncio.wait((reported,), timeout=TIMEOUT)
             feed.waiting.pop(request_id, None)
-            if not done and not feed.follows:  # an engine that has answered has a reason to report
+            if not done and not feed.follows:  # an engine that has answered has an outcome to report
                 feed.silent_until = time.monotonic() + SILENT_SECONDS
-        return feed.reasons.pop(request_id, None)
+        return feed.outcomes.pop(request_id, None)
 
     def forget(self, worker: Worker) -> None:
         """The worker was removed."""
@@ -128,7 +154,7 @@ class EngineEvents:
     def _feed(self, worker: Worker) -> _Feed:
         feed = self._feeds.get(worker.url)
         if feed is None:
-            feed = self._feeds[worker.url] = _Feed(HeldStates(self._prefix_index))
+            feed = self._feeds[worker.url] = _Feed(HeldStates(self._prefix_index, self._learnt))
         return feed
 
     def _ensure_reader(self, worker: Worker, feed: _Feed) -> None:
@@ -153,7 +179,7 @@ class EngineEvents:
                 if now - feed.last_sent > IDLE_SECONDS and not feed.waiting:
                     return
                 for request_id in asked_by:  # asked before this read began, so no later one is likely to bring more
-                    if not feed.follows or request_id in feed.reasons:
+                    if not feed.follows or request_id in feed.outcomes:
                         _resolve(feed, request_id)
         except (TimeoutError, Unreachable, Broken, ValueError, KeyError, TypeError, IndexError):
             pass  # gone, or without a feed
@@ -181,22 +207,26 @@ class EngineEvents:
         if boot != feed.boot and feed.boot:
             feed.former_boots.add(feed.boot)
         feed.reports_states = "states" in events
+        resolved = events.get("resolved", ())  # only from a plugin that takes entries
         if feed.follows:
             if events["reset"] and feed.read_as:  # at the first read, nothing is recorded that could be wrong
                 feed.held_states.forget_all(feed.read_as)
             feed.read_as = worker.boot
             try:
+                for request_id, _, positions in resolved:
+                    feed.held_states.resolved(request_id, positions)
                 feed.held_states.apply(events["states"], worker.boot)
             except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
                 logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
                 feed.held_states.forget_all(worker.boot)
+        said = {request_id: (int(shared), tuple(map(int, positions))) for request_id, shared, positions in resolved}
         for request_id, reason, _ in events["outcomes"]:
-            feed.reasons[request_id] = str(reason)
-            feed.reasons.move_to_end(request_id)
+            feed.outcomes[request_id] = EngineOutcome(str(reason), *said.get(request_id, ()))
+            feed.outcomes.move_to_end(request_id)
             if request_id in feed.waiting:
                 _resolve(feed, request_id)
-        while len(feed.reasons) > MAX_REASONS:
-            feed.reasons.popitem(last=False)
+        while len(feed.outcomes) > MAX_OUTCOMES:
+            feed.outcomes.popitem(last=False)
         feed.boot, feed.cursor = boot, int(events["cursor"])
 
 

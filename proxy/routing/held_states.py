@@ -1,17 +1,18 @@
 """The prefix index, corrected by the events of one worker's engine about its states.
 
-A state has the engine's name; a prefix has the gateway's key. A request that the engine reports ties the two: the
-gateway knows its boundaries, the engine knows the positions of its states.
+A state has the engine's name; a prefix has the gateway's key. A request that the engine reports ties the two: it says
+at which positions it found the request's boundaries, and at which ones it keeps states.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.boundaries.boundary import Boundary
+from proxy.boundaries.boundary import Boundary, resolved_positions
+from proxy.boundaries.resolve import Entry
 from proxy.routing.prefix_index import PrefixIndex
 
 # Requests that the engine has not fully reported, and prefixes tied to a state; per worker, some 500 bytes each.
@@ -25,8 +26,11 @@ class _Pending:
     """A request on its way."""
 
     boot: str
-    boundaries: tuple[Boundary, ...]
+    entries: tuple[Entry, ...]  # its hint
+    boundaries: dict[bytes, Entry]  # what the hint says of each, by key
     new: list[bytes] = field(default_factory=list)  # keys of those that were not held before
+    positions: dict[bytes, int] = field(default_factory=dict)  # of boundaries not yet tied or given up, by key
+    placed: set[bytes] = field(default_factory=set)  # keys of all that have or had a position
     states: dict[int, str] = field(default_factory=dict)  # names of those reported so far, by position
 
 
@@ -42,22 +46,48 @@ class _State:
 class HeldStates:
     """The states of one worker, as its engine reports them. What cannot be known counts as not held."""
 
-    def __init__(self, prefix_index: PrefixIndex) -> None:
+    def __init__(self, prefix_index: PrefixIndex, learnt: Callable[[bytes, int], None]) -> None:
+        """`learnt` is called with the key and the tokens of each boundary that the engine has resolved."""
         self._prefix_index = prefix_index
+        self._learnt = learnt
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
         self._states: OrderedDict[str, _State] = OrderedDict()
         self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
 
-    def sent(self, request_id: str, boundaries: Sequence[Boundary], boot: str) -> None:
-        """A request goes to the worker; its boundaries are about to be recorded in the prefix index."""
-        if not boundaries:
+    def sent(self, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry], boot: str) -> None:
+        """A request goes to the worker with the hint `entries`.
+
+        Its boundaries are about to be recorded in the prefix index.
+        """
+        if not boundaries or not entries:
             return
         new = [boundary.key for boundary in boundaries if not self._prefix_index.holds(boundary.key, boot)]
-        self._pending[request_id] = _Pending(boot, tuple(boundaries), new)
+        said: dict[bytes, Entry] = {}
+        for boundary in boundaries:
+            entry = boundary.entry if boundary.entry in entries else boundary.tokens
+            if entry:
+                said[boundary.key] = entry
+        pending = self._pending[request_id] = _Pending(boot, tuple(entries), said, new)
+        # An engine that takes positions only resolves nothing: what was sent is where it looks.
+        pending.positions = {key: entry for key, entry in said.items() if isinstance(entry, int) and entry > 0}
+        pending.placed.update(pending.positions)
         self._pending.move_to_end(request_id)
         if len(self._pending) > MAX_PENDING:
             _, oldest = self._pending.popitem(last=False)
             self._not_held(oldest.new, oldest.boot)
+
+    def resolved(self, request_id: str, positions: Sequence[int]) -> None:
+        """The engine has resolved the request's hint to these positions, in its order; 0 for what is not there."""
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return
+        found = resolved_positions(pending.entries, positions)
+        pending.positions = {key: found[entry] for key, entry in pending.boundaries.items() if entry in found}
+        pending.placed = set(pending.positions)
+        for key, tokens in pending.positions.items():
+            self._prefix_index.set_length(key, tokens)
+            self._learnt(key, tokens)
+        self._not_held((key for key in pending.boundaries if key not in pending.placed), pending.boot)
 
     def refused(self, request_id: str) -> None:
         """The worker has not computed the request: what was new in it is not held."""
@@ -106,18 +136,19 @@ class HeldStates:
         if pending is None:  # another gateway's
             return
         pending.states.update(states)
-        later = []
-        for boundary in pending.boundaries:
-            if boundary.tokens > end:
-                later.append(boundary)
+        later = {}
+        for key, tokens in pending.positions.items():
+            if tokens > end:
+                later[key] = tokens
                 continue
-            deepest = max((position for position in pending.states if position <= boundary.tokens), default=0)
+            deepest = max((position for position in pending.states if position <= tokens), default=0)
             if deepest:
-                self._tie(boundary.key, deepest, pending.states[deepest], pending.boot)
+                self._tie(key, deepest, pending.states[deepest], pending.boot)
             else:
-                self._not_held((boundary.key,), pending.boot)
-        pending.boundaries = tuple(later)
+                self._not_held((key,), pending.boot)
+        pending.positions = later
         if not later:
+            self._not_held((key for key in pending.boundaries if key not in pending.placed), pending.boot)
             del self._pending[request_id]
 
     def _tie(self, key: bytes, tokens: int, name: str, boot: str) -> None:

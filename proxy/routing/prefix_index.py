@@ -14,7 +14,7 @@ from prometheus_client import Counter
 from proxy.boundaries.boundary import Boundary
 
 # For one prefix with its first worker, and for each further worker; measured, rounded up.
-ENTRY_BYTES = 450
+ENTRY_BYTES = 500
 
 HOLDER_BYTES = 100
 
@@ -22,8 +22,25 @@ HOLDER_BYTES = 100
 class Holding(NamedTuple):
     """The longest prefix of a request that a worker holds."""
 
-    tokens: int  # that a request finds; not rounded down to a match unit until the engine has reported them
+    tokens: int  # that a request finds, in whole match units once the engine has reported them
     key: bytes
+    is_told: bool  # the engine has told the prefix's length; if not, `tokens` is a guess
+
+
+class Prefix:
+    """A prefix that workers were sent. Requests keep a reference, and see its length once an engine tells it."""
+
+    __slots__ = ("estimate", "held", "tokens")
+
+    def __init__(self, tokens: int, estimate: int) -> None:
+        self.tokens = tokens  # 0 until an engine has told it
+        self.estimate = estimate
+        self.held: dict[str, int] = {}  # tokens that are held, by worker that was ever sent it; 0 for none
+
+    @property
+    def size(self) -> int:
+        """Its tokens, as well as that is known; at least 1."""
+        return self.tokens or self.estimate or 1
 
 
 class PrefixIndex:
@@ -34,45 +51,50 @@ class PrefixIndex:
         self._size = size
         self._evictions = evictions
         self._bytes = 0
-        # Tokens of the prefix; by worker that was ever sent it, the tokens of it that are held, 0 for none.
-        self._prefixes: OrderedDict[bytes, tuple[int, dict[str, int]]] = OrderedDict()
+        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
         # Called with what this gateway learns by itself; on a request's path, so they may do no more than an append.
-        self.on_record: Callable[[Sequence[Boundary], str], None] | None = None
+        self.on_held: Callable[[bytes, int, str], None] | None = None
         self.on_forget: Callable[[Sequence[bytes], str], None] | None = None
 
     def record(self, boundaries: Sequence[Boundary], boot: str) -> None:
         """A request with these boundaries goes to the worker that booted as `boot`, which will hold them."""
         for boundary in boundaries:
-            self._record(boundary.key, boundary.tokens, boot)
-        if self.on_record is not None:
-            self.on_record(boundaries, boot)
+            self._record(boundary.key, boundary.tokens, boundary.estimate, boot)
 
     def record_remote(self, key: bytes, tokens: int, boot: str) -> None:
-        """Another gateway sent a prefix to the worker that booted as `boot`; a length known here stands."""
-        known = self._prefixes.get(key)
-        self._record(key, tokens if known is None else known[0], boot)
+        """Another gateway's prefix is held by the worker that booted as `boot`; a length known here stands."""
+        self._record(key, tokens, tokens, boot)
 
-    def _record(self, key: bytes, tokens: int, boot: str) -> None:
-        entry = self._prefixes.get(key)
-        if entry is None:
-            entry = self._prefixes[key] = (tokens, {})
+    def _record(self, key: bytes, tokens: int, estimate: int, boot: str) -> None:
+        prefix = self._prefixes.get(key)
+        if prefix is None:
+            prefix = self._prefixes[key] = Prefix(tokens, estimate)
             self._bytes += ENTRY_BYTES - HOLDER_BYTES
         else:
             self._prefixes.move_to_end(key)
-        if boot not in entry[1]:
+            prefix.tokens = prefix.tokens or tokens
+        if boot not in prefix.held:
             self._bytes += HOLDER_BYTES
-        entry[1][boot] = entry[1].get(boot) or tokens
+        prefix.held[boot] = prefix.held.get(boot) or prefix.size
         while self._bytes > self._size and len(self._prefixes) > 1:
-            _, (_, holders) = self._prefixes.popitem(last=False)
-            self._bytes -= ENTRY_BYTES + (len(holders) - 1) * HOLDER_BYTES
+            _, gone = self._prefixes.popitem(last=False)
+            self._bytes -= ENTRY_BYTES + (len(gone.held) - 1) * HOLDER_BYTES
             if self._evictions is not None:
                 self._evictions.inc()
 
+    def set_length(self, key: bytes, tokens: int) -> None:
+        """An engine has told how many tokens the prefix has."""
+        prefix = self._prefixes.get(key)
+        if prefix is not None and tokens > 0:
+            prefix.tokens = tokens
+
     def set_held(self, key: bytes, boot: str, tokens: int) -> None:
         """The engine of `boot` holds `tokens` of a prefix that was recorded for it."""
-        _, holders = self._prefixes.get(key, (0, {}))
-        if boot in holders:
-            holders[boot] = tokens
+        prefix = self._prefixes.get(key)
+        if prefix is not None and boot in prefix.held:
+            prefix.held[boot] = tokens
+            if tokens and self.on_held is not None:
+                self.on_held(key, tokens, boot)
 
     def forget(self, keys: Iterable[bytes], boot: str, *, remote: bool = False) -> None:
         """`boot` holds nothing of these prefixes any more; that they were sent is remembered.
@@ -87,12 +109,12 @@ class PrefixIndex:
 
     def forget_all(self, boot: str) -> None:
         """What `boot` holds is unknown from now on. Walks over the whole index: for rare events."""
-        self.forget([key for key, (_, holders) in self._prefixes.items() if holders.get(boot)], boot)
+        self.forget([key for key, prefix in self._prefixes.items() if prefix.held.get(boot)], boot)
 
     def holds(self, key: bytes, boot: str) -> int:
         """Tokens that `boot` holds of the prefix `key`."""
-        entry = self._prefixes.get(key)
-        return entry[1].get(boot, 0) if entry is not None else 0
+        prefix = self._prefixes.get(key)
+        return prefix.held.get(boot, 0) if prefix is not None else 0
 
     def longest(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> dict[str, Holding]:
         """For each of `boots`, the deepest of `prefixes` (shortest first) that it holds anything of."""
@@ -101,27 +123,27 @@ class PrefixIndex:
         for key in reversed(prefixes):
             if not wanted:
                 break
-            entry = self._prefixes.get(key)
-            if entry is None:
+            prefix = self._prefixes.get(key)
+            if prefix is None:
                 continue
-            for boot, tokens in entry[1].items():
+            for boot, tokens in prefix.held.items():
                 if tokens and boot in wanted:
-                    found[boot] = Holding(tokens, key)
+                    found[boot] = Holding(tokens, key, bool(prefix.tokens))
                     wanted.discard(boot)
         return found
 
-    def sent(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> int:
-        """Tokens of the deepest of `prefixes` that any of `boots` was sent, held or not; 0 if none was."""
+    def sent(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> Prefix | None:
+        """The deepest of `prefixes` that any of `boots` was sent, held or not; None if none was."""
         wanted = set(boots)
         for key in reversed(prefixes):
-            entry = self._prefixes.get(key)
-            if entry is not None and not wanted.isdisjoint(entry[1]):
-                return entry[0]
-        return 0
+            prefix = self._prefixes.get(key)
+            if prefix is not None and not wanted.isdisjoint(prefix.held):
+                return prefix
+        return None
 
-    def ever_sent(self, prefixes: Sequence[bytes]) -> int:
-        """Tokens of the deepest of `prefixes` that any worker, running or gone, was ever sent; 0 if none was."""
-        return next((self._prefixes[key][0] for key in reversed(prefixes) if key in self._prefixes), 0)
+    def ever_sent(self, prefixes: Sequence[bytes]) -> Prefix | None:
+        """The deepest of `prefixes` that any worker, running or gone, was ever sent; None if none was."""
+        return next((self._prefixes[key] for key in reversed(prefixes) if key in self._prefixes), None)
 
     def __len__(self) -> int:
         return len(self._prefixes)

@@ -23,8 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from xxhash import xxh3_128_hexdigest
 
-from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.positions import Position, PositionCache
+from proxy.boundaries.positions import PositionCache
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -86,21 +85,21 @@ class Form(NamedTuple):
     record: struct.Struct
 
 
-HOLDINGS = Form(b"smh1", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix, tokens (0 if gone)
+HOLDINGS = Form(b"smh2", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix, tokens (0 if gone)
 
-POSITIONS = Form(b"smp1", struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sI"))  # content key, key of the prefix, tokens
+POSITIONS = Form(b"smp2", struct.Struct(f"<{KEY_BYTES}sI"))  # key, tokens
 
 # Kind of a record, and whether it has tokens.
 _SOUND = frozenset({(HELD, True), (GONE, False)})
 
 _HEADER = struct.Struct(f"<4s{WRITER_BYTES}s")
 
-POSITIONS_STREAM = b"seamark:positions:1"
+POSITIONS_STREAM = b"seamark:positions:2"
 
 
 def holdings_stream(boot: str) -> bytes:
     """The stream about the worker that booted as `boot`; a restarted worker has another."""
-    return b"seamark:held:" + xxh3_128_hexdigest(boot.encode()).encode()
+    return b"seamark:held:2:" + xxh3_128_hexdigest(boot.encode()).encode()
 
 
 class Batch(NamedTuple):
@@ -166,7 +165,7 @@ class RedisSync:
         self._written: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
         self._cursors: dict[bytes, bytes] = {}  # by stream, the last entry that was read
         self._start_over()
-        prefix_index.on_record, prefix_index.on_forget, positions.on_put = self._recorded, self._forgot, self._put
+        prefix_index.on_held, prefix_index.on_forget, positions.on_put = self._held, self._forgot, self._put
 
     async def run(self) -> None:
         """Exchange records, for ever. No failure ends it."""
@@ -182,7 +181,7 @@ class RedisSync:
 
     async def aclose(self) -> None:
         """Stop listening and close the connection."""
-        self._prefix_index.on_record = self._prefix_index.on_forget = self._positions.on_put = None
+        self._prefix_index.on_held = self._prefix_index.on_forget = self._positions.on_put = None
         await self._redis.aclose()
 
     def status(self) -> dict[str, Any]:
@@ -191,15 +190,15 @@ class RedisSync:
 
     # On the path of requests: no more than an append.
 
-    def _recorded(self, boundaries: Sequence[Boundary], boot: str) -> None:
-        self._append((boot, boundaries))
+    def _held(self, key: bytes, tokens: int, boot: str) -> None:
+        self._append((boot, ((HELD, key, tokens),)))
 
     def _forgot(self, keys: Sequence[bytes], boot: str) -> None:
         for start in range(0, len(keys), MAX_RECORDS):
             self._append((boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]]))
 
-    def _put(self, key: bytes, position: Position) -> None:
-        self._append((None, ((key, position.key, position.tokens),)))
+    def _put(self, key: bytes, tokens: int) -> None:
+        self._append((None, ((key, tokens),)))
 
     def _append(self, event: tuple[str | None, Sequence[tuple[Any, ...]]]) -> None:
         if len(self._waiting) == WAITING_EVENTS:
@@ -251,13 +250,13 @@ class RedisSync:
 
     def _not_repeated(self, stream: bytes, event: Sequence[tuple[Any, ...]], now: float) -> Iterable[tuple[Any, ...]]:
         """Records of what a worker holds, or no longer holds, without those that were written lately."""
-        for item in event:
-            if isinstance(item, Boundary):
-                if self._is_new(stream, item.key, now):
-                    yield (HELD, item.key, item.tokens)
-            else:
-                self._written.pop((stream, item[1]), None)
-                yield item
+        for record in event:
+            kind, key, _ = record
+            if kind == GONE:
+                self._written.pop((stream, key), None)
+            elif not self._is_new(stream, key, now):
+                continue
+            yield record
 
     def _is_new(self, stream: bytes, key: bytes, now: float) -> bool:
         """Whether this was not written lately; from now on it was."""
@@ -278,8 +277,8 @@ class RedisSync:
         if batch.writer == self._writer:
             return 1
         if boot is None:
-            for key, name, tokens in batch.records:
-                self._positions.put_remote(key, Position(tokens, name))
+            for key, tokens in batch.records:
+                self._positions.put_remote(key, tokens)
         else:
             for kind, key, tokens in batch.records:
                 if kind == HELD:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from proxy.boundaries.candidates import PromptLayout
+from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.token_ids import common_prefix
 
 # Shorter shared beginnings are not worth a state of their own: some hundred tokens.

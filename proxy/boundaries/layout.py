@@ -1,0 +1,92 @@
+"""A chat with the keys of its beginnings, and the places in it where a shared beginning may end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from proxy.chat.canonical import MARKS, Keys, canonical, chat_keys, digest, without_marks
+from proxy.chat.chat import Chat, Mark
+
+# Roles whose text a client writes for each request.
+OPEN_ROLES = ("user", "tool", "function")
+
+REMINDER_ROLES = ("system", "developer")
+
+
+class PromptLayout(NamedTuple):
+    """A chat with its keys, and with its first and last message that others may differ in."""
+
+    chat: Chat
+    keys: Keys
+    first: int | None  # index of the first user or tool message
+    last: int  # index of the last one
+    system_key: bytes | None  # up to the first user text: tools and system prompt
+    key: bytes  # up to the last user or tool text
+    generates: bool  # the worker adds the words that ask for an answer
+
+    @property
+    def alone(self) -> bool:
+        """Nothing was said before the last text."""
+        return self.first == self.last
+
+    @property
+    def last_size(self) -> int:
+        """Characters of the last text."""
+        return len(self.chat.texts[self.last] or "")
+
+    @property
+    def turn_key(self) -> bytes | None:
+        """Key of the whole chat; None if no turn ends with it."""
+        return self.keys.after[-1] if self.generates and self.chat.roles[-1] != "assistant" else None
+
+    @property
+    def end_before_loop(self) -> int | None:
+        """Index of the last message before the tool loop that the chat ends in; None if it ends in none.
+
+        That is the last user message, with the reminders that agents put behind it as system messages. A template may
+        drop the loop's thinking in the next turn: then the end of that message is what stays.
+        """
+        roles = self.chat.roles
+        if roles[self.last] == "user":
+            return None
+        user = next((i for i in range(self.last - 1, -1, -1) if roles[i] == "user"), None)
+        if user is None:
+            return None
+        return next(i for i in range(user, self.last) if roles[i + 1] not in REMINDER_ROLES)
+
+    def opener_key(self, index: int) -> bytes:
+        """Key up to where the content of message `index` begins, whatever that content is."""
+        return _opener_key(self.keys, index, self.chat.roles[index])
+
+    def cut_key(self, index: int, head: bytes) -> bytes:
+        """Key of a beginning of the text of message `index`; `head` is the hash of that beginning."""
+        return digest("cut", self.keys.before[index], head)
+
+    def part_key(self, mark: Mark) -> bytes:
+        """Key up to the end of a content part that a client marked."""
+        content = self.chat.messages[mark.message]["content"]
+        beside = {
+            name: value for name, value in self.chat.messages[mark.message].items() if name not in ("content", *MARKS)
+        }
+        parts = content[: (mark.part or 0) + 1]
+        before = self.keys.after[mark.message - 1] if mark.message else self.keys.head
+        return digest("part", before, canonical([beside, [without_marks(part) for part in parts]]))
+
+
+def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
+    """The layout of a chat; None if it has no message that others may differ in."""
+    roles = chat.roles
+    opened = [index for index, role in enumerate(roles) if role in OPEN_ROLES]
+    if not opened:
+        return None
+    first, last = opened[0], opened[-1]
+    keys = chat_keys(chat.body, chat.messages, renderer_id)
+    generates = bool(chat.body.get("add_generation_prompt", True)) and not chat.body.get("continue_final_message")
+    system_key = _opener_key(keys, first, roles[first])
+    key = system_key if first == last else _opener_key(keys, last, roles[last])
+    return PromptLayout(chat, keys, first, last, system_key, key, generates)
+
+
+def _opener_key(keys: Keys, index: int, role: object) -> bytes:
+    before = keys.after[index - 1] if index else keys.head
+    return digest("opener", before, str(role).encode(errors="surrogatepass"))
