@@ -24,6 +24,7 @@ from proxy.metrics import Metrics
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.reasons import Explanation
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
+from proxy.observability.shared_tokens import SharedTokens
 from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
 
@@ -99,6 +100,7 @@ class Shadow:
         self._boots = boots
         self._room = settings.text_bytes // 8
         self._prefix_index = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
+        self._shared = SharedTokens(MATCH_UNIT)  # and what they would have learnt
         self._waiting: deque[AnsweredRequest] = deque()
         self.held = 0  # bytes of requests that wait
         self._arrived = asyncio.Event()
@@ -251,7 +253,9 @@ class Shadow:
                 lost[reason] = (had, shareable)
                 had = shareable
 
-        lose(CURED, _tokens(sent(found.prefixes, (request.boot,))))
+        apart = repr((request.boot, request.chat.body.get("cache_salt") if request.chat is not None else None))
+        learnt = self._shared.look(apart.encode(errors="surrogatepass"), prompt.ids)
+        lose(CURED, max(_tokens(sent(found.prefixes, (request.boot,))), learnt))
         lose("other_worker", _tokens(sent(found.prefixes, self._boots())))
         lose("worker_restarted", _tokens(self._prefix_index.ever_sent(found.prefixes)))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
