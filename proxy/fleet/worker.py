@@ -123,8 +123,13 @@ class Worker:
         return self.engine is not None and self.cache.hints_allowed
 
     def hint(self, found: Found | None) -> tuple[Entry, ...]:
-        """The hint that it gets; an older plugin takes positions only, so just what was told of this very head."""
+        """The hint that it gets; an older plugin takes positions only, so just what was told of this very head.
+
+        A worker that renders by another template than the one whose facts were used gets none.
+        """
         if found is None or self.engine is None or not self.takes_hints:
+            return ()
+        if found.renderer_id not in self.renderer_ids.values():
             return ()
         return found.entries(by_template=self.engine.takes_entries)
 

@@ -35,7 +35,7 @@ class SharedTokens:
         """
         held = shared = 0
         last = None
-        hashes = list(self._hashes(apart, ids))
+        hashes = list(self._hashes(apart, ids[:-1]))  # the last token is always computed
         for number, name in enumerate(hashes, 1):
             parted = self._prefixes.get(name)
             if parted is None:
