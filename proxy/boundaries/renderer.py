@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from xxhash import xxh3_128_digest
@@ -26,6 +26,7 @@ PROBES: tuple[list[dict[str, str]], ...] = (
 )
 
 TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 
 # The fields of a chat that `/tokenize` reads; it refuses no others.
 TOKENIZE_FIELDS = (
@@ -84,6 +85,16 @@ class WorkerRenderer:
         tokens = self._tokens(status, answer, "tokens")
         self._has_render_route = False  # the refusal was of the route: this request itself is fine
         return tokens
+
+    async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
+        """The text of these ids, special tokens included; None if the worker has no route for that."""
+        try:
+            status, answer = await self._post(DETOKENIZE, {"model": model, "tokens": list(ids)})
+            text = json.loads(answer)["prompt"] if status == 200 else None
+        except (RenderFailed, ValueError, KeyError, TypeError):
+            return None
+        # A part of a character has no text.
+        return text if isinstance(text, str) and "\ufffd" not in text else None
 
     def forget_routes(self) -> None:
         """The worker has restarted, perhaps with other routes."""

@@ -1,0 +1,131 @@
+"""What is known of a chat template once and for all, so that no request has to be rendered to find its boundaries.
+
+- `end(role)`: how many tokens stand behind the last message when an answer is asked for.
+- `opener(place, tools)`: the token ids that stand right before a text, the same ones in every chat.
+- `turn_holds(...)`: whether the end of a turn stays as it is once the conversation goes on.
+
+All three are learnt from small chats of our own (`proxy.boundaries.template_probe`) for one tokenizer, template and
+`Setting`, and are good for one boot of a worker. A fact held in every chat it was learnt from, or it is not there: an
+opener leads to the position where other texts part from this one, or to at most `GAP` tokens before it, never behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from proxy.chat.canonical import canonical, digest
+
+# Tokens that may stand between an opener and its text: an id, or the name of a tool.
+GAP = 24
+
+# Before which text: the chat's first user text with more behind it; the only user text; a later user text that is the
+# chat's last; a tool's result that is the chat's last text.
+Place = Literal["first", "alone", "user", "tool"]
+
+Role = Literal["user", "tool"]
+
+# Fields beside the messages that a template may read, and that are one of a few values. A list or an object among
+# them, and among `chat_template_kwargs`, is left out: each would be a setting of its own, never seen again.
+SCALAR_FIELDS = ("reasoning_effort", "add_special_tokens")
+
+MAX_SCALAR = 64  # characters of a value; a longer one is text, not a setting
+
+
+class Opener(NamedTuple):
+    """What a template writes before a text."""
+
+    ids: tuple[int, ...]
+    text: str | None = None  # the same as text, to count it in texts; None: the worker does not say
+    exact: bool = True  # it ends where its text begins, or one token before; else up to `GAP` tokens before
+    # It occurs once for each user message and nowhere else in chats without tool results, so `k` later user messages
+    # are skipped as `last-k:`.
+    per_user: bool = False
+    no_tool: bool = False  # tool results and calls hold none either, so the same is true of every chat
+
+
+class Setting(NamedTuple):
+    """What moves a template's words beside the messages and tools. Two requests with one `key` share their facts."""
+
+    key: bytes
+    fields: Mapping[str, Any]  # of the request, to render chats of our own with
+    template: bool = False  # the request brings its own chat template
+
+    @property
+    def is_default(self) -> bool:
+        """Nothing is set."""
+        return not self.fields
+
+
+DEFAULT = Setting(b"", {})
+
+
+def setting_of(body: Mapping[str, Any]) -> Setting:
+    """The setting of a chat request.
+
+    Numbers, flags and short words of `chat_template_kwargs`, `reasoning_effort` and the like count, and so does a
+    `chat_template`. `documents`, `response_format` and all other lists and objects do not: they stand in the head, and
+    neither openers nor ends depend on it.
+    """
+    fields: dict[str, Any] = {name: body[name] for name in SCALAR_FIELDS if _is_scalar(body.get(name))}
+    given = body.get("chat_template_kwargs")
+    if isinstance(given, Mapping):
+        kwargs = {name: given[name] for name in sorted(map(str, given)) if _is_scalar(given.get(name))}
+        if kwargs:
+            fields["chat_template_kwargs"] = kwargs
+    template = body.get("chat_template")
+    if isinstance(template, str):
+        fields["chat_template"] = template
+    if not fields:
+        return DEFAULT
+    return Setting(digest("setting", canonical(fields)), fields, isinstance(template, str))
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MAX_SCALAR
+    return isinstance(value, (bool, int, float))
+
+
+class Turn(NamedTuple):
+    """A kind of chat that ends with a message to answer."""
+
+    role: Role  # of the last message
+    later: bool  # turns stand before it
+    system: bool  # the chat begins with a system prompt
+    tools: bool
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """Of one template, tokenizer and setting."""
+
+    ends: Mapping[Role, int] = field(default_factory=dict)
+    openers: Mapping[tuple[Place, bool], Opener] = field(default_factory=dict)  # by place, and whether tools are there
+    broken: frozenset[Turn] = frozenset()  # turns that the template renders anew once they are answered
+    # Learnt with this very setting. Else the openers are the default setting's and the ends the longest that this
+    # template is known for: good for an entry, not for reckoning where a turn ended.
+    is_own: bool = True
+
+    def end(self, role: str) -> int | None:
+        """Tokens behind the last message, one of `role`, if an answer is asked for; 0: nothing asks.
+
+        None: not known, or not the same in every chat.
+        """
+        return self.ends.get(role)  # type: ignore[call-overload,no-any-return]
+
+    def opener(self, place: Place, tools: bool) -> Opener | None:
+        """What stands before the text in that `place` of a chat with or without `tools`; None: not to be told."""
+        return self.openers.get((place, tools))
+
+    def turn_holds(self, role: str, *, later: bool, system: bool, tools: bool) -> bool:
+        """Whether a turn that ends with a message of `role` stays as it is once the conversation goes on.
+
+        `later`: other turns stand before it; `system`: the chat begins with a system prompt.
+        """
+        return Turn(role, later, system, tools) not in self.broken  # type: ignore[arg-type]
+
+    def borrowed(self, ends: Mapping[Role, int]) -> TemplateFacts:
+        """For a setting that is not learnt yet: these openers, and `ends`, the longest known ones."""
+        return replace(self, ends=ends, is_own=False)
