@@ -14,8 +14,6 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import Counter
-
 from proxy.boundaries.boundary import Found, Place
 from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.positions import PositionCache
@@ -39,9 +37,8 @@ REST = 9.0
 class HeadPositions:
     """One per gateway. Use inside a running event loop."""
 
-    def __init__(self, positions: PositionCache, renders: Counter) -> None:
+    def __init__(self, positions: PositionCache) -> None:
         self._positions = positions
-        self._renders = renders
         self._seen: OrderedDict[bytes, bool] = OrderedDict()  # by key: whether it was tried
         self._waiting: deque[tuple[PromptLayout, Place, Renderer]] = deque()
         self._worker: asyncio.Task[None] | None = None
@@ -84,7 +81,6 @@ class HeadPositions:
         prompt = None
         shared = 0
         for text in (*SENTINELS, *MERGING):
-            self._renders.inc()
             rendered = await renderer(_variant(layout, place, text))
             if prompt is None:
                 prompt, shared = rendered, len(rendered)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from prometheus_client import Counter
 from xxhash import xxh3_128_digest
 
 from proxy.boundaries.token_ids import TokenIds
@@ -26,6 +27,7 @@ PROBES: tuple[list[dict[str, str]], ...] = (
 )
 
 TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 
 # The fields of a chat that `/tokenize` reads; it refuses no others.
 TOKENIZE_FIELDS = (
@@ -62,17 +64,18 @@ class Renderer(Protocol):
 class WorkerRenderer:
     """Renders through one worker: by its render routes, or by `/tokenize` if those are switched off."""
 
-    def __init__(self, upstream: Upstream, url: str, timeout: float) -> None:
-        """`timeout` in seconds for one render."""
+    def __init__(self, upstream: Upstream, url: str, timeout: float, asked: Counter | None = None) -> None:
+        """`timeout` in seconds for one render; `asked` counts them."""
         self._upstream = upstream
         self._url = url
         self._timeout = timeout
         self._has_render_route = True
-        self.asked = 0  # renders
+        self._asked = asked
         self._writing = asyncio.Lock()
 
     async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
-        self.asked += 1
+        if self._asked is not None:
+            self._asked.inc()
         if self._has_render_route:
             wanted = {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
             status, answer = await self._post(path + "/render", wanted)
@@ -84,6 +87,16 @@ class WorkerRenderer:
         tokens = self._tokens(status, answer, "tokens")
         self._has_render_route = False  # the refusal was of the route: this request itself is fine
         return tokens
+
+    async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
+        """The text of these ids, special tokens included; None if the worker has no route for that."""
+        try:
+            status, answer = await self._post(DETOKENIZE, {"model": model, "tokens": list(ids)})
+            text = json.loads(answer)["prompt"] if status == 200 else None
+        except (RenderFailed, ValueError, KeyError, TypeError):
+            return None
+        # A part of a character has no text.
+        return text if isinstance(text, str) and "\ufffd" not in text else None
 
     def forget_routes(self) -> None:
         """The worker has restarted, perhaps with other routes."""

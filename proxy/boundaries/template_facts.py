@@ -1,12 +1,12 @@
 """What is known of a chat template once and for all, so that no request has to be rendered to find its boundaries.
 
-`end(role)`: how many tokens stand behind the last message when an answer is asked for. `opener(place, tools)`: the token
-ids that stand right before a text, the same in every chat. `turn_holds(...)`: whether the end of a turn stays as it is
-once the conversation goes on. All three are learnt from small chats of our own (`proxy.boundaries.probe_chats`), for one
-tokenizer, template and `Setting`, and are good for one boot of a worker.
+- `end(role)`: how many tokens stand behind the last message when an answer is asked for.
+- `opener(place, tools)`: the token ids that stand right before a text, the same ones in every chat.
+- `turn_holds(...)`: whether the end of a turn stays as it is once the conversation goes on.
 
-A fact holds in every chat it was learnt from, or it is not there: an opener leads to the position where other texts
-would part from this one or at most `GAP` tokens before it, never behind it.
+All three are learnt from small chats of our own (`proxy.boundaries.template_probe`) for one tokenizer, template and
+`Setting`, and are good for one boot of a worker. A fact held in every chat it was learnt from, or it is not there: an
+opener leads to the position where other texts part from this one, or to at most `GAP` tokens before it, never behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Role = Literal["user", "tool"]
 
 # Fields beside the messages that a template may read, and that are one of a few values. A list or an object among
 # them, and among `chat_template_kwargs`, is left out: each would be a setting of its own, never seen again.
-SCALAR_FIELDS = ("reasoning_effort", "tool_choice", "add_special_tokens")
+SCALAR_FIELDS = ("reasoning_effort", "add_special_tokens")
 
 MAX_SCALAR = 64  # characters of a value; a longer one is text, not a setting
 
@@ -65,12 +65,10 @@ def setting_of(body: Mapping[str, Any]) -> Setting:
     """The setting of a chat request.
 
     Numbers, flags and short words of `chat_template_kwargs`, `reasoning_effort` and the like count, and so does a
-    `chat_template`. `documents`, `response_format` and all other lists and objects do not: they stand in the head, which
-    openers do not depend on.
+    `chat_template`. `documents`, `response_format` and all other lists and objects do not: they stand in the head, and
+    neither openers nor ends depend on it.
     """
     fields: dict[str, Any] = {name: body[name] for name in SCALAR_FIELDS if _is_scalar(body.get(name))}
-    if fields.get("tool_choice") == "auto":  # the default
-        del fields["tool_choice"]
     given = body.get("chat_template_kwargs")
     if isinstance(given, Mapping):
         kwargs = {name: given[name] for name in sorted(map(str, given)) if _is_scalar(given.get(name))}
@@ -111,7 +109,10 @@ class TemplateFacts:
     is_own: bool = True
 
     def end(self, role: str) -> int | None:
-        """Tokens behind the last message, one of `role`, if an answer is asked for. 0: nothing asks; None: not known."""
+        """Tokens behind the last message, one of `role`, if an answer is asked for; 0: nothing asks.
+
+        None: not known, or not the same in every chat.
+        """
         return self.ends.get(role)  # type: ignore[call-overload,no-any-return]
 
     def opener(self, place: Place, tools: bool) -> Opener | None:

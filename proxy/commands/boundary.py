@@ -21,6 +21,7 @@ from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
 from proxy.boundaries.resolve import resolve
+from proxy.boundaries.template_facts import setting_of
 from proxy.chat.reader import chat_request
 from proxy.commands.render_server import free_port
 from proxy.config_files import base_url
@@ -103,8 +104,10 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
         raise NoBoundary(f"messages: the server does not render this chat: {_reason(error)}", 2) from None
     renderer_id = await identify_renderer(renderer, body["model"]) or b""
     learner = FactsLearner()
-    await learner.learn(renderer, renderer_id, body["model"], body)
-    facts = learner.facts(renderer_id, body["model"], body)
+    setting = setting_of(body)
+    await learner.learn(renderer, renderer_id, body["model"])
+    await learner.learn(renderer, renderer_id, body["model"], setting)
+    facts = learner.facts(renderer_id, setting)
     found = BoundaryFinder(PositionCache(MEMORY_BYTES)).find(chat_request(body), facts, renderer_id)
     return _as_json(found, prompt.ids())
 

@@ -131,7 +131,7 @@ class WorkerPool:
 
     def _new(self, url: str) -> Worker:
         settings = self._settings
-        worker = Worker(url, WorkerRenderer(self._upstream, url, settings.render_timeout))
+        worker = Worker(url, WorkerRenderer(self._upstream, url, settings.render_timeout, self._metrics.renders))
         self._metrics.worker_up.labels(worker.name).set(0)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
@@ -202,9 +202,11 @@ class WorkerPool:
     async def _learn_facts(self, worker: Worker, model: str) -> None:
         """Learn the template of a model, unless it is known: its first requests then go out with a whole hint."""
         renderer_id = worker.renderer_ids[model]
-        learning = self._facts.learn(worker.renderer, renderer_id, model, {})
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(learning), FACTS_SECONDS)
+        if self._facts.wants(renderer_id):
+            self._spawn(self._facts.learn_common(worker.renderer, renderer_id, model))
+            await asyncio.sleep(0)  # it begins with the default setting
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._facts.learn(worker.renderer, renderer_id, model), FACTS_SECONDS)
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         return await self._upstream.fetch("GET", worker.url + path, timeout=PROBE_TIMEOUT)

@@ -48,7 +48,7 @@ class Gateway:
         self.keys: KeyRing | None = None
         if settings.api_keys is not None:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))
-        self.facts = FactsLearner(metrics.renders)
+        self.facts = FactsLearner()
         self.pool = WorkerPool(settings, self.upstream, metrics, self.facts)
         self.reader = reader = PromptReader(settings, metrics, self.facts)
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)

@@ -5,8 +5,9 @@ Nothing here waits for a worker. A failure here costs the hint, never the reques
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from proxy.boundaries.head_positions import HeadPositions
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.resolve import resolve
+from proxy.boundaries.template_facts import setting_of
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
@@ -59,7 +61,8 @@ class PromptReader:
         self.explanations = Explanations()
         self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
         self._finder = BoundaryFinder(self.positions, self.learner)
-        self._heads = HeadPositions(self.positions, metrics.renders)
+        self._heads = HeadPositions(self.positions)
+        self._learning: set[asyncio.Task[None]] = set()
         self._tokens_per_byte: LRUCache[Any, float] = LRUCache(MAX_MODELS)
 
     def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> None:
@@ -102,16 +105,15 @@ class PromptReader:
             worker.mute_models.add(model)  # else every request would ask it again
             return ReadPrompt(Found(failure="no_facts"))
         renderer_id = worker.renderer_ids[model]
-        await self._facts.learn(worker.renderer, renderer_id, model, chat.body)
-        found = self._finder.find(chat, self._facts.facts(renderer_id, model, chat.body), renderer_id, size)
+        setting = setting_of(chat.body)
+        await self._facts.learn(worker.renderer, renderer_id, model, setting)
+        found = self._finder.find(chat, self._facts.facts(renderer_id, setting), renderer_id, size)
         if found.layout is None:
             return ReadPrompt(found)
         try:
             prompt = (await prompt_of(chat, worker)).ids()
         except RenderFailed:
             return ReadPrompt(Found(failure="no_facts"))
-        finally:
-            self._metrics.renders.inc()
         entries = found.entries()
         positions = resolved_positions(entries, resolve(entries, prompt))
         placed = (
@@ -133,11 +135,20 @@ class PromptReader:
         renderer_id = worker.renderer_ids.get(model, b"")
         facts = None
         if chat is not None and renderer_id and not chat.is_bare:
-            facts = self._facts.facts_or_learn(worker.renderer, renderer_id, model, chat.body)
+            setting = setting_of(chat.body)
+            facts = self._facts.facts(renderer_id, setting)
+            if (facts is None or not facts.is_own) and self._facts.wants(renderer_id, setting):
+                self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting))
         found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=several)
         if facts is not None:
             self._heads.learn(found, worker.renderer)
         return found
+
+    def _learn_beside(self, learning: Coroutine[Any, Any, None]) -> None:
+        """No request waits for that."""
+        task = asyncio.create_task(learning)
+        self._learning.add(task)
+        task.add_done_callback(self._learning.discard)
 
     def _rewrite(self, request: ProxiedRequest) -> tuple[str, ...]:
         """Apply the rules that are on; returns their names."""
