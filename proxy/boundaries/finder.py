@@ -132,7 +132,7 @@ class _Search:
     def found(self, renderer_id: bytes) -> Found:
         """What was found."""
         layout = self._layout
-        boundaries = tuple(sorted(self._boundaries, key=lambda boundary: boundary.size))
+        boundaries = tuple(sorted(self._boundaries, key=lambda boundary: boundary.estimate))  # one measure for all
         failure = None
         if not layout.chat.is_bare and all(boundary.entry is None for boundary in boundaries):
             failure = "no_facts" if self._facts is None else "no_boundary"
@@ -188,11 +188,17 @@ class _Search:
     def _estimate(self, characters_behind: int) -> int:
         return max(0, round((self._size - characters_behind) * self._rate))
 
+    @property
+    def _last_role(self) -> str:
+        """A client may write anything as a role."""
+        role = self._layout.chat.roles[-1]
+        return role if isinstance(role, str) else ""
+
     def _end(self) -> int | None:
         """Tokens behind the last message, None if unknown."""
         if self._facts is None or self._layout.turn_key is None:
             return None
-        return self._facts.end(self._layout.chat.roles[-1])
+        return self._facts.end(self._last_role)
 
     def _reckoned_end(self) -> int | None:
         """The same, if they tell where the turn ends: the number of another setting is good for a hint only."""
@@ -203,7 +209,7 @@ class _Search:
         roles, facts = self._layout.chat.roles, self._facts
         system = roles[0] == "system"
         return facts is None or facts.turn_holds(
-            roles[-1], later=len(roles) > 1 + system, system=system, tools=self._tools
+            self._last_role, later=len(roles) > 1 + system, system=system, tools=self._tools
         )
 
     def _first_opener(self) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -41,6 +40,7 @@ class WorkerPool:
         self._settings = settings
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
         self._file = None
         if settings.workers_file is not None:
             self._file = WatchedFile(settings.workers_file, read_workers)
@@ -124,6 +124,7 @@ class WorkerPool:
             for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
                 gauge.remove(present[url].name)
             self._checks.pop(url, None)
+            self._stop_learning(present[url])
             self.removed(present[url])
         self.workers = [present.get(url) or self._new(url) for url in wanted]
         for worker in self.workers:
@@ -185,6 +186,7 @@ class WorkerPool:
             worker.cache.restarted()
             if self.warm is not None and self._settings.replay_seconds:
                 self._spawn(self._warm(worker, self.warm))
+            self._stop_learning(worker)
             for renderer_id in worker.renderer_ids.values():
                 self._facts.forget(renderer_id)
             worker.renderer_ids.clear()
@@ -194,19 +196,31 @@ class WorkerPool:
         worker.cache_tokens, worker.hits, worker.probed_at = found.cache_tokens, found.hits, probed_at
         self._metrics.engine_patched.labels(worker.name).set(found.engine is not None)
         if worker.engine is not None:
-            for entry in worker.models:
-                if await worker.identify(entry["id"]):
-                    await self._learn_facts(worker, entry["id"])
+            await self._learn_templates(worker)
         return True
 
-    async def _learn_facts(self, worker: Worker, model: str) -> None:
-        """Learn the template of a model, unless it is known: its first requests then go out with a whole hint."""
-        renderer_id = worker.renderer_ids[model]
-        if self._facts.wants(renderer_id):
-            self._spawn(self._facts.learn_common(worker.renderer, renderer_id, model))
-            await asyncio.sleep(0)  # it begins with the default setting
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._facts.learn(worker.renderer, renderer_id, model), FACTS_SECONDS)
+    async def _learn_templates(self, worker: Worker) -> None:
+        """Learn the templates of its models, so that their first requests go out with a whole hint.
+
+        A worker that is not up yet gets `FACTS_SECONDS` for that. Learning goes on beside the requests then.
+        """
+        task = self._learning.get(worker.url)
+        if task is None or task.done():
+            task = self._learning[worker.url] = asyncio.create_task(self._learn_all(worker))
+        if not worker.up:
+            await asyncio.wait((task,), timeout=FACTS_SECONDS)
+
+    async def _learn_all(self, worker: Worker) -> None:
+        for entry in worker.models:
+            model = entry["id"]
+            if await worker.identify(model):
+                await self._facts.learn_common(worker.renderer, worker.renderer_ids[model], model)
+
+    def _stop_learning(self, worker: Worker) -> None:
+        """The worker has restarted or was removed: what it is being asked is of no use any more."""
+        task = self._learning.pop(worker.url, None)
+        if task is not None:
+            task.cancel()
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         return await self._upstream.fetch("GET", worker.url + path, timeout=PROBE_TIMEOUT)

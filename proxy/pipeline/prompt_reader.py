@@ -79,7 +79,8 @@ class PromptReader:
             prediction.chat = chat = chat_in(client.endpoint, request.body.parsed, self.stored)
             serving = [worker for worker in workers if worker.engine is not None and worker.serves(model)]
             if serving:
-                found = self._find(chat, serving[0], size, rate, several=len(serving) > 1)
+                worker = next((each for each in serving if model in each.renderer_ids), serving[0])
+                found = self._find(chat, worker, size, rate, several=len(serving) > 1)
                 prediction.remembered = self._remember(chat, found, size, client.owner)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.

@@ -17,11 +17,18 @@ from proxy.commands.render_server import free_port
 from proxy.pipeline.gateway import Gateway
 from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings
+from tests.harness.fake_engine import GENERATION, hint_of
 from tests.harness.recording_worker import RecordingWorker
 
 CHAT = "/v1/chat/completions"
 
 SYSTEM = {"role": "system", "content": "You are a harbour pilot. " * 20}
+
+# What a gateway says to the recording worker of a system prompt and a question: behind the opener of the last user
+# message, and before the words that ask for an answer.
+LAST_USER = "last:" + ",".join(str(ord(character)) for character in "<user>")
+
+TURN_END = -len(GENERATION)
 
 
 class OwnGateway(NamedTuple):
@@ -76,6 +83,16 @@ def post(gateway: Server, body, path: str = CHAT, **options) -> httpx.Response:
 def metric(gateway: Server, name: str) -> float:
     lines = httpx.get(gateway.url + "/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and not line.startswith("#"))
+
+
+def hint_at(worker: RecordingWorker) -> list[Any]:
+    """The hint of the last request that came to `worker`."""
+    return hint_of(json.loads(worker.requests[-1].body))
+
+
+def told(*workers: RecordingWorker) -> None:
+    """Return once a gateway knows all that the engines of `workers` have to say."""
+    wait_for(lambda: all(worker.is_read for worker in workers))
 
 
 def wait_for(condition, seconds: float = 30.0) -> None:

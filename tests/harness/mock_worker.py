@@ -1,7 +1,8 @@
 """The raw-socket worker under load: it answers like a patched vLLM 0.32 and costs next to nothing.
 
 A request is parsed as JSON only for a render; otherwise the few fields that matter are searched in its bytes. Tokens
-before the deepest hint are reported as cached, as by an engine that was sent the prefix before.
+before the deepest entry of a hint are reported as cached, as by an engine that was sent the prefix before; where an
+entry lies is told from the bytes, too, and so roughly.
 
 It is no ASGI application: under uvicorn an answer takes 3.5 times the CPU time (63 us instead of 18) and a stream of 64
 chunks 1.8 times (586 us instead of 318), on the cores that the measured gateway uses as well.
@@ -17,15 +18,17 @@ import json
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import uvloop
 
 from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
-from tests.harness.raw_worker import PAGES, RENDER, Connection, Head, chunk, whole
-from tests.harness.recording_worker import ENGINE_INFO
+from tests.harness.fake_engine import engine_info
+from tests.harness.raw_worker import DETOKENIZE, RENDER, Connection, Head, chunk, whole
 
 MODEL, MATCH_UNIT = "mock", 16
 
@@ -38,7 +41,17 @@ STEP_FIELD, FRAMES_FIELD = "mock_step_ms", "mock_frames"
 
 _STREAMED = re.compile(rb'"stream": ?true')
 
-_HINT = re.compile(rb'"seamark_boundaries": ?\[([0-9, ]*)\]')
+_HINT = re.compile(rb'"seamark_boundaries": ?\[([^\]]*)\]')
+
+_REQUEST_ID = re.compile(rb"\r\nx-request-id: *([!-~]+)", re.I)
+
+_FEED = re.compile(rb"boot=([^&]*)&after=(\d+)")
+
+MAX_TEXTS = 4096  # that the way back from tokens is known of
+
+MAX_KEPT = 4096  # outcomes of the feed
+
+_ENTRY = re.compile(rb'-?\d+(?=\s*(?:,|$))|"[^"]*"')
 
 _STEP, _FRAMES = (re.compile(rb'"%s": ?(\d+)' % field.encode()) for field in (STEP_FIELD, FRAMES_FIELD))
 
@@ -65,18 +78,62 @@ _STREAM_HEAD = (
 
 _READY_FRAME = chunk(_FRAME)
 
-_whole = partial(whole, mark=b"server: uvicorn\r\n")
+_MARK = b"server: uvicorn\r\n"
+
+_whole = partial(whole, mark=_MARK)
 
 
-def usage(body: bytes) -> bytes:
-    """A request's usage: everything up to its deepest hint was cached."""
-    found = _HINT.search(body, max(0, body.rfind(b'"seamark_boundaries"')))
-    deepest = max((int(position) for position in found[1].split(b",")), default=0) if found and found[1] else 0
-    prompt = max(len(body) // CHARACTERS_PER_TOKEN, deepest + 1)
-    return (
-        b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
-        % (prompt, prompt + FRAMES, FRAMES, deepest // MATCH_UNIT * MATCH_UNIT)
-    )
+class Counted(NamedTuple):
+    """A request in tokens."""
+
+    prompt: int
+    positions: list[int]  # of its hint
+    cached: int
+
+    @property
+    def usage(self) -> bytes:
+        """As the answer says it."""
+        return (
+            b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+            % (self.prompt, self.prompt + FRAMES, FRAMES, self.cached)
+        )
+
+
+def counted(body: bytes) -> Counted:
+    """Everything up to the deepest entry of the hint was cached."""
+    at = body.rfind(b'"seamark_boundaries"')
+    found = _HINT.search(body, at) if at >= 0 else None
+    prompt = len(body) // CHARACTERS_PER_TOKEN
+    if found is None or not found[1]:
+        return Counted(prompt, [], 0)
+    # A pattern stands before a text, mostly the last one.
+    before_text = max(1, body.rfind(b'"content"', 0, at) // CHARACTERS_PER_TOKEN)
+    numbers = [int(entry) if entry.lstrip(b"-").isdigit() else before_text for entry in _ENTRY.findall(found[1])]
+    prompt = max(prompt, *numbers, 0) + 1
+    positions = [number if number > 0 else max(0, prompt + number) for number in numbers]
+    return Counted(prompt, positions, max(positions) // MATCH_UNIT * MATCH_UNIT)
+
+
+class Feed:
+    """The latest outcomes. It tells of no states: nothing is evicted here."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, str, Counted]] = deque(maxlen=MAX_KEPT)
+        self._cursor = 0
+
+    def add(self, request_id: str, counts: Counted) -> None:
+        """A request was admitted."""
+        self._cursor += 1
+        self._kept.append((self._cursor, request_id, counts))
+
+    def read(self, target: bytes) -> bytes:
+        """The answer to a request of the feed."""
+        query = _FEED.search(target)
+        after = int(query[2]) if query and query[1] == b"mock" else 0
+        new = [(name, counts) for number, name, counts in self._kept if number > after]
+        outcomes = [[name, "hit" if counts.cached else "cold", counts.cached] for name, counts in new]
+        resolved = [[name, counts.cached, counts.positions] for name, counts in new]
+        return json.dumps({"boot": "mock", "cursor": self._cursor, "outcomes": outcomes, "resolved": resolved}).encode()
 
 
 class Steps:
@@ -118,29 +175,38 @@ class Steps:
 class Worker(Connection):
     """One connection."""
 
-    def __init__(self, steps: Callable[[int], Steps], step_ms: int, started: float) -> None:
+    def __init__(self, steps: Callable[[int], Steps], feed: Feed, step_ms: int, started: float) -> None:
         super().__init__()
         self._steps = steps
+        self._feed = feed
         self._step_ms = step_ms
         self._started = started
 
     def received(self, head: Head, body: bytes) -> None:
         path = head.target.partition(b"?")[0]
         if path == b"/v1/chat/completions":
+            counts = counted(body)
+            name = _REQUEST_ID.search(head.fields)
+            if name is not None:
+                self._feed.add(name[1].decode(), counts)
             if _STREAMED.search(body) is None:
-                self.transport.write(_whole(_ANSWER % usage(body)))
+                self.transport.write(_whole(_ANSWER % counts.usage, mark=_MARK + _outcome(counts)))
             else:
-                self._stream(body)
+                self._stream(body, counts)
         elif path == RENDER:
             self.transport.write(_whole(render(body)))
+        elif path == DETOKENIZE:
+            self.transport.write(_whole(detokenize(body)))
+        elif path == b"/seamark/outcomes":
+            self.transport.write(_whole(self._feed.read(head.target)))
         else:
             self.transport.write(self._page(path))
 
-    def _stream(self, body: bytes) -> None:
+    def _stream(self, body: bytes, counts: Counted) -> None:
         self.transport.write(_STREAM_HEAD)
         step, wanted = _STEP.search(body), _FRAMES.search(body)
         frames = int(wanted[1]) if wanted else FRAMES
-        end = b"".join(map(chunk, (_END[0] % usage(body), _END[1]))) + b"0\r\n\r\n"
+        end = b"".join(map(chunk, (_END[0] % counts.usage, _END[1]))) + b"0\r\n\r\n"
         milliseconds = int(step[1]) if step else self._step_ms
         if milliseconds:
             self._steps(milliseconds).add(self, frames, end)
@@ -157,7 +223,7 @@ class Worker(Connection):
 
     def _page(self, path: bytes) -> bytes:
         if path == b"/metrics":
-            metrics = b"process_start_time_seconds %f\n" % self._started + ENGINE_INFO.encode()
+            metrics = b"process_start_time_seconds %f\n" % self._started + engine_info().encode()
             return _whole(metrics, kind=b"text/plain; version=0.0.4")
         page = _PAGES.get(path)
         return _whole(b'{"detail":"Not Found"}', "404 Not Found") if page is None else _whole(page)
@@ -168,19 +234,48 @@ _PAGES = {
     b"/health": b"",
     b"/version": b'{"version":"0.32.0"}',
     b"/v1/models": b'{"object":"list","data":[{"id":"mock","object":"model","max_model_len":131072}]}',
-    b"/seamark/outcomes": PAGES[b"/seamark/outcomes"][0],
     **dict.fromkeys((b"/get_model_info", b"/model_info"), b'{"model_path":"mock","is_generation":true}'),
     **dict.fromkeys((b"/get_server_info", b"/server_info"), b'{"model_path":"mock","served_model_name":"mock"}'),
 }
 
 
+_PIECES = re.compile(rf"<(?:tools|system|user|assistant|tool)>|.{{1,{CHARACTERS_PER_TOKEN}}}", re.DOTALL)
+
+_texts: dict[int, str] = {}  # by token id, of what was rendered
+
+
 def render(body: bytes) -> bytes:
-    """A token for each few characters of a chat."""
+    """A chat: a token for each marker, and one for each few characters of a text."""
     request = json.loads(body)
-    text = "".join(f"<{message['role']}>{message['content']}" for message in request["messages"])
-    text += "<assistant>" if request.get("add_generation_prompt", True) else ""
-    parts = (text[at : at + CHARACTERS_PER_TOKEN] for at in range(0, len(text), CHARACTERS_PER_TOKEN))
-    return json.dumps({"token_ids": [hash(part) % 150_000 for part in parts]}).encode()
+    ids = []
+    parts = [f"<tools>{json.dumps(request['tools'])}"] if request.get("tools") else []
+    for message in request["messages"]:
+        calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+        parts.append(f"<{message['role']}>{message.get('content') or ''}{calls}")
+    if request.get("add_generation_prompt", True):
+        parts.append("<assistant>")
+    for part in parts:
+        for piece in _PIECES.findall(part):
+            ids.append(hash(piece) % 150_000)
+            if len(_texts) < MAX_TEXTS:
+                _texts[ids[-1]] = piece
+    return json.dumps({"token_ids": ids}).encode()
+
+
+def detokenize(body: bytes) -> bytes:
+    """The way back."""
+    text = "".join(_texts.get(token, "?") for token in json.loads(body)["tokens"])
+    return json.dumps({"prompt": text}).encode()
+
+
+def _outcome(counts: Counted) -> bytes:
+    positions = ":".join(map(str, counts.positions)).encode()
+    return b"x-seamark-outcome: %b,%d,%d,%b\r\n" % (
+        b"hit" if counts.cached else b"cold",
+        counts.cached,
+        counts.cached,
+        positions,
+    )
 
 
 def mock_worker(servers: Servers, step_ms: int = 0) -> Server:
@@ -193,13 +288,14 @@ def mock_worker(servers: Servers, step_ms: int = 0) -> Server:
 async def serve(port: int, step_ms: int) -> None:
     """Answer on the loopback port, for ever. Streams that do not say get a frame each `step_ms`; 0: all at once."""
     steps: dict[int, Steps] = {}
+    feed = Feed()
     started = time.time()
 
     def steps_of(milliseconds: int) -> Steps:
         return steps.setdefault(milliseconds, Steps(milliseconds / 1000))
 
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Worker(steps_of, step_ms, started), "127.0.0.1", port, backlog=1024)
+    server = await loop.create_server(lambda: Worker(steps_of, feed, step_ms, started), "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from tests.harness.recording_worker import COMPLETION, ENGINE_INFO
+from tests.harness.fake_engine import engine_info, template, token_ids
+from tests.harness.recording_worker import COMPLETION
 
 # How a request is answered.
 WHOLE, SILENT, STALLED, DRIPPING, SLOW_BODY = "whole", "silent", "stalled", "dripping", "slow-body"
@@ -31,12 +32,12 @@ JSON = b"application/json"
 
 PAGES = {
     b"/health": (b"", b"text/plain"),
-    b"/metrics": (b"process_start_time_seconds 1.7e+09\n" + ENGINE_INFO.encode(), b"text/plain"),
+    b"/metrics": (b"process_start_time_seconds 1.7e+09\n" + engine_info().encode(), b"text/plain"),
     b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}', JSON),
     b"/seamark/outcomes": (b'{"boot":"b","cursor":0,"outcomes":[]}', JSON),
 }
 
-RENDER = b"/v1/chat/completions/render"
+RENDER, DETOKENIZE = b"/v1/chat/completions/render", b"/detokenize"
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 
@@ -281,8 +282,8 @@ class _Connection(Connection):
 def _page(seen: Seen) -> tuple[bytes, str, bytes] | None:
     """What the gateway asks for itself."""
     path = seen.target.partition(b"?")[0]
-    if path == RENDER:
-        return _rendered(seen.body), "200 OK", JSON
+    if path in (RENDER, DETOKENIZE):
+        return (_rendered if path == RENDER else _text)(seen.body), "200 OK", JSON
     if seen.method != b"GET" or path not in PAGES:
         return None
     body, kind = PAGES[path]
@@ -290,14 +291,19 @@ def _page(seen: Seen) -> tuple[bytes, str, bytes] | None:
 
 
 def _rendered(body: bytes) -> bytes:
-    """One token per character of the messages, whatever they are; nothing if there are none: clients ask too."""
+    """The tokens of a chat; nothing for what is none: clients ask too."""
     try:
-        request = json.loads(body)
-        text = "".join(f"<{json.dumps(message)}>" for message in request.get("messages") or ())
-    except (ValueError, AttributeError, TypeError, RecursionError):
+        return json.dumps({"token_ids": token_ids(template(json.loads(body)))}).encode()
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return b"{}"
-    text += "<assistant>" if request.get("add_generation_prompt", True) else ""
-    return json.dumps({"token_ids": list(map(ord, text))}).encode()
+
+
+def _text(body: bytes) -> bytes:
+    """Token ids as text, the same way back."""
+    try:
+        return json.dumps({"prompt": "".join(map(chr, json.loads(body)["tokens"]))}).encode()
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return b"{}"
 
 
 @contextmanager

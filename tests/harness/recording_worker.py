@@ -1,4 +1,7 @@
-"""A worker that records the bytes it gets: what a real engine cannot show. Its answers are those of vLLM 0.32."""
+"""A worker that records the bytes it gets: what a real engine cannot show. Its answers are those of vLLM 0.32.
+
+Behind them stands `FakeEngine`: prompts are as long as its own template makes them, and hints are resolved on those.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,30 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs
 
 import uvicorn
 
-ENGINE_INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"} 1.0\n'
+from tests.harness.fake_engine import (
+    VERSION,
+    Admitted,
+    FakeEngine,
+    Template,
+    engine_info,
+    prompt_of,
+    template,
+    token_ids,
+)
+
+PROMPT_TOKENS = 300  # of requests that are no chats, and in recorded streams
 
 USAGE = {
-    "prompt_tokens": 300,
+    "prompt_tokens": PROMPT_TOKENS,
     "total_tokens": 301,
     "completion_tokens": 1,
     "prompt_tokens_details": {"cached_tokens": 160, "created_cache_tokens": 0, "multimodal_tokens": None},
@@ -54,6 +70,9 @@ class RecordingWorker:
 
     url: str = ""
     patched: bool = True
+    version: str = VERSION  # of its plugin
+    template: Template = template
+    prompt_tokens: int | None = None  # that it reports; None: as many as its template makes
     more_metrics: str = ""  # lines of its /metrics
     boot: str = "1.7e+09"
     models: tuple[str, ...] = ("m",)
@@ -61,7 +80,7 @@ class RecordingWorker:
     hang_renders: bool = False  # answer no render until the gateway goes
     cached: int = 160  # tokens it reports
     status: int = 200  # of whole answers
-    outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
+    reason: str | None = None  # that its engine gives; None: what fits the cached tokens
     has_feed: bool = True
     hang: bool = False  # answer nothing until the client goes
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
@@ -74,8 +93,20 @@ class RecordingWorker:
     stream_bytes: int = 0  # of filling, in the middle of a stream
     sent: int = 0  # bytes of it that went out
     requests: list[Recorded] = field(default_factory=list)
+    answers: list[bytes] = field(default_factory=list)  # bodies of what it answered in full
     renders: int = 0
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
+    engines: dict[str, FakeEngine] = field(default_factory=dict)  # by boot
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The engine of this boot."""
+        return self.engines.setdefault(self.boot, FakeEngine(self.boot))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a gateway has read its feed to the end."""
+        return self.engine.read_to >= self.engine.cursor
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -91,20 +122,24 @@ class RecordingWorker:
             return await _answer(send, b"", "text/plain")
         if path == "/metrics":
             text = (
-                f"process_start_time_seconds {self.boot}\n" + (ENGINE_INFO if self.patched else "") + self.more_metrics
+                f"process_start_time_seconds {self.boot}\n"
+                + (engine_info(self.version) if self.patched else "")
+                + self.more_metrics
             )
             return await _answer(send, text.encode(), "text/plain")
         if path == "/v1/models" and scope["method"] == "GET":
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
             return await _answer(send, json.dumps({"object": "list", "data": data}).encode())
         if path == "/seamark/outcomes":
-            status = 200 if self.has_feed else 404
-            return await _answer(send, json.dumps(self.outcomes).encode(), status=status)
+            return await self._feed(scope, send)
         if path == "/v1/chat/completions/render" and self.hang_renders:
             await receive()
             return None
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
+        if path == "/detokenize" and b'"tokens"' in body:
+            text = "".join(map(chr, json.loads(body)["tokens"]))
+            return await _answer(send, json.dumps({"prompt": text}).encode())
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
         self.requests.append(Recorded(scope["method"], target, list(scope["headers"]), body, scope["client"]))
         while self.hold.is_set():
@@ -112,20 +147,51 @@ class RecordingWorker:
         if self.hang or (self.hang_replays and b'"max_tokens":1' in body):
             await receive()
             self.gone.set()
-        elif path in self.streams and json.loads(body).get("stream"):
-            await self._stream(self.streams[path], receive, send)
-        else:
-            details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
-            usage = {**USAGE, "prompt_tokens_details": details}
-            await _answer(send, json.dumps({**COMPLETION, "usage": usage}).encode(), status=self.status)
+            return None
+        headers = dict(scope["headers"])
+        prompt, admitted = self._admit(path, headers.get(b"x-request-id", b"").decode("latin-1"), body)
+        length = self.prompt_tokens or (len(prompt) if prompt else PROMPT_TOKENS)
+        if path in self.streams and json.loads(body).get("stream"):
+            counted = b'"prompt_tokens": %d'
+            recorded = self.streams[path]
+            events = [event.replace(counted % PROMPT_TOKENS, counted % length) for event in recorded]
+            self.answers.append(b"".join(events))
+            await self._stream(events, receive, send)
+            return None
+        details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
+        usage = {**USAGE, "prompt_tokens": length, "prompt_tokens_details": details}
+        answer = json.dumps({**COMPLETION, "usage": usage}).encode()
+        self.answers.append(answer)
+        asked = headers.get(b"x-seamark-outcome") == b"1"
+        more = [(b"x-seamark-outcome", admitted.header.encode())] if asked and admitted is not None else []
+        await _answer(send, answer, status=self.status, more=more)
         return None
+
+    def _admit(self, path: str, request_id: str, raw: bytes) -> tuple[str | None, Admitted | None]:
+        """The prompt of a request, and what the engine says of it; both None for what it does not compute."""
+        try:
+            body = json.loads(raw)
+        except ValueError:
+            return None, None
+        prompt = prompt_of(path, body, self.template) if isinstance(body, dict) else None
+        if prompt is None or not self.patched or self.status != 200:
+            return prompt, None
+        admitted = self.engine.admit(request_id, prompt, body, self.version, self.reason, self.cached or 0)
+        return prompt, admitted if "resolved" in self.engine.feed("", 0, self.version) else None
+
+    async def _feed(self, scope: Any, send: Any) -> None:
+        query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
+        boot, after = query.get("boot", ""), int(query.get("after", 0))
+        until = time.monotonic() + float(query.get("wait", 0))
+        while not self.engine.has_news(boot, after) and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        events = self.engine.feed(boot, after, self.version)
+        await _answer(send, json.dumps(events).encode(), status=200 if self.has_feed else 404)
 
     async def _render(self, body: bytes, send: Any) -> None:
         self.renders += 1
-        request = json.loads(body)
-        text = "".join(f"<{message['role']}>{message['content']}" for message in request["messages"])
-        text += "<assistant>" if request.get("add_generation_prompt", True) else ""
-        await _answer(send, json.dumps({"token_ids": list(map(ord, text))}).encode(), status=self.render_status)
+        ids = token_ids(self.template(json.loads(body)))
+        await _answer(send, json.dumps({"token_ids": ids}).encode(), status=self.render_status)
 
     async def _stream(self, events: Sequence[bytes], receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -149,9 +215,15 @@ class RecordingWorker:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _answer(send: Any, body: bytes, kind: str = "application/json", status: int = 200) -> None:
+async def _answer(
+    send: Any,
+    body: bytes,
+    kind: str = "application/json",
+    status: int = 200,
+    more: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode()), (b"x-twice", b"1")]
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"x-twice", b"2")]})
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"x-twice", b"2"), *more]})
     await send({"type": "http.response.body", "body": body})
 
 

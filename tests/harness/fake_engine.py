@@ -1,0 +1,149 @@
+"""What a worker with the plugin makes of a request, without a model: a prompt of one token per character.
+
+It resolves hints on the tokens of its own template, keeps a state at each position, and reports both in its feed, as
+`engine_patches/reporting/events_api.py` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from proxy.boundaries.resolve import resolve
+from proxy.boundaries.token_ids import common_prefix
+from proxy.chat.chat import CHAT, COMPLETIONS, HINTED
+from proxy.chat.reader import chat_in
+from proxy.chat.responses import StoredResponses
+
+VERSION = "0.3.0"  # of the plugin; older ones take positions only
+
+ENTRIES_VERSION = (0, 3)
+
+MATCH_UNIT = 16
+
+GENERATION = "<assistant>"
+
+MAX_SEEN = 64  # prompts that are compared with later ones
+
+Template = Callable[[Mapping[str, Any]], str]
+
+
+def engine_info(version: str = VERSION) -> str:
+    """The line of `/metrics` by which a gateway knows the plugin."""
+    return f'seamark_engine_info{{block_size="384",match_unit="{MATCH_UNIT}",version="{version}",vllm="0.32.0"}} 1.0\n'
+
+
+def template(body: Mapping[str, Any]) -> str:
+    """The prompt of a chat request: tools in front, and a marker before each message. Raises for what is no chat."""
+    tools = body.get("tools")
+    text = f"<tools>{json.dumps(tools)}" if tools else ""
+    for message in body["messages"]:
+        calls = message.get("tool_calls")
+        text += f"<{message['role']}>{message.get('content') or ''}{json.dumps(calls) if calls else ''}"
+    return text + (GENERATION if body.get("add_generation_prompt", True) else "")
+
+
+def token_ids(text: str) -> list[int]:
+    """A token for each character."""
+    return list(map(ord, text))
+
+
+class Admitted(NamedTuple):
+    """What the engine says of one request; lengths in tokens."""
+
+    reason: str
+    hit: int
+    shared: int
+    positions: Sequence[int]
+
+    @property
+    def header(self) -> str:
+        """The value of `x-seamark-outcome`."""
+        return f"{self.reason},{self.hit},{self.shared},{':'.join(map(str, self.positions))}"
+
+
+class FakeEngine:
+    """One boot of an engine and its feed."""
+
+    def __init__(self, boot: str) -> None:
+        self.boot = f"feed of {boot}"
+        self._kept: list[tuple[list[Any], list[Any] | None, list[Any] | None]] = []  # outcome, resolved, states
+        self._seen: dict[str, list[str]] = {}  # prompts, by cache salt
+        self.read_to = 0  # what a gateway has read
+
+    @property
+    def cursor(self) -> int:
+        """Number of the last entry of the feed."""
+        return len(self._kept)
+
+    def admit(
+        self, request_id: str, prompt: str, body: Mapping[str, Any], version: str, reason: str | None, cached: int
+    ) -> Admitted:
+        """A request is computed; `reason` is what the engine says of it, None for what fits `cached` tokens."""
+        salt = str(body.get("cache_salt") or "")
+        hint = hint_of(body)
+        takes_entries = tuple(map(int, version.split(".")[:2])) >= ENTRIES_VERSION
+        ids = token_ids(prompt)
+        if takes_entries:
+            positions = resolve(hint, ids)
+        else:
+            positions = [entry for entry in hint if type(entry) is int and 0 < entry <= len(ids)]
+        seen = self._seen.setdefault(salt, [])
+        shared = max((common_prefix(prompt, other) for other in seen), default=0)
+        seen.append(prompt)
+        del seen[:-MAX_SEEN]
+        reason = reason or ("hit" if cached else "cold")
+        floored = sorted({position // MATCH_UNIT * MATCH_UNIT for position in positions} - {0})
+        states = [[at, f"{hash((salt, prompt[:at])):x}"] for at in floored] if reason != "not_worth_it" else []
+        admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions if takes_entries else ())
+        self._kept.append(
+            (
+                [request_id, reason, cached],
+                [request_id, admitted.shared, list(positions)] if takes_entries else None,
+                ["came", request_id, len(ids), states] if hint else None,
+            )
+        )
+        return admitted
+
+    def has_news(self, boot: str, after: int) -> bool:
+        """Whether a reader at this place would learn anything."""
+        if boot == self.boot:
+            self.read_to = max(self.read_to, after)
+        return boot != self.boot or after < self.cursor
+
+    def feed(self, boot: str, after: int, version: str) -> dict[str, Any]:
+        """What is later than `after`, or all of it for a reader of another boot's feed."""
+        new = self._kept[after:] if boot == self.boot else self._kept
+        events: dict[str, Any] = {
+            "boot": self.boot,
+            "cursor": self.cursor,
+            "outcomes": [outcome for outcome, _, _ in new],
+            "states": [state for _, _, state in new if state is not None],
+            "reset": bool(boot) and boot != self.boot,
+        }
+        if tuple(map(int, version.split(".")[:2])) >= ENTRIES_VERSION:
+            events["resolved"] = [resolved for _, resolved, _ in new if resolved is not None]
+        return events
+
+
+def hint_of(body: Mapping[str, Any]) -> list[Any]:
+    """The hint in a request, as it arrived."""
+    xargs = body.get("vllm_xargs")
+    hint = xargs.get("seamark_boundaries") if isinstance(xargs, dict) else None
+    return hint if isinstance(hint, list) else []
+
+
+def prompt_of(path: str, body: Mapping[str, Any], render: Template) -> str | None:
+    """The prompt of a request to any of the chat APIs; None if it has none that this worker understands."""
+    try:
+        if path == CHAT:
+            return render(body)
+        chat = chat_in(path, body, StoredResponses(0)) if path in HINTED else None
+        if chat is None:
+            return None
+        if path == COMPLETIONS:
+            return str(chat.messages[0]["content"])
+        return render({**chat.body, "messages": chat.messages})
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
