@@ -7,7 +7,9 @@ entries.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 from xxhash import xxh3_128_digest
 
@@ -18,7 +20,7 @@ from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.resolve import Entry, encode_end, encode_opener
 from proxy.boundaries.template_facts import Opener, TemplateFacts
 from proxy.boundaries.template_facts import Place as TextPlace
-from proxy.chat.chat import TOOLS, Chat, Mark
+from proxy.chat.chat import TOOLS, Chat, Mark, listed
 
 # Marks of one request that count; the APIs that have them allow four.
 MAX_MARKS = 8
@@ -148,11 +150,11 @@ class _Search:
         )
 
     def _prefixes(self) -> list[bytes]:
-        layout, after = self._layout, self._layout.keys.after
-        keys = [layout.system_key] if layout.system_key is not None else []
-        for index, key in enumerate(after):
-            if index == layout.last and not layout.alone:
-                keys.append(layout.key)
+        layout, roles = self._layout, self._layout.chat.roles
+        keys: list[bytes] = []
+        for index, key in enumerate(layout.keys.after):
+            if roles[index] in OPEN_ROLES:
+                keys.append(layout.opener_key(index))
             keys += self._inside.get(index, ())
             keys.append(key)
         return keys
@@ -181,9 +183,9 @@ class _Search:
 
     def _want_place(self, key: bytes | None, message: int | None) -> None:
         """A boundary before the text of `message` is to be rendered once, if nothing tells where it is."""
-        text = self._layout.chat.texts[message] if message is not None else None
-        if self._facts is not None and message is not None and text is not None:
-            self._unplaced += [Place(key, message) for each in self._boundaries if each.key == key and not each.entry]
+        if self._facts is None or key is None or message is None or not _is_one_text(self._layout.chat, message):
+            return
+        self._unplaced += [Place(key, message) for each in self._boundaries if each.key == key and not each.entry]
 
     def _estimate(self, characters_behind: int) -> int:
         return max(0, round((self._size - characters_behind) * self._rate))
@@ -202,7 +204,9 @@ class _Search:
 
     def _reckoned_end(self) -> int | None:
         """The same, if they tell where the turn ends: the number of another setting is good for a hint only."""
-        end = self._end() if self._facts is not None and self._facts.is_own else None
+        if self._facts is None or not self._facts.is_own or not self._turn_holds():
+            return None
+        end = self._end()
         return max(end, 1) if end is not None else None
 
     def _turn_holds(self) -> bool:
@@ -215,7 +219,7 @@ class _Search:
     def _first_opener(self) -> str | None:
         """Behind the opener of the first user text."""
         layout = self._layout
-        if self._facts is None or layout.first is None:
+        if self._facts is None or layout.first is None or layout.chat.roles[layout.first] != "user":
             return None
         opener = self._facts.opener("first", tools=self._tools)
         if opener is None or self._texts_hold(opener, 0, layout.first):
@@ -232,11 +236,12 @@ class _Search:
         opener = self._facts.opener(place, tools=self._tools)
         if opener is None:
             return None
-        later = sum(1 for role in roles[index + 1 :] if (role != "user") == tool and role in OPEN_ROLES)
-        skipped = later + self._texts_hold(opener, index, len(roles))
-        if skipped and later and not (opener.no_tool or (opener.per_user and not self._tools)):
+        behind = [role for role in roles[index + 1 :] if role in OPEN_ROLES]
+        later = behind.count("user")
+        is_told = opener.no_tool or (opener.per_user and later == len(behind) and not self._tools)
+        if behind and (tool or not is_told):
             return None  # how often it stands behind this place is not known
-        return encode_opener(opener, "last", skipped)
+        return encode_opener(opener, "last", later + self._texts_hold(opener, index, len(roles)))
 
     def _texts_hold(self, opener: Opener, start: int, end: int) -> int:
         """How often the opener's own text occurs in the texts of messages [start, end).
@@ -245,7 +250,26 @@ class _Search:
         """
         if not opener.text:
             return 0
-        return sum(text.count(opener.text) for text in self._layout.chat.texts[start:end] if text is not None)
+        messages = self._layout.chat.messages[start:end]
+        return sum(text.count(opener.text) for message in messages for text in _texts_of(message))
+
+
+def _is_one_text(chat: Chat, index: int) -> bool:
+    """Whether the content of message `index` is a text and nothing else."""
+    if chat.texts[index] is None:
+        return False
+    content = chat.messages[index]["content"]
+    return not isinstance(content, list) or len(content) == 1
+
+
+def _texts_of(message: Any) -> Iterator[str]:
+    """All texts in the content of a message."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, str):
+        yield content
+    for part in listed(content):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            yield part["text"]
 
 
 def _ends_message(chat: Chat, mark: Mark) -> bool:

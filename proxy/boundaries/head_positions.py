@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from proxy.boundaries.boundary import Found, Place
-from proxy.boundaries.layout import PromptLayout
+from proxy.boundaries.layout import REMINDER_ROLES, PromptLayout
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import Renderer, RenderFailed
 from proxy.boundaries.sentinel import MERGING, SENTINELS, with_text
@@ -98,7 +98,7 @@ def _variant(layout: PromptLayout, place: Place, text: str) -> dict[str, Any]:
         messages[-1] = {**message, "content": parts}
     else:
         messages[-1] = with_text(message, place.kept + text)
-    if layout.chat.roles[place.message] == "system":
+    if layout.chat.roles[place.message] in REMINDER_ROLES:
         messages.append({"role": "user", "content": SENTINELS[0]})  # templates want one to answer
     body = {**layout.chat.body, "messages": messages}
     body.pop("continue_final_message", None)

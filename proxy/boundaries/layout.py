@@ -64,11 +64,13 @@ class PromptLayout(NamedTuple):
 
     def part_key(self, mark: Mark) -> bytes:
         """Key up to the end of a content part that a client marked."""
-        content = self.chat.messages[mark.message]["content"]
+        message = self.chat.messages[mark.message]
         beside = {
-            name: value for name, value in self.chat.messages[mark.message].items() if name not in ("content", *MARKS)
+            name: message[name]
+            for name in sorted(message)
+            if name not in ("content", *MARKS) and message[name] not in (None, [])
         }
-        parts = content[: (mark.part or 0) + 1]
+        parts = message["content"][: (mark.part or 0) + 1]
         before = self.keys.after[mark.message - 1] if mark.message else self.keys.head
         return digest("part", before, canonical([beside, [without_marks(part) for part in parts]]))
 

@@ -42,6 +42,12 @@ class Prefix:
         """Its tokens, as well as that is known; at least 1."""
         return self.tokens or self.estimate or 1
 
+    def tell(self, tokens: int) -> None:
+        """An engine has told its length. Until then, what workers hold of it was a guess as well."""
+        if not self.tokens:
+            self.held = {boot: tokens if held else 0 for boot, held in self.held.items()}
+        self.tokens = tokens
+
 
 class PrefixIndex:
     """By prefix key, its length and the workers (by boot identity) that were sent it; bounded, oldest goes first."""
@@ -72,7 +78,8 @@ class PrefixIndex:
             self._bytes += ENTRY_BYTES - HOLDER_BYTES
         else:
             self._prefixes.move_to_end(key)
-            prefix.tokens = prefix.tokens or tokens
+            if tokens and not prefix.tokens:
+                prefix.tell(tokens)
         if boot not in prefix.held:
             self._bytes += HOLDER_BYTES
         prefix.held[boot] = prefix.held.get(boot) or prefix.size
@@ -86,7 +93,7 @@ class PrefixIndex:
         """An engine has told how many tokens the prefix has."""
         prefix = self._prefixes.get(key)
         if prefix is not None and tokens > 0:
-            prefix.tokens = tokens
+            prefix.tell(tokens)
 
     def set_held(self, key: bytes, boot: str, tokens: int) -> None:
         """The engine of `boot` holds `tokens` of a prefix that was recorded for it."""

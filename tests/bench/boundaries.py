@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from proxy.boundaries.learned import DivergenceLearner
+from proxy.boundaries.local_renderer import PROOFS, LocalRender, VerifiedRenderer
 from tokenizers import Tokenizer
 
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import generated_model
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.learned import DivergenceLearner
-from proxy.boundaries.local_renderer import PROOFS, LocalRender, VerifiedRenderer
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT

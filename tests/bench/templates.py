@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from proxy.boundaries.measure import TemplateFacts
+
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.measure import TemplateFacts
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
 from proxy.boundaries.token_ids import common_prefix

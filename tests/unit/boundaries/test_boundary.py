@@ -1,29 +1,35 @@
-"""The hint holds the positions that save the most, and no more than its budget."""
+"""A hint holds what each boundary is said to be, once, and no guess."""
 
-from proxy.boundaries.boundary import Boundary, worth_sending
-
-
-def at(tokens, kind="system"):
-    return Boundary(tokens, kind, b"")
+from proxy.boundaries.boundary import Boundary, Found, distinct_entries, resolved_positions
 
 
-def test_all_are_sent_where_there_is_room():
-    assert worth_sending([at(100), at(400, "history"), at(420, "turn")], 16, 6) == (100, 400, 420)
+def found(*boundaries: Boundary) -> Found:
+    return Found(boundaries)
 
 
-def test_what_saves_most_goes_first():
-    many = [at(1000), at(1100, "history"), at(5000, "turn"), at(1050, "explicit")]
-    assert worth_sending(many, 16, 1) == (5000,)
-    assert worth_sending(many, 16, 2) == (1000, 5000)
+def test_each_entry_is_sent_once_in_the_order_of_the_boundaries():
+    known = found(
+        Boundary("system", b"s", "first:1", tokens=40),
+        Boundary("learned", b"l", None, tokens=50),
+        Boundary("history", b"h", "last:2", estimate=60),
+        Boundary("explicit", b"e", "last:2", estimate=60),
+        Boundary("turn", b"t", -5, estimate=99),
+    )
+    assert known.entries() == ("first:1", "last:2", -5)
+    assert known.entries(by_template=False) == (40, 50)
 
 
-def test_a_state_is_one_however_many_positions_lie_in_its_unit():
-    assert worth_sending([at(160), at(163, "history"), at(300, "turn")], 16, 2) == (160, 163, 300)
+def test_an_engine_takes_sixteen_entries_and_the_deepest_positions_save_the_most():
+    assert distinct_entries([None, *range(1, 40), 1]) == tuple(range(1, 17))
+    many = found(*(Boundary("explicit", b"%d" % number, number, number) for number in range(1, 40)))
+    assert many.entries(by_template=False) == tuple(range(24, 40))
 
 
-def test_what_is_below_the_match_unit_is_not_sent():
-    assert worth_sending([at(9), at(12, "turn")], 16, 6) == ()
+def test_what_an_engine_resolved_is_known_by_entry_without_what_was_not_there():
+    assert resolved_positions(("first:1", -5, "last:2"), (40, 90, 0)) == {"first:1": 40, -5: 90}
+    assert resolved_positions(("first:1", -5), (40,)) == {"first:1": 40}  # of an engine that says less
+    assert resolved_positions((), (40,)) == {}
 
 
-def test_the_engine_takes_sixteen():
-    assert len(worth_sending([at(16 * number + part) for number in range(1, 10) for part in range(3)], 16, 16)) == 16
+def test_a_size_is_what_was_told_or_else_the_estimate():
+    assert [Boundary("turn", b"t", -5, *sizes).size for sizes in ((40, 60), (0, 60), (0, 0))] == [40, 60, 0]

@@ -1,392 +1,532 @@
-"""Positions lie where two chats really part, judged by the tokenizer and template of a model."""
+"""Boundaries of a chat as entries of a hint: by facts of its template, by what an engine has told, or not at all."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.learned import DivergenceLearner
-from proxy.boundaries.positions import ENTRY_BYTES, Position, PositionCache
-from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.sentinel import SENTINELS, sentinel_for
+from proxy.boundaries import finder
+from proxy.boundaries.boundary import Found
+from proxy.boundaries.divergence import DivergenceLearner
+from proxy.boundaries.finder import MAX_MARKS, BoundaryFinder
+from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.resolve import MAX_ENTRIES, resolve
+from proxy.boundaries.template_facts import Opener, TemplateFacts, Turn
 from proxy.boundaries.token_ids import common_prefix
-from proxy.chat.chat import CHAT
-from proxy.chat.reader import chat_request
-from proxy.routing.prefix_index import PrefixIndex
-from tests.harness.small_tokenizer import SmallTokenizer
+from proxy.chat.chat import MESSAGES
+from proxy.chat.reader import chat_in, chat_request, completions_request
+from proxy.chat.responses import StoredResponses
 
-SYSTEM = {"role": "system", "content": "You pilot ships into the harbour. Answer briefly, and name the tide."}
+SYSTEM = {"role": "system", "content": "You pilot ships into the harbour."}
 
 TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}]
 
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
-class LocalRenderer:
-    """Renders here, and counts."""
-
-    def __init__(self, tokenizer: SmallTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.renders = 0
-        self.fail = False
-
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
-        self.renders += 1
-        await asyncio.sleep(0)
-        if self.fail:
-            raise RenderFailed("planned")
-        return self.tokenizer.render(body)
-
-
-@pytest.fixture
-def renderer(tokenizer) -> LocalRenderer:
-    return LocalRenderer(tokenizer)
+FACTS = TemplateFacts(
+    ends={"user": 5, "tool": 7},
+    openers={
+        ("first", False): Opener((1, 2), "<user>"),
+        ("alone", False): Opener((3,), "<user>"),
+        ("user", False): Opener((4, 5), "<user>", per_user=True),
+        ("tool", False): Opener((6,), "<tool>"),
+        ("first", True): Opener((11,), "<user>"),
+        ("alone", True): Opener((13,), "<user>"),
+        ("user", True): Opener((14,), "<user>", no_tool=True),
+        ("tool", True): Opener((16,), "<tool>"),
+    },
+)
 
 
-def finder() -> BoundaryFinder:
-    return BoundaryFinder(PositionCache(1_000_000))
+def user(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **fields}
 
 
-def user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+def assistant(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
 
 
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text}
 
 
-async def positions(renderer, body, use=None):
-    found = await (use or finder()).find(chat_request(body), renderer, b"renderer")
-    return {boundary.kind: boundary.tokens for boundary in found.boundaries}
+def text_part(text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **fields}
 
 
-PARTING_TEXTS = [
+def find(
+    messages: Any, facts: TemplateFacts | None = FACTS, positions: PositionCache | None = None, **body: Any
+) -> Found:
+    use = BoundaryFinder(positions if positions is not None else PositionCache(10**6))
+    return use.find(chat_request({"messages": messages, **body}), facts, b"renderer")
+
+
+def shown(found: Found) -> list[tuple[str, Any]]:
+    """Kind and entry of each boundary; by kind, because the order of what has no length yet is not known."""
+    return sorted(((boundary.kind, boundary.entry) for boundary in found.boundaries), key=repr)
+
+
+CHAT = [SYSTEM, user("First?"), assistant("One."), user("Second?")]
+
+LOOP = [SYSTEM, user("Tide?"), assistant("I will look."), tool("high at nine")]
+
+
+def without(missing: str) -> TemplateFacts:
+    """Facts that have no opener in one place."""
+    openers = {where: opener for where, opener in FACTS.openers.items() if where[0] != missing}
+    return TemplateFacts(FACTS.ends, openers)
+
+
+def test_a_longer_chat_has_a_system_prompt_a_history_and_a_turn():
+    found = find(CHAT)
+    assert shown(found) == [("history", "last:4,5"), ("system", "first:1,2"), ("turn", -5)]
+    assert (found.result, found.failure, found.end) == ("learnt", None, 5)
+
+
+def test_the_only_question_is_the_history():
+    assert shown(find([SYSTEM, user("Tide?")])) == [("history", "last:3"), ("turn", -5)]
+
+
+def test_without_system_prompt_and_tools_nothing_stands_before_the_first_text():
+    assert shown(find(CHAT[1:])) == [("history", "last:4,5"), ("turn", -5)]
+
+
+def test_tools_belong_to_the_system_prompt_and_have_openers_of_their_own():
+    for messages in (CHAT, CHAT[1:]):
+        assert shown(find(messages, tools=TOOLS)) == [("history", "last:14"), ("system", "first:11"), ("turn", -5)]
+
+
+def test_a_tool_loop_has_the_turn_before_it_once_that_is_told():
+    positions = PositionCache(10**6)
+    found = find(LOOP, positions=positions)
+    assert shown(found) == [("history", "last:6"), ("system", "first:1,2"), ("turn", -7), ("turn", None)]
+    first = find(LOOP[:2])
+    assert first.turn_key is not None
+    positions.put(first.turn_key, 123)
+    assert ("turn", 123) in shown(find(LOOP, positions=positions))
+
+
+def test_reminders_behind_the_user_message_belong_to_the_turn_before_the_loop():
+    reminded = [
+        SYSTEM,
+        user("Tide?"),
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "!"},
+    ]
+    found = find([*reminded, *LOOP[2:]])
+    ends = {boundary.key for boundary in found.boundaries if boundary.kind == "turn"}
+    assert find(reminded).turn_key in ends and find(reminded[:2]).turn_key not in ends
+
+
+def test_a_chat_that_begins_with_a_tools_result_has_no_entry_for_its_head():
+    """The first user message lies behind the result then, and so behind the head."""
+    found = find([SYSTEM, assistant("I will look."), tool("nine"), assistant("Nine."), user("Thanks?")])
+    assert shown(found) == [("history", "last:4,5"), ("system", None), ("turn", -5)]
+
+
+def test_a_turn_that_is_rendered_anew_once_it_is_answered_is_no_boundary():
+    broken = frozenset({Turn("tool", later=True, system=True, tools=False)})
+    facts = TemplateFacts(FACTS.ends, FACTS.openers, broken)
+    found = find(LOOP, facts)
+    assert shown(found) == [("history", "last:6"), ("system", "first:1,2"), ("turn", None)]
+    assert found.end is None  # its length would be that of words that change
+    assert ("turn", -5) in shown(find(CHAT, facts)) and ("turn", -7) in shown(find(LOOP[1:], facts))
+
+
+def test_a_client_that_asks_for_no_answer_ends_no_turn():
+    assert "turn" in dict(shown(find(CHAT)))
+    for body in ({"add_generation_prompt": False}, {"continue_final_message": True}):
+        found = find(CHAT, **body)
+        assert "turn" not in dict(shown(found)) and (found.turn_key, found.end) == (None, None)
+    assert "turn" not in dict(shown(find([*CHAT, assistant("Two.")])))
+
+
+def test_a_role_whose_end_is_not_known_ends_its_turn_somewhere():
+    found = find(CHAT, TemplateFacts({}, FACTS.openers))
+    assert shown(found) == [("history", "last:4,5"), ("system", "first:1,2"), ("turn", None)] and found.end is None
+
+
+def test_a_template_that_asks_for_no_answer_ends_its_turn_one_token_before_the_prompts_end():
+    found = find(CHAT, TemplateFacts({"user": 0}, FACTS.openers))
+    assert ("turn", -1) in shown(found) and found.end == 1
+
+
+def test_facts_of_another_setting_are_good_for_a_hint_and_not_for_lengths():
+    found = find(CHAT, FACTS.borrowed({"user": 9, "tool": 9}))
+    assert shown(found) == [("history", "last:4,5"), ("system", "first:1,2"), ("turn", -9)]
+    assert found.end is None
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, [], "text", [7], [None], [{}], [SYSTEM], [assistant("only me")]],
+)
+def test_a_chat_that_nobody_else_could_go_on_with_has_no_boundary(messages):
+    found = find(messages)
+    assert (found.boundaries, found.entries(), found.failure) == ((), (), "no_boundary")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"role": "user"}, user(None), user(5), user([{"type": "image_url"}]), user([7]), user([text_part("x"), 7])],
+)
+def test_a_message_without_a_text_has_its_place_all_the_same(odd):
+    assert shown(find([SYSTEM, user("First?"), assistant("One."), odd])) == shown(find(CHAT))
+
+
+def test_a_chat_of_too_many_messages_has_no_boundary(monkeypatch):
+    monkeypatch.setattr(finder, "MAX_MESSAGES", len(CHAT))
+    assert find(CHAT).boundaries
+    assert (find([*CHAT, user("Third?")]).boundaries, find([*CHAT, user("x")]).failure) == ((), "no_boundary")
+
+
+def test_a_prompt_without_messages_is_left_to_the_engine():
+    found = BoundaryFinder(PositionCache(10**6)).find(completions_request({"prompt": "Tide?"}), FACTS, b"renderer")
+    assert (found.boundaries, found.failure) == ((), None)
+
+
+# What a template is not known for.
+
+
+def test_without_facts_there_is_no_hint_but_the_prefixes_are_known_to_the_gateway():
+    found = find(CHAT, None)
+    assert (found.entries(), found.failure, found.result, found.end) == ((), "no_facts", "none", None)
+    assert {boundary.key for boundary in found.boundaries} == {boundary.key for boundary in find(CHAT).boundaries}
+    assert found.prefixes == find(CHAT).prefixes
+
+
+@pytest.mark.parametrize(
+    ("missing", "kind", "messages"), [("first", "system", CHAT), ("user", "history", CHAT), ("tool", "history", LOOP)]
+)
+def test_an_opener_that_is_not_known_costs_its_boundary_only(missing, kind, messages):
+    found, whole = find(messages, without(missing)), find(messages)
+    assert (kind, None) in shown(found) and found.failure is None
+    assert set(found.entries()) == set(whole.entries()) - {dict(shown(whole))[kind]}
+
+
+def test_facts_that_tell_nothing_of_this_chat_are_no_boundary():
+    found = find(CHAT, TemplateFacts())
+    assert (found.entries(), found.failure) == ((), "no_boundary")
+
+
+def test_a_position_that_an_engine_has_told_stands_in_for_a_fact():
+    positions = PositionCache(10**6)
+    head = {boundary.kind: boundary.key for boundary in find(CHAT).boundaries}
+    positions.put(head["system"], 40)
+    found = find(CHAT, None, positions)
+    assert (found.entries(), found.result, found.failure) == ((40,), "head", None)
+    assert find(CHAT, without("first"), positions).result == "learnt"
+    assert set(find(CHAT, without("first"), positions).entries()) == {40, "last:4,5", -5}
+
+
+def test_a_fact_goes_before_a_remembered_position():
+    positions = PositionCache(10**6)
+    for boundary in find(CHAT).boundaries:
+        positions.put(boundary.key, 40)
+    found = find(CHAT, positions=positions)
+    assert shown(found) == shown(find(CHAT)) and {boundary.tokens for boundary in found.boundaries} == {40}
+
+
+def test_an_older_worker_gets_the_positions_that_are_known_and_nothing_else():
+    positions = PositionCache(10**6)
+    head = {boundary.kind: boundary.key for boundary in find(CHAT).boundaries}
+    assert find(CHAT, positions=positions).entries(by_template=False) == ()
+    positions.put(head["turn"], 90)
+    positions.put(head["system"], 40)
+    assert find(CHAT, positions=positions).entries(by_template=False) == (40, 90)
+
+
+def test_an_estimate_is_never_sent():
+    body = {"messages": CHAT}
+    use = BoundaryFinder(PositionCache(10**6))
+    for facts in (None, TemplateFacts(), FACTS):
+        found = use.find(chat_request(body), facts, b"renderer", 4000, 0.25)
+        assert all(boundary.estimate > 100 and not boundary.tokens for boundary in found.boundaries)
+        assert not any(isinstance(entry, int) and entry > 0 for entry in found.entries())
+        assert found.entries(by_template=False) == ()
+
+
+def test_an_estimate_leaves_out_what_stands_behind_and_puts_the_boundaries_in_order():
+    messages = [SYSTEM, user("x" * 1000), assistant("y" * 2000), user("z" * 400)]
+    found = BoundaryFinder(PositionCache(10**6)).find(chat_request({"messages": messages}), FACTS, b"r", 4000, 0.5)
+    assert [(boundary.kind, boundary.estimate) for boundary in found.boundaries] == [
+        ("system", 300),
+        ("history", 1800),
+        ("turn", 2000),
+    ]
+
+
+# Places that a client marked.
+
+
+def explicit(found: Found) -> list[Any]:
+    return [boundary.entry for boundary in found.boundaries if boundary.kind == "explicit"]
+
+
+def test_a_mark_on_tools_or_system_prompt_is_the_head_once():
+    marked_tools = [{**TOOLS[0], **EPHEMERAL}]
+    for messages, tools in ((CHAT, marked_tools), ([{**SYSTEM, **EPHEMERAL}, *CHAT[1:]], marked_tools)):
+        assert shown(find(messages, tools=tools)) == shown(find(CHAT, tools=TOOLS))
+    assert shown(find([user("Tide?")], tools=marked_tools)) == [("history", "last:13"), ("turn", -5)]
+
+
+def test_a_mark_at_the_end_of_a_message_before_the_last_question_is_the_history():
+    assert shown(find([*CHAT[:2], {**CHAT[2], **EPHEMERAL}, CHAT[3]])) == shown(find(CHAT))
+
+
+def test_a_mark_before_an_earlier_question_skips_the_later_ones():
+    marked = [*CHAT[:2], {**CHAT[2], **EPHEMERAL}, CHAT[3], assistant("Two."), user("Third?"), assistant("Three.")]
+    for more in range(3):
+        messages = [*marked, *[user("More?"), assistant("Yes.")] * more, user("And?")]
+        assert explicit(find(messages)) == [f"last-{more + 2}:4,5"]
+
+
+def test_a_mark_before_an_earlier_question_is_not_counted_across_tools_unless_these_hold_no_opener():
+    messages = [*CHAT[:2], {**CHAT[2], **EPHEMERAL}, CHAT[3], assistant("I will look."), tool("nine")]
+    assert explicit(find(messages)) == [None]  # told of chats without tools' results only
+    assert explicit(find(messages, tools=TOOLS)) == ["last:14"]
+    later = [*messages, assistant("Nine."), user("And?")]
+    assert explicit(find(later)) == [None] and explicit(find(later, tools=TOOLS)) == ["last-1:14"]
+    per_user = TemplateFacts(FACTS.ends, {("user", True): Opener((14,), "<user>", per_user=True)})
+    assert explicit(find(later, per_user, tools=TOOLS)) == [None]
+
+
+def test_a_mark_before_an_earlier_tools_result_has_no_entry():
+    messages = [*LOOP[:2], {**LOOP[2], **EPHEMERAL}, LOOP[3], assistant("And the wind."), tool("west")]
+    assert explicit(find(messages)) == [None]
+    assert explicit(find([*messages, assistant("Both."), user("Thanks?")])) == [None]
+
+
+def test_a_mark_before_an_answer_is_sent_once_its_position_is_told():
+    positions = PositionCache(10**6)
+    messages = [SYSTEM, {**CHAT[1], **EPHEMERAL}, *CHAT[2:]]
+    assert explicit(find(messages, positions=positions)) == [None]
+    earlier = find(CHAT[:2])
+    assert earlier.turn_key is not None
+    positions.put(earlier.turn_key, 60)  # the turn of an earlier request
+    assert explicit(find(messages, positions=positions)) == [60]
+
+
+def test_a_mark_on_the_last_message_is_the_turn():
+    assert shown(find([*CHAT[:3], {**CHAT[3], **EPHEMERAL}])) == shown(find(CHAT))
+
+
+def test_a_mark_inside_a_message_waits_for_its_position():
+    positions = PositionCache(10**6)
+    messages = [SYSTEM, user([text_part("The tide table.", **EPHEMERAL), text_part("When?")])]
+    found = find(messages, positions=positions)
+    (place,) = found.unplaced
+    assert explicit(found) == [None] and (place.message, place.part, place.kept) == (1, 0, "")
+    positions.put(place.key, 70)
+    found = find(messages, positions=positions)
+    assert explicit(found) == [70] and found.unplaced == ()
+    other = [SYSTEM, user([text_part("The tide table."), text_part("Where?")])]
+    other[1]["content"][0] |= EPHEMERAL
+    assert explicit(find(other, positions=positions)) == [70]
+
+
+def test_a_mark_inside_a_system_prompt_is_a_beginning_of_its_text():
+    blocks = [text_part("You pilot.", **EPHEMERAL), text_part("Be brief.")]
+    body = {"model": "m", "system": blocks, "messages": [user("First?"), assistant("One."), user("Second?")]}
+    chat = chat_in(MESSAGES, body, StoredResponses(10**6))
+    positions = PositionCache(10**6)
+    found = BoundaryFinder(positions).find(chat, FACTS, b"renderer")
+    (place,) = found.unplaced
+    assert (place.message, place.kept, place.part) == (0, "You pilot.", None)
+    positions.put(place.key, 20)
+    assert 20 in BoundaryFinder(positions).find(chat, FACTS, b"renderer").entries()
+
+
+def test_more_marks_than_count_are_left_aside():
+    parts = [text_part(f"{number}", **EPHEMERAL) for number in range(3 * MAX_MARKS)]
+    assert len(explicit(find([SYSTEM, user(parts)]))) == MAX_MARKS
+
+
+def test_no_hint_is_longer_than_an_engine_takes():
+    positions = PositionCache(10**6)
+    messages = [SYSTEM, user([text_part(f"{number}", **EPHEMERAL) for number in range(MAX_MARKS + 1)]), *LOOP[2:]]
+    for number, boundary in enumerate(find(messages).boundaries):
+        positions.put(boundary.key, 100 + number)
+    found = find(messages, positions=positions)
+    assert MAX_MARKS < len(found.entries()) <= MAX_ENTRIES
+    assert len(found.entries()) == len(set(found.entries()))
+    many = tuple(found.boundaries[0]._replace(entry=number, tokens=number) for number in range(1, 40))
+    assert found._replace(boundaries=many).entries() == tuple(range(1, 17))
+    assert found._replace(boundaries=many).entries(by_template=False) == tuple(range(24, 40))
+
+
+def test_a_head_whose_opener_is_not_known_waits_for_its_position():
+    found = find(CHAT, without("first"))
+    (place,) = found.unplaced
+    assert (place.message, place.kept, place.part) == (1, "", None)
+    assert place.key in {boundary.key for boundary in found.boundaries if boundary.kind == "system"}
+    assert find(CHAT).unplaced == () and find(CHAT, None).unplaced == ()
+
+
+def test_a_head_before_several_parts_is_not_sought_behind_the_first_of_them():
+    parts = user([text_part("The tide table."), text_part("When?")])
+    assert find([SYSTEM, parts, *CHAT[2:]], without("first")).unplaced == ()
+    assert find([SYSTEM, user([text_part("First?")]), *CHAT[2:]], without("first")).unplaced
+
+
+# Texts that hold a template's own markers.
+
+
+@pytest.mark.parametrize(("text", "entry"), [("<user>?", "last-1:4,5"), ("a <user> b <user>", "last-2:4,5")])
+def test_an_opener_inside_the_last_text_is_skipped(text, entry):
+    for content in (text, [text_part(text), text_part("And?")], [text_part("And?"), text_part(text)]):
+        assert ("history", entry) in shown(find([*CHAT[:3], user(content)]))
+
+
+def test_an_opener_inside_the_head_leaves_the_head_without_an_entry():
+    for content in ("Say <user>.", [text_part("Say <user>."), text_part("Be brief.")]):
+        found = find([{"role": "system", "content": content}, *CHAT[1:]])
+        assert shown(found) == [("history", "last:4,5"), ("system", None), ("turn", -5)]
+
+
+def test_an_opener_inside_a_text_between_moves_nothing():
+    assert shown(find([SYSTEM, user("<user>"), assistant("<user>"), user("Second?")])) == shown(find(CHAT))
+
+
+def test_where_no_text_of_the_opener_is_known_none_is_counted():
+    facts = TemplateFacts(FACTS.ends, {("user", False): Opener((4, 5))})
+    assert ("history", "last:4,5") in shown(find([*CHAT[:3], user("<user>")], facts))
+
+
+# Keys and their order.
+
+
+def test_the_beginnings_of_a_prompt_come_shortest_first():
+    found = find(CHAT)
+    keys = {boundary.kind: boundary.key for boundary in found.boundaries}
+    shorter = find(CHAT[:2])
+    assert shorter.layout is not None and found.layout is not None
+    assert found.prefixes == (
+        found.layout.keys.after[0],
+        keys["system"],
+        shorter.turn_key,
+        found.layout.keys.after[2],
+        keys["history"],
+        keys["turn"],
+    )
+
+
+def test_every_boundary_is_found_again_among_the_prefixes_of_the_next_request():
+    parts = user([text_part("The tide table.", **EPHEMERAL), text_part("When?")])
+    for messages in (CHAT, LOOP, [SYSTEM, parts], [*CHAT[:2], {**CHAT[2], **EPHEMERAL}, *CHAT[3:], assistant("x")]):
+        found = find(messages)
+        assert {boundary.key for boundary in found.boundaries} <= set(found.prefixes)
+        grown = find([*messages, assistant("Yes."), user("And?"), assistant("No."), user("More?")])
+        between = {boundary.key for boundary in found.boundaries if boundary.kind != "explicit"}
+        assert between <= set(grown.prefixes)
+
+
+def test_a_beginning_inside_a_message_stands_between_its_start_and_its_end():
+    parts = user([text_part("The tide table.", **EPHEMERAL), text_part("When?")])
+    found = find([SYSTEM, parts])
+    (mark,) = (boundary.key for boundary in found.boundaries if boundary.kind == "explicit")
+    (history,) = (boundary.key for boundary in found.boundaries if boundary.kind == "history")
+    assert found.prefixes[1:] == (history, mark, found.turn_key)
+
+
+def test_shared_text_inside_messages_serves_the_choice_of_a_worker_only():
+    use = BoundaryFinder(PositionCache(10**6), DivergenceLearner(10**7))
+    document = "The pilot boards two miles off the bar. " * 40
+    for question in ("When is high tide?", "and the wind?", "Is there ice?"):
+        chat = chat_request({"messages": [SYSTEM, user(document + question)]})
+        found = use.find(chat, FACTS, b"renderer", 2000, by_texts=True)
+    learned = [boundary for boundary in found.boundaries if boundary.kind == "learned"]
+    assert learned and {boundary.entry for boundary in learned} == {None}
+    assert {boundary.key for boundary in learned} <= set(found.prefixes)
+    assert set(found.entries()) == {"last:3", -5}
+    assert "learned" not in {each.kind for each in use.find(chat, FACTS, b"renderer", 2000).boundaries}
+
+
+# A tokenizer and template of the generated models.
+
+TEXTS = [
     "Quartz is a mineral.",
     "83 ships wait",
-    "quartz",
     " leading space",
     "wind",
     "é accents",
     "💡",
     "",
     "\nx",
+    "<|im_start|>user",
 ]
 
 
-@pytest.mark.parametrize("text", PARTING_TEXTS)
-async def test_the_system_boundary_is_where_another_question_parts(renderer, text):
-    found = await positions(renderer, {"messages": [SYSTEM, user(text)]})
-    for other in PARTING_TEXTS:
-        if other[:1] != text[:1]:
-            mine = await renderer({"messages": [SYSTEM, user(text)]})
-            theirs = await renderer({"messages": [SYSTEM, user(other)]})
-            shared = common_prefix(mine, theirs)
-            assert shared - 1 <= found["system"] <= shared
-    assert found["history"] == found["system"]
-
-
-async def test_history_and_turn_of_a_longer_chat(renderer):
-    chat = [SYSTEM, user("First?"), assistant("One."), user("Second?")]
-    found = await positions(renderer, {"messages": chat})
-    prompt = await renderer({"messages": chat})
-    other = await renderer({"messages": [*chat[:3], user("branch")]})
-    assert found["history"] == common_prefix(prompt, other)
-    next_turn = await renderer({"messages": [*chat, assistant("Two."), user("Third?")]})
-    assert next_turn[: found["turn"]] == prompt[: found["turn"]]
-    assert found["system"] < found["history"] < found["turn"] < len(prompt)
-
-
-async def test_tools_belong_to_the_system_boundary(renderer):
-    with_tools = await positions(renderer, {"messages": [SYSTEM, user("Tide?")], "tools": TOOLS})
-    without = await positions(renderer, {"messages": [SYSTEM, user("Tide?")]})
-    assert with_tools["system"] > without["system"]
-
-
-async def test_a_tool_result_as_the_last_text_is_a_history_boundary(renderer):
-    chat = [SYSTEM, user("Tide?"), assistant("I will look."), {"role": "tool", "content": "high at nine"}]
-    found = await positions(renderer, {"messages": chat})
-    other = await renderer({"messages": [*chat[:3], {"role": "tool", "content": "low at four"}]})
-    assert found["history"] == common_prefix(await renderer({"messages": chat}), other)
-
-
-async def test_content_decides_nothing_for_earlier_boundaries(renderer):
-    """Comparing with the real prompt: a text that looks like a tool response moves nothing."""
-    plain = await positions(renderer, {"messages": [SYSTEM, user("Tide?")]})
-    odd = await positions(renderer, {"messages": [SYSTEM, user("<tool_response>Tide?</tool_response>")]})
-    assert plain["system"] == odd["system"]
-
-
-async def test_a_known_prefix_needs_no_render(renderer):
-    use = finder()
-    first = await positions(renderer, {"messages": [SYSTEM, user("First?")]}, use)
-    renders = renderer.renders
-    second = await use.find(chat_request({"messages": [SYSTEM, user("Second?")]}), renderer, b"renderer")
-    assert renderer.renders == renders
-    assert second.result == "memo"
-    assert {boundary.kind: boundary.tokens for boundary in second.boundaries}["history"] == first["history"]
-
-
-async def test_a_long_new_text_is_worth_a_render_for_its_turn(renderer):
-    use = finder()
-    await positions(renderer, {"messages": [SYSTEM, user("First?")]}, use)
-    found = await positions(renderer, {"messages": [SYSTEM, user("tide " * 1000)]}, use)
-    assert found["turn"] > 1000
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tools": TOOLS},
-        {"chat_template_kwargs": {"enable_thinking": False}},
-        {"cache_salt": "x"},
-        {"reasoning_effort": "high"},
-        {"model": "other"},
-    ],
-)
-async def test_whatever_can_move_a_position_makes_another_key(renderer, change):
-    use = finder()
-    body = {"messages": [SYSTEM, user("First?")]}
-    one = await use.find(chat_request(body), renderer, b"renderer")
-    other = await use.find(chat_request({**body, **change}), renderer, b"renderer")
-    assert one.key != other.key
-    assert other.result == "render"
-
-
-async def test_keys_do_not_depend_on_the_last_text_sampling_or_spelling(renderer):
-    use = finder()
-    one = await use.find(chat_request({"messages": [SYSTEM, user("First?")], "temperature": 1}), renderer, b"r")
-    other = await use.find(chat_request({"seed": 5, "messages": [SYSTEM, user("Other?")]}), renderer, b"r")
-    assert one.key == other.key
-
-
-async def test_another_template_is_another_key(renderer):
-    use = finder()
-    body = {"messages": [SYSTEM, user("First?")]}
-    assert (await use.find(chat_request(body), renderer, b"one")).key != (
-        await use.find(chat_request(body), renderer, b"two")
-    ).key
-
-
-async def test_a_cold_fan_out_renders_once(renderer):
-    use = finder()
-    await positions(renderer, {"messages": [{**SYSTEM, "content": "Another."}, user("zero")]}, use)
-    renderer.renders = 0  # what was learnt of the template is learnt
-    bodies = [{"messages": [SYSTEM, user(text)]} for text in ("one", "two", "three", "four")]
-    found = await asyncio.gather(*(use.find(chat_request(body), renderer, b"renderer") for body in bodies))
-    assert renderer.renders == 3  # prompt, sentinel, turn
-    assert len({one.positions[0] for one in found}) == 1
-
-
-async def test_only_the_text_of_the_last_text_part_is_replaced():
-    seen = []
-
-    async def renderer(body, path=CHAT):
-        seen.append(body["messages"][-1]["content"])
-        return [1, 2, 3]
-
-    image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    parts = [{"type": "text", "text": "Look:"}, image, {"type": "text", "text": "what is it?"}]
-    await finder().find(chat_request({"messages": [user(parts)]}), renderer, b"r")
-    replaced = next(content for content in seen if content[2]["text"] in SENTINELS)
-    assert replaced[:2] == parts[:2] and replaced[2]["text"] in SENTINELS
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        None,
-        [],
-        "text",
-        [7],
-        [None],
-        [{}],
-        [{"role": "user"}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [{"type": "image_url"}]}],
-        [{"role": "assistant", "content": "only me"}],
-    ],
-)
-async def test_a_chat_without_an_open_text_has_no_boundary(renderer, messages):
-    found = await finder().find(chat_request({"messages": messages}), renderer, b"r")
-    assert (found.positions, found.failure) == ((), "no_boundary")
-
-
-async def test_a_template_that_refuses_the_prompt_is_a_reason_and_is_asked_again(renderer):
-    use = finder()
-    renderer.fail = True
-    found = await use.find(chat_request({"messages": [SYSTEM, user("x")]}), renderer, b"r")
-    assert (found.positions, found.failure) == ((), "render_failed")
-    renderer.fail = False
-    assert (await use.find(chat_request({"messages": [SYSTEM, user("x")]}), renderer, b"r")).positions
-
-
-async def test_what_is_known_is_sent_even_if_something_new_cannot_be_rendered(renderer):
-    use = finder()
-    known = await use.find(chat_request({"messages": [SYSTEM, user("Tide?")]}), renderer, b"r")
-    renderer.fail = True
-    found = await use.find(chat_request({"messages": [SYSTEM, user("x" * 5000)]}), renderer, b"r")
-    assert found.failure is None and set(found.positions) < set(known.positions) and found.positions
-
-
-async def test_a_loop_that_is_rendered_anew_without_its_thinking_is_not_believed_to_be_there():
-    async def thinks_last(body, path=CHAT):
-        """Shows the thinking behind the last user message only, a token for each character."""
-        messages = body["messages"]
-        last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
-        text = ""
-        for index, message in enumerate(messages):
-            text += f"<{message['role']}>{message.get('reasoning', '') if index > last else ''}{message['content']}"
-        return list(map(ord, text + ("<assistant>" if body.get("add_generation_prompt", True) else "")))
-
-    use, prefix_index = finder(), PrefixIndex(100_000)
-    thought = {"role": "assistant", "content": "Let me look.", "reasoning": "A table will do. " * 40}
-    loop = [SYSTEM, user("Tide?"), thought, {"role": "tool", "content": "nine"}]
-    over = [*loop, assistant("At nine.")]
-    prompts: list[list[int]] = []
-    hits = []
-    for chat in (loop[:2], loop, [*over, user("And then?")], [*over, user("?")]):
-        found = await use.find(chat_request({"messages": chat}), thinks_last, b"r")
-        prompt = await thinks_last({"messages": chat})
-        shared = max((common_prefix(prompt, other) for other in prompts), default=0)
-        held = prefix_index.longest(found.prefixes, ["worker"])
-        assert held == {} or shared - 40 <= held["worker"].tokens <= shared
-        hits.append(bool(held))
-        prefix_index.record(found.boundaries, "worker")
-        prompts.append(prompt)
-    assert hits == [False, True, True, True]
-
-
-async def test_an_answer_that_continues_a_message_ends_no_turn(renderer):
-    body = {"messages": [SYSTEM, user("Tide?"), assistant("It is")], "continue_final_message": True}
-    assert "turn" not in await positions(renderer, {**body, "add_generation_prompt": False})
-
-
-def test_memory_is_bounded_and_forgets_the_least_recently_used():
-    memory = PositionCache(2 * ENTRY_BYTES)
-    memory.put(b"a", Position(1, b""))
-    memory.put(b"b", Position(2, b""))
-    assert memory.get(b"a").tokens == 1
-    memory.put(b"c", Position(3, b""))
-    assert (memory.get(b"a"), memory.get(b"b"), memory.get(b"c"), len(memory)) == ((1, b""), None, (3, b""), 2)
-
-
-@pytest.mark.parametrize("text", [*PARTING_TEXTS, *SENTINELS, " Quartz", "\t83"])
-def test_a_sentinel_never_starts_like_the_text_it_replaces(text):
-    sentinel = sentinel_for(text)
-    assert not text.lower().startswith(sentinel[0].lower())
-    assert not text.lstrip().lower().startswith(sentinel[0].lower())
-
-
-class Refusing:
-    """A template that refuses some chats, as those with strict roles do."""
-
-    def __init__(self, renderer: LocalRenderer, refuses: Callable[[Mapping[str, Any]], bool]) -> None:
-        self.renderer, self.refuses = renderer, refuses
-
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
-        if self.refuses(body):
-            raise RenderFailed("refused")
-        return await self.renderer(body, path)
-
-
-def last_role(body: Mapping[str, Any]) -> Any:
-    return body["messages"][-1]["role"]
-
-
-@pytest.mark.parametrize(
-    ("refuses", "missing"),
-    [
-        (lambda body: body.get("add_generation_prompt") is False, "turn"),
-        (lambda body: len(body["messages"]) == 2, "system"),
-        (lambda body: body["messages"][-1]["content"] in SENTINELS and len(body["messages"]) == 4, "history"),
-    ],
-)
-async def test_a_template_that_refuses_one_variant_costs_that_boundary_only(renderer, refuses, missing):
-    body = {"messages": [SYSTEM, user("First?"), assistant("One."), user("Second?")]}
-    all_of_them = await positions(renderer, body)
-    found = await finder().find(chat_request(body), Refusing(renderer, refuses), b"renderer")
-    assert found.failure is None
-    kinds = {boundary.kind: boundary.tokens for boundary in found.boundaries}
-    assert all_of_them.keys() - kinds.keys() == {missing} and kinds.items() <= all_of_them.items()
-
-
-async def test_a_mark_where_no_chat_may_end_costs_that_mark_only(renderer):
-    strict = Refusing(renderer, lambda body: last_role(body) in ("system", "assistant"))
-    marked = {**assistant("One."), "cache_control": {"type": "ephemeral"}}
-    body = {"messages": [SYSTEM, user("First?"), marked, user("Second?")]}
-    assert "explicit" in await positions(renderer, body)
-    found = await finder().find(chat_request(body), strict, b"renderer")
-    assert {boundary.kind for boundary in found.boundaries} == {"system", "history", "turn"}
-
-
-async def test_a_marked_boundary_is_found_again_among_the_prefixes(renderer):
-    use = finder()
-    part = {"type": "text", "text": "The tide table. " * 20, "cache_control": {"type": "ephemeral"}}
-    for question in ("First?", "Second?", "Third?"):
-        body = {"messages": [SYSTEM, user([part, {"type": "text", "text": question}])]}
-        found = await use.find(chat_request(body), renderer, b"renderer")
-        assert "explicit" in {boundary.kind for boundary in found.boundaries}
-        assert {boundary.key for boundary in found.boundaries} <= set(found.prefixes)
-
-
-async def test_what_another_request_left_at_a_mark_is_held_for_this_one(renderer):
-    use, index = finder(), PrefixIndex(100_000)
-    part = {"type": "text", "text": "The tide table. " * 20, "cache_control": {"type": "ephemeral"}}
-    for question in ("First?", "Second?"):
-        body = {"messages": [SYSTEM, user([part, {"type": "text", "text": question}])]}
-        found = await use.find(chat_request(body), renderer, b"renderer")
-        held = index.longest(found.prefixes, ["worker"])
-        index.record(found.boundaries, "worker")
-    explicit = next(boundary for boundary in found.boundaries if boundary.kind == "explicit")
-    assert held["worker"] == (explicit.tokens, explicit.key)
-
-
-async def test_a_mark_on_the_tools_without_a_system_prompt_is_before_the_first_user_text(renderer):
-    tools = [{**TOOLS[0], "cache_control": {"type": "ephemeral"}}]
-    body = {"tools": tools, "messages": [user("First?"), assistant("One."), user("Second?")]}
-    found = await positions(renderer, body)
-    shared = common_prefix(await renderer(body), await renderer({"tools": tools, "messages": [user("x")]}))
-    assert shared - 1 <= found["explicit"] <= shared
-
-
-async def test_a_mark_on_the_tools_of_a_single_question_is_the_history(renderer):
-    tools = [{**TOOLS[0], "cache_control": {"type": "ephemeral"}}]
-    assert {"history", "turn"} <= (await positions(renderer, {"tools": tools, "messages": [user("x")]})).keys()
-    assert "explicit" not in await positions(renderer, {"tools": tools, "messages": [user("x")]})
-
-
-async def test_chats_that_part_in_a_tool_call_have_boundaries(renderer):
-    use = BoundaryFinder(PositionCache(1_000_000), DivergenceLearner(10_000_000))
-    for port in ("Ayr", "Oban", "Ullapool"):
-        call = {"id": "c", "type": "function", "function": {"name": "tide", "arguments": json.dumps({"port": port})}}
-        called = {"role": "assistant", "content": None, "tool_calls": [call]}
-        chat = [SYSTEM, user("Tide? " * 200), called, {"role": "tool", "content": f"nine at {port} " * 100}]
-        shown = [{**message, "content": message.get("content") or ""} for message in chat]
-        found = await use.find(chat_request({"messages": shown}), renderer, b"renderer")
-        assert found.failure is None and found.positions
-
-
-async def test_a_client_that_asks_for_no_answer_ends_no_turn(renderer):
-    chat = [SYSTEM, user("Tide?")]
-    assert "turn" in await positions(renderer, {"messages": chat})
-    assert "turn" not in await positions(renderer, {"messages": chat, "add_generation_prompt": False})
-    assert "turn" not in await positions(renderer, {"messages": [*chat, assistant("At nine.")]})
-
-
-async def test_variants_that_end_earlier_continue_no_message():
-    seen = []
-
-    async def characters(body, path=CHAT):
-        seen.append(body)
-        return list(map(ord, "".join(f"<{message['role']}>{message['content']}" for message in body["messages"])))
-
-    chat = [SYSTEM, user("First?"), assistant("One."), user("Second?"), assistant("It is")]
-    body = {"messages": chat, "continue_final_message": True, "add_generation_prompt": False}
-    found = await finder().find(chat_request(body), characters, b"r")
-    assert {boundary.kind for boundary in found.boundaries} == {"system", "history"}
-    shorter = [each for each in seen if len(each["messages"]) < len(chat)]
-    assert shorter and all("continue_final_message" not in each for each in shorter)
+def facts_of(tokenizer: Any) -> TemplateFacts:
+    """Of the template `<|im_start|>role, a line break, a text`; a text may merge with that line break."""
+
+    def ids(text: str) -> tuple[int, ...]:
+        whole = tokenizer.render({"messages": [{"role": text, "content": "x"}], "add_generation_prompt": False})
+        opened = tokenizer.render({"messages": [{"role": text, "content": "\n"}], "add_generation_prompt": False})
+        return tuple(whole[: common_prefix(whole, opened)])
+
+    asked, silent = (
+        tokenizer.render({"messages": [user("x")], "add_generation_prompt": asks}) for asks in (True, False)
+    )
+    end = len(asked) - len(silent)
+    openers = {
+        (place, tools): Opener(
+            ids("tool" if place == "tool" else "user"), f"<|im_start|>{role}", no_tool=role == "user"
+        )
+        for place, role in (("first", "user"), ("alone", "user"), ("user", "user"), ("tool", "tool"))
+        for tools in (False, True)
+    }
+    return TemplateFacts({"user": end, "tool": end}, openers)
+
+
+def chats(rng: random.Random) -> list[dict[str, Any]]:
+    """Chats of every shape."""
+    made = []
+    for number in range(60):
+        messages = [SYSTEM] if number % 3 else []
+        for _ in range(rng.randrange(4)):
+            messages += [user(rng.choice(TEXTS)), assistant(rng.choice(TEXTS[:-1]))]
+            if rng.random() < 0.4:
+                messages += [tool(rng.choice(TEXTS[:-1])), assistant("So.")]
+        messages.append(user(rng.choice(TEXTS)))
+        if rng.random() < 0.3:
+            messages += [assistant("I will look."), tool(rng.choice(TEXTS[:-1]))]
+        made.append({"messages": messages, **({"tools": TOOLS} if number % 2 else {})})
+    return made
+
+
+def parts_at(tokenizer: Any, body: Mapping[str, Any], index: int) -> int:
+    """Where the prompt of a chat parts from one with another text in message `index`."""
+    prompt, shared = tokenizer.render(body), len(tokenizer.render(body))
+    for text in TEXTS:
+        changed = [*body["messages"]]
+        changed[index] = {**changed[index], "content": text}
+        if text[:1] != body["messages"][index]["content"][:1]:
+            shared = min(shared, common_prefix(prompt, tokenizer.render({**body, "messages": changed})))
+    return shared
+
+
+def test_entries_lie_where_two_chats_really_part(tokenizer):
+    facts, use = facts_of(tokenizer), BoundaryFinder(PositionCache(10**6))
+    kinds = set()
+    for body in chats(random.Random(3)):
+        found = use.find(chat_request(body), facts, b"renderer")
+        prompt = tokenizer.render(body)
+        roles = [message["role"] for message in body["messages"]]
+        first = roles.index("user")
+        for boundary in found.boundaries:
+            if boundary.entry is None:
+                continue
+            (position,) = resolve([boundary.entry], prompt)
+            kinds.add(boundary.kind)
+            if boundary.kind == "turn":
+                going_on = [*body["messages"], assistant("Two."), user("Third?")]
+                assert tokenizer.render({**body, "messages": going_on})[:position] == prompt[:position]
+                assert len(prompt) - position == facts.end("user")
+            else:
+                parting = parts_at(tokenizer, body, first if boundary.kind == "system" else len(roles) - 1)
+                assert parting - 1 <= position <= parting, (body, boundary)
+    assert kinds == {"system", "history", "turn"}

@@ -1,7 +1,6 @@
 """What a model is rendered with is known by what a probe renders to."""
 
 from proxy.boundaries.renderer import RenderFailed, identify_renderer
-from proxy.boundaries.sentinel import is_telling
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 
@@ -17,8 +16,3 @@ async def test_a_template_without_a_system_role_is_identified_by_the_second_prob
 
     assert await identify_renderer(no_system, "m") is not None
     assert await identify_renderer(nothing, "m") is None
-
-
-def test_markup_and_commands_may_be_read_by_a_template():
-    assert all(map(is_telling, ("<think>", "/no_think", "</x", "{a", "[INST]", "<|x")))
-    assert not any(map(is_telling, ("Tide?", "a < b", "1 / 2", "")))

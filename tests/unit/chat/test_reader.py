@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.boundaries.candidates import layout_of
+from proxy.boundaries.layout import layout_of
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOOLS, Chat, Mark
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses

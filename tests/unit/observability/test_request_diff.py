@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from proxy.boundaries.candidates import layout_of
+from proxy.boundaries.layout import layout_of
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.reader import chat_request
 from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory, volatile_text

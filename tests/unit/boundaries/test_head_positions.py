@@ -1,0 +1,230 @@
+"""The position of a head that no fact tells is rendered once, beside the requests, for the second that asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from proxy.boundaries import head_positions
+from proxy.boundaries.boundary import Found
+from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.head_positions import MAX_CHARACTERS, REST, HeadPositions
+from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.renderer import RenderFailed
+from proxy.boundaries.sentinel import MERGING, SENTINELS
+from proxy.boundaries.template_facts import TemplateFacts
+from proxy.boundaries.token_ids import TokenIds
+from proxy.chat.chat import CHAT
+from proxy.chat.reader import chat_request
+from tests.harness.virtual_time import VirtualTimeLoop
+
+# Of a place: each sentinel, and each text that may merge with what stands before it.
+RENDERS = len(SENTINELS) + len(MERGING)
+
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+class Characters:
+    """A worker whose tokens are characters. `refuses` some chats; takes `seconds` for each."""
+
+    def __init__(self, refuses: bool = False, seconds: float = 0.0, error: type[Exception] = RenderFailed) -> None:
+        self.bodies: list[Mapping[str, Any]] = []
+        self.refuses, self.seconds, self.error = refuses, seconds, error
+        self.asked_at: list[float] = []
+
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+        self.bodies.append(body)
+        self.asked_at.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.seconds)
+        if self.refuses:
+            raise self.error("planned")
+        text = ""
+        for message in body["messages"]:
+            content = message["content"]
+            parts = content if isinstance(content, str) else "|".join(part["text"] for part in content)
+            text += f"<{message['role']}>{parts}"
+        return TokenIds.of(map(ord, text + "<assistant>"))
+
+
+class Gateway:
+    """Requests for which the finder is told no opener, and the positions that are learnt for them."""
+
+    def __init__(self, renderer: Characters) -> None:
+        self.renderer = renderer
+        self.positions = PositionCache(10**6)
+        self.heads = HeadPositions(self.positions)
+
+    def ask(self, messages: list[Any], **body: Any) -> Found:
+        chat = chat_request({"messages": messages, **body})
+        found = BoundaryFinder(self.positions).find(chat, TemplateFacts(), b"renderer")
+        self.heads.learn(found, self.renderer)
+        return found
+
+    async def idle(self) -> None:
+        """Return once nothing is left to be rendered."""
+        if self.heads._worker is not None:
+            await self.heads._worker
+
+
+HEAD = {"role": "system", "content": "You pilot ships into the harbour."}
+
+
+def chat(question: str, system: str = HEAD["content"]) -> list[Any]:
+    return [{"role": "system", "content": system}, user("First?"), assistant("One."), user(question)]
+
+
+async def test_the_second_request_with_a_head_renders_and_a_third_has_its_position():
+    gateway = Gateway(Characters())
+    gateway.ask(chat("a?"))
+    await gateway.idle()
+    assert not gateway.renderer.bodies
+    assert gateway.ask(chat("b?")).entries() == ()
+    await gateway.idle()
+    assert len(gateway.renderer.bodies) == RENDERS
+    found = gateway.ask(chat("c?"))
+    assert found.entries() == (len("<system>You pilot ships into the harbour.<user>"),)
+    assert found.result == "head" and found.unplaced == ()
+    await gateway.idle()
+    assert len(gateway.renderer.bodies) == RENDERS
+
+
+async def test_a_head_is_rendered_without_the_rest_of_the_chat():
+    gateway = Gateway(Characters())
+    for question in ("a?", "b?"):
+        gateway.ask(chat(question), tools=[{"type": "function"}], continue_final_message=True)
+    await gateway.idle()
+    for body, text in zip(gateway.renderer.bodies, (*SENTINELS, *MERGING), strict=True):
+        assert body["messages"] == [HEAD, user(text)] and body["tools"]
+        assert "continue_final_message" not in body
+
+
+async def test_one_and_the_same_head_is_rendered_once_however_many_ask():
+    gateway = Gateway(Characters())
+    for number in range(10):
+        gateway.ask(chat(f"{number}?"))
+    await gateway.idle()
+    assert len(gateway.renderer.bodies) == RENDERS
+
+
+async def test_a_mark_inside_a_message_is_placed_behind_its_part():
+    gateway = Gateway(Characters())
+    for question in ("a?", "b?"):
+        parts = [{"type": "text", "text": "The tide table.", **EPHEMERAL}, {"type": "text", "text": question}]
+        found = gateway.ask([HEAD, user(parts)])
+    await gateway.idle()
+    (place,) = found.unplaced
+    assert gateway.positions.get(place.key) == len("<system>You pilot ships into the harbour.<user>The tide table.|")
+
+
+async def test_a_mark_inside_a_system_prompt_is_placed_before_a_message_that_a_template_can_answer():
+    gateway = Gateway(Characters())
+    blocks = [{"type": "text", "text": "You pilot.", **EPHEMERAL}, {"type": "text", "text": "Be brief."}]
+    for question in ("a?", "b?"):
+        found = gateway.ask([{"role": "system", "content": blocks}, user(question)])
+    await gateway.idle()
+    (place,) = (place for place in found.unplaced if place.message == 0)
+    assert all(
+        [message["role"] for message in body["messages"]] == ["system", "user"] for body in gateway.renderer.bodies
+    )
+    assert gateway.positions.get(place.key) == len("<system>You pilot.|")
+
+
+async def test_a_head_that_is_too_long_is_not_rendered():
+    gateway = Gateway(Characters())
+    for question in ("a?", "b?", "c?"):
+        found = gateway.ask(chat(question, "x" * MAX_CHARACTERS))
+        await gateway.idle()
+    assert not gateway.renderer.bodies and found.entries() == ()
+
+
+async def test_the_length_of_what_follows_a_head_does_not_count():
+    gateway = Gateway(Characters())
+    for number in range(2):
+        gateway.ask(chat(f"{number}" * MAX_CHARACTERS))
+    await gateway.idle()
+    assert len(gateway.renderer.bodies) == RENDERS
+
+
+@pytest.mark.parametrize("error", [RenderFailed, KeyError])
+async def test_a_head_that_the_worker_cannot_render_is_not_tried_again_and_holds_up_no_other(error, caplog):
+    gateway = Gateway(Characters(refuses=True, error=error))
+    with caplog.at_level(logging.ERROR):
+        for question in ("a?", "b?"):
+            gateway.ask(chat(question))
+        await gateway.idle()
+    assert len(gateway.renderer.bodies) == 1 and "planned" not in caplog.text
+    assert ("KeyError" in caplog.text) == (error is KeyError)
+    gateway.renderer.refuses = False
+    for question in ("a?", "b?"):
+        assert gateway.ask(chat(question)).entries() == ()
+        gateway.ask(chat(question, "Another head."))
+    await gateway.idle()
+    assert len(gateway.renderer.bodies) == 1 + RENDERS
+    assert gateway.ask(chat("c?", "Another head.")).entries()
+
+
+async def test_a_place_that_nothing_stands_before_has_no_position():
+    class Empty(Characters):
+        async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+            self.bodies.append(body)
+            return TokenIds.of([len(self.bodies)])
+
+    gateway = Gateway(Empty())
+    for question in ("a?", "b?"):
+        found = gateway.ask(chat(question))
+    await gateway.idle()
+    assert gateway.renderer.bodies and len(gateway.positions) == 0 and found.entries() == ()
+
+
+def test_the_worker_rests_nine_times_as_long_as_it_renders(monkeypatch):
+    async def two_heads() -> list[float]:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(head_positions, "time", SimpleNamespace(monotonic=loop.time))
+        gateway = Gateway(Characters(seconds=1.0))
+        for question in ("a?", "b?"):
+            for system in ("One head.", "Another head."):
+                gateway.ask(chat(question, system))
+        await gateway.idle()
+        return gateway.renderer.asked_at
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        asked_at = runner.run(two_heads())
+    pause = RENDERS * (1 + REST)
+    assert asked_at == pytest.approx([*range(RENDERS), *(pause + number for number in range(RENDERS))])
+
+
+async def test_all_that_is_remembered_and_waits_is_bounded(monkeypatch):
+    monkeypatch.setattr(head_positions, "MAX_KNOWN", 6)
+    monkeypatch.setattr(head_positions, "MAX_WAITING", 3)
+    gateway = Gateway(Characters())
+    for _ in range(2):
+        for number in range(5):
+            gateway.ask(chat("a?", f"Head {number}."))
+    await gateway.idle()
+    assert len(gateway.renderer.bodies) == 3 * RENDERS  # the queue was full for the others
+    for number in (3, 4):
+        gateway.ask(chat("b?", f"Head {number}."))
+    await gateway.idle()
+    assert len(gateway.renderer.bodies) == 5 * RENDERS  # which are tried when there is room
+    for number in range(100):
+        gateway.ask(chat("a?", f"Other head {number}."))
+    assert len(gateway.heads._seen) == 6
+
+
+def test_a_request_that_wants_nothing_starts_nothing():
+    gateway = Gateway(Characters())  # outside a running event loop
+    gateway.heads.learn(Found(), gateway.renderer)
+    assert gateway.heads._worker is None
