@@ -61,6 +61,7 @@ class RecordingWorker:
     hang_renders: bool = False  # answer no render until the gateway goes
     cached: int = 160  # tokens it reports
     status: int = 200  # of whole answers
+    location: str | None = None  # header of whole answers
     outcomes: dict[str, Any] = field(default_factory=lambda: {"boot": "b", "cursor": 0, "outcomes": []})  # of its feed
     has_feed: bool = True
     hang: bool = False  # answer nothing until the client goes
@@ -117,7 +118,8 @@ class RecordingWorker:
         else:
             details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
             usage = {**USAGE, "prompt_tokens_details": details}
-            await _answer(send, json.dumps({**COMPLETION, "usage": usage}).encode(), status=self.status)
+            more = [(b"location", self.location.encode())] if self.location is not None else []
+            await _answer(send, json.dumps({**COMPLETION, "usage": usage}).encode(), status=self.status, more=more)
         return None
 
     async def _render(self, body: bytes, send: Any) -> None:
@@ -149,9 +151,15 @@ class RecordingWorker:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _answer(send: Any, body: bytes, kind: str = "application/json", status: int = 200) -> None:
+async def _answer(
+    send: Any,
+    body: bytes,
+    kind: str = "application/json",
+    status: int = 200,
+    more: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode()), (b"x-twice", b"1")]
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"x-twice", b"2")]})
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, *more, (b"x-twice", b"2")]})
     await send({"type": "http.response.body", "body": body})
 
 
