@@ -1,8 +1,8 @@
 """What became of each request, and of the states it left: a path of the worker that no client of the gateway reaches.
 
-An answer cannot carry it: a stream's headers leave before the request is scheduled, its body is the client's, and a
-state may go while no request asks. So the API server keeps the latest outcomes and events in order, and the gateway
-reads what is new.
+A stream cannot carry it: its headers leave before the request is scheduled, its body is the client's, and a state may
+go while no request asks. So the API server keeps the latest outcomes and events in order, and the gateway reads what is
+new. An answer that is no stream carries its outcome in a header, if the request asks for it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import asyncio
 import json
 import re
 import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
+from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateEvicted, StateStored
 
 PATH = "/seamark/outcomes"
 
 MAX_KEPT = 8192  # requests, and states that came or went; some 300 bytes each
+
+# Of a request with the value 1, and of its answer: REASON,HIT,SHARED,POSITION:POSITION.., lengths in tokens.
+HEADER = b"x-seamark-outcome"
 
 MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
 
@@ -38,11 +42,19 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Outcome(NamedTuple):
-    """What became of one request."""
+    """What became of one request. Lengths in tokens."""
 
     request_id: str  # its X-Request-Id
     reason: str
     hit_tokens: int
+    shared: int  # with an earlier prompt that the engine has seen
+    resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
+
+    @property
+    def header(self) -> bytes:
+        """The value of `HEADER`."""
+        positions = ":".join(map(str, self.resolved))
+        return f"{self.reason},{self.hit_tokens},{self.shared},{positions}".encode()
 
 
 def client_id(engine_id: str) -> str:
@@ -60,12 +72,23 @@ class Feed:
         self.has_all_events = True
         self._cursor = 0
         self._kept: deque[tuple[int, Outcome | list[Any]]] = deque(maxlen=MAX_KEPT)
+        self._latest: OrderedDict[str, Outcome] = OrderedDict()  # of those kept, by X-Request-Id
         self._last_number: dict[int, int] = {}  # of an event, by engine
         self._readers: set[asyncio.Event] = set()  # those that wait
 
-    def add_outcome(self, engine_id: str, reason: str, hit_tokens: int) -> None:
-        """A request was admitted with `hit_tokens` from the cache, for `reason`."""
-        self._keep(Outcome(client_id(engine_id), reason, hit_tokens))
+    def add_outcome(self, request: AdmittedRequest) -> None:
+        """A request was admitted."""
+        name = client_id(request.request_id)
+        outcome = Outcome(name, request.reason, request.hit_tokens, request.shared, request.resolved)
+        self._keep(outcome)
+        self._latest[name] = outcome
+        self._latest.move_to_end(name)
+        if len(self._latest) > MAX_KEPT:
+            self._latest.popitem(last=False)
+
+    def take_latest(self, request_id: str) -> Outcome | None:
+        """The latest outcome under an `X-Request-Id`, once; None if this process knows none."""
+        return self._latest.pop(request_id, None)
 
     def add_event(self, engine: int, number: int, event: StateEvent) -> None:
         """States came or went in an engine, which numbers its events without gaps."""
@@ -92,8 +115,9 @@ class Feed:
     def after(self, cursor: int, boot: str | None = None) -> dict[str, Any]:
         """Everything later than `cursor`, or everything kept if `boot` is another process's.
 
-        `states` only if this process gets all events. `reset`: entries were lost to the reader, so it no longer knows
-        what the cache holds.
+        `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
+        what its hint's entries name. `states` only if this process gets all events. `reset`: entries were lost to the
+        reader, so it no longer knows what the cache holds.
         """
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
@@ -107,7 +131,13 @@ class Feed:
                 outcomes.append(entry)
             else:
                 states.append(entry)
-        answer = {"boot": self.boot, "cursor": self._cursor, "outcomes": outcomes[::-1]}
+        outcomes.reverse()
+        answer = {
+            "boot": self.boot,
+            "cursor": self._cursor,
+            "outcomes": [(outcome.request_id, outcome.reason, outcome.hit_tokens) for outcome in outcomes],
+            "resolved": [(outcome.request_id, outcome.shared, outcome.resolved) for outcome in outcomes],
+        }
         return {**answer, "states": states[::-1], "reset": reset} if self.has_all_events else answer
 
     async def wait_after(self, cursor: int, boot: str | None, seconds: float) -> dict[str, Any]:
@@ -128,14 +158,18 @@ feed = Feed()
 
 
 class EventsEndpoint:
-    """ASGI middleware for vLLM's `--middleware`: `GET /seamark/outcomes?boot=B&after=N&wait=S`, all else to the app."""
+    """ASGI middleware for vLLM's `--middleware`: `GET /seamark/outcomes?boot=B&after=N&wait=S`, all else to the app.
+
+    The app's answer to a request with `HEADER` gets that header, if it is no stream and its outcome is known here.
+    """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH:
-            await self._app(scope, receive, send)
+            asked = scope["type"] == "http" and (HEADER, b"1") in scope["headers"]
+            await self._app(scope, receive, _adds_outcome(scope["headers"], send) if asked else send)
             return
         if scope["method"] != "GET":
             await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
@@ -150,6 +184,23 @@ class EventsEndpoint:
             return
         seconds = min(float(wait), MAX_WAIT)
         await _answer(send, 200, await feed.wait_after(int(after), query.get("boot", [None])[-1], seconds))
+
+
+def _adds_outcome(request_headers: Iterable[tuple[bytes, bytes]], send: Send) -> Send:
+    """`send`, with the outcome of the request among the headers of its answer."""
+    request_id = dict(request_headers).get(b"x-request-id", b"").decode("latin-1")
+
+    async def send_with_outcome(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            content_type = next((value for name, value in headers if name.lower() == b"content-type"), b"")
+            if not content_type.startswith(b"text/event-stream"):
+                outcome = feed.take_latest(request_id)
+                if outcome is not None:
+                    message = {**message, "headers": [*headers, (HEADER, outcome.header)]}
+        await send(message)
+
+    return send_with_outcome
 
 
 async def _answer(send: Send, status: int, content: Any) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine_patches import ledger
 from engine_patches.reporting.events_api import feed
-from engine_patches.reporting.stats_channel import EVENT, decode_event, detach
+from engine_patches.reporting.stats_channel import EVENT, REQUEST, decode_event, decode_request, detach
 from engine_patches.scheduler import match_unit
 from engine_patches.scheduler.state_events import StateEvicted
 
@@ -121,9 +121,8 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
         }
         for name, count in report.items():
             group, _, label = name.partition("/")
-            if group == "request":
-                reason, _, request_id = label.partition("/")
-                feed.add_outcome(request_id, reason, hit_tokens=count)
+            if group == REQUEST:
+                feed.add_outcome(decode_request(label, hit_tokens=count))
             elif group == EVENT:
                 number, event = decode_event(label)
                 metrics.evicted.inc(isinstance(event, StateEvicted))

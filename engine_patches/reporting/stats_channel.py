@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateEvicted, StateStored
 
 PREFIX = "seamark/"
 
 EVENT = "event"
+
+REQUEST = "request"
 
 
 def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
@@ -41,7 +44,7 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
         **{f"outcome/{reason}": count for reason, count in counts.outcomes.items()},
         **{f"follower/{fate}": count for fate, count in counts.followers.items()},
         **{f"ignored/{reason}": count for reason, count in counts.ignored.items()},
-        **{f"request/{reason}/{name}": hit_tokens for name, reason, hit_tokens in counts.requests},
+        **{f"{REQUEST}/{encode_request(request)}": request.hit_tokens for request in counts.requests},
     }
     if events is not None:
         report |= {f"{EVENT}/{number}/{encode_event(event)}": 0 for number, event in events.take()}
@@ -53,6 +56,19 @@ def detach(stats: Any) -> dict[str, int]:
     carrier: dict[str, int] = stats.waiting_lora_adapters
     names = [name for name in carrier if name.startswith(PREFIX)]
     return {name.removeprefix(PREFIX): carrier.pop(name) for name in names}
+
+
+def encode_request(request: AdmittedRequest) -> str:
+    """A request as the name of its hit tokens."""
+    # The id last: it is a client's, and may hold anything.
+    return f"{request.reason}/{request.shared}/{':'.join(map(str, request.resolved))}/{request.request_id}"
+
+
+def decode_request(name: str, hit_tokens: int) -> AdmittedRequest:
+    """A request out of what `encode_request` made."""
+    reason, shared, resolved, request_id = name.split("/", 3)
+    positions = tuple(int(position) for position in resolved.split(":") if position)
+    return AdmittedRequest(request_id, reason, hit_tokens, int(shared), positions)
 
 
 def encode_event(event: StateEvent) -> str:

@@ -11,17 +11,21 @@ from typing import Any
 
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
-from engine_patches.scheduler.counters import Counters
+from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.hints import EDGE, TAIL, CheckpointTarget, checkpoint_targets
+from engine_patches.scheduler.hints import EDGE, LEARNED, TAIL, CheckpointTarget, checkpoint_targets
 from engine_patches.scheduler.reasons import Outcomes
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
+from engine_patches.scheduler.seen import SeenPrefixes
 from engine_patches.scheduler.state_events import StateEvents
 from engine_patches.scheduler.step_time import StepTime
 
 # A hit below this share of a pass is not felt, and its state takes as much room as any other.
 WORTH_OF_A_PASS = 0.05
+
+# Tokens that two prompts have to share before the engine by itself keeps a state where they part.
+MIN_SHARED = 128
 
 
 @dataclass
@@ -46,7 +50,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self.alignment = self.alignment or self.match_unit
-        self.outcomes = Outcomes(self.match_unit)
+        self.outcomes = Outcomes(self.match_unit, self.alignment)
+        self.seen = SeenPrefixes()
 
     @property
     def recurrent_groups(self) -> Iterable[int]:
@@ -68,18 +73,35 @@ class Checkpoints:
 
     def _first_state_of(self, request: Any) -> RequestState:
         hint = hints.hint_in(request)
-        if hint is hints.NONE:
-            return RequestState()
-        if self.refuse_all is not None:
+        state = RequestState(hinted=hint is not hints.NONE)
+        if state.hinted and self.refuse_all is not None:
             self.counters.hint_ignored(self.refuse_all)
         if not self.enabled:
-            return RequestState(hinted=True)
-        positions = hints.usable_positions(hint, request.num_prompt_tokens, self.alignment, self.counters.hint_ignored)
-        return RequestState(positions, hinted=True)
+            return state
+        ignore = self.counters.hint_ignored
+        if state.hinted:
+            state.resolved = hints.resolve(hint, request.prompt_token_ids, request.num_prompt_tokens, ignore)
+            state.hinted_positions = hints.usable_positions(state.resolved, self.alignment, ignore)
+        # Of a prompt that goes on arriving, only what is there now is looked up and remembered.
+        units = request.num_prompt_tokens // self.match_unit
+        state.shared = self.seen.deepest(request.block_hashes[:units]) * self.match_unit
+        state.learned = self._learned_position(request, state)
+        return state
+
+    def _learned_position(self, request: Any, state: RequestState) -> int:
+        """Where a request leaves the prompts before it, if that is worth a state and none of its hint serves."""
+        tail: int = (request.num_prompt_tokens - 1) // self.match_unit * self.match_unit
+        shared = min(state.shared, tail)  # the same prompt again can use no more
+        hinted_there = any(shared <= position < shared + 2 * self.match_unit for position in state.resolved)
+        position = shared // self.alignment * self.alignment
+        if shared < max(MIN_SHARED, self.alignment) or hinted_there or position in state.hinted_positions:
+            return 0
+        return position
 
     def targets(self, request: Any) -> list[CheckpointTarget]:
         """Positions of a request whose states are to be kept, ascending."""
-        return checkpoint_targets(request, self.state_of(request).positions, self.alignment, self.block_size)
+        state = self.state_of(request)
+        return checkpoint_targets(request, state.hinted_positions, self.alignment, self.block_size, state.learned)
 
     def positions_with_keys(self, state: RequestState, num_tokens: int) -> list[int]:
         """Positions up to `num_tokens` at which the request's attention blocks carry keys of ours."""
@@ -137,22 +159,31 @@ class Checkpoints:
         key = blocks[0].block_hash
         self.counters.state_written(key, target.kind)
         if self.retention is not None:
-            state = self.state_of(request)
-            several = len(state.positions) > 1
-            turn = target.kind in (TAIL, EDGE) or (several and target.position == state.positions[-1])
-            self.retention.add(key, blocks, turn)
+            self.retention.add(key, blocks, self._ends_a_turn(self.state_of(request), target))
         return blocks
+
+    def _ends_a_turn(self, state: RequestState, target: CheckpointTarget) -> bool:
+        """Whether a state serves one conversation, rather than whoever shares its prefix."""
+        if target.kind == LEARNED:
+            # The next turn also repeats the first words of the template's answer, up to two units behind the last turn.
+            return state.resumed_at > 0 and target.position - state.resumed_at <= 2 * self.match_unit
+        hinted = state.hinted_positions
+        return target.kind in (TAIL, EDGE) or (len(hinted) > 1 and target.position == hinted[-1])
 
     def admitted(self, request: Any, hit_tokens: int) -> None:
         """A request starts with `hit_tokens` from the cache, 0 for none."""
         state = self.state_of(request)
-        reason = self.outcomes.reason_for(request, state.hinted, state.positions, hit_tokens)
-        self.counters.request_admitted(request.request_id, reason, hit_tokens)
+        state.resumed_at = hit_tokens
+        reason = self.outcomes.reason_for(request, state, hit_tokens)
+        self.counters.request_admitted(
+            AdmittedRequest(request.request_id, reason, hit_tokens, state.shared, state.resolved)
+        )
         if not hit_tokens:
             return
         key = key_at(request, hit_tokens, self.match_unit, self.recurrent_group)
         self.counters.resumed(key, hit_tokens, self.step_time.seconds(hit_tokens))
-        if self.retention is not None and self.retention.resumed(key):
+        if self.retention is not None:
+            self.retention.resumed(key)
             passed = (position for position in state.positions if position < hit_tokens)
             self.retention.refresh(key_at(request, p, self.match_unit, self.recurrent_group) for p in passed)
 

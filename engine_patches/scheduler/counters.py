@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # Keys remembered, 36 bytes each: for the gauge of bytes, and to tell a hit on a state from another.
 MAX_KNOWN_KEYS = 65_536
@@ -17,6 +17,16 @@ CENSUS_INTERVAL = 1.0
 MAX_REQUESTS = 1024
 
 
+class AdmittedRequest(NamedTuple):
+    """What a request started with. Lengths in tokens."""
+
+    request_id: str  # vLLM's
+    reason: str  # one of those in `reasons`
+    hit_tokens: int  # from the cache
+    shared: int  # with an earlier prompt, whole match units
+    resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
+
+
 @dataclass
 class Counts:
     """What has happened since the last report."""
@@ -24,8 +34,7 @@ class Counts:
     written: Counter[str] = field(default_factory=Counter)  # states by kind
     ignored: Counter[str] = field(default_factory=Counter)  # hint entries by reason
     outcomes: Counter[str] = field(default_factory=Counter)  # requests by reason
-    # Each of them: id, reason, tokens from the cache.
-    requests: deque[tuple[str, str, int]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
+    requests: deque[AdmittedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
     hits: int = 0  # requests that resumed from a state
     hit_tokens: int = 0
@@ -59,10 +68,10 @@ class Counters:
         """One of a request's wishes has no effect, for one of `hints.IGNORED_REASONS`."""
         self.counts.ignored[reason] += 1
 
-    def request_admitted(self, request_id: str, reason: str, hit_tokens: int) -> None:
-        """A request starts with `hit_tokens` from the cache, for one of the reasons in `reasons`."""
-        self.counts.outcomes[reason] += 1
-        self.counts.requests.append((request_id, reason, hit_tokens))
+    def request_admitted(self, request: AdmittedRequest) -> None:
+        """A request starts."""
+        self.counts.outcomes[request.reason] += 1
+        self.counts.requests.append(request)
 
     def resumed(self, key: bytes, hit_tokens: int, saved_seconds: float) -> None:
         """A request resumes at `hit_tokens`; it is a hit on a state if that was registered under `key`."""

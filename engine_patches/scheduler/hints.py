@@ -1,20 +1,33 @@
 """The hint of a request, and the positions at which its recurrent states are kept.
 
-A hint is a list of token positions, counted from the start of the prompt. It is a wish: a wrong entry is dropped and
+A hint is a list of at most 16 entries, in any order. Each names one position in the prompt, in tokens from its start:
+
+- `n`, a positive integer: `n` tokens from the start;
+- `-n`: `n` tokens before the end;
+- `"first:7,8,9"`: behind the first occurrence of these token ids;
+- `"last:7,8,9"`: behind their last occurrence;
+- `"last-k:7,8,9"`: the same, after skipping the `k` occurrences nearest to the end.
+
+Ids are decimal numbers without spaces, at most 128 of them. Occurrences may overlap. Entries are resolved here, on the
+ids of the prompt, so the sender of a hint need not count tokens. A hint is a wish: a wrong entry is dropped and
 counted, and a right one can only add a cache entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 FIELD = "seamark_boundaries"
 
-# Every position costs a state and a part of a pass, so a request gets a bounded number of them.
-MAX_POSITIONS = 16
+# Every position costs a state and a part of a pass, and every pattern a look through the prompt.
+MAX_ENTRIES = 16
 
-MAX_ENTRIES = 4 * MAX_POSITIONS  # read of one hint
+MAX_PATTERN = 128  # token ids
+
+# Places at which one pattern is compared. A pattern of common tokens must not hold up a scheduler.
+MAX_COMPARED = 4096
 
 # A hinted position at most this many tokens before the prompt's tail also serves the next turn: it is the end of the
 # turn, before the words that ask for an answer.
@@ -24,7 +37,7 @@ IGNORED_REASONS = (
     "malformed",
     "out_of_range",
     "below_unit",
-    "not_ascending",
+    "not_found",  # the prompt does not hold these token ids
     "too_many",
     "speculative",
     "not_worth_it",  # a hit there would not be felt
@@ -32,11 +45,18 @@ IGNORED_REASONS = (
     "single_token",  # a step over one token writes no state
 )
 
-# Kinds of targets.
-HINTED, TAIL, EDGE, JUNCTION = "hinted", "tail", "edge", "junction"
+# Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine.
+HINTED, LEARNED, TAIL, EDGE, JUNCTION = "hinted", "learned", "tail", "edge", "junction"
 
 # A request without a hint; None is a hint, a malformed one.
 NONE = object()
+
+_PATTERN = re.compile(
+    rf"(first|last)(?:(?<=last)-(\d{{1,6}}))?:(\d{{1,9}}(?:,\d{{1,9}}){{0,{MAX_PATTERN - 1}}})", re.ASCII
+)
+
+# The end of a prompt is searched in slices, since a list has no search from its end. Most patterns are near the end.
+_FIRST_SLICE, _LARGEST_SLICE = 512, 32_768  # tokens
 
 
 class CheckpointTarget(NamedTuple):
@@ -55,61 +75,135 @@ def hint_in(request: Any) -> Any:
     return (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD, NONE)
 
 
-def usable_positions(
-    hint: Any, num_prompt_tokens: int, match_unit: int, ignore: Callable[[str], None]
+def resolve(
+    hint: Any, prompt_token_ids: list[int] | None, num_prompt_tokens: int, ignore: Callable[[str], None]
 ) -> tuple[int, ...]:
-    """Positions (tokens, ascending, multiples of `match_unit`) in a hint from outside.
+    """Positions (tokens from the prompt's start, exact) that the entries of a hint from outside name, in their order.
 
-    `ignore` is called with one of `IGNORED_REASONS` for each entry that is dropped. Two positions in one match unit
-    become one, and neither counts as dropped.
+    0 stands for an entry without a position; `ignore` is called with one of `IGNORED_REASONS` for each of these, and
+    once if there are more than `MAX_ENTRIES`. Without ids (prompt embeddings) only counts from the start are resolved.
     """
     if not isinstance(hint, list):
         ignore("malformed")
         return ()
-    positions: list[int] = []
-    previous = 0
     if len(hint) > MAX_ENTRIES:
         ignore("too_many")
-    for entry in hint[:MAX_ENTRIES]:
-        if not isinstance(entry, int) or isinstance(entry, bool):
-            ignore("malformed")
-        elif not 0 < entry <= num_prompt_tokens:
-            ignore("out_of_range")
-        elif entry <= previous:
-            ignore("not_ascending")
-        elif entry < match_unit:
+    return tuple(_position(entry, prompt_token_ids, num_prompt_tokens, ignore) for entry in hint[:MAX_ENTRIES])
+
+
+def _position(entry: Any, ids: list[int] | None, num_prompt_tokens: int, ignore: Callable[[str], None]) -> int:
+    if isinstance(entry, int) and not isinstance(entry, bool):
+        if entry < 0 and ids is None:
+            ignore("not_found")
+            return 0
+        position = entry if entry > 0 else num_prompt_tokens + entry
+        if entry and 0 < position <= num_prompt_tokens:
+            return position
+        ignore("out_of_range")
+        return 0
+    match = _PATTERN.fullmatch(entry) if isinstance(entry, str) else None
+    if match is None:
+        ignore("malformed")
+        return 0
+    where, skipped, pattern = match[1], int(match[2] or 0), [int(part) for part in match[3].split(",")]
+    position = 0 if ids is None else first_end(ids, pattern) if where == "first" else last_end(ids, pattern, skipped)
+    if not position:
+        ignore("not_found")
+    return position
+
+
+def first_end(ids: list[int], pattern: list[int]) -> int:
+    """Where (tokens) the first occurrence of `pattern` ends; 0 if `MAX_COMPARED` places show none."""
+    size, rare, offset = len(pattern), *_rarest(pattern)
+    found = offset - 1  # of `rare`
+    for _ in range(MAX_COMPARED):
+        try:
+            found = ids.index(rare, found + 1)
+        except ValueError:
+            return 0
+        start = found - offset
+        if ids[start : start + size] == pattern:
+            return start + size
+    return 0
+
+
+def last_end(ids: list[int], pattern: list[int], skipped: int = 0) -> int:
+    """Where (tokens) the last occurrence of `pattern` ends; 0 if `MAX_COMPARED` places show none.
+
+    `skipped` occurrences, counted from the end, are passed over.
+    """
+    size, rare, offset = len(pattern), *_rarest(pattern)
+    compared, length, end = 0, _FIRST_SLICE, len(ids)
+    while end > 0:
+        piece = ids[max(end - length, 0) : end]
+        piece.reverse()
+        found = -1  # of `rare`, counted backwards from `end`
+        while True:
+            try:
+                found = piece.index(rare, found + 1)
+            except ValueError:
+                break
+            start = end - 1 - found - offset
+            if start >= 0 and ids[start : start + size] == pattern:
+                if not skipped:
+                    return start + size
+                skipped -= 1
+            compared += 1
+            if compared == MAX_COMPARED:
+                return 0
+        end -= len(piece)
+        length = min(2 * length, _LARGEST_SLICE)
+    return 0
+
+
+def _rarest(pattern: list[int]) -> tuple[int, int]:
+    """The id that is likely the rarest, and where it stands: vocabularies end with rare merges and control tokens."""
+    rare = max(pattern)
+    return rare, pattern.index(rare)
+
+
+def usable_positions(resolved: Sequence[int], alignment: int, ignore: Callable[[str], None]) -> tuple[int, ...]:
+    """Positions (tokens, ascending, multiples of `alignment`) at which states are kept for a resolved hint.
+
+    `ignore` is called with `below_unit` for each that is too short. Several positions in one unit become one, and none
+    of them counts as dropped.
+    """
+    positions = set()
+    for position in resolved:
+        if position >= alignment:
+            positions.add(position // alignment * alignment)
+        elif position:
             ignore("below_unit")
-        elif len(positions) == MAX_POSITIONS:
-            ignore("too_many")
-        else:
-            previous = entry
-            position = entry // match_unit * match_unit
-            if not positions or position > positions[-1]:
-                positions.append(position)
-    return tuple(positions)
+    return tuple(sorted(positions))
 
 
 def checkpoint_targets(
-    request: Any, hinted: tuple[int, ...], match_unit: int, block_size: int
+    request: Any, hinted: Sequence[int], match_unit: int, block_size: int, learned: int = 0
 ) -> list[CheckpointTarget]:
     """Where the states of a vLLM `Request` are kept, in ascending order.
 
-    A hint's positions, and the prompt's tail if none of them is near it. Without a hint, where vLLM itself stops: the
-    last whole block and the last whole unit before the prompt's last token, both only in prompts longer than a block;
-    and the junction, the end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
+    `hinted` are the positions of its hint, `learned` is where it leaves an earlier prompt, 0 if that is not to be kept.
+    Beside them the prompt's tail, if none of them is near it. The end of a turn says nothing of what others share: if
+    no position lies clearly before the tail, the last whole block before them all is kept too, where vLLM itself stops.
+    Without a position of either kind the tail is kept only in prompts longer than a block; then, too, the junction, the
+    end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
     """
     last = request.num_prompt_tokens - 1  # the last token is always computed, for its logits
     kinds: dict[int, str] = {}
     tail = last // match_unit * match_unit
-    if not hinted:
-        kinds[last // block_size * block_size // match_unit * match_unit] = EDGE
-    near_tail = any(tail - TURN_REACH <= position <= tail for position in hinted)
+    known = (*hinted, learned) if learned else tuple(hinted)
+    edge = last // block_size * block_size // match_unit * match_unit
+    if edge < min(known, default=last + 1) and not any(position < tail - TURN_REACH for position in known):
+        kinds[edge] = EDGE
+    near_tail = any(tail - TURN_REACH <= position <= tail for position in known)
     if not near_tail and (hinted or last >= block_size):
         kinds[tail] = TAIL
-    if not hinted:  # the sender of a hint knows better than what vLLM infers
+    if not known:  # the sender of a hint, and the longest shared beginning, say more than what vLLM infers
         junction = request.shared_prefix_boundary // match_unit * match_unit
         if junction <= last:
             kinds[junction] = JUNCTION
+    if learned:
+        kinds[learned] = LEARNED
     kinds.update(dict.fromkeys(hinted, HINTED))
     kinds.pop(0, None)
     return [CheckpointTarget(position, kinds[position]) for position in sorted(kinds)]

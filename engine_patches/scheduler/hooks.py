@@ -11,7 +11,7 @@ from engine_patches.forward.layers import WRITES_IN_FORWARD
 from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.hints import HINTED, TAIL
+from engine_patches.scheduler.hints import HINTED, LEARNED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.state_events import StateEvents
@@ -103,8 +103,9 @@ def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
             return key
         # All recurrent groups register the same position; one of them speaks for all.
         if self.kv_cache_group_id == checkpoints.recurrent_group:
-            hinted = num_tokens in checkpoints.state_of(request).positions
-            checkpoints.counters.state_written(key, HINTED if hinted else TAIL)
+            state = checkpoints.state_of(request)
+            kind = LEARNED if num_tokens == state.learned else TAIL
+            checkpoints.counters.state_written(key, HINTED if num_tokens in state.hinted_positions else kind)
         return key
 
     return _cache_partial_tail_block

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from engine_patches.scheduler.request_state import RequestState
+
 # The reasons an engine can tell, out of the closed set that the whole product uses.
 HIT, COLD, BELOW_UNIT, NOT_WORTH_IT, EVICTED, NO_BOUNDARY, HINT_IGNORED = (
     "hit",
@@ -21,38 +23,44 @@ MAX_COMPUTED = 65_536
 
 
 class Outcomes:
-    """Remembers which hinted prefixes were computed before, and what became of their states."""
+    """Remembers which prefixes that were to have a state were computed before, and what became of their states."""
 
-    def __init__(self, match_unit: int) -> None:
+    def __init__(self, match_unit: int, alignment: int | None = None) -> None:
+        """`alignment`: states are placed on multiples of it (tokens), of the match unit if None."""
         self._unit = match_unit
+        self._alignment = alignment or match_unit
         self._misses: OrderedDict[bytes, str] = OrderedDict()  # prefix hash -> what a miss of it means
 
     def computed(self, request: Any, position: int, miss: str) -> None:
-        """A hinted prefix was computed; a later miss of it means `miss`."""
+        """A prefix that is to have a state was computed; a later miss of it means `miss`."""
         key = request.block_hashes[position // self._unit - 1]
         self._misses[key] = miss
         self._misses.move_to_end(key)
         if len(self._misses) > MAX_COMPUTED:
             self._misses.popitem(last=False)
 
-    def reason_for(self, request: Any, hinted: bool, positions: tuple[int, ...], hit_tokens: int) -> str:
+    def reason_for(self, request: Any, state: RequestState, hit_tokens: int) -> str:
         """The reason for a request that starts with `hit_tokens` from the cache.
 
-        `hinted` says whether it came with a hint at all; `positions` are the usable ones of it.
+        All that it shares with an earlier prompt is a hit. If it got less, the deepest cause above the hit counts; if
+        none is known, nobody had kept a state there. What the engine has never seen cannot be missed.
         """
-        if positions and getattr(request, "skip_reading_prefix_cache", False):
-            return HINT_IGNORED  # prompt logprobs need every token computed: nothing was looked up
-        for position in reversed(positions):
-            if position <= hit_tokens:
-                return HIT
-            if position < request.num_tokens:
-                miss = self._misses.get(request.block_hashes[position // self._unit - 1])
-                if miss is not None:
-                    return miss
+        hinted = state.hinted_positions
+        if getattr(request, "skip_reading_prefix_cache", False):  # prompt logprobs need every token computed
+            return HINT_IGNORED if hinted else self._without_hint(request, state)
+        last = request.num_tokens - 1  # its last token is always computed
+        reachable = min(state.shared, last) // self._alignment * self._alignment
+        deepest = max((position for position in hinted if position <= last), default=0)
+        for position in range(max(deepest, reachable), hit_tokens, -self._unit):
+            miss = self._misses.get(request.block_hashes[position // self._unit - 1])
+            if miss is not None:
+                return miss
         if hit_tokens:
-            return HIT
-        if positions:
-            return COLD
-        if not hinted:
+            return HIT if hit_tokens >= reachable else COLD
+        return COLD if hinted else self._without_hint(request, state)
+
+    def _without_hint(self, request: Any, state: RequestState) -> str:
+        """The reason for a request that hit nothing, and whose hint names no usable position."""
+        if not state.hinted:
             return NO_BOUNDARY
         return BELOW_UNIT if request.num_prompt_tokens <= self._unit else HINT_IGNORED

@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 class RequestState:
     """Positions and lengths in tokens."""
 
-    positions: tuple[int, ...] = ()  # usable positions of its hint, ascending
+    hinted_positions: tuple[int, ...] = ()  # usable positions of its hint, ascending
     hinted: bool = False  # it came with a hint, usable or not
+    resolved: tuple[int, ...] = ()  # what each entry of its hint names, in the hint's order, exact; 0: not there
+    shared: int = 0  # a prompt seen before begins like its own up to here, whole match units
+    learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
+    resumed_at: int = 0  # its state was found there when it was admitted
     chunk_start: int = 0  # where its running chunk begins
     keys: set[int] = field(default_factory=set)  # positions at which its attention blocks carry keys of ours
     reported_to: int = 0  # its states up to here are in the events
@@ -22,3 +26,10 @@ class RequestState:
     gave_up_on: str | None = None  # id of the leader it has waited for long enough
     upstream_junction: int = 0  # the shared prefix that vLLM itself found
     own_junction: int = -1  # what `end_chunk` last wrote over it
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Positions of which a state is wanted because others share them, ascending."""
+        if not self.learned:
+            return self.hinted_positions
+        return tuple(sorted((*self.hinted_positions, self.learned)))

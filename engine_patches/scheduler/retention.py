@@ -2,7 +2,8 @@
 
 A state is an ordinary cached block, and vLLM evicts the least recently used first. Two things differ. A shared prefix
 (a system prompt, a document) counts as used whenever a state behind it is. And all states together hold at most a share
-of the cache; when it is full, the turns of single conversations go before what is shared. Only blocks that no request
+of the cache; when it is full, the turns of single conversations go before what is shared. What goes for the share is
+found as long as unused blocks are there, and makes room before anything else is evicted. Only blocks that no request
 holds are touched, so no request ever waits for a state.
 """
 
@@ -21,6 +22,7 @@ class State:
     """A recurrent state in the cache: one block for each recurrent cache group."""
 
     blocks: Sequence[Any]  # vLLM's KVCacheBlock
+    keys: Sequence[bytes]  # under which they were registered
     turn: bool  # the end of a conversation's turn, rather than of something shared
     uses: int = 0  # requests that resumed from it
 
@@ -28,6 +30,11 @@ class State:
     def free(self) -> bool:
         """No request and no running step holds it."""
         return all(block.ref_cnt == 0 for block in self.blocks)
+
+    @property
+    def cached(self) -> bool:
+        """Its blocks still hold it."""
+        return all(block.block_hash == key for block, key in zip(self.blocks, self.keys, strict=True))
 
 
 class Retention:
@@ -38,6 +45,8 @@ class Retention:
         self._limit = int(share * pool.num_gpu_blocks)  # blocks
         self._states: OrderedDict[bytes, State] = OrderedDict()  # by the key of the first recurrent group
         self._num_blocks = 0
+        self._released: dict[bytes, State] = {}  # given up for the share, and perhaps still cached
+        self._released_blocks: set[int] = set()  # ids
         self._pruned = False  # in this step
 
     def __len__(self) -> int:
@@ -49,12 +58,12 @@ class Retention:
     def add(self, key: bytes, blocks: Sequence[Any], turn: bool) -> None:
         """A state was registered in the cache."""
         self._forget(key)
-        self._states[key] = State(blocks, turn)
+        self._states[key] = State(blocks, [block.block_hash for block in blocks], turn)
         self._num_blocks += len(blocks)
 
     def resumed(self, key: bytes) -> bool:
         """A request resumes from the state under `key`; False if that is none of these."""
-        state = self._states.get(key)
+        state = self._find(key)
         if state is None:
             return False
         state.uses += 1
@@ -64,7 +73,7 @@ class Retention:
     def refresh(self, keys: Iterable[bytes]) -> None:
         """A deeper state was used: these shorter prefixes of it count as used."""
         for key in keys:
-            state = self._states.get(key)
+            state = self._find(key)
             if state is not None:
                 self._states.move_to_end(key)
                 for block in state.blocks:
@@ -73,7 +82,7 @@ class Retention:
                         self._pool.free_block_queue.append(block)
 
     def make_room(self, num_blocks: int) -> bool:
-        """Evict states until `num_blocks` more fit into the share. False if even that does not help."""
+        """Release states until `num_blocks` more fit into the share. False if even that does not help."""
         if num_blocks > self._limit:
             return False
         if self._num_blocks + num_blocks > self._limit and not self._pruned:
@@ -83,13 +92,15 @@ class Retention:
             victim = self._next_victim()
             if victim is None:
                 return False
-            self._evict(victim)
+            self._release(victim)
         return True
 
     def prune(self) -> None:
         """Forget what vLLM has evicted."""
-        for key in [key for key, state in self._states.items() if state.blocks[0].block_hash != key]:
+        for key in [key for key, state in self._states.items() if not state.cached]:
             self._forget(key)
+        self._released = {key: state for key, state in self._released.items() if state.cached}
+        self._released_blocks = {block.block_id for state in self._released.values() for block in state.blocks}
 
     def begin_step(self) -> None:
         """A step is going to be planned; `make_room` prunes at most once in it."""
@@ -98,6 +109,8 @@ class Retention:
     def clear(self) -> None:
         """Forget all states."""
         self._states.clear()
+        self._released.clear()
+        self._released_blocks.clear()
         self._num_blocks = 0
 
     def _next_victim(self) -> bytes | None:
@@ -109,15 +122,41 @@ class Retention:
                 shared = shared or key
         return shared
 
-    def _evict(self, key: bytes) -> None:
+    def _release(self, key: bytes) -> None:
+        """Give a state's blocks up, behind those at the front of the free list that hold nothing or were given up."""
         state = self._states[key]
-        for block in state.blocks:
-            self._pool._maybe_evict_cached_block(block)
-            self._pool.free_block_queue.remove(block)
-        self._pool.free_block_queue.prepend_n(list(state.blocks))
         self._forget(key)
+        if not state.cached:
+            return  # vLLM has evicted it since the last pruning
+        queue = self._pool.free_block_queue
+        for block in state.blocks:
+            queue.remove(block)
+        before = queue.fake_free_list_head
+        while (block := before.next_free_block) is not queue.fake_free_list_tail and (
+            block.block_hash is None or block.block_id in self._released_blocks
+        ):
+            before = block
+        for block in state.blocks:
+            block.prev_free_block, block.next_free_block = before, before.next_free_block
+            before.next_free_block.prev_free_block = block
+            before.next_free_block = before = block
+        queue.num_free_blocks += len(state.blocks)
+        self._released[key] = state
+        self._released_blocks.update(block.block_id for block in state.blocks)
+
+    def _find(self, key: bytes) -> State | None:
+        """The state under `key`, taken back if it was given up; None if there is none or it is no longer cached."""
+        state = self._states.get(key) or self._released.get(key)
+        if state is None or not state.cached:
+            return None
+        if self._released.pop(key, None) is not None:
+            self._released_blocks.difference_update(block.block_id for block in state.blocks)
+            self._states[key] = state
+            self._num_blocks += len(state.blocks)
+        return state
 
     def _forget(self, key: bytes) -> None:
+        self._released.pop(key, None)
         state = self._states.pop(key, None)
         if state is not None:
             self._num_blocks -= len(state.blocks)

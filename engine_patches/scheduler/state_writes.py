@@ -13,7 +13,6 @@ from typing import Any
 from engine_patches.forward.segments import WRITES, Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys, key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.hints import HINTED
 from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT
 from engine_patches.scheduler.state_events import emit_events
 
@@ -95,8 +94,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write
                 groups = zip(checkpoints.recurrent_groups, blocks, strict=True)
                 planned.append(Write(position - start, {group: block.block_id for group, block in groups}))
                 positions.append(position)
-            if target.kind == HINTED:
-                checkpoints.outcomes.computed(request, position, miss)
+            checkpoints.outcomes.computed(request, position, miss)
         else:
             positions.append(position)
     if positions:

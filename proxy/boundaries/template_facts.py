@@ -20,9 +20,9 @@ from proxy.chat.canonical import canonical, digest
 # Tokens that may stand between an opener and its text: an id, or the name of a tool.
 GAP = 24
 
-# Before which text: the chat's first user text with more behind it; the only user text; a later user text that is the
-# chat's last; a tool's result that is the chat's last text.
-Place = Literal["first", "alone", "user", "tool"]
+# Before which text: the first user text of a chat that has more behind it; the only text; a later user text that is the
+# chat's last one; a tool's result that is the last text; the same behind another tool's result.
+Place = Literal["first", "alone", "user", "tool", "results"]
 
 Role = Literal["user", "tool"]
 

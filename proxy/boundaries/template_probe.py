@@ -101,7 +101,7 @@ class ProbeChat:
     @property
     def place(self) -> Place:
         if self.answers:
-            return "tool"
+            return "results" if self.before[-1]["role"] == "tool" else "tool"
         return "user" if self.users > 1 else "alone"
 
     @property
@@ -128,10 +128,12 @@ class ProbeChat:
 
 
 _SIDE_BY_SIDE = _calls(("ghijkl321", "look", '{"q": ")"}'), ("stuvwx654", "ask", '{"q": "x"}'))
-# Longer than `GAP`: what led to the result before this one is no opener of this one.
+_ASIDE = _calls(("zyxwvu987", "look", "{}"), ("mnopqr456", "look", '{"n": [7]}'), text="So.")
+
+# Longer than `GAP`: what stands before the system prompt, or before another result, is no opener of the text behind it.
 _LONG = "so it is there, and then it is not; " * 4
 
-_BREAK, _SAY, _EMPTY = _system("Quartz\n\n"), _system("Say )"), _system("")
+_BREAK, _SAY, _EMPTY = _system("Quartz\n\n"), _system(_LONG + "Say )"), _system("")
 
 CHATS = (
     # The only user message.
@@ -168,7 +170,7 @@ CHATS = (
         following=True,
     ),
     ProbeChat(
-        (_user("x"), _calls(("mnopqr456", "ask", '{"q": ")"}'), text="Well")),
+        (_user("x"), _calls(("mnopqr456", "ask", '{"n": 7}'), text="Well")),
         (ASK,),
         answers="mnopqr456",
         bare=True,
@@ -180,7 +182,7 @@ CHATS = (
             _user("x"),
             _calls(("zyxwvu987", "ask", '{"q": "7"}'), text="See)"),
             _result("zyxwvu987", _LONG + "there"),
-            _calls(("mnopqr456", "look", '{"q": "a b"}'), text="\n"),
+            _calls(("mnopqr456", "look", "{}"), text="\n"),
         ),
         (ASK, LOOK),
         answers="mnopqr456",
@@ -192,9 +194,9 @@ CHATS = (
         bare=True,
     ),
     ProbeChat(
-        (_SAY, _user("x"), _answer("Hm"), _user("go"), _SIDE_BY_SIDE, _result("ghijkl321", _LONG + "so\n")),
+        (_SAY, _user("x"), _answer("Hm"), _user("go"), _ASIDE, _result("zyxwvu987", _LONG + "so\n")),
         (LOOK, ASK),
-        answers="stuvwx654",
+        answers="mnopqr456",
     ),
 )
 
@@ -255,10 +257,12 @@ async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[st
     if not probed:
         return None
     # A chat with few texts may hide that one of the others would merge.
-    for place in ("alone", "user", "tool"):
-        merges = max((each.merges for each in probed if each.chat.place == place), default=0)
-        for each in probed:
-            if each.chat.place == place and not each.chat.more_texts:
+    groups: tuple[tuple[Place, ...], ...] = (("alone",), ("user",), ("tool", "results"))
+    for places in groups:
+        there = [each for each in probed if each.chat.place in places]
+        merges = max((each.merges for each in there), default=0)
+        for each in there:
+            if not each.chat.more_texts:
                 each.start -= merges
     openers: dict[tuple[Place, bool], Opener] = {}
     texts: dict[str, str | None] = {}
@@ -266,7 +270,7 @@ async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[st
         if pattern not in texts:
             texts[pattern] = await detokenize([ord(character) for character in pattern])
         counted = [each for each in probed if each.chat.role == "user" or key[1]]
-        per_user = key[0] != "tool" and all(
+        per_user = key[0] not in ("tool", "results") and all(
             each.prompt.count(pattern) == each.chat.users
             for each in counted
             if each.chat.turn.tools == key[1] and not _has_results(each.chat)
@@ -317,8 +321,13 @@ def _openers(probed: Sequence[Probed]) -> dict[tuple[Place, bool], tuple[str, bo
         if best := _best_first(patterns, own):
             found["first", tools] = best
     loops = [each for each in probed if each.chat.role == "tool"]
-    if best := _best([_common(loops)], loops):
+    both = _common(loops)
+    first = [each for each in loops if each.chat.place == "tool"]
+    if best := _best([both, _common(first)], first):
         found["tool", True] = found["tool", False] = best
+        # From the few chats with several results alone an opener would take in what these have in common.
+        if best := _best([both, best[0]], [each for each in loops if each.chat.place == "results"]):
+            found["results", True] = found["results", False] = best
     return found
 
 

@@ -15,7 +15,7 @@ from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
 from proxy.observability.reasons import Expectation
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
-from proxy.pipeline.request import ProxiedRequest
+from proxy.pipeline.request import ProxiedRequest, affinity_key
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import Holding, PrefixIndex
@@ -91,7 +91,7 @@ class Dispatcher:
         # All that could hold it, because a worker that is full or not ready yet has not lost it.
         boots = [worker.boot for worker in self._pool.serving(request.model) if worker.takes_hints]
         held = self._prefix_index.longest(found.prefixes, boots)
-        worker = choose(workers, held, self._load_slack, request.body.parsed.get("prompt_cache_key"))
+        worker = choose(workers, held, self._load_slack, affinity_key(request.client.headers, request.body.parsed))
         longest = max(held.values(), default=None)
         # For a request that is sent again, elsewhere, the first try does not count as sent before.
         earlier = prediction.expected

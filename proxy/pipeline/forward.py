@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import REPORTING, RESPONSES
 from proxy.chat.usage import usage_of
@@ -188,6 +189,8 @@ class ResponseRelay:
 
 def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderList:
     headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
+    if 300 <= response.status < 400 and request.worker is not None:
+        headers = _redirected_here(headers, request.worker.url)
     headers.append(request.client.id_header)
     if request.worker is not None:
         headers.append((b"x-seamark-worker", request.worker.name.encode()))
@@ -196,6 +199,34 @@ def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderL
     if (expected := request.prediction.expected) is not None:
         headers.append((b"x-seamark-predicted", str(expected.floored(expected.predicted)).encode()))
     return headers
+
+
+def _redirected_here(headers: asgi.HeaderList, worker_url: str) -> asgi.HeaderList:
+    """A worker's redirect to itself becomes one to the same path of the gateway; one to any other address is left out.
+
+    Workers have addresses that clients must not learn, under names that the gateway does not know.
+    """
+    here: asgi.HeaderList = []
+    for name, value in headers:
+        if name == b"location":
+            if (path := _path_here(value.decode("latin-1"), worker_url)) is not None:
+                here.append((name, path.encode("latin-1")))
+        else:
+            here.append((name, value))
+    return here
+
+
+def _path_here(location: str, worker_url: str) -> str | None:
+    try:
+        where, worker = urlsplit(location), urlsplit(worker_url)
+        if not where.scheme and not where.netloc:
+            return location
+        if where.hostname != worker.hostname:
+            return None
+    except ValueError:
+        return None
+    path = "/" + where.path.removeprefix(worker.path).lstrip("/")
+    return urlunsplit(("", "", path, where.query, where.fragment))
 
 
 def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay) -> bytes:

@@ -6,6 +6,7 @@ They are what the client sent, what is changed in its body, what was predicted, 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +22,15 @@ from proxy.observability.reasons import Expectation, Explanation
 from proxy.observability.request_diff import RememberedRequest
 
 RESPONSE_PATH = RESPONSES + "/"
+
+# How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
+SESSION_HEADERS = (
+    b"x-session-affinity",
+    b"x-session-id",
+    b"session-id",
+    b"session_id",
+    b"x-claude-code-session-id",
+)
 
 
 class ClientRequest(NamedTuple):
@@ -168,6 +178,18 @@ def _ends_once(body: dict[str, Any]) -> bool:
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     return body.get("n") in (None, 1) and not several
+
+
+def affinity_key(headers: asgi.HeaderList, body: Mapping[str, Any]) -> str | None:
+    """What the requests of one conversation have in common: the client's `prompt_cache_key`, or the agent's session.
+
+    `headers` with names in lower case. Another session of the same agent has another key.
+    """
+    given = body.get("prompt_cache_key")
+    if isinstance(given, str) and given:
+        return given
+    named = {name: value for name, value in headers if name in SESSION_HEADERS and value}
+    return next((named[name].decode("latin-1") for name in SESSION_HEADERS if name in named), None)
 
 
 def request_of(scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None) -> ProxiedRequest:

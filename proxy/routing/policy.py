@@ -23,8 +23,8 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
     """One of `workers` (not empty). `held` is by boot identity; `load_slack` in requests under way.
 
     A worker may exceed the least loaded one by `load_slack` requests and by what its prefix saves: waiting that long
-    costs no more than computing the prefix elsewhere. Requests with the same `affinity_key` (a client's
-    `prompt_cache_key`) go to one worker unless load or a prefix decides otherwise.
+    costs no more than computing the prefix elsewhere. Requests with the same `affinity_key` (those of
+    one conversation) go to one worker unless load or a prefix decides otherwise.
     """
     if len(workers) == 1:
         return workers[0]

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from proxy.chat.chat import ENDPOINTS
 from proxy.errors import Forbidden, GatewayError, NotFound, NoWorker
 from proxy.fleet.pool import union_of_models
 from proxy.fleet.worker import Worker
@@ -35,10 +36,21 @@ class App(FastAPI):
         self._pages_only = pages_only
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and not self._pages_only and _is_forwarded(scope["path"], scope["method"]):
-            await self.gateway.handler(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+        if scope["type"] == "http":
+            if scope["path"].endswith("/"):
+                scope = _without_slash(scope)
+            if not self._pages_only and _is_forwarded(scope["path"], scope["method"]):
+                await self.gateway.handler(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+
+def _without_slash(scope: Any) -> Any:
+    """A known endpoint is the same with a slash behind it; a worker would answer with a redirect to itself."""
+    path = scope["path"].rstrip("/")
+    if path not in ENDPOINTS and path != MODELS:
+        return scope
+    return {**scope, "path": path, "raw_path": path.encode()}
 
 
 def _is_forwarded(path: str, method: str) -> bool:

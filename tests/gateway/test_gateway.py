@@ -290,6 +290,35 @@ def post_briefly(gateway: Server, body: dict) -> None:
     httpx.post(gateway.url + CHAT, json=body, timeout=httpx.Timeout(30, read=0.5))
 
 
+def test_a_slash_behind_a_known_endpoint_means_nothing(gateway, worker):
+    models = httpx.get(gateway.url + "/v1/models/")
+    assert models.status_code == 200 and [model["id"] for model in models.json()["data"]] == ["m"]
+    answer = post(gateway, chat("Tide?"), CHAT + "/?a=1")
+    assert answer.status_code == 200 and "x-seamark-boundary" in answer.headers
+    assert worker.requests[-1].target == CHAT + "?a=1"
+    assert metric(gateway, f'seamark_requests_total{{code="200",endpoint="{CHAT}"') == 1
+
+
+@pytest.mark.parametrize(
+    ("location", "seen"),
+    [
+        ("{worker}/v1/some/thing?a=1", "/v1/some/thing?a=1"),
+        ("//{host}/v1/some/thing", "/v1/some/thing"),
+        ("{worker}//elsewhere/x", "/elsewhere/x"),
+        ("/v1/some/thing", "/v1/some/thing"),
+        ("http://inside.cluster:8000/v1/some/thing", None),
+        ("http://[broken/v1", None),
+    ],
+)
+def test_a_redirect_of_a_worker_does_not_show_its_address(gateway, worker, location, seen):
+    host = worker.url.removeprefix("http://")
+    worker.status, worker.location = 307, location.format(worker=worker.url, host=host)
+    answer = httpx.get(gateway.url + "/v1/some/thing/")
+    assert answer.status_code == 307 and answer.headers.get("location") == seen
+    shown = {name: value for name, value in answer.headers.items() if name != "x-seamark-worker"}
+    assert host not in str(shown) and "inside" not in str(shown)
+
+
 def test_an_unknown_path_is_refused_in_openais_envelope(gateway):
     answer = httpx.get(gateway.url + "/nowhere")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"

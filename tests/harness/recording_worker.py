@@ -81,6 +81,7 @@ class RecordingWorker:
     cached: int = 160  # tokens it reports
     status: int = 200  # of whole answers
     reason: str | None = None  # that its engine gives; None: what fits the cached tokens
+    location: str | None = None  # header of whole answers
     has_feed: bool = True
     hang: bool = False  # answer nothing until the client goes
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
@@ -164,6 +165,7 @@ class RecordingWorker:
         self.answers.append(answer)
         asked = headers.get(b"x-seamark-outcome") == b"1"
         more = [(b"x-seamark-outcome", admitted.header.encode())] if asked and admitted is not None else []
+        more += [(b"location", self.location.encode())] if self.location is not None else []
         await _answer(send, answer, status=self.status, more=more)
         return None
 

@@ -333,6 +333,22 @@ class Core:
         self.scheduler.update_from_output(output, runner)
 
 
+def random_entry(draw: random.Random, tokens: Sequence[int], position: int) -> object:
+    """A hint's entry that names `position`, or an occurrence of the same tokens elsewhere, or nothing."""
+    pattern = ",".join(map(str, tokens[max(position - draw.randrange(1, 9), 0) : position]))
+    return draw.choice(
+        (
+            position,
+            position - len(tokens),
+            f"first:{pattern}",
+            f"last:{pattern}",
+            f"last-{draw.randrange(3)}:{pattern}",
+            "last:1000",
+            "elsewhere",
+        )
+    )
+
+
 def random_traffic(core: Core, seed: int, chats: int) -> None:
     """Chats on a few heads, with hints at their seams, at random places, or none; some are aborted at any phase."""
     draw = random.Random(seed)
@@ -349,6 +365,8 @@ def random_traffic(core: Core, seed: int, chats: int) -> None:
         hint: object = sorted({seam for seam in seams if draw.random() < 0.7})
         if draw.random() < 0.2:
             hint = sorted(draw.sample(range(1, len(tokens) + 1), min(len(tokens), 5)))
+        elif hint and draw.random() < 0.5:
+            hint = [random_entry(draw, tokens, seam) for seam in seams]
         core.request(
             f"{seed}-{number}",
             tokens,

@@ -182,7 +182,7 @@ def a_conversation_moves_on(core):
 
 @situation()
 def bad_hints(core):
-    hints = ([-16], [0], [10**9], [64, 32], [64, 64], ["64"], [3], "64", {"64": 1}, [True], [1.5], [])
+    hints = ([-100], [0], [10**9], ["last:1"], ["first:1,"], ["64"], [3], "64", {"64": 1}, [True], [1.5], [])
     requests = [core.request(f"r{number}", own(number + 1, 100), hint) for number, hint in enumerate(hints)]
     core.run()
     ignored = core.scheduler.seamark.counters.counts.ignored
@@ -190,6 +190,45 @@ def bad_hints(core):
         "written": [core.written[request.request_id] for request in requests],
         "ignored": dict(sorted(ignored.items())),
     }
+
+
+@situation()
+def entries_of_all_kinds(core):
+    """Counted from either end, behind occurrences, in any order."""
+    opener = [7, 8, 9]
+    tokens = HEAD[:60] + opener + own(1, 90) + opener + own(2, 80) + opener + own(3, 14)
+    hints = (
+        [-14],
+        ["first:7,8,9"],
+        ["last:7,8,9"],
+        ["last-1:7,8,9"],
+        ["last-3:7,8,9", "first:9,8"],
+        [-14, 240, "last-2:7,8,9", 16, 240],
+    )
+    shown, resolved = [], []
+    for number, hint in enumerate(hints):
+        request = core.request(f"r{number}", tokens, hint, salt=str(number))
+        core.run()
+        shown.append(core.written[request.request_id])
+        resolved.append(request.seamark.resolved)
+    return {"written": shown, "resolved": resolved, "ignored": dict(core.scheduler.seamark.counters.counts.ignored)}
+
+
+@situation()
+def a_prefix_is_shared_and_no_hint_says_so(core):
+    """The second request shows where they part, the third resumes there; another salt shows nothing."""
+    prompts = [(HEAD[:150] + own(number, 300), None) for number in (1, 2, 3)]
+    other = _run_all(core, [prompts[0]], first=3, salt="other")
+    requests = _run_all(core, prompts) + other
+    states = [request.seamark for request in requests]
+    return {**shown(core, *requests), "shared": [state.shared for state in states]}
+
+
+@situation()
+def a_hint_misses_what_is_shared(core):
+    """A turn's end alone: the last whole block is kept as without a hint, and the second request shows the rest."""
+    prompts = [(HEAD[:150] + own(number, 320), [-4]) for number in (1, 2, 3)]
+    return shown(core, *_run_all(core, prompts))
 
 
 @situation()

@@ -36,8 +36,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "b": {"hit": 48, "ends": [248], "written": [240], "keys": [48, 240]},
     },
     "the same prompt again": {
-        "r0": {"hit": 0, "ends": [130], "written": [96], "keys": [96]},
-        "r1": {"hit": 96, "ends": [130], "written": [], "keys": [96]},
+        "r0": {"hit": 0, "ends": [130], "written": [96], "keys": [96, 128]},
+        "r1": {"hit": 96, "ends": [130], "written": [128], "keys": [96, 128]},
     },
     "the same prompt twice in one step": {
         "a": {"hit": 32, "ends": [59], "written": [], "keys": [32]},
@@ -54,21 +54,21 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "c": {"hit": 0, "ends": [50], "written": [], "keys": [32]},
     },
     "one recurrent group evicted": {
-        "r1": {"hit": 0, "ends": [120], "written": [96], "keys": [96]},
-        "r2": {"hit": 96, "ends": [120], "written": [], "keys": [96]},
+        "r1": {"hit": 64, "ends": [120], "written": [96], "keys": [64, 96]},
+        "r2": {"hit": 96, "ends": [120], "written": [], "keys": [64, 96]},
     },
     "a conversation moves on": {
-        "r0": {"hit": 0, "ends": [130], "written": [96, 112], "keys": [96, 112]},
-        "r1": {"hit": 112, "ends": [210], "written": [192], "keys": [96, 112, 192]},
-        "r2": {"hit": 192, "ends": [300], "written": [288], "keys": [96, 112, 192, 288]},
+        "r0": {"hit": 0, "ends": [130], "written": [96, 112], "keys": [96, 112, 128]},
+        "r1": {"hit": 112, "ends": [210], "written": [128, 192], "keys": [96, 112, 128, 192, 208]},
+        "r2": {"hit": 192, "ends": [300], "written": [208, 288], "keys": [96, 112, 128, 192, 208, 288]},
     },
     "bad hints": {
         "written": [
             [64, 96],
             [64, 96],
             [64, 96],
-            [64],
-            [64],
+            [64, 96],
+            [64, 96],
             [64, 96],
             [64, 96],
             [96],
@@ -77,7 +77,24 @@ EXPECTED: dict[str, dict[str, Any]] = {
             [64, 96],
             [64, 96],
         ],
-        "ignored": {"below_unit": 1, "malformed": 5, "not_ascending": 2, "out_of_range": 3},
+        "ignored": {"below_unit": 1, "malformed": 6, "not_found": 1, "out_of_range": 3},
+    },
+    "entries of all kinds": {
+        "written": [[192, 224], [48, 240], [192, 224], [144, 240], [192, 240], [16, 48, 224, 240]],
+        "resolved": [[239], [63], [239], [156], [0, 0], [239, 240, 63, 16, 240]],
+        "ignored": {"not_found": 2},
+    },
+    "a prefix is shared and no hint says so": {
+        "r0": {"hit": 0, "ends": [256, 450], "written": [448], "keys": [144, 256, 448]},
+        "r1": {"hit": 0, "ends": [256, 450], "written": [144, 448], "keys": [144, 256, 448]},
+        "r2": {"hit": 144, "ends": [400, 450], "written": [448], "keys": [144, 448]},
+        "r3": {"hit": 0, "ends": [256, 450], "written": [448], "keys": [256, 448]},
+        "shared": [0, 144, 144, 0],
+    },
+    "a hint misses what is shared": {
+        "r0": {"hit": 0, "ends": [256, 470], "written": [448, 464], "keys": [144, 256, 448, 464]},
+        "r1": {"hit": 0, "ends": [256, 470], "written": [144, 464], "keys": [144, 256, 464]},
+        "r2": {"hit": 144, "ends": [400, 470], "written": [464], "keys": [144, 464]},
     },
     "two salts": {
         "r0": {"hit": 0, "ends": [130], "written": [96], "keys": [96]},

@@ -10,6 +10,7 @@ import pytest
 
 from engine_patches.reporting.events_api import MAX_KEPT, Feed, client_id
 from engine_patches.reporting.stats_channel import EVENT, decode_event, encode_event
+from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.servers import MODEL_NAME
@@ -31,12 +32,16 @@ def test_the_clients_id_is_found_in_the_engines(engine_id, request_id):
     assert client_id(engine_id) == request_id
 
 
+def admitted(name, reason="cold", hit_tokens=0, shared=0, resolved=()):
+    return AdmittedRequest(f"chatcmpl-{name}-00000000", reason, hit_tokens, shared, resolved)
+
+
 def test_a_reader_gets_what_is_new():
     feed = Feed()
-    feed.add_outcome("chatcmpl-a-00000000", "cold", 0)
+    feed.add_outcome(admitted("a"))
     first = feed.after(0)
     assert first["outcomes"] == [("a", "cold", 0)]
-    feed.add_outcome("chatcmpl-b-00000000", "hit", 160)
+    feed.add_outcome(admitted("b", "hit", 160))
     assert feed.after(first["cursor"], first["boot"])["outcomes"] == [("b", "hit", 160)]
     assert feed.after(2, feed.boot)["outcomes"] == []
     assert len(feed.after(2, "another process's")["outcomes"]) == 2
@@ -45,14 +50,14 @@ def test_a_reader_gets_what_is_new():
 def test_what_is_kept_is_bounded():
     feed = Feed()
     for number in range(MAX_KEPT + 10):
-        feed.add_outcome(f"chatcmpl-{number}-00000000", "cold", 0)
+        feed.add_outcome(admitted(str(number)))
     outcomes = feed.after(0)["outcomes"]
-    assert (len(outcomes), outcomes[-1].request_id) == (MAX_KEPT, str(MAX_KEPT + 9))
+    assert (len(outcomes), outcomes[-1][0]) == (MAX_KEPT, str(MAX_KEPT + 9))
 
 
 def test_states_stand_beside_the_outcomes_in_their_order():
     feed = Feed()
-    feed.add_outcome("chatcmpl-a-00000000", "cold", 0)
+    feed.add_outcome(admitted("a"))
     feed.add_event(0, 1, StateStored("chatcmpl-a-00000000", 200, ((160, "5c"), (192, ""))))
     feed.add_event(0, 2, StateEvicted("5c"))
     feed.add_event(0, 3, CacheCleared())
@@ -74,14 +79,14 @@ def test_one_of_several_api_servers_reports_no_states():
     feed = Feed()
     feed.has_all_events = False
     feed.add_event(0, 2, StateEvicted("a"))
-    assert feed.after(0).keys() == {"boot", "cursor", "outcomes"}
+    assert feed.after(0).keys() == {"boot", "cursor", "outcomes", "resolved"}
 
 
 def test_a_reader_that_comes_too_late_or_after_a_restart_is_reset():
     feed = Feed()
     assert feed.after(0)["reset"] is False  # nothing was known yet
     for number in range(MAX_KEPT + 10):
-        feed.add_outcome(f"chatcmpl-{number}-00000000", "cold", 0)
+        feed.add_outcome(admitted(str(number)))
     assert [feed.after(cursor, feed.boot)["reset"] for cursor in (9, 10, MAX_KEPT)] == [True, False, False]
     assert feed.after(MAX_KEPT, "another process's")["reset"] is True
 

@@ -39,6 +39,10 @@ class Cache:
             for group in GROUPS
         )
 
+    def use_up(self, left=0):
+        """A request takes all blocks that hold no state within the share, and gives them back without a hash."""
+        self.fill(self.pool.get_num_free_blocks() - len(GROUPS) * len(self.retention) - left)
+
     def fill(self, blocks):
         """Some request takes blocks and gives them back without a hash."""
         self.pool.free_blocks(self.pool.get_new_blocks(blocks))
@@ -56,6 +60,7 @@ def test_a_turn_that_two_requests_resumed_from_is_kept_like_what_is_shared():
         cache.retention.resumed(document)
     for number in range(4):
         cache.write(b"turn %d" % number, turn=True)
+    cache.use_up()
     assert cache.has(b"document") and not cache.has(b"turn 1")
 
 
@@ -66,6 +71,7 @@ def test_turns_that_were_resumed_from_once_go_before_what_is_shared_by_their_las
     for key in reversed(keys):
         cache.retention.resumed(key)
     cache.write(b"turn 2", turn=True)
+    cache.use_up()
     assert [cache.has(name) for name in (b"document", b"turn 0", b"turn 1", b"turn 2")] == [True, True, False, True]
 
 
@@ -73,6 +79,7 @@ def test_a_share_full_of_shared_states_gives_up_the_oldest():
     cache = Cache(blocks=40, share=0.15)
     for number in range(4):
         cache.write(b"document %d" % number)
+    cache.use_up()
     assert [cache.has(b"document %d" % number) for number in range(4)] == [False, True, True, True]
 
 
@@ -100,6 +107,7 @@ def test_all_states_together_hold_at_most_their_share():
     for number in range(10):
         cache.write(b"turn %d" % number, turn=True)
         assert len(cache.retention) <= 4
+    cache.use_up()
     assert cache.has(b"system")  # turns go before it, however old it is
     assert [number for number in range(10) if cache.has(b"turn %d" % number)] == [7, 8, 9]
     assert cache.pool.get_num_free_blocks() == 39
@@ -122,3 +130,77 @@ def test_what_vllm_evicted_is_forgotten(cache):
     cache.fill(19)
     cache.retention.prune()
     assert key not in cache.retention and not cache.retention.resumed(b"never")
+
+
+def test_what_goes_for_the_share_stays_while_unused_blocks_are_there_and_then_goes_first():
+    cache = Cache(blocks=30, share=0.2)  # 6 blocks: three states
+    rows = cache.pool.get_new_blocks(2)
+    request = SimpleNamespace(block_hashes=[b"rows 0", b"rows 1"], all_token_ids=[0] * 32)
+    cache.pool.cache_full_blocks(request, rows, 0, 2, 16, 1)
+    cache.pool.free_blocks(rows)  # older than all states
+    for number in range(8):
+        cache.write(b"turn %d" % number, turn=True)
+    assert all(cache.has(b"turn %d" % number) for number in range(8))
+    cache.pool.get_new_blocks(11)  # those that hold nothing
+    assert all(cache.has(b"turn %d" % number) for number in range(8))
+    for number in range(5):  # the earliest first, each before the rows and before what the share holds
+        assert cache.has(b"turn %d" % number)
+        cache.pool.get_new_blocks(2)
+        assert not cache.has(b"turn %d" % number)
+    assert all(row.block_hash is not None for row in rows)
+    assert all(cache.has(b"turn %d" % number) for number in (5, 6, 7))
+    cache.pool.get_new_blocks(2)
+    assert all(row.block_hash is None for row in rows)
+
+
+def test_the_free_list_stays_whole():
+    cache = Cache(blocks=30, share=0.2)
+    for number in range(8):
+        cache.write(b"turn %d" % number, turn=True)
+        queue = cache.pool.free_block_queue
+        blocks = queue.get_all_free_blocks()
+        assert len({block.block_id for block in blocks}) == len(blocks) == queue.num_free_blocks == 29
+        backwards, block = [], queue.fake_free_list_tail.prev_free_block
+        while block is not queue.fake_free_list_head:
+            backwards.append(block)
+            block = block.prev_free_block
+        assert backwards == blocks[::-1]
+
+
+def test_a_state_that_was_given_up_and_is_used_counts_again():
+    cache = Cache(blocks=40, share=0.15)  # three states
+    keys = [cache.write(b"turn %d" % number, turn=True) for number in range(5)]
+    assert keys[0] not in cache.retention and keys[1] not in cache.retention
+    assert cache.retention.resumed(keys[0])
+    cache.retention.refresh([keys[1]])
+    assert keys[0] in cache.retention and keys[1] in cache.retention
+    cache.write(b"turn 5", turn=True)
+    assert len(cache.retention) == 3
+    cache.use_up()
+    assert [number for number in range(6) if cache.has(b"turn %d" % number)] == [0, 1, 5]
+
+
+def test_a_state_of_which_vllm_took_a_block_is_not_found_and_its_blocks_stay_where_they_are():
+    cache = Cache(blocks=40, share=0.15)
+    keys = [cache.write(b"turn %d" % number, turn=True) for number in range(3)]
+    retention, queue = cache.retention, cache.pool.free_block_queue
+    lost = retention._states[keys[0]].blocks
+    cache.pool.evict_blocks({lost[1].block_id})
+    before = queue.get_all_free_blocks()
+    assert retention.make_room(len(GROUPS)) and len(retention) == 2
+    assert queue.get_all_free_blocks() == before
+    assert not retention.resumed(keys[0])
+
+
+def test_a_turn_that_later_hints_still_name_outlives_those_that_no_hint_names():
+    """The end of a user's turn before a tool loop: each request of the loop names it, and resumes behind it."""
+    cache = Cache(blocks=40, share=0.2)  # four states
+    cache.write(b"system")
+    question = cache.write(b"question", turn=True)
+    for number in range(6):
+        key = cache.write(b"call %d" % number, turn=True)
+        cache.retention.resumed(key)
+        cache.retention.refresh([question])
+    cache.use_up()
+    assert cache.has(b"system") and cache.has(b"question")
+    assert [number for number in range(6) if cache.has(b"call %d" % number)] == [4, 5]

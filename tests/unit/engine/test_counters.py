@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_patches.scheduler import counters
-from engine_patches.scheduler.counters import CENSUS_INTERVAL, MAX_REQUESTS, Counters
+from engine_patches.scheduler.counters import CENSUS_INTERVAL, MAX_REQUESTS, AdmittedRequest, Counters
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_each_count_is_reported_once(clock):
     counted = Counters()
     counted.state_written(b"a", "tail")
     counted.hint_ignored("malformed")
-    counted.request_admitted("r", "hit", 160)
+    counted.request_admitted(AdmittedRequest("r", "hit", 160, 176, (163, 0)))
     counted.resumed(b"a", 160, 0.5)
     counted.resumed(b"not ours", 320, 0.25)
     counted.follower_not_held()
@@ -43,7 +43,7 @@ def test_each_count_is_reported_once(clock):
         {"malformed": 1},
         {"hit": 1},
     )
-    assert list(counts.requests) == [("r", "hit", 160)]
+    assert list(counts.requests) == [("r", "hit", 160, 176, (163, 0))]
     assert dict(counts.followers) == {"not_worth_it": 1, "held": 1}
     assert (counts.hits, counts.hit_tokens, counts.saved_seconds, counts.spent_seconds) == (1, 160, 0.75, 1.5)
     assert counted.take().empty
@@ -54,7 +54,7 @@ def test_each_count_is_reported_once(clock):
     [
         lambda counted: counted.state_written(b"a", "tail"),
         lambda counted: counted.hint_ignored("malformed"),
-        lambda counted: counted.request_admitted("r", "hit", 160),
+        lambda counted: counted.request_admitted(AdmittedRequest("r", "hit", 160, 176, (163, 0))),
         lambda counted: counted.follower_not_held(),
     ],
 )
@@ -91,7 +91,7 @@ def test_memory_is_bounded(clock, monkeypatch):
     counted.state_bytes = 1
     for number in range(MAX_REQUESTS + 10):
         counted.state_written(b"%d" % number, "tail")
-        counted.request_admitted(str(number), "cold", 0)
+        counted.request_admitted(AdmittedRequest(str(number), "cold", 0, 0, ()))
     assert counted.bytes_held(Pool(*(b"%d" % number for number in range(MAX_REQUESTS + 10)))) == 2
     counts = counted.take()
     assert len(counts.requests) == MAX_REQUESTS and counts.requests[-1][0] == str(MAX_REQUESTS + 9)

@@ -1,15 +1,44 @@
 """A hint is a wish: what is wrong with it is dropped and counted, the rest is used."""
 
+import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from engine_patches.scheduler.hints import IGNORED_REASONS, MAX_ENTRIES, MAX_POSITIONS, usable_positions
+from engine_patches.scheduler import hints
+from engine_patches.scheduler.hints import (
+    EDGE,
+    HINTED,
+    IGNORED_REASONS,
+    JUNCTION,
+    LEARNED,
+    MAX_COMPARED,
+    MAX_ENTRIES,
+    MAX_PATTERN,
+    TAIL,
+    checkpoint_targets,
+    first_end,
+    last_end,
+    resolve,
+    usable_positions,
+)
+
+IDS = list(range(1, 1001))  # the token 500 is the 500th
 
 
 def read(hint, prompt=1000, unit=16):
     ignored: Counter[str] = Counter()
-    return usable_positions(hint, prompt, unit, lambda reason: ignored.update((reason,))), ignored
+
+    def ignore(reason):
+        ignored.update((reason,))
+
+    return usable_positions(resolve(hint, IDS[:prompt], prompt, ignore), unit, ignore), ignored
+
+
+def resolved(hint, ids=IDS):
+    ignored: Counter[str] = Counter()
+    return resolve(hint, ids, 1000, lambda reason: ignored.update((reason,))), ignored
 
 
 def test_positions_are_floored_to_the_match_unit():
@@ -20,8 +49,24 @@ def test_positions_of_one_unit_become_one_silently():
     assert read([160, 163, 175]) == ((160,), Counter())
 
 
+def test_the_order_of_entries_is_free():
+    assert read([200, 100, 200]) == ((96, 192), Counter())
+
+
 def test_the_prompts_end_is_a_position():
     assert read([1000], prompt=1000) == ((992,), Counter())
+
+
+def test_entries_are_resolved_in_their_order_to_the_token():
+    hint = [163, -7, "last:500,501", "first:3", "last:4,6", "last-1:500", "nonsense", 1001]
+    assert resolved(hint) == (
+        (163, 993, 501, 3, 0, 0, 0, 0),
+        Counter(not_found=2, malformed=1, out_of_range=1),
+    )
+
+
+def test_without_token_ids_only_counts_from_the_start_are_resolved():
+    assert resolved([163, -7, "last:1", "first:1"], ids=None) == ((163, 0, 0, 0), Counter(not_found=3))
 
 
 @pytest.mark.parametrize(
@@ -33,13 +78,26 @@ def test_the_prompts_end_is_a_position():
         (["163", 200], (192,), "malformed"),
         ([163.0, 200], (192,), "malformed"),
         ([True, 200], (192,), "malformed"),
-        ([-5, 200], (192,), "out_of_range"),
+        ([-1000, 200], (192,), "out_of_range"),
+        ([-1001, 200], (192,), "out_of_range"),
         ([0, 200], (192,), "out_of_range"),
         ([200, 1001], (192,), "out_of_range"),
         ([200, 10**30], (192,), "out_of_range"),
-        ([200, 100], (192,), "not_ascending"),
-        ([200, 200], (192,), "not_ascending"),
         ([15, 200], (192,), "below_unit"),
+        ([-990, 200], (192,), "below_unit"),
+        (["last:3,2", 200], (192,), "not_found"),
+        (["first:1001", 200], (192,), "not_found"),
+        (["last:", 200], (192,), "malformed"),
+        (["last:1,", 200], (192,), "malformed"),
+        (["last:1, 2", 200], (192,), "malformed"),
+        (["last:-1", 200], (192,), "malformed"),
+        (["last:\u0661", 200], (192,), "malformed"),
+        (["last--1:1", 200], (192,), "malformed"),
+        (["last-:1", 200], (192,), "malformed"),
+        (["first-1:1", 200], (192,), "malformed"),
+        (["middle:1", 200], (192,), "malformed"),
+        (["last:500\n", 200], (192,), "malformed"),
+        (["last:" + ",".join(["1"] * (MAX_PATTERN + 1)), 200], (192,), "malformed"),
     ],
 )
 def test_a_bad_entry_costs_only_itself_and_is_counted(hint, kept, reason):
@@ -48,23 +106,90 @@ def test_a_bad_entry_costs_only_itself_and_is_counted(hint, kept, reason):
 
 
 def test_a_hint_is_not_read_to_its_end():
-    positions, ignored = read([3] * 10_000)
-    assert positions == () and ignored == Counter(too_many=1, below_unit=MAX_ENTRIES)
+    assert read([3] * 10_000) == ((), Counter(too_many=1, below_unit=MAX_ENTRIES))
+    assert read(list(range(16, 16 * 40, 16))) == (tuple(range(16, 16 * 17, 16)), Counter(too_many=1))
 
 
-def test_a_request_gets_a_bounded_number_of_checkpoints():
-    positions, ignored = read(list(range(16, 16 * 40, 16)))
-    assert len(positions) == MAX_POSITIONS
-    assert ignored == Counter(too_many=39 - MAX_POSITIONS)
+def test_as_many_entries_and_ids_as_are_allowed_are_read():
+    pattern = ",".join(map(str, IDS[:MAX_PATTERN]))
+    counts = range(256, 256 + 16 * (MAX_ENTRIES - 1), 16)
+    assert read([f"last:{pattern}", *counts]) == ((MAX_PATTERN, *counts), Counter())
 
 
 def test_the_first_unit_and_the_last_token_are_positions():
     assert read([16, 1000]) == ((16, 992), Counter())
     assert read([15, 1001]) == ((), Counter(below_unit=1, out_of_range=1))
     assert read([1], unit=1) == ((1,), Counter())
+    assert read([-1]) == ((992,), Counter())
 
 
-def test_as_many_positions_and_entries_as_are_allowed_are_read():
-    positions, ignored = read(list(range(16, 16 * (MAX_POSITIONS + 1), 16)))
-    assert len(positions) == MAX_POSITIONS and not ignored
-    assert read([3] * MAX_ENTRIES) == ((), Counter(below_unit=MAX_ENTRIES))
+def ends(ids, pattern):
+    """Ends of all occurrences, the naive way."""
+    size = len(pattern)
+    return [start + size for start in range(len(ids) - size + 1) if ids[start : start + size] == pattern]
+
+
+def test_occurrences_are_those_of_a_naive_search(monkeypatch):
+    monkeypatch.setattr(hints, "_FIRST_SLICE", 2)
+    monkeypatch.setattr(hints, "_LARGEST_SLICE", 8)
+    draw, found, skipped_to = random.Random(0), 0, 0
+    for _ in range(8000):
+        letters = draw.randrange(1, 5)
+        ids = [draw.randrange(letters) for _ in range(draw.randrange(0, 60))]
+        pattern = [draw.randrange(letters) for _ in range(draw.randrange(1, 7))]
+        skipped = draw.randrange(4)
+        expected = [0] * 4 + ends(ids, pattern)
+        assert last_end(ids, pattern, skipped) == expected[-1 - skipped], (ids, pattern, skipped)
+        assert first_end(ids, pattern) == next(filter(None, expected), 0), (ids, pattern)
+        found += bool(expected[-1])
+        skipped_to += bool(skipped and expected[-1 - skipped])
+    assert found > 2000 and skipped_to > 1000  # the cases are not all of one kind
+
+
+def test_a_pattern_across_slices_of_the_real_size_is_found():
+    for behind in (0, 500, 511, 512, 513, 1535, 1536, 70_000):
+        ids = [*range(100), 7, 8, 9, *([5] * behind)]
+        assert last_end(ids, [7, 8, 9]) == 103
+
+
+def test_a_pattern_of_common_tokens_ends_the_search_early():
+    class Counted(list):
+        comparisons = 0
+
+        def __getitem__(self, item):
+            Counted.comparisons += 1
+            return list.__getitem__(self, item)
+
+    ids = Counted([5] * 200_000)
+    assert last_end(ids, [4, 5]) == 0 and first_end(ids, [5, 4]) == 0
+    assert Counted.comparisons < 3 * MAX_COMPARED
+
+
+def kinds(prompt, hinted=(), learned=0, junction=0, block=512):
+    request = SimpleNamespace(num_prompt_tokens=prompt, shared_prefix_boundary=junction)
+    return {target.position: target.kind for target in checkpoint_targets(request, hinted, 16, block, learned)}
+
+
+def test_without_a_hint_states_stand_where_vllm_stops():
+    assert kinds(1500) == {1024: EDGE, 1488: TAIL}
+    assert kinds(1500, junction=700) == {688: JUNCTION, 1024: EDGE, 1488: TAIL}
+    assert kinds(500) == {}
+
+
+def test_a_position_that_others_share_replaces_the_last_whole_block():
+    assert kinds(1500, (160,)) == {160: HINTED, 1488: TAIL}
+    assert kinds(1500, learned=160) == {160: LEARNED, 1488: TAIL}
+    assert kinds(1500, learned=160, junction=700) == {160: LEARNED, 1488: TAIL}
+
+
+def test_the_end_of_a_turn_alone_leaves_the_last_whole_block():
+    assert kinds(1500, (1472,)) == {1024: EDGE, 1472: HINTED}
+    assert kinds(1500, (160, 1472)) == {160: HINTED, 1472: HINTED}
+    assert kinds(1540, (1520,)) == {1520: HINTED}  # a block that ends behind the turn is of no use to others
+    assert kinds(500, (480,)) == {480: HINTED}
+
+
+def test_a_learned_position_joins_those_of_a_hint():
+    assert kinds(1500, (1472,), learned=704) == {704: LEARNED, 1472: HINTED}
+    assert kinds(1500, learned=1488) == {1024: EDGE, 1488: LEARNED}
+    assert kinds(400, learned=160) == {160: LEARNED}

@@ -13,6 +13,7 @@ from engine_patches.scheduler.reasons import (
     NOT_WORTH_IT,
     Outcomes,
 )
+from engine_patches.scheduler.request_state import RequestState
 
 
 def request(tokens=400, name="a"):
@@ -21,25 +22,30 @@ def request(tokens=400, name="a"):
     )
 
 
+def state(*positions, shared=0):
+    """Of a request with a hint."""
+    return RequestState(hinted_positions=positions, hinted=True, shared=shared)
+
+
 def test_reasons():
     outcomes = Outcomes(16)
-    assert outcomes.reason_for(request(), True, (160,), 0) == COLD
+    assert outcomes.reason_for(request(), state(160), 0) == COLD
     outcomes.computed(request(), 160, EVICTED)
-    assert outcomes.reason_for(request(), True, (160, 320), 160) == HIT
-    assert outcomes.reason_for(request(), True, (160, 320), 0) == EVICTED
+    assert outcomes.reason_for(request(), state(160, 320), 160) == HIT
+    assert outcomes.reason_for(request(), state(160, 320), 0) == EVICTED
     outcomes.computed(request(), 320, EVICTED)
-    assert outcomes.reason_for(request(), True, (160, 320), 160) == EVICTED  # the deepest cause
+    assert outcomes.reason_for(request(), state(160, 320), 160) == EVICTED  # the deepest cause
     outcomes.computed(request(), 16, NOT_WORTH_IT)
-    assert outcomes.reason_for(request(), True, (16,), 0) == NOT_WORTH_IT
-    assert outcomes.reason_for(request(name="b"), True, (160,), 0) == COLD
+    assert outcomes.reason_for(request(), state(16), 0) == NOT_WORTH_IT
+    assert outcomes.reason_for(request(name="b"), state(160), 0) == COLD
 
 
 def test_requests_without_a_usable_hint():
     outcomes = Outcomes(16)
-    assert outcomes.reason_for(request(), False, (), 0) == NO_BOUNDARY
-    assert outcomes.reason_for(request(), False, (), 160) == HIT
-    assert outcomes.reason_for(request(), True, (), 0) == HINT_IGNORED
-    assert outcomes.reason_for(request(tokens=10), True, (), 0) == BELOW_UNIT
+    assert outcomes.reason_for(request(), RequestState(), 0) == NO_BOUNDARY
+    assert outcomes.reason_for(request(), RequestState(), 160) == HIT
+    assert outcomes.reason_for(request(), state(), 0) == HINT_IGNORED
+    assert outcomes.reason_for(request(tokens=10), state(), 0) == BELOW_UNIT
 
 
 def test_memory_is_bounded():
@@ -52,14 +58,43 @@ def test_memory_is_bounded():
 def test_a_hit_of_just_the_position_and_a_prompt_of_just_the_unit():
     outcomes = Outcomes(16)
     outcomes.computed(request(), 160, EVICTED)
-    assert outcomes.reason_for(request(), True, (160,), 160) == HIT
-    assert outcomes.reason_for(request(), True, (160,), 144) == EVICTED
-    assert outcomes.reason_for(request(tokens=160), True, (160,), 0) == COLD  # its last token is always computed
-    assert outcomes.reason_for(request(tokens=16), True, (), 0) == BELOW_UNIT
-    assert outcomes.reason_for(request(tokens=17), True, (), 0) == HINT_IGNORED
+    assert outcomes.reason_for(request(), state(160), 160) == HIT
+    assert outcomes.reason_for(request(), state(160), 144) == EVICTED
+    assert outcomes.reason_for(request(tokens=160), state(160), 0) == COLD  # its last token is always computed
+    assert outcomes.reason_for(request(tokens=16), state(), 0) == BELOW_UNIT
+    assert outcomes.reason_for(request(tokens=17), state(), 0) == HINT_IGNORED
 
 
 def test_a_prompt_that_is_not_looked_up_is_no_miss():
     unread = request()
     unread.skip_reading_prefix_cache = True
-    assert Outcomes(16).reason_for(unread, True, (160,), 0) == HINT_IGNORED
+    assert Outcomes(16).reason_for(unread, state(160, shared=160), 0) == HINT_IGNORED
+    assert Outcomes(16).reason_for(unread, RequestState(shared=160), 0) == NO_BOUNDARY
+
+
+def test_what_is_shared_decides_whether_a_hit_is_whole():
+    outcomes = Outcomes(16)
+    assert outcomes.reason_for(request(), state(160, shared=160), 160) == HIT
+    assert outcomes.reason_for(request(), state(160, shared=176), 160) == COLD  # nobody kept a state at 176
+    assert outcomes.reason_for(request(), state(160, 320, shared=160), 160) == HIT  # nobody has had what is behind
+    assert outcomes.reason_for(request(), state(160, shared=160), 192) == HIT
+    assert outcomes.reason_for(request(), RequestState(shared=320), 160) == COLD
+    assert outcomes.reason_for(request(), RequestState(shared=320), 0) == NO_BOUNDARY
+    assert outcomes.reason_for(request(), RequestState(shared=320, learned=320), 0) == NO_BOUNDARY
+    assert outcomes.reason_for(request(tokens=320), RequestState(shared=320), 304) == HIT  # the last token is computed
+
+
+def test_the_deepest_cause_above_the_hit_is_named_wherever_its_state_stood():
+    outcomes = Outcomes(16)
+    outcomes.computed(request(), 96, NOT_WORTH_IT)
+    outcomes.computed(request(), 256, EVICTED)
+    assert outcomes.reason_for(request(), state(160, shared=320), 0) == EVICTED
+    assert outcomes.reason_for(request(), state(160, shared=320), 240) == EVICTED
+    assert outcomes.reason_for(request(), state(160, shared=320), 256) == COLD
+    assert outcomes.reason_for(request(), RequestState(shared=240), 0) == NOT_WORTH_IT
+
+
+def test_what_is_shared_inside_a_kernels_chunk_cannot_be_missed():
+    outcomes = Outcomes(16, alignment=64)
+    assert outcomes.reason_for(request(), state(128, shared=176), 128) == HIT
+    assert outcomes.reason_for(request(), state(128, shared=192), 128) == COLD
