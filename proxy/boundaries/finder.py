@@ -14,8 +14,9 @@ from typing import Any
 from xxhash import xxh3_128_digest
 
 from proxy.boundaries.boundary import Boundary, Found, Kind, Place, Result
+from proxy.boundaries.dates import Dates
 from proxy.boundaries.divergence import DivergenceLearner
-from proxy.boundaries.layout import OPEN_ROLES, PromptLayout, layout_of
+from proxy.boundaries.layout import OPEN_ROLES, REMINDER_ROLES, PromptLayout, layout_of
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.resolve import Entry, encode_end, encode_opener
 from proxy.boundaries.template_facts import Opener, TemplateFacts
@@ -24,6 +25,8 @@ from proxy.chat.chat import TOOLS, Chat, Mark, listed
 
 # Marks of one request that count; the APIs that have them allow four.
 MAX_MARKS = 8
+
+MAX_SYSTEM_MESSAGES = 4  # searched for a date
 
 # Messages of a chat in which boundaries are sought; a longer one is forwarded without.
 MAX_MESSAGES = 20_000
@@ -36,6 +39,7 @@ class BoundaryFinder:
         """With a `learner`, beginnings inside texts that recent requests shared are known to the choice of a worker."""
         self._positions = positions
         self._learner = learner
+        self._dates = Dates()
 
     def find(
         self,
@@ -60,6 +64,7 @@ class BoundaryFinder:
             return Found(failure="no_boundary")
         search = _Search(layout, facts, self._positions, size, tokens_per_byte)
         search.between_messages()
+        search.before_dates(self._dates)
         search.at_marks()
         if by_texts and self._learner is not None:
             search.inside_texts(self._learner)
@@ -103,6 +108,19 @@ class _Search:
             tokens = self._end()
             self._add("turn", layout.turn_key, encode_end(tokens) if tokens is not None else None, len(chat.messages))
 
+    def before_dates(self, dates: Dates) -> None:
+        """What precedes the first date or time in the system prompt: it will be another one tomorrow."""
+        layout, chat = self._layout, self._layout.chat
+        for index in range(min(layout.first or 0, MAX_SYSTEM_MESSAGES)):
+            text = chat.texts[index]
+            if chat.roles[index] not in REMINDER_ROLES or text is None:
+                continue
+            if characters := dates.cut(layout.keys.after[index], text):
+                head = text[:characters]
+                key = layout.cut_key(index, xxh3_128_digest(head.encode(errors="surrogatepass")))
+                self._add_inside("learned", Place(key, index, kept=head))
+                return
+
     def at_marks(self) -> None:
         """The ends of what a client marked for caching."""
         layout, chat = self._layout, self._layout.chat
@@ -114,9 +132,9 @@ class _Search:
             elif mark.characters is not None:
                 text = (chat.texts[mark.message] or "")[: mark.characters]
                 key = layout.cut_key(mark.message, xxh3_128_digest(text.encode(errors="surrogatepass")))
-                self._mark_inside(Place(key, mark.message, kept=text))
+                self._add_inside("explicit", Place(key, mark.message, kept=text))
             elif not _ends_message(chat, mark):
-                self._mark_inside(Place(layout.part_key(mark), mark.message, part=mark.part))
+                self._add_inside("explicit", Place(layout.part_key(mark), mark.message, part=mark.part))
             elif mark.message + 1 < len(chat.messages):
                 following = mark.message + 1
                 is_open = chat.roles[following] in OPEN_ROLES
@@ -171,11 +189,12 @@ class _Search:
             self._result = "head" if self._result == "none" else self._result
         self._boundaries.append(Boundary(kind, key, entry, tokens, self._estimate(self._behind[message])))
 
-    def _mark_inside(self, place: Place) -> None:
+    def _add_inside(self, kind: Kind, place: Place) -> None:
+        """A boundary inside a message, which only positions remembered of this head can tell."""
         self._inside.setdefault(place.message, []).append(place.key)
         tokens = self._positions.get(place.key)
         estimate = self._estimate(self._behind[place.message] - len(place.kept))
-        self._boundaries.append(Boundary("explicit", place.key, tokens or None, tokens, estimate))
+        self._boundaries.append(Boundary(kind, place.key, tokens or None, tokens, estimate))
         if not tokens:
             self._unplaced.append(place)
         elif self._result == "none":
