@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 from proxy.boundaries.boundary import Boundary, Found, Kind, Place, Result
 from proxy.boundaries.dates import Dates
 from proxy.boundaries.divergence import DivergenceLearner
-from proxy.boundaries.layout import OPEN_ROLES, REMINDER_ROLES, PromptLayout, layout_of
+from proxy.boundaries.layout import OPEN_ROLES, REMINDER_ROLES, RESULT_ROLES, PromptLayout, layout_of
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.resolve import Entry, encode_end, encode_opener
 from proxy.boundaries.template_facts import Opener, TemplateFacts
@@ -251,7 +251,9 @@ class _Search:
         if self._facts is None:
             return None
         tool = roles[index] != "user"
-        place: TextPlace = "tool" if tool else "alone" if layout.alone else "user"
+        place: TextPlace = "alone" if layout.alone else "user"
+        if tool:
+            place = "results" if index and roles[index - 1] in RESULT_ROLES else "tool"
         opener = self._facts.opener(place, tools=self._tools)
         if opener is None:
             return None

@@ -7,8 +7,10 @@ from typing import NamedTuple
 from proxy.chat.canonical import MARKS, Keys, canonical, chat_keys, digest, without_marks
 from proxy.chat.chat import Chat, Mark
 
-# Roles whose text a client writes for each request.
-OPEN_ROLES = ("user", "tool", "function")
+# Roles of what tools answered, and all whose text a client writes for each request.
+RESULT_ROLES = ("tool", "function")
+
+OPEN_ROLES = ("user", *RESULT_ROLES)
 
 REMINDER_ROLES = ("system", "developer")
 

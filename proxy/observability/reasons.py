@@ -146,8 +146,10 @@ def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange |
         ever = expected.ever_sent.size if expected.ever_sent is not None else 0
         if expected.sent is None and ever:
             return "worker_restarted" if expected.floored(ever) else "below_unit"
-        if expected.sent is not None and expected.sent.tokens:  # all that is shared is shorter than the unit
-            return "below_unit"
+        if expected.sent is not None and expected.sent.tokens:
+            if not expected.floored(min(expected.sent.tokens, delivery.prompt - 1)):
+                return "below_unit"
+            return _of_engine(delivery, expected.failure or "evicted")  # its engine knows nothing of it any more
         return expected.failure or _of_engine(delivery, "cold")
     elsewhere = expected.floored(expected.held) > expected.floored(expected.predicted)
     if elsewhere and cached >= expected.floored(expected.predicted):

@@ -106,8 +106,9 @@ class Dispatcher:
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
         )
         if worker.takes_hints:
-            self._engine_events.sent(worker, request.engine_id, found.boundaries, worker.hint(found))
-            self._prefix_index.record(found.boundaries, worker.boot)
+            hint = worker.hint(found)
+            self._engine_events.sent(worker, request.engine_id, found.boundaries, hint)
+            self._prefix_index.record(found.boundaries, worker.boot, hint)
             if longest is not None:
                 self._keep_for_warmup(request, longest.key, longest.tokens)
         return worker

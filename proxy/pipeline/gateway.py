@@ -127,7 +127,8 @@ class Gateway:
         """Replay hot prefixes on a worker that has restarted."""
 
         async def replay(warmup: WarmupRequest) -> None:
-            raw = warmup.body_with(worker.hint(warmup.found))
+            hint = worker.hint(warmup.found)
+            raw = warmup.body_with(hint)
             try:
                 status, answer = await self.upstream.fetch("POST", worker.url + warmup.endpoint, raw)
             except (Unreachable, Broken):
@@ -135,7 +136,7 @@ class Gateway:
             self.metrics.replays.labels(worker.name, "done" if status == 200 else "failed").inc()
             if status == 200:
                 self.accounting.replayed(warmup.model, worker, answer)
-                self.prefix_index.record(warmup.found.boundaries, worker.boot)
+                self.prefix_index.record(warmup.found.boundaries, worker.boot, hint)
 
         if worker.takes_hints:
             await replay_all(self.warmup.hottest({entry.get("id") for entry in worker.models}), replay)

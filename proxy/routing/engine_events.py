@@ -207,19 +207,21 @@ class EngineEvents:
         if boot != feed.boot and feed.boot:
             feed.former_boots.add(feed.boot)
         feed.reports_states = "states" in events
-        resolved = events.get("resolved", ())  # only from a plugin that takes entries
+        said: dict[str, tuple[int, tuple[int, ...]]] = {}
         if feed.follows:
             if events["reset"] and feed.read_as:  # at the first read, nothing is recorded that could be wrong
                 feed.held_states.forget_all(feed.read_as)
             feed.read_as = worker.boot
-            try:
-                for request_id, _, positions in resolved:
+        try:
+            for request_id, shared, positions in events.get("resolved", ()):  # only a plugin that takes entries has it
+                said[request_id] = (int(shared), tuple(map(int, positions)))
+            if feed.follows:
+                for request_id, (_, positions) in said.items():
                     feed.held_states.resolved(request_id, positions)
                 feed.held_states.apply(events["states"], worker.boot)
-            except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
-                logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
-                feed.held_states.forget_all(worker.boot)
-        said = {request_id: (int(shared), tuple(map(int, positions))) for request_id, shared, positions in resolved}
+        except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
+            logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
+            feed.held_states.forget_all(worker.boot)
         for request_id, reason, _ in events["outcomes"]:
             feed.outcomes[request_id] = EngineOutcome(str(reason), *said.get(request_id, ()))
             feed.outcomes.move_to_end(request_id)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from prometheus_client import Counter
 
 from proxy.boundaries.boundary import Boundary
+from proxy.boundaries.resolve import Entry
 
 # For one prefix with its first worker, and for each further worker; measured, rounded up.
 ENTRY_BYTES = 500
@@ -62,16 +63,20 @@ class PrefixIndex:
         self.on_held: Callable[[bytes, int, str], None] | None = None
         self.on_forget: Callable[[Sequence[bytes], str], None] | None = None
 
-    def record(self, boundaries: Sequence[Boundary], boot: str) -> None:
-        """A request with these boundaries goes to the worker that booted as `boot`, which will hold them."""
+    def record(self, boundaries: Sequence[Boundary], boot: str, hint: Sequence[Entry] | None = None) -> None:
+        """A request with these boundaries goes to the worker that booted as `boot`, which will hold them.
+
+        Of those that have an entry, only what the `hint` says; None: all.
+        """
         for boundary in boundaries:
-            self._record(boundary.key, boundary.tokens, boundary.estimate, boot)
+            is_kept = hint is None or boundary.entry is None or boundary.entry in hint or boundary.tokens in hint
+            self._record(boundary.key, boundary.tokens, boundary.estimate, boot, is_kept)
 
     def record_remote(self, key: bytes, tokens: int, boot: str) -> None:
         """Another gateway's prefix is held by the worker that booted as `boot`; a length known here stands."""
-        self._record(key, tokens, tokens, boot)
+        self._record(key, tokens, tokens, boot, is_kept=True)
 
-    def _record(self, key: bytes, tokens: int, estimate: int, boot: str) -> None:
+    def _record(self, key: bytes, tokens: int, estimate: int, boot: str, is_kept: bool) -> None:
         prefix = self._prefixes.get(key)
         if prefix is None:
             prefix = self._prefixes[key] = Prefix(tokens, estimate)
@@ -82,7 +87,7 @@ class PrefixIndex:
                 prefix.tell(tokens)
         if boot not in prefix.held:
             self._bytes += HOLDER_BYTES
-        prefix.held[boot] = prefix.held.get(boot) or prefix.size
+        prefix.held[boot] = prefix.held.get(boot) or (prefix.size if is_kept else 0)
         while self._bytes > self._size and len(self._prefixes) > 1:
             _, gone = self._prefixes.popitem(last=False)
             self._bytes -= ENTRY_BYTES + (len(gone.held) - 1) * HOLDER_BYTES

@@ -127,6 +127,8 @@ def unpack(form: Form, raw: bytes) -> Batch | None:
         return None
     if form is HOLDINGS and any((kind, tokens > 0) not in _SOUND for kind, _, tokens in records):
         return None
+    if form is POSITIONS and not all(tokens for _, tokens in records):
+        return None
     return Batch(writer, records)
 
 

@@ -114,10 +114,3 @@ def test_shadow_implies_what_changes_nothing_unless_it_is_said(source, on):
     assert by_variable.shadow and by_variable.ask_usage and not by_variable.heartbeat
     with pytest.raises(SettingsError, match="shadow"):
         parse("--worker", "http://a", "--shadow", "perhaps")
-
-
-def test_a_tokenizer_is_a_model_folder(tmp_path):
-    with pytest.raises(SettingsError, match=r"tokenizer.*tokenizer\.json"):
-        parse("--worker", "http://a", "--tokenizer", str(tmp_path))
-    (tmp_path / "tokenizer.json").touch()
-    assert parse("--worker", "http://a", "--tokenizer", str(tmp_path)).tokenizer == tmp_path

@@ -33,6 +33,7 @@ FACTS = TemplateFacts(
         ("alone", False): Opener((3,), "<user>"),
         ("user", False): Opener((4, 5), "<user>", per_user=True),
         ("tool", False): Opener((6,), "<tool>"),
+        ("results", False): Opener((7,), "<tool>"),
         ("first", True): Opener((11,), "<user>"),
         ("alone", True): Opener((13,), "<user>"),
         ("user", True): Opener((14,), "<user>", no_tool=True),
@@ -107,6 +108,12 @@ def test_a_tool_loop_has_the_turn_before_it_once_that_is_told():
     assert first.turn_key is not None
     positions.put(first.turn_key, 123)
     assert ("turn", 123) in shown(find(LOOP, positions=positions))
+
+
+def test_a_tools_result_behind_another_one_has_an_opener_of_its_own():
+    assert ("history", "last:7") in shown(find([*LOOP, tool("low at three")]))
+    assert ("history", "last:7") in shown(find([*LOOP, {"role": "function", "content": "low at three"}]))
+    assert ("history", "last:6") in shown(find([*LOOP, assistant("And the wind."), tool("west")]))
 
 
 def test_reminders_behind_the_user_message_belong_to_the_turn_before_the_loop():

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from proxy.boundaries.facts_learner import FactsLearner
 from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import BREAKER_FAILURES
@@ -50,7 +51,7 @@ def file(tmp_path):
 
 
 def pool_of(servers: Servers, file=None, worker: tuple[str, ...] = (), **settings) -> WorkerPool:
-    return WorkerPool(Settings(worker=worker, workers_file=file, **settings), servers, Metrics())
+    return WorkerPool(Settings(worker=worker, workers_file=file, **settings), servers, Metrics(), FactsLearner())
 
 
 async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_and_its_quarantine(file):

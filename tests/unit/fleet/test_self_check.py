@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from proxy.boundaries.boundary import Boundary
+from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
@@ -19,7 +19,9 @@ from proxy.fleet.worker_metrics import EngineInfo
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
-SYSTEM = Boundary(64, "system", b"system")
+SYSTEM = Boundary("system", b"system", "last:63")
+
+RENDERER = b"renderer"
 
 TEXT_PARTS = [{"type": "text", "text": "Tide?"}]
 
@@ -58,14 +60,16 @@ async def render(body, path=CHAT) -> TokenIds:
 
 def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
-    return WarmupRequest(CHAT, raw, ("model", "messages"), put, (SYSTEM, Boundary(80, "turn", last)), "m")
+    found = Found((SYSTEM, Boundary("turn", last, 80)), renderer_id=RENDERER)
+    return WarmupRequest(CHAT, raw, ("model", "messages"), put, found, "m")
 
 
 @pytest.fixture
 def worker() -> Worker:
-    engine = EngineInfo("0", "0", match_unit=16, block_size=384)
+    engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384)
     found = Worker("http://w", renderer=render, boot="w#1", engine=engine, up=True)
     found.model_ids = frozenset({"m"})
+    found.renderer_ids["m"] = RENDERER
     return found
 
 
@@ -104,6 +108,19 @@ async def test_the_prompt_is_asked_under_the_salt_of_its_api_key(worker, engine)
     assert verdict is not None and verdict.result == "same"
     salts = [asked.get("cache_salt") for asked in engine.asked]
     assert salts[:2] == ["anns", "anns"] and "anns" not in salts[2:] and all(salts)
+
+
+async def test_the_hint_is_resolved_on_the_whole_prompt_and_cut_with_it(worker, engine):
+    boundaries = tuple(
+        Boundary("explicit", b"%d" % number, entry) for number, entry in enumerate(("last:9", -4, -40, 7))
+    )
+    request = replay(b"first")
+    request = request._replace(found=request.found._replace(boundaries=boundaries))
+    for cache_tokens, hint in ((10**6, [7, 10, 24, 60]), (3 * 32 * 16, [7, 10, 24])):
+        worker.cache_tokens = cache_tokens
+        await judged(check_of(worker, engine, request), worker, request)
+        asked = engine.asked[-1]
+        assert asked["vllm_xargs"]["seamark_boundaries"] == hint
 
 
 async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_get(worker, engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from proxy.boundaries.boundary import Found
 from proxy.chat.chat import CHAT
 from proxy.fleet.warmup import (
     CONCURRENCY,
@@ -19,7 +20,7 @@ from proxy.fleet.warmup import (
 
 def replay(name: bytes = b"", model: str = "m") -> WarmupRequest:
     return WarmupRequest(
-        CHAT, b'{"model":"m","messages":[],"stream":true,"n":3}' + name, ("model", "stream", "n"), {}, (), model
+        CHAT, b'{"model":"m","messages":[],"stream":true,"n":3}' + name, ("model", "stream", "n"), {}, Found(), model
     )
 
 
@@ -74,15 +75,15 @@ def test_a_replay_asks_for_one_token_and_no_more():
         b'{"stream":true,"n":3,"max_tokens":900,"vllm_xargs":{"x":1},"seed":1}',
         ("stream", "n", "max_tokens", "vllm_xargs", "seed"),
         {"cache_salt": "s"},
-        (),
+        Found(),
         "m",
     )
-    assert json.loads(asked.body_with((16, 32))) == {
+    assert json.loads(asked.body_with(("first:7,8", 32, -5))) == {
         "seed": 1,
         "cache_salt": "s",
         "max_tokens": 1,
         "stream": False,
-        "vllm_xargs": {"seamark_boundaries": [16, 32]},
+        "vllm_xargs": {"seamark_boundaries": ["first:7,8", 32, -5]},
     }
 
 

@@ -1,10 +1,12 @@
-"""A worker's circuit breaker, and the quarantine of its cache."""
+"""A worker's circuit breaker, the quarantine of its cache, and the hint that it gets."""
 
 from __future__ import annotations
 
 import pytest
 
-from proxy.fleet.worker import BREAKER_FAILURES, CacheQuarantine, CircuitBreaker
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.fleet.worker import BREAKER_FAILURES, CacheQuarantine, CircuitBreaker, Worker
+from proxy.fleet.worker_metrics import EngineInfo
 
 BODY = {"model": "m"}
 
@@ -66,3 +68,35 @@ def test_a_salt_that_vllm_refuses_is_left_to_it(salt):
     cache = CacheQuarantine()
     cache.quarantine()
     assert cache.salt({**BODY, "cache_salt": salt}) is None
+
+
+FOUND = Found((Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -5)), renderer_id=b"renderer")
+
+
+def worker(version: str | None) -> Worker:
+    engine = EngineInfo(version, "0.32.0", match_unit=16, block_size=384) if version is not None else None
+    return Worker("http://w", None, engine=engine, renderer_ids={"m": b"renderer"})
+
+
+@pytest.mark.parametrize(
+    ("version", "hint"),
+    [
+        ("0.3.0", ("first:1", -5)),
+        ("0.10.2rc1", ("first:1", -5)),
+        ("1.0", ("first:1", -5)),
+        ("0.2.9", (40,)),
+        ("0.1.0", (40,)),
+        ("unknown", (40,)),
+        (None, ()),
+    ],
+)
+def test_an_older_plugin_gets_the_positions_that_were_told_only(version, hint):
+    assert worker(version).hint(FOUND) == hint
+
+
+def test_a_worker_that_may_keep_nothing_or_has_another_template_gets_no_hint():
+    assert worker("0.3.0").hint(None) == ()
+    assert worker("0.3.0").hint(FOUND._replace(renderer_id=b"another")) == ()
+    quarantined = worker("0.3.0")
+    quarantined.cache.quarantine()
+    assert quarantined.hint(FOUND) == ()

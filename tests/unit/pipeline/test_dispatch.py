@@ -20,7 +20,9 @@ from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.queue import AdmissionQueue
 
-SYSTEM = Boundary(160, "system", b"s")
+SYSTEM = Boundary("system", b"s", "first:1", estimate=150)
+
+RENDERER = b"renderer"
 
 
 class Pool:
@@ -46,10 +48,12 @@ class Events:
 
     def __init__(self) -> None:
         self.sent_to: list[str] = []
+        self.hints: list[tuple[object, ...]] = []
         self.refused_by: list[str] = []
 
-    def sent(self, worker: Worker, request_id: str, boundaries: object) -> None:
+    def sent(self, worker: Worker, request_id: str, boundaries: object, entries: tuple[object, ...]) -> None:
         self.sent_to.append(worker.boot)
+        self.hints.append(entries)
 
     def refused(self, worker: Worker, request_id: str) -> None:
         self.refused_by.append(worker.boot)
@@ -59,25 +63,30 @@ class Scene:
     """A dispatcher before workers that take one request at a time."""
 
     def __init__(self, *names: str) -> None:
-        engine = EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384)
+        engine = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384)
         self.workers = [Worker(f"http://{name}", None, boot=name, engine=engine, max_inflight=1) for name in names]
+        for worker in self.workers:
+            worker.renderer_ids["m"] = RENDERER
         self.pool, self.events = Pool(*self.workers), Events()
+        self.prefix_index = PrefixIndex(10**6)
+        self.warmup = WarmupSet(10**6)
         self.queue = AdmissionQueue(8, 5.0, Histogram("seconds", "", registry=None))
         self.dispatcher = Dispatcher(
             SimpleNamespace(load_slack=8),
             self.pool,
             self.queue,
-            PrefixIndex(10**6),
+            self.prefix_index,
             self.events,
-            WarmupSet(10**6),
+            self.warmup,
             StoredResponses(10**6),
         )
         self.key = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 
-    def request(self) -> ProxiedRequest:
+    def request(self, failure: str | None = None) -> ProxiedRequest:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r", self.key)
-        request.prediction.found = Found((SYSTEM,), (b"s",), "memo", turn_key=b"t")
+        request.prediction.found = Found((SYSTEM,), (b"s",), failure=failure, renderer_id=RENDERER)
+        request.prediction.prompt = 160
         return request
 
     def counted(self) -> tuple[int, int, int]:
@@ -117,7 +126,7 @@ async def test_a_request_that_never_reached_its_worker_moves_to_another():
         assert (first.inflight, first.prefill_tokens, scene.counted()) == (0, 0, (1, 1, 160))
         assert scene.events.refused_by == [first.boot]
         assert scene.events.sent_to == [first.boot, lease.worker.boot]
-        assert request.prediction.expected.shareable_ever == 0  # the first try was not there before
+        assert request.prediction.expected.ever_sent is None  # the first try was not there before
     assert scene.counted() == (0, 0, 0)
 
 
@@ -145,7 +154,8 @@ async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_lea
         others[0].cancel()  # while it waits
         await asyncio.gather(others[0], return_exceptions=True)
         assert (len(scene.queue), scene.counted()) == (1, (1, 1, 160))
-    assert (len(scene.queue), scene.counted()) == (0, (1, 1, 0))  # the slot is the last one's, which does not know yet
+    # The slot is the last one's, which does not know yet.
+    assert (len(scene.queue), scene.counted()) == (0, (1, 1, 160))
     others[1].cancel()
     await asyncio.gather(others[1], return_exceptions=True)
     assert scene.counted() == (0, 0, 0)
@@ -161,3 +171,71 @@ async def test_a_request_is_alone_until_another_one_is_given_to_its_worker():
             assert not second.is_alone
             assert not first.is_alone
         assert not first.is_alone
+
+
+async def test_nothing_is_predicted_of_a_prefix_until_an_engine_has_told_its_length():
+    scene = Scene("a")
+    expected = []
+    for number in range(4):
+        request = scene.request()
+        async with scene.dispatcher.lease(request) as lease:
+            expected.append(request.prediction.expected)
+            prefill = lease.worker.prefill_tokens
+        if number == 1:
+            scene.prefix_index.set_length(b"s", 120)
+        if number == 2:
+            scene.prefix_index.set_held(b"s", "a", 112)
+    assert [(each.predicted, each.held) for each in expected] == [(0, 0), (0, 0), (120, 120), (112, 112)]
+    assert [each.sent is not None and each.sent_here for each in expected] == [False, True, True, True]
+    assert {each.sent.tokens for each in expected[1:]} == {120}  # those that were sent before see it as well
+    assert prefill == 160 - 112
+
+
+async def test_what_another_worker_was_sent_is_told_apart_from_what_this_one_was():
+    scene = Scene("a", "b")
+    async with scene.dispatcher.lease(scene.request()) as first:
+        scene.prefix_index.set_length(b"s", 120)
+        request = scene.request()
+        async with scene.dispatcher.lease(request) as second:
+            expected = request.prediction.expected
+            assert second.worker is not first.worker
+            assert (expected.sent.tokens, expected.sent_here) == (120, False)
+            assert (expected.held, expected.predicted) == (120, 0)
+            assert (expected.ever_sent, expected.match_unit) == (expected.sent, 16)
+
+
+async def test_the_hint_is_what_the_worker_takes_and_nothing_else_is_believed_to_be_kept():
+    scene = Scene("a")
+    (worker,) = scene.workers
+    async with scene.dispatcher.lease(scene.request()):
+        assert scene.events.hints == [("first:1",)] and scene.prefix_index.holds(b"s", "a")
+    worker.boot = "older"
+    worker.engine = EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384)
+    async with scene.dispatcher.lease(scene.request()):
+        assert scene.events.hints[-1] == () and not scene.prefix_index.holds(b"s", "older")
+    worker.boot, worker.renderer_ids["m"] = "another template", b"another"
+    async with scene.dispatcher.lease(scene.request()):
+        assert scene.events.hints[-1] == () and not scene.prefix_index.holds(b"s", "another template")
+
+
+@pytest.mark.parametrize(
+    ("engine", "quarantine", "failure"),
+    [(True, False, "no_facts"), (True, True, "hint_ignored"), (False, False, "unpatched")],
+)
+async def test_why_no_hint_is_sent_is_the_workers_reason_first(engine, quarantine, failure):
+    scene = Scene("a")
+    (worker,) = scene.workers
+    worker.engine = worker.engine if engine else None
+    if quarantine:
+        worker.cache.quarantine()
+    request = scene.request("no_facts")
+    async with scene.dispatcher.lease(request):
+        assert request.prediction.expected.failure == failure
+        assert bool(scene.events.sent_to) == (failure == "no_facts")
+
+
+async def test_a_prefix_that_is_shared_is_kept_for_a_restarted_worker():
+    scene = Scene("a")
+    for kept in (0, 1, 1):
+        async with scene.dispatcher.lease(scene.request()):
+            assert len(scene.warmup) == kept

@@ -16,7 +16,14 @@ from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken
 from proxy.routing import engine_events
-from proxy.routing.engine_events import MAX_REASONS, READS_AT_ONCE, READS_PER_SECOND, EngineEvents
+from proxy.routing.engine_events import (
+    MAX_OUTCOMES,
+    READS_AT_ONCE,
+    READS_PER_SECOND,
+    EngineEvents,
+    EngineOutcome,
+    outcome_in,
+)
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.virtual_time import VirtualTimeLoop
 
@@ -56,12 +63,17 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WORKER = Worker("http://w", renderer=None, boot="w#1", engine=EngineInfo("0", "0", match_unit=16, block_size=384))
 
-SYSTEM = Boundary(163, "system", b"s")
+SYSTEM = Boundary("system", b"s", "first:1", tokens=163)
+
+HINT = ("first:1",)
 
 
 @asynccontextmanager
-async def reading(feed: Feed, prefix_index: PrefixIndex | None = None) -> AsyncIterator[EngineEvents]:
-    events = EngineEvents(feed, prefix_index if prefix_index is not None else PrefixIndex(10**6))
+async def reading(
+    feed: Feed, prefix_index: PrefixIndex | None = None, learnt: dict[bytes, int] | None = None
+) -> AsyncIterator[EngineEvents]:
+    learnt = learnt if learnt is not None else {}
+    events = EngineEvents(feed, prefix_index if prefix_index is not None else PrefixIndex(10**6), learnt.__setitem__)
     try:
         yield events
     finally:
@@ -77,10 +89,10 @@ async def until(condition) -> None:
 async def test_one_question_serves_all_who_wait():
     feed = Feed(*((f"r{number}", "evicted") for number in range(20)), seconds=0.01)
     async with reading(feed) as events:
-        found = await asyncio.gather(*(events.reason_for(WORKER, f"r{number}") for number in range(20)))
-        assert found == ["evicted"] * 20 and len(feed.asked) == 1
+        found = await asyncio.gather(*(events.outcome_of(WORKER, f"r{number}") for number in range(20)))
+        assert found == [EngineOutcome("evicted")] * 20 and len(feed.asked) == 1
         assert (feed.asked[0]["boot"], feed.asked[0]["after"]) == ([""], ["0"])
-        assert await events.reason_for(WORKER, "later") is None
+        assert await events.outcome_of(WORKER, "later") is None
         assert (feed.asked[1]["boot"], feed.asked[1]["after"]) == (["b"], ["9"])
 
 
@@ -94,8 +106,8 @@ async def asked_in_vain():
     feed, clock = Feed(seconds=60), asyncio.get_running_loop().time
     async with reading(feed) as events:
         began = clock()
-        assert await asyncio.gather(*(events.reason_for(WORKER, f"r{number}") for number in range(20))) == [None] * 20
-        assert await events.reason_for(WORKER, "later") is None
+        assert await asyncio.gather(*(events.outcome_of(WORKER, f"r{number}") for number in range(20))) == [None] * 20
+        assert await events.outcome_of(WORKER, "later") is None
         assert clock() - began == pytest.approx(engine_events.TIMEOUT) and len(feed.asked) == 1
 
 
@@ -103,8 +115,8 @@ async def test_a_worker_without_a_feed_says_nothing_and_is_left_alone():
     for feed in (Feed(status=404), Feed(status=0)):
         async with reading(feed) as events:
             for number in range(3):
-                events.sent(WORKER, f"r{number}", [SYSTEM])
-                assert await events.reason_for(WORKER, f"r{number}") is None
+                events.sent(WORKER, f"r{number}", [SYSTEM], HINT)
+                assert await events.outcome_of(WORKER, f"r{number}") is None
             assert len(feed.asked) == 1
 
 
@@ -113,28 +125,28 @@ async def test_nonsense_about_states_costs_what_was_believed_and_no_word():
         feed, prefix_index = Feed(("r", "cold"), old=False), PrefixIndex(10**6)
         async with reading(feed, prefix_index) as events:
             prefix_index.record([SYSTEM], WORKER.boot)
-            events.sent(WORKER, "r", [SYSTEM])
-            assert await events.reason_for(WORKER, "r") == "cold"
+            events.sent(WORKER, "r", [SYSTEM], HINT)
+            assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
             assert prefix_index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
             feed.tell([nonsense], outcomes=[["s", "evicted", 0]])
-            events.sent(WORKER, "s", [SYSTEM])
-            assert await events.reason_for(WORKER, "s") == "evicted"
+            events.sent(WORKER, "s", [SYSTEM], HINT)
+            assert await events.outcome_of(WORKER, "s") == EngineOutcome("evicted")
             assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
 
 
 async def test_words_that_nobody_asks_for_are_bounded():
-    async with reading(Feed(*((f"r{number}", "hit") for number in range(MAX_REASONS + 5)))) as events:
-        assert await events.reason_for(WORKER, "r0") is None
-        assert await events.reason_for(WORKER, f"r{MAX_REASONS}") == "hit"
+    async with reading(Feed(*((f"r{number}", "hit") for number in range(MAX_OUTCOMES + 5)))) as events:
+        assert await events.outcome_of(WORKER, "r0") is None
+        assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES}") == EngineOutcome("hit")
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
     feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
     async with reading(feed, prefix_index) as events:
         prefix_index.record([SYSTEM], WORKER.boot)
-        events.sent(WORKER, "r", [SYSTEM])
+        events.sent(WORKER, "r", [SYSTEM], HINT)
         await until(lambda: len(feed.asked) == 2)  # the second waits for news
-        feed.tell([["came", "r", 200, [[160, "5c"]]]])
+        feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
         await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
         feed.tell([["gone", "5c"]])
         await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
@@ -145,17 +157,17 @@ async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
     async with reading(feed, prefix_index) as events:
         prefix_index.record([SYSTEM], WORKER.boot)
         prefix_index.record([SYSTEM], "another")
-        events.sent(WORKER, "r", [])
+        events.sent(WORKER, "r", [], ())
         await until(lambda: len(feed.asked) == 2)
         feed.tell([], reset=True)
         await until(lambda: prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"})
-        assert prefix_index.sent((b"s",), [WORKER.boot]) == 163
+        assert prefix_index.sent((b"s",), [WORKER.boot]).tokens == 163
 
 
 async def test_several_api_servers_in_turn_correct_nothing():
     feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
     async with reading(feed, prefix_index) as events:
-        events.sent(WORKER, "r", [])
+        events.sent(WORKER, "r", [], ())
         await until(lambda: len(feed.asked) == 2)
         feed.tell([], boot="c", reset=True)
         await until(lambda: len(feed.asked) == 3)
@@ -163,7 +175,7 @@ async def test_several_api_servers_in_turn_correct_nothing():
         await until(lambda: events._feeds[WORKER.url].several)
         prefix_index.record([SYSTEM], WORKER.boot)
         feed.tell([["cleared"]], boot="c")
-        assert await events.reason_for(WORKER, "r") is None
+        assert await events.outcome_of(WORKER, "r") is None
         assert prefix_index.longest((b"s",), [WORKER.boot])
 
 
@@ -181,7 +193,7 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
     monkeypatch.setattr(engine_events, "_within", within)
     monkeypatch.setattr(engine_events.time, "monotonic", lambda: now)
     async with reading(feed) as events:
-        events.sent(WORKER, "r", [])
+        events.sent(WORKER, "r", [], ())
         for _ in range(200):
             feed.tell([["gone", "x"]])
             asked = len(feed.asked)
@@ -196,14 +208,69 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
 async def test_a_word_that_is_still_to_come_is_waited_for(known):
     feed = Feed(old=False)
     async with reading(feed) as events:
-        events.sent(WORKER, "r", [])
+        events.sent(WORKER, "r", [], ())
         await until(lambda: len(feed.asked) == 2)
         if known == "before":
             feed.tell([], outcomes=[["r", "evicted", 0]])
             await until(lambda: len(feed.asked) == 3)
-            assert await events.reason_for(WORKER, "r") == "evicted"
+            assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted")
         else:
-            asking = asyncio.create_task(events.reason_for(WORKER, "r"))
+            asking = asyncio.create_task(events.outcome_of(WORKER, "r"))
             await asyncio.sleep(0)
             feed.tell([], outcomes=[["r", "evicted", 0]])
-            assert await asking == "evicted"
+            assert await asking == EngineOutcome("evicted")
+
+
+async def test_what_the_engine_made_of_a_hint_is_learnt_before_its_states_are_applied():
+    feed, prefix_index, learnt = Feed(old=False), PrefixIndex(10**6), {}
+    turn = Boundary("turn", b"t", -5, estimate=90)
+    async with reading(feed, prefix_index, learnt) as events:
+        prefix_index.record([SYSTEM, turn], WORKER.boot)
+        events.sent(WORKER, "r", [SYSTEM, turn], (-5, *HINT))
+        await until(lambda: len(feed.asked) == 2)
+        resolved = [["another gateway's", 0, [7]], ["r", 64, [410, 163]]]
+        states = [["came", "r", 411, [[160, "a"], [400, "b"]]]]
+        feed.tell(states, resolved=resolved, outcomes=[["r", "cold", 0], ["another gateway's", "cold", 0]])
+        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold", 64, (410, 163))
+        assert learnt == {b"s": 163, b"t": 410}
+        held = prefix_index.longest((b"s", b"t"), [WORKER.boot])[WORKER.boot]
+        assert (held.tokens, held.is_told) == (400, True)
+
+
+async def test_an_older_engine_says_nothing_of_what_is_shared():
+    feed = Feed(("r", "evicted"), old=False)
+    async with reading(feed) as events:
+        events.sent(WORKER, "r", [SYSTEM], HINT)
+        assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted", shared=None, positions=())
+
+
+@pytest.mark.parametrize("nonsense", [[["r", "x", []]], [["r", 0]], [["r", 0, ["x"]]], [7], 7])
+async def test_nonsense_about_positions_costs_what_was_believed_and_no_word(nonsense):
+    feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
+    async with reading(feed, prefix_index) as events:
+        prefix_index.record([SYSTEM], WORKER.boot)
+        events.sent(WORKER, "r", [SYSTEM], HINT)
+        await until(lambda: len(feed.asked) == 2)
+        feed.tell([], resolved=nonsense, outcomes=[["r", "cold", 0]])
+        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
+        assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
+        feed.tell([], outcomes=[["q", "evicted", 0]], resolved=[["q", 16, [163]]])  # the feed is read on
+        assert await events.outcome_of(WORKER, "q") == EngineOutcome("evicted", 16, (163,))
+
+
+@pytest.mark.parametrize(
+    ("header", "outcome"),
+    [
+        ("hit,160,163,163:0:410", EngineOutcome("hit", 163, (163, 0, 410))),
+        ("cold,0,0,", EngineOutcome("cold", 0, ())),
+        ("", None),
+        (None, None),
+        ("hit", None),
+        ("hit,160,163", None),
+        ("hit,160,x,163", None),
+        ("hit,160,163,163:x", None),
+        ("hit,160,163,163,7", None),
+    ],
+)
+def test_an_outcome_comes_in_the_header_of_a_whole_answer(header, outcome):
+    assert outcome_in(header) == outcome

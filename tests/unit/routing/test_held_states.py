@@ -1,17 +1,28 @@
-"""The prefix index after each event that an engine can report of its states."""
+"""The prefix index after each event that an engine can report of a request's boundaries and of its states."""
 
 from __future__ import annotations
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary
+from proxy.boundaries.resolve import Entry
 from proxy.routing import held_states
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
 BOOT = "w#1"
 
-HEAD, SYSTEM, TURN = Boundary(12, "system", b"h"), Boundary(163, "system", b"s"), Boundary(400, "turn", b"t")
+
+def told(key: bytes, tokens: int, entry: Entry | None = None) -> Boundary:
+    """A boundary whose position is known."""
+    return Boundary("explicit", key, entry if entry is not None else tokens, tokens, tokens)
+
+
+HEAD, SYSTEM, TURN = told(b"h", 12), told(b"s", 163), told(b"t", 400)
+
+# Boundaries that only the engine can place.
+BEHIND_SYSTEM = Boundary("system", b"s", "first:1", estimate=150)
+BEHIND_TURN = Boundary("turn", b"t", -5, estimate=390)
 
 
 class Gateway:
@@ -19,11 +30,14 @@ class Gateway:
 
     def __init__(self) -> None:
         self.prefix_index = PrefixIndex(10**6)
-        self.held_states = HeldStates(self.prefix_index)
+        self.learnt: list[tuple[bytes, int]] = []
+        self.held_states = HeldStates(self.prefix_index, lambda key, tokens: self.learnt.append((key, tokens)))
 
-    def send(self, request_id: str, *boundaries: Boundary) -> None:
-        self.held_states.sent(request_id, boundaries, BOOT)
-        self.prefix_index.record(boundaries, BOOT)
+    def send(self, request_id: str, *boundaries: Boundary, hint: tuple[Entry, ...] | None = None) -> None:
+        if hint is None:
+            hint = tuple(boundary.entry for boundary in boundaries if boundary.entry is not None)
+        self.held_states.sent(request_id, boundaries, hint, BOOT)
+        self.prefix_index.record(boundaries, BOOT, hint)
 
     def tell(self, *states: list) -> None:
         self.held_states.apply(states, BOOT)
@@ -38,17 +52,125 @@ def gateway() -> Gateway:
     return Gateway()
 
 
+# Boundaries that the engine resolves.
+
+
+def test_a_boundary_is_a_guess_until_the_engine_has_resolved_it(gateway):
+    gateway.send("r", BEHIND_SYSTEM, BEHIND_TURN)
+    assert not gateway.prefix_index.longest((b"s", b"t"), [BOOT])[BOOT].is_told and not gateway.learnt
+    gateway.held_states.resolved("r", (163, 400))
+    held = gateway.prefix_index.longest((b"s", b"t"), [BOOT])[BOOT]
+    assert (held.tokens, held.is_told) == (400, True)
+    assert gateway.learnt == [(b"s", 163), (b"t", 400)]
+    gateway.tell(["came", "r", 410, [[160, "a"], [384, "b"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (160, 384)
+
+
+def test_positions_come_in_the_order_of_the_hint(gateway):
+    gateway.send("r", BEHIND_SYSTEM, BEHIND_TURN, hint=(-5, "first:1"))
+    gateway.held_states.resolved("r", (400, 163))
+    assert dict(gateway.learnt) == {b"s": 163, b"t": 400}
+
+
+def test_what_is_not_in_the_prompt_is_not_held(gateway):
+    gateway.send("r", BEHIND_SYSTEM, BEHIND_TURN)
+    gateway.held_states.resolved("r", (0, 400))
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (0, 400) and gateway.learnt == [(b"t", 400)]
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (0, 400)
+
+
+def test_a_boundary_that_is_not_there_leaves_the_state_that_another_request_tied(gateway):
+    gateway.send("r", BEHIND_SYSTEM)
+    gateway.held_states.resolved("r", (163,))
+    gateway.tell(["came", "r", 200, [[160, "a"]]])
+    gateway.send("q", BEHIND_SYSTEM)
+    gateway.held_states.resolved("q", (0,))
+    assert gateway.held(b"s") == 160
+
+
+def test_two_boundaries_of_one_entry_have_one_position(gateway):
+    gateway.send("r", BEHIND_SYSTEM, Boundary("explicit", b"e", "first:1"), BEHIND_TURN, hint=("first:1", -5))
+    gateway.held_states.resolved("r", (163, 400))
+    assert gateway.learnt == [(b"s", 163), (b"e", 163), (b"t", 400)]
+
+
+def test_an_outcome_that_is_lost_leaves_only_what_was_known_before(gateway):
+    """The state that the engine reports could be that of any boundary."""
+    gateway.send("r", BEHIND_SYSTEM, TURN)
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (0, 400) and not gateway.learnt
+    gateway.held_states.resolved("r", (163, 400))  # too late: the request is done
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (0, 400)
+
+
+def test_positions_that_come_between_two_parts_of_a_prompt_tie_the_states_of_both(gateway):
+    gateway.send("r", BEHIND_SYSTEM, TURN)
+    gateway.tell(["came", "r", 160, [[160, "a"]]])
+    gateway.held_states.resolved("r", (163, 400))
+    gateway.tell(["came", "r", 410, [[400, "b"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (160, 400)
+
+
+def test_several_answers_to_one_request_are_reported_one_by_one(gateway):
+    """With `n` above 1, an engine has a request for each answer; the gateway's request has the name of all."""
+    gateway.send("r", BEHIND_SYSTEM, BEHIND_TURN)
+    for _ in range(3):
+        gateway.held_states.resolved("r", (163, 400))
+        gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (160, 400)
+    assert gateway.learnt == [(b"s", 163), (b"t", 400)]
+
+
+def test_a_second_answer_that_starts_before_the_first_has_ended_changes_nothing(gateway):
+    gateway.send("r", BEHIND_SYSTEM, BEHIND_TURN)
+    gateway.held_states.resolved("r", (163, 400))
+    gateway.tell(["came", "r", 200, [[160, "a"]]])
+    gateway.held_states.resolved("r", (163, 400))
+    gateway.tell(["came", "r", 410, [[400, "b"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (160, 400)
+
+
+def test_an_engine_that_says_less_than_it_was_asked_ties_what_it_says(gateway):
+    gateway.send("r", BEHIND_SYSTEM, BEHIND_TURN)
+    gateway.held_states.resolved("r", (163,))
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (160, 0)
+
+
+def test_a_boundary_that_was_not_sent_is_placed_where_it_is_known_to_be(gateway):
+    """An older engine is sent positions, and says nothing of them."""
+    gateway.send("r", told(b"s", 163, "first:1"), BEHIND_TURN, hint=(163,))
+    gateway.tell(["came", "r", 410, [[160, "a"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (160, 0)
+
+
+def test_a_request_without_a_hint_ties_nothing(gateway):
+    gateway.send("r", BEHIND_SYSTEM, hint=())
+    gateway.held_states.resolved("r", (163,))
+    gateway.tell(["came", "r", 200, [[160, "a"]]])
+    assert not gateway.learnt and not gateway.held_states._pending and gateway.held(b"s") == 0
+
+
+def test_nobody_has_sent_what_the_engine_resolved(gateway):
+    gateway.held_states.resolved("another gateway's", (163,))
+    assert not gateway.learnt
+
+
+# States that the engine holds.
+
+
 def test_what_goes_out_is_believed_until_the_engine_speaks(gateway):
     gateway.send("r", SYSTEM, TURN)
     assert gateway.held(b"s", b"t") == 400
     gateway.tell(["came", "r", 410, [[160, "a"], [400, ""]]])
     assert gateway.held(b"s", b"t") == 160  # the turn found no room: its prefix leads to the system prompt's state
-    assert gateway.prefix_index.sent((b"s", b"t"), [BOOT]) == 400
+    assert gateway.prefix_index.sent((b"s", b"t"), [BOOT]).tokens == 400
 
 
 def test_a_state_that_went_takes_all_its_prefixes_along_and_no_other(gateway):
     gateway.send("r", SYSTEM, TURN)
-    gateway.send("q", Boundary(170, "history", b"q"))
+    gateway.send("q", told(b"q", 170))
     gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]], ["came", "q", 180, [[160, "a"]]])
     gateway.tell(["gone", "a"], ["gone", "never heard of"])
     assert [gateway.held(key) for key in (b"s", b"q", b"t")] == [0, 0, 400]
@@ -106,22 +228,23 @@ def test_a_refusal_takes_nothing_from_what_was_there_before(gateway):
 
 
 def test_what_a_client_did_not_wait_for_is_believed_once_the_engine_tells_of_it(gateway):
-    gateway.send("r", SYSTEM)
+    gateway.send("r", BEHIND_SYSTEM)
     gateway.held_states.left("r")
     assert gateway.held(b"s") == 0
+    gateway.held_states.resolved("r", (163,))
     gateway.tell(["came", "r", 200, [[160, "a"]]])
     assert gateway.held(b"s") == 160
 
 
 def test_everything_that_is_forgotten_is_told_on_in_lists(gateway):
-    told = []
-    gateway.prefix_index.on_forget = lambda keys, boot: told.append(sorted(keys[0 : len(keys)]))
+    forgotten = []
+    gateway.prefix_index.on_forget = lambda keys, boot: forgotten.append(sorted(keys[0 : len(keys)]))
     gateway.send("r", SYSTEM, TURN)
     gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]], ["gone", "b"])
     gateway.send("q", HEAD)
     gateway.held_states.refused("q")
     gateway.tell(["cleared"])
-    assert [keys for keys in told if keys] == [[b"t"], [b"h"], [b"s"]]
+    assert [keys for keys in forgotten if keys] == [[b"t"], [b"h"], [b"s"]]
 
 
 def test_what_was_not_found_is_not_there_but_for_what_the_request_left_and_the_engine_vouches_for(gateway):
@@ -138,11 +261,11 @@ def test_all_that_is_remembered_is_bounded(gateway, monkeypatch):
     monkeypatch.setattr(held_states, "MAX_PENDING", 10)
     monkeypatch.setattr(held_states, "MAX_TIED", 10)
     for number in range(30):
-        gateway.send(f"r{number}", Boundary(163, "system", b"%d" % number))
+        gateway.send(f"r{number}", told(b"%d" % number, 163))
     gateway.tell(["came", "r0", 200, [[160, "a0"]]])
     assert len(gateway.held_states._pending) == 10
     for number in range(30):
-        gateway.send(f"r{number}", Boundary(163, "system", b"%d" % number))
+        gateway.send(f"r{number}", told(b"%d" % number, 163))
         gateway.tell(["came", f"r{number}", 200, [[160, f"a{number}"]]])
     assert len(gateway.held_states._tied) == len(gateway.held_states._states) == 10
     assert [gateway.held(b"%d" % number) for number in (0, 19, 20, 29)] == [0, 0, 160, 160]

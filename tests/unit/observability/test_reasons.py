@@ -1,0 +1,187 @@
+"""What a request got beside what it could have got, and the one cause that is named for the difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.observability.reasons import (
+    ENGINE_CAUSES,
+    NEAR_UNITS,
+    REASON_TEXT,
+    Delivery,
+    Expectation,
+    Explanation,
+    Explanations,
+    cache_label,
+    reason_for,
+)
+from proxy.observability.request_diff import PrefixChange
+from proxy.routing.prefix_index import Prefix
+
+UNIT = 16
+
+SENT = Prefix(400, 0)  # the deepest beginning that a worker was sent before; its length was told
+
+GUESSED = Prefix(0, 400)
+
+CHANGE = PrefixChange("message", 0, "system", None, 40, 2000)
+
+PROMPT = 1000
+
+
+def expect(**changes: Any) -> Expectation:
+    """Of a prompt that its worker was sent before and holds."""
+    known = {
+        "failure": None,
+        "sent": SENT,
+        "sent_here": True,
+        "ever_sent": SENT,
+        "held": 400,
+        "predicted": 400,
+        "match_unit": UNIT,
+    }
+    return Expectation(**{**known, **changes})
+
+
+NEW = {"sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
+
+RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
+
+
+@pytest.mark.parametrize(
+    ("expected", "delivered", "change", "reason"),
+    [
+        # All of it came.
+        (expect(), {"cached": 400}, None, "hit"),
+        (expect(), {"cached": 640, "shared": 640}, None, "hit"),
+        (expect(failure="no_facts"), {"cached": 400}, None, "hit"),
+        (expect(failure="no_boundary"), {"cached": 400}, None, "hit"),
+        (expect(**NEW), {"cached": 160, "shared": 160}, None, "hit"),
+        (expect(), {"cached": 400, "unchanged": 900}, CHANGE, "hit"),
+        # Nobody began like it.
+        (expect(**NEW), {"cached": 0}, None, "cold"),
+        (expect(**NEW), {"cached": 0, "shared": 0, "engine": "cold"}, None, "cold"),
+        (expect(**NEW), {"cached": 0, "engine": "evicted"}, None, "cold"),
+        (expect(sent=GUESSED, held=0, predicted=0), {"cached": 0, "shared": 0}, None, "cold"),
+        # Its head has changed.
+        (expect(), {"cached": 0, "unchanged": 900, "shared": 0}, CHANGE, "prefix_changed"),
+        (expect(), {"cached": 100, "unchanged": 900}, CHANGE, "prefix_changed"),
+        (expect(**NEW), {"cached": 0, "unchanged": 160}, CHANGE, "prefix_changed"),
+        (expect(), {"cached": 0, "unchanged": 900, "shared": 0}, CHANGE._replace(salt=True), "salt"),
+        (expect(), {"cached": 0, "unchanged": 480}, CHANGE, "evicted"),  # that cost less than what was evicted
+        (expect(), {"cached": 0, "unchanged": 0}, CHANGE, "evicted"),
+        (expect(), {"cached": 0, "unchanged": 900}, None, "evicted"),
+        # Too short.
+        (expect(**NEW), {"cached": 0, "deepest": 15}, None, "below_unit"),
+        (expect(sent=Prefix(15, 0), held=15, predicted=15), {"cached": 0}, None, "below_unit"),
+        (expect(**{**RESTARTED, "ever_sent": Prefix(15, 0)}), {"cached": 0}, None, "below_unit"),
+        (expect(), {"cached": 0, "prompt": 16}, None, "below_unit"),  # its last token is always computed
+        # The worker knows why.
+        (expect(), {"cached": 0}, None, "evicted"),
+        (expect(), {"cached": 160}, None, "evicted"),
+        (expect(), {"cached": 0, "engine": "evicted"}, None, "evicted"),
+        (expect(), {"cached": 0, "engine": "not_worth_it"}, None, "not_worth_it"),
+        (expect(), {"cached": 0, "engine": "below_unit"}, None, "below_unit"),
+        (expect(), {"cached": 0, "engine": "cold"}, None, "cold"),  # nobody had asked for it by a boundary
+        (expect(), {"cached": 0, "engine": "hint_ignored"}, None, "hint_ignored"),
+        (expect(**NEW), {"cached": 0, "engine": "hint_ignored"}, None, "hint_ignored"),
+        (expect(), {"cached": 0, "engine": "a word of a later version"}, None, "evicted"),
+        (expect(), {"cached": 160, "shared": 400, "engine": "hit"}, None, "evicted"),
+        (expect(held=0, predicted=0), {"cached": 0, "shared": 0}, None, "evicted"),  # it has forgotten all of it
+        (expect(held=0, predicted=0), {"cached": 0, "shared": 0, "engine": "cold"}, None, "cold"),  # or never saw it
+        # Another worker, another boot.
+        (expect(sent_here=False, predicted=0), {"cached": 0, "shared": 0}, None, "other_worker"),
+        (expect(sent_here=False, predicted=32), {"cached": 32}, None, "other_worker"),
+        (expect(predicted=160), {"cached": 0}, None, "evicted"),  # what it should have had itself is gone, too
+        (expect(held=15, predicted=0), {"cached": 0}, None, "evicted"),
+        (expect(**RESTARTED), {"cached": 0}, None, "worker_restarted"),
+        (expect(**{**RESTARTED, "ever_sent": GUESSED}), {"cached": 0}, None, "worker_restarted"),
+        # No hint.
+        (expect(failure="unpatched"), {"cached": 384}, None, "unpatched"),
+        (expect(failure="unpatched"), {"cached": 400}, None, "unpatched"),
+        (expect(failure="hint_ignored"), {"cached": 400}, None, "hint_ignored"),
+        (expect(failure="no_boundary"), {"cached": 0}, None, "no_boundary"),
+        (expect(failure="no_facts"), {"cached": 0}, None, "no_facts"),
+        (expect(failure="no_facts", **NEW), {"cached": 0}, None, "no_facts"),
+        (expect(failure="no_facts"), {"cached": 0, "engine": "not_worth_it"}, None, "not_worth_it"),
+        (expect(failure="no_facts", predicted=0), {"cached": 0}, None, "other_worker"),
+    ],
+)
+def test_the_reason_is_what_cost_most(expected, delivered, change, reason):
+    delivery = Delivery.of(expected, delivered.pop("prompt", PROMPT), **delivered)
+    assert reason_for(expected, delivery, change) == reason
+    assert reason in REASON_TEXT
+
+
+def test_every_reason_has_a_case_above():
+    mark = next(mark for mark in test_the_reason_is_what_cost_most.pytestmark if mark.name == "parametrize")
+    assert {case[-1] for case in mark.args[1]} == REASON_TEXT.keys() >= ENGINE_CAUSES
+
+
+@pytest.mark.parametrize(("short", "reason"), [(0, "hit"), (1, "hit"), (NEAR_UNITS, "evicted")])
+def test_two_states_are_not_kept_so_near_each_other(short, reason):
+    cached = 400 - short * UNIT
+    assert reason_for(expect(), Delivery.of(expect(), PROMPT, cached)) == reason
+
+
+def test_nothing_is_no_hit_however_little_there_was_to_share():
+    short = expect(sent=Prefix(UNIT, 0), held=UNIT, predicted=UNIT)
+    assert reason_for(short, Delivery.of(short, PROMPT, 0)) == "evicted"
+    assert reason_for(short, Delivery.of(short, PROMPT, UNIT)) == "hit"
+
+
+@pytest.mark.parametrize(
+    ("expected", "shared", "shareable"),
+    [
+        (expect(), None, 400),  # by what was sent
+        (expect(), 160, 160),  # the engine knows better what it was sent
+        (expect(), 640, 640),  # and more than the gateway has told apart
+        (expect(sent_here=False), 160, 400),  # not what others were
+        (expect(sent=GUESSED), None, 0),  # a guess is nothing that could be shared
+        (expect(sent=Prefix(415, 0)), None, 400),
+        (expect(sent=Prefix(PROMPT, 0)), None, 992),
+        (expect(**NEW), None, 0),
+    ],
+)
+def test_what_could_have_been_shared(expected, shared, shareable):
+    assert Delivery.of(expected, PROMPT, 0, shared=shared).shareable == shareable
+
+
+def test_no_more_is_shareable_than_the_prompt_without_its_last_token():
+    assert [Delivery.of(expect(), prompt, 0).shareable for prompt in (0, 1, 16, 17, 400, 401)] == [
+        0,
+        0,
+        0,
+        16,
+        384,
+        400,
+    ]
+
+
+@pytest.mark.parametrize(("cached", "label"), [(0, "miss"), (32, "partial"), (384, "partial"), (400, "hit")])
+def test_the_cache_label_compares_with_what_could_be_shared(cached, label):
+    assert cache_label(Delivery.of(expect(), PROMPT, cached)) == label
+
+
+def test_a_boundary_is_shown_with_the_position_that_its_engine_gave_it():
+    explanation = Explanation("r", "/v1/chat/completions", owner="ann")
+    explanation.boundaries = (("first:1", "system"), ("last:2", "history"), (None, "turn"))
+    explanation.sent, explanation.positions = ("first:1", "last:2"), (40, 0)
+    shown = explanation.as_json()
+    assert shown["boundaries"] == [
+        {"entry": "first:1", "tokens": 40, "kind": "system"},
+        {"entry": "last:2", "tokens": None, "kind": "history"},
+        {"entry": None, "tokens": None, "kind": "turn"},
+    ]
+    assert "owner" not in shown and shown["sent"] == ("first:1", "last:2")
+
+
+def test_the_last_requests_are_explained_the_newest_first():
+    explanations = Explanations(most=3)
+    for number in range(5):
+        explanations.add(Explanation(f"r{number}", "/v1/messages"))
+    explanations.add(Explanation("r3", "/v1/messages"))
+    assert [each.request_id for each in explanations.newest(2)] == ["r3", "r4"]
+    assert explanations.get("r1") is None and explanations.get("r2") is not None
