@@ -269,9 +269,11 @@ async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[st
         for each in there:
             if not each.chat.more_texts:
                 each.start -= merges
+    # Some ten milliseconds, in which requests go on.
+    patterns = await asyncio.to_thread(_openers, probed)
     openers: dict[tuple[Place, bool], Opener] = {}
     texts: dict[str, str | None] = {}
-    for key, (pattern, exact) in _openers(probed).items():
+    for key, (pattern, exact) in patterns.items():
         if pattern not in texts:
             texts[pattern] = await detokenize([ord(character) for character in pattern])
         counted = [each for each in probed if each.chat.role == "user" or key[1]]
@@ -384,16 +386,18 @@ def _common(chats: Sequence[Probed]) -> str | None:
         return None
     before = min((each.prompt[: each.start] for each in chats), key=len)
     best: tuple[int, int, str] | None = None
-    for end in range(len(before), max(0, len(before) - GAP - 1), -1):
+    for off in range(min(GAP, len(before)) + 1):
+        if best is not None and best[0] <= off:
+            break  # what ends further off leads no nearer
+        end = len(before) - off
         for size in range(1, min(MAX_OPENER, end) + 1):
             pattern = before[end - size : end]
             if not all(pattern in each.prompt for each in chats):
-                break  # so are all longer ones
+                break  # nor are longer ones
             gaps = [_gap(each, pattern) for each in chats]
-            if None in gaps:
-                continue
-            judged = (max(gap for gap in gaps if gap is not None), -size, pattern)
-            best = min(best, judged) if best is not None else judged
+            if None not in gaps:
+                judged = (max(gap for gap in gaps if gap is not None), -size, pattern)
+                best = min(best, judged) if best is not None else judged
     if best is None:
         return None
     pattern, inner = best[2], best[2][EDGE:]

@@ -376,7 +376,7 @@ def report(cells: Sequence[Cell]) -> str:
             for verdict in VERDICTS[2:]:
                 shapes = {cell.shape: getattr(cell, words).get(verdict) for cell in own}
                 if there := {shape: number for shape, number in shapes.items() if number}:
-                    named = ", ".join(list(there)[:NAMED]) + (", ..." if len(there) > NAMED else "")
+                    named = "; ".join(list(there)[:NAMED]) + ("; ..." if len(there) > NAMED else "")
                     lines.append(f"    {words}: {verdict} in {sum(there.values())} prompts ({named})")
     for tokenizer in dict.fromkeys(cell.tokenizer for cell in cells):
         lines.append(f"\n{tokenizer}")
