@@ -26,7 +26,7 @@ from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.bench.harness.ratios import Spread, spread
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
-from tests.harness.instant_worker import ASKED, OURS, USAGE, instant_worker
+from tests.harness.instant_worker import ASKED, CACHED, MATCH_UNIT, OURS, instant_worker
 from tests.harness.load import Client, connect, request
 
 TURNS = 200
@@ -276,10 +276,9 @@ class Talk:
             for number in range(1, turns + 1):
                 raw = json.dumps(body_of(shape, made[:number])).encode()
                 prompt, seconds = await self._render(shape.path, raw)
-                usage = {USAGE.decode(): f"{prompt},{before}"}
-                took = await self._turn(clients, shape.path, raw, usage, number % 2)
+                took = await self._turn(clients, shape.path, raw, before, number % 2)
                 found.append(Turn(len(raw), *took, seconds))
-                before = prompt // 16 * 16
+                before = prompt // MATCH_UNIT * MATCH_UNIT
                 if number == 1:
                     first = await self.asked() - before_start - at_start
         finally:
@@ -290,12 +289,12 @@ class Talk:
         return Result(shape.name, turns, at_start, first, later, rows(shape.name, found))
 
     async def _turn(
-        self, clients: tuple[Client, Client], path: str, raw: bytes, usage: Mapping[str, str], first: int
+        self, clients: tuple[Client, Client], path: str, raw: bytes, cached: int, first: int
     ) -> tuple[float, float]:
         """Seconds directly and through the gateway; `first` goes first."""
         urls, seconds = (self._worker.url, self._gateway.url), [0.0, 0.0]
         for way in (first, 1 - first):
-            seconds[way] = (await clients[way].ask(request(urls[way], raw, path, usage))).last
+            seconds[way] = (await clients[way].ask(request(urls[way], raw, path, {CACHED.decode(): str(cached)}))).last
         return seconds[0], seconds[1]
 
     async def _render(self, path: str, raw: bytes) -> tuple[int, float]:

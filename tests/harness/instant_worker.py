@@ -2,7 +2,8 @@
 
 An ASGI middleware on vLLM's render server. A chat is parsed and rendered as the real server does it, in the same
 process, so that it costs that process what it costs it before a real engine. A request with the header `x-instant:
-PROMPT,CACHED` (tokens) is not rendered: its answer reports these. What others ask of the routes beneath is counted.
+CACHED` (tokens) is not rendered: its prompt is the one that was rendered last with the header `x-instant-ours`, and so
+much of it is said to come from the cache. What is asked of the routes beneath without that header is counted.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches.reporting.events_api import EventsEndpoint, feed
+from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.hints import FIELD, resolve
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.commands.render_server import free_port
 
-USAGE = b"x-instant"
-
-OURS = b"x-instant-ours"  # of a request that is not counted
+CACHED, OURS = b"x-instant", b"x-instant-ours"
 
 ASKED = "/instant/asked"  # how often others asked, by path
 
@@ -61,6 +62,7 @@ class InstantEngine:
     def __init__(self, app: App) -> None:
         self._app = app
         self._asked: Counter[str] = Counter()
+        self._prepared: list[int] = []  # token ids
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -71,6 +73,8 @@ class InstantEngine:
             self._asked[path] += 1
         if path == ASKED:
             await _answer(send, json.dumps(self._asked).encode())
+        elif path.endswith("/render") and OURS in headers:
+            await self._app(scope, receive, self._prepares(send))
         elif path == "/metrics":
             await self._app(scope, receive, _with_line(send, engine_info().encode()))
         elif path in (CHAT, MESSAGES, RESPONSES) and scope["method"] == "POST":
@@ -79,28 +83,40 @@ class InstantEngine:
             await self._app(scope, receive, send)
 
     async def _generate(self, scope: Any, body: bytes, headers: dict[bytes, bytes], send: Any) -> None:
-        if USAGE in headers:
-            prompt, cached = map(int, headers[USAGE].split(b","))
+        if CACHED in headers:
+            ids, cached = self._prepared, int(headers[CACHED])
         else:
-            prompt, cached = await _rendered(scope["app"], body), 0
-        self._report(headers.get(b"x-request-id", b"").decode(), cached)
-        if _STREAMED.search(body):
-            await _stream(send, json.loads(body), prompt, cached)
-        else:
-            await _answer(send, json.dumps(ANSWERS[scope["path"]](prompt, cached)).encode())
-
-    def _report(self, request_id: str, cached: int) -> None:
-        """Add to the feed what a patched engine would."""
-        feed.add_outcome(f"chatcmpl-{request_id}-00000000", "hit" if cached else "cold", cached)
+            ids, cached = await _rendered(scope["app"], body), 0
+        hint = json.loads(body)["vllm_xargs"][FIELD] if FIELD.encode() in body else []
+        positions = resolve(hint, ids, len(ids), lambda reason: None)
+        name = f"chatcmpl-{headers.get(b'x-request-id', b'').decode()}-00000000"
+        feed.add_outcome(AdmittedRequest(name, "hit" if cached else "cold", cached, cached, positions))
         feed.wake_readers()
+        if _STREAMED.search(body):
+            await _stream(send, json.loads(body), len(ids), cached)
+        else:
+            await _answer(send, json.dumps(ANSWERS[scope["path"]](len(ids), cached)).encode())
+
+    def _prepares(self, send: Any) -> Any:
+        """`send`, remembering the token ids in a render's answer."""
+        parts: list[bytes] = []
+
+        async def sending(message: Message) -> None:
+            parts.append(message.get("body", b""))
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._prepared = json.loads(b"".join(parts)).get("token_ids") or []
+            await send(message)
+
+        return sending
 
 
-async def _rendered(app: Any, body: bytes) -> int:
-    """Tokens of a chat, by the way that vLLM's own handler takes."""
+async def _rendered(app: Any, body: bytes) -> list[int]:
+    """The token ids of a chat, by the way that vLLM's own handler takes."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     request = ChatCompletionRequest.model_validate(json.loads(body))
-    return len((await app.state.serving_render.render_chat_request(request)).token_ids)
+    ids: list[int] = (await app.state.serving_render.render_chat_request(request)).token_ids
+    return ids
 
 
 async def _stream(send: Any, body: Any, prompt: int, cached: int) -> None:
@@ -181,7 +197,7 @@ def instant_worker(servers: Servers, model: Path, flags: Iterable[str] = ()) -> 
     command = [sys.executable, "-m", "proxy.commands.render_server", "--model", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--enable-scale-out", "--served-model-name", MODEL_NAME]
     command += ["--max-model-len", str(MAX_LEN), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    for middleware in (EventsEndpoint, InstantEngine):
+    for middleware in (InstantEngine, EventsEndpoint):  # the last is the outermost
         command += ["--middleware", f"{middleware.__module__}.{middleware.__name__}"]
     command += ["--disable-access-log-for-endpoints", "/seamark/outcomes", *flags]
     settings = {"SEAMARK_ENGINE": "0", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
