@@ -296,7 +296,17 @@ PATCHES: tuple[Patch, ...] = (
         build=hold_followers,
         parameters="self, request",
         mentions=("return True", "return False"),
-        relies_on=(Shape(f"{SCHEDULER}.schedule", mentions=("self._handle_blocked_waiting_request(request)",)),),
+        relies_on=(
+            Shape(
+                f"{SCHEDULER}.schedule",
+                mentions=(
+                    "self._handle_blocked_waiting_request(request)",
+                    "self.max_num_scheduled_tokens",
+                    "self.max_num_running_reqs",
+                    "self.scheduler_config.long_prefill_token_threshold",
+                ),
+            ),
+        ),
     ),
     Patch(
         "true-states",

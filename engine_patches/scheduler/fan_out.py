@@ -7,22 +7,24 @@ than expected.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from engine_patches.scheduler.forecast import Engine, Job, first_tokens
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import StepTime
 
-# What a follower saves has to outweigh the pass it waits for by this factor: step times scatter, and a follower that
-# runs along costs no request a pass.
+# What all followers of a state save together has to outweigh the pass that each waits for by this factor: step times
+# scatter, and a follower that runs along costs no request a pass.
 MARGIN = 1.5
 
-# A prefill shorter than this is not felt, and the second request of the next wave hits anyway.
-FELT_SECONDS = 0.2
+# Waiting requests looked at for one decision.
+MAX_LINE = 128
 
 # A follower waits this much longer than expected before it goes on alone, and as long again if the leader has done half
 # of what was missing: the leader is slow, not stuck, and a follower that left now would compute all of it again.
@@ -65,6 +67,7 @@ class PrefillGate:
         self._expected: dict[bytes, ExpectedState] = {}  # by the hash of the prefix
         self._positions: list[int] | None = []  # of all expected, deepest first; None: to be sorted
         self._paused_until = 0.0
+        self._weighed: dict[tuple[str, int], bool] = {}  # in this step, by leader and position: whether waiting pays
         self.waiting: dict[str, Wait] = {}
 
     def expect(self, request: Any, start: int, positions: Iterable[int]) -> None:
@@ -78,6 +81,7 @@ class PrefillGate:
 
     def drop_gone(self, requests: Container[str]) -> None:
         """Drop states that are written or never will be, and followers that are gone; `requests` are alive."""
+        self._weighed.clear()
         for key in [key for key, known in self._expected.items() if not _is_coming(known)]:
             del self._expected[key]
             self._positions = None
@@ -93,22 +97,62 @@ class PrefillGate:
         """A state found no room: hold no request for a while, since it would wait in vain."""
         self._paused_until = self._clock() + PAUSE_SECONDS
 
-    def deepest_expected(self, request: Any) -> ExpectedState | None:
-        """The deepest state in a waiting request's prompt that a running request is going to write."""
+    def expected_in(self, request: Any) -> Iterator[ExpectedState]:
+        """The states in a waiting request's prompt that running requests are going to write, deepest first."""
         if self._positions is None:
             self._positions = sorted({known.position for known in self._expected.values()}, reverse=True)
         for position in self._positions:
             if position < request.num_tokens:
                 known = self._expected.get(request.block_hashes[position // self._unit - 1])
                 if known is not None and known.leader is not request and _is_coming(known):
-                    return known
-        return None
+                    yield known
 
-    def pays(self, expected: ExpectedState) -> bool:
-        """Whether a follower saves clearly more than the pass that it waits for."""
-        saved_tokens = expected.position - expected.start
-        felt = not self._step_time.known or self._step_time.seconds(saved_tokens) >= FELT_SECONDS
-        return felt and saved_tokens >= MARGIN * self._step_time.tokens_per_pass
+    def pays(self, expected: ExpectedState, scheduler: Any) -> bool:
+        """Whether it pays that all who share a state wait for it.
+
+        It does if they save clearly more than a pass together, and if the mean time to the first token, of them and of
+        all others in the line, gets no longer.
+        """
+        decision = (expected.leader.request_id, expected.position)
+        if decision not in self._weighed:
+            self._weighed[decision] = self._weigh(expected, scheduler)
+        return self._weighed[decision]
+
+    def _weigh(self, expected: ExpectedState, scheduler: Any) -> bool:
+        jobs, running, leader = self._line(expected, scheduler)
+        tokens_per_pass = self._step_time.tokens_per_pass
+        if sum(job.shared for job in jobs) < MARGIN * tokens_per_pass:
+            return False
+        decoding = sum(_left(request) <= 1 for request in scheduler.running)
+        budget = max(scheduler.max_num_scheduled_tokens - decoding, 1)
+        chunk = scheduler.scheduler_config.long_prefill_token_threshold or budget
+        slots = scheduler.max_num_running_reqs - decoding
+        engine = Engine(budget, chunk, scheduler.seamark.alignment, slots, tokens_per_pass)
+        missing = expected.position - expected.leader.num_computed_tokens
+        held, along = (first_tokens(jobs, running, leader, missing, engine, hold) for hold in (True, False))
+        return held <= along
+
+    def _line(self, expected: ExpectedState, scheduler: Any) -> tuple[list[Job], int, int]:
+        """The requests that have yet to give a token, how many of them run, and the leader's place among these."""
+        jobs: list[Job] = []
+        leader = 0
+        for request in scheduler.running:
+            if request is expected.leader:
+                leader = len(jobs)
+            if (left := _left(request)) > 1:
+                jobs.append(Job(left))
+        running = len(jobs)
+        held = (scheduler.requests[name] for name in self.waiting if name in scheduler.requests)
+        key = expected.leader.block_hashes[expected.position // self._unit - 1]
+        line = itertools.islice(itertools.chain(held, scheduler.waiting), MAX_LINE)
+        for request in {request.request_id: request for request in line}.values():
+            hashes = request.block_hashes
+            follows = request.num_tokens > expected.position and hashes[expected.position // self._unit - 1] == key
+            if follows:
+                jobs.append(Job(request.num_tokens - expected.start, expected.position - expected.start))
+            else:
+                jobs.append(Job(_left(request)))
+        return jobs, running, leader
 
     def hold(self, request: Any, expected: ExpectedState) -> bool:
         """Hold `request` back for an expected state; False once it has waited too long."""
@@ -137,6 +181,11 @@ class PrefillGate:
         return None if wait is None else self._clock() - wait.since
 
 
+def _left(request: Any) -> int:
+    """Tokens that a request has yet to compute before it gives one; 1 if it generates already."""
+    return int(request.num_tokens - request.num_computed_tokens)
+
+
 def _is_coming(expected: ExpectedState) -> bool:
     leader = expected.leader
     return bool(leader.status == RequestStatus.RUNNING and leader.num_computed_tokens < expected.position)
@@ -152,8 +201,7 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
         gate: PrefillGate | None = checkpoints.gate
         if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
             return True
-        expected = None if request.skip_reading_prefix_cache else gate.deepest_expected(request)
-        if expected is not None and _waits(checkpoints, gate, request, expected):
+        if not request.skip_reading_prefix_cache and _waits(self, gate, request):
             return False
         held = gate.release(request)
         if held is not None:
@@ -163,18 +211,23 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
     return _handle_blocked_waiting_request
 
 
-def _waits(checkpoints: Any, gate: PrefillGate, request: Any, expected: ExpectedState) -> bool:
+def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
+    checkpoints = scheduler.seamark
     state: RequestState = checkpoints.state_of(request)
-    leader = expected.leader.request_id
-    # A request that has given up on a leader starts as soon as there is room for it, be it in a later step.
-    if state.gave_up_on == leader:
-        return False
-    if request.request_id not in gate.waiting and not gate.pays(expected):
-        if not state.not_held:
-            state.not_held = True
-            checkpoints.counters.follower_not_held()
-        return False
-    if gate.hold(request, expected):
-        return True
-    state.gave_up_on = leader
+    held = request.request_id in gate.waiting
+    passed = False
+    for expected in gate.expected_in(request):
+        leader = expected.leader.request_id
+        # A request that has given up on a leader starts as soon as there is room for it, be it in a later step.
+        if state.gave_up_on == leader:
+            return False
+        if held or gate.pays(expected, scheduler):
+            if gate.hold(request, expected):
+                return True
+            state.gave_up_on = leader
+            return False
+        passed = True
+    if passed and not state.not_held:
+        state.not_held = True
+        checkpoints.counters.follower_not_held()
     return False

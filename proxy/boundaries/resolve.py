@@ -19,7 +19,7 @@ MAX_ENTRIES = 16  # of one hint
 
 MAX_IDS = 128  # of one entry
 
-_SPELLED = re.compile(r"(first|last(?:-([1-9][0-9]{0,5}))?):([0-9]{1,10}(?:,[0-9]{1,10})*)", re.ASCII)
+_SPELLED = re.compile(r"(first|last(?:-([0-9]{1,6}))?):([0-9]{1,9}(?:,[0-9]{1,9})*)", re.ASCII)
 
 
 def encode_opener(opener: Opener, where: Literal["first", "last"] = "last", skip: int = 0) -> str:

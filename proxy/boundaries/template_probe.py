@@ -24,6 +24,9 @@ Detokenize = Callable[[Sequence[int]], Awaitable[str | None]]
 
 MAX_OPENER = 32  # tokens
 
+# Of a longer opener the first tokens are left out: what stands before them may grow together with them.
+LONG_OPENER, EDGE = 8, 2
+
 MIN_CHATS = 2  # to learn an opener from
 
 # The first text is full of what texts are full of: an opener that is found in it is none.
@@ -33,7 +36,8 @@ RICH = (
     "```py\ndef g(): return {\"h\": 'i'}\n```\n.\n) done: [x] <y> {z}\n\n---\n\n"
     '{\n    "type": "function",\n    "function": {\n        "parameters": {\n            "q": {\n'
     '                "type": "string"\n            }\n        }\n    }\n}\n\n'
-    '{"q": {"type": "string"}}}}]\n\n{"q": "it"}}\n</z>\n\n'
+    '{"q": {"type": "string"}}}}\n\n{"k": ["q"]}}}]\n\n{"k": ["q"]}}}\n\n{"n": "it"}}]\n\n{"n": "it"}}\n\n</z>\n\n'
+    "and so on"
 )
 
 # Texts whose first character could merge with the token before; the empty one lets what follows the text do so.
@@ -42,14 +46,15 @@ TEXTS = (RICH, "\nQuartz", "")
 MORE_TEXTS = ("the tide", " Quartz", ")Quartz")  # for some of the chats
 
 
-def _tool(name: str, required: bool) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "object", "properties": {"q": {"type": "string"}}}
-    if required:
-        schema["required"] = ["q"]
-    return {"type": "function", "function": {"name": name, "description": name, "parameters": schema}}
+def _tool(name: str, schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    parameters = {} if schema is None else {"parameters": {"type": "object", **schema}}
+    return {"type": "function", "function": {"name": name, "description": name, **parameters}}
 
 
-LOOK, ASK = _tool("look", required=False), _tool("ask", required=True)
+# Written as JSON, no two of them end alike.
+LOOK = _tool("look", {"properties": {"q": {"type": "string"}}})
+ASK = _tool("ask", {"properties": {"q": {"type": "string"}}, "required": ["q"]})
+NOTE = _tool("note", None)
 
 
 def _system(text: str) -> dict[str, Any]:
@@ -142,13 +147,13 @@ CHATS = (
     ProbeChat((_SAY,)),
     ProbeChat((_EMPTY,)),
     ProbeChat((_SAY,), (LOOK, ASK), bare=True, following=True),
-    ProbeChat((), (ASK,), following=True),
+    ProbeChat((), (ASK, NOTE), following=True),
     # A later user message.
     ProbeChat((_BREAK, _user("x"), _answer("Two\n")), more_texts=True, bare=True, following=True),
     ProbeChat((_user("go )"), _answer("é")), following=True),
     ProbeChat((_SAY, _user("x"), _answer("done)"), _user("y\n"), _answer("83 jigsaw "))),
     ProbeChat((_SAY, _user("x"), _answer("Well.")), (LOOK, ASK), following=True),
-    ProbeChat((_user("go"), _answer("It is\n")), (ASK,), following=True),
+    ProbeChat((_user("go"), _answer("It is\n")), (ASK, NOTE), following=True),
     ProbeChat(
         (
             _SAY,
@@ -264,9 +269,11 @@ async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[st
         for each in there:
             if not each.chat.more_texts:
                 each.start -= merges
+    # Some ten milliseconds, in which requests go on.
+    patterns = await asyncio.to_thread(_openers, probed)
     openers: dict[tuple[Place, bool], Opener] = {}
     texts: dict[str, str | None] = {}
-    for key, (pattern, exact) in _openers(probed).items():
+    for key, (pattern, exact) in patterns.items():
         if pattern not in texts:
             texts[pattern] = await detokenize([ord(character) for character in pattern])
         counted = [each for each in probed if each.chat.role == "user" or key[1]]
@@ -379,17 +386,24 @@ def _common(chats: Sequence[Probed]) -> str | None:
         return None
     before = min((each.prompt[: each.start] for each in chats), key=len)
     best: tuple[int, int, str] | None = None
-    for end in range(len(before), max(0, len(before) - GAP - 1), -1):
+    for off in range(min(GAP, len(before)) + 1):
+        if best is not None and best[0] <= off:
+            break  # what ends further off leads no nearer
+        end = len(before) - off
         for size in range(1, min(MAX_OPENER, end) + 1):
             pattern = before[end - size : end]
             if not all(pattern in each.prompt for each in chats):
-                break  # so are all longer ones
+                break  # nor are longer ones
             gaps = [_gap(each, pattern) for each in chats]
-            if None in gaps:
-                continue
-            judged = (max(gap for gap in gaps if gap is not None), -size, pattern)
-            best = min(best, judged) if best is not None else judged
-    return best[2] if best is not None else None
+            if None not in gaps:
+                judged = (max(gap for gap in gaps if gap is not None), -size, pattern)
+                best = min(best, judged) if best is not None else judged
+    if best is None:
+        return None
+    pattern, inner = best[2], best[2][EDGE:]
+    if len(pattern) > LONG_OPENER and all(_gap(each, inner) == _gap(each, pattern) for each in chats):
+        return inner
+    return pattern
 
 
 class FewFacts(NamedTuple):

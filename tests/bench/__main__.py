@@ -20,4 +20,4 @@ def benchmarks() -> dict[str, str]:
 if __name__ == "__main__":
     print("usage: python -m tests.bench.NAME ...      --help tells its flags\n")
     for name, purpose in benchmarks().items():
-        print(f"  {name:<14} {purpose}")
+        print(f"  {name:<16} {purpose}")

@@ -1,33 +1,30 @@
-"""`python -m tests.bench.templates DIR`: the boundaries of every chat template in a folder, on vLLM's own renderer.
+"""`python -m tests.bench.templates DIR`: what is learnt of every chat template in a folder, on vLLM's own renderer.
 
-For each shape of chat: positions lie within one token of where generated chats really part, equal beginnings have equal
-keys, and the end of a turn is a prefix of the next turn's tokens. Cells that cannot hold are listed with their reason.
+For each shape of chat and nine last texts: an opener leads to where these chats really part or before it, never behind,
+and as many tokens stand behind the last message as were learnt. Classes in which an opener cannot know the place are
+counted apart, with their reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from proxy.boundaries.measure import TemplateFacts
-
-from proxy.boundaries.boundary import Found
-from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
-from proxy.boundaries.token_ids import common_prefix
-from proxy.chat.reader import chat_request
+from proxy.boundaries.resolve import encode_opener, resolve
+from proxy.boundaries.template_facts import GAP, Opener, Place, TemplateFacts, setting_of
+from proxy.boundaries.token_ids import TokenIds, common_prefix
+from proxy.chat.chat import CHAT
 from proxy.http.client import Upstream
 from tests.harness.render_models import markers_in, render_server, write_render_model
-
-MEMORY_BYTES = 10_000_000
 
 NEW_CHATS = ("and low tide", "\nOn a line", ")x")
 
@@ -43,6 +40,9 @@ TEXTS = (
     ")x",
     "",
 )
+
+# Texts that end in what could merge with the template's words behind them.
+ENDINGS = ("ends so", "ends so\n", "ends so\n\n", "ends so ", "ends <", "ends\t")
 
 ANSWER = {"role": "assistant", "content": "At nine."}
 
@@ -63,6 +63,25 @@ TOOL = {
 
 OTHER_TOOL = {**TOOL, "function": {**TOOL["function"], "name": "wind"}}
 
+NAMED = 4  # shapes in one line of the report
+
+Verdict = Literal["exact", "1 before", "2..24 before", "far before", "behind", "not known", "not found"]
+
+VERDICTS: tuple[Verdict, ...] = ("exact", "1 before", "2..24 before", "far before", "behind", "not known", "not found")
+
+
+class Excuse(NamedTuple):
+    """Why a class of chats has no exact position, as a part of the shape's name; behind it may none be."""
+
+    shape: str
+    reason: str
+
+
+EXCUSES = (
+    Excuse("name", "a template may write the name in place of the role"),
+    Excuse("two parts", "an opener leads to the message's first part"),
+)
+
 
 class Cell(NamedTuple):
     """One template with one tokenizer and one shape."""
@@ -70,22 +89,15 @@ class Cell(NamedTuple):
     template: str
     tokenizer: str
     shape: str
-    wrong: tuple[str, ...]  # what does not hold
-    excused: tuple[str, ...]  # what cannot, with the reason
+    last: Mapping[Verdict, int] = {}  # by where `last:` leads, a prompt each
+    first: Mapping[Verdict, int] = {}  # by where `first:` leads
+    ends: Mapping[str, int] = {}  # "right", "early", "wrong", "not known"
+    wrong: tuple[str, ...] = ()  # what must not be
     refused: bool = False  # the template does not take such a chat
-    renders: int = 0
 
-
-class Excuse(NamedTuple):
-    """Why something cannot hold for a template, as a part of its name and of a shape; "" fits all."""
-
-    template: str
-    shape: str
-    what: str  # "system", "history" or "turn"
-    reason: str
-
-
-EXCUSES = (Excuse("mistral-nemo", "", "turn", "system prompt and tools stand in the last user message: nothing stays"),)
+    @property
+    def excuse(self) -> Excuse | None:
+        return next((excuse for excuse in EXCUSES if excuse.shape in self.shape), None)
 
 
 class Family(NamedTuple):
@@ -95,17 +107,33 @@ class Family(NamedTuple):
     body: dict[str, Any]  # without messages
     before: list[dict[str, Any]]  # messages before the last
     last: dict[str, Any]  # with content None where the text goes
-    listed: bool = False  # the content is a list of parts
+    parts: tuple[str, ...] | None = None  # the content is a list: of these texts, and the last one
+    texts: tuple[str, ...] = TEXTS
+    prefill: str | None = None  # the answer's beginning, which the model is to continue
 
     def chat(self, text: str) -> dict[str, Any]:
         """The request with this last text."""
-        content = [{"type": "text", "text": text}] if self.listed else text
-        return {**self.body, "messages": [*self.before, {**self.last, "content": content}]}
+        content: Any = text
+        if self.parts is not None:
+            content = [{"type": "text", "text": part} for part in (*self.parts, text)]
+        messages = [*self.before, {**self.last, "content": content}]
+        if self.prefill is None:
+            return {**self.body, "messages": messages}
+        prefill = {"role": "assistant", "content": self.prefill}
+        way = {"continue_final_message": True, "add_generation_prompt": False}
+        return {**self.body, **way, "messages": [*messages, prefill]}
 
     def next_turn(self, text: str) -> dict[str, Any]:
         """The request that follows once the chat with this last text is answered."""
         messages = [*self.chat(text)["messages"], ANSWER, {"role": "user", "content": "And then?"}]
         return {**self.body, "messages": messages}
+
+    @property
+    def place(self) -> Place:
+        """Of the last text."""
+        if self.last["role"] == "tool":
+            return "results" if self.before[-1]["role"] == "tool" else "tool"
+        return "user" if any(message["role"] == "user" for message in self.before) else "alone"
 
 
 def families() -> list[Family]:
@@ -115,158 +143,251 @@ def families() -> list[Family]:
     first = {"role": "user", "content": "First?"}
     answered = {"role": "assistant", "content": "One."}
     tools = {"tools": [TOOL, OTHER_TOOL]}
-    call = {
-        "role": "assistant",
-        "content": "Let me look.",
-        "tool_calls": [
-            {"id": "abcdef123", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Ayr"}'}}
-        ],
-    }
-    result = {"role": "tool", "tool_call_id": "abcdef123", "content": None}
+
+    def calls(*numbers: str, name: str = "tide") -> dict[str, Any]:
+        function = {"name": name, "arguments": '{"port": "Ayr"}'}
+        made = [{"id": number, "type": "function", "function": function} for number in numbers]
+        return {"role": "assistant", "content": "Let me look.", "tool_calls": made}
+
+    def result(number: str, text: str | None = None) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": number, "content": text}
+
+    call, last_result = calls("abcdef123"), result("abcdef123")
+    in_loop = [call, result("abcdef123", "{}")]
+    long_loop = [
+        message
+        for number in range(4)
+        for message in (calls(f"abcdef12{number}"), result(f"abcdef12{number}", "it is high"))
+    ]
     thought = {"role": "assistant", "content": "One.", "reasoning_content": "They ask for a number."}
     many = [{"role": ("user", "assistant")[i % 2], "content": f"Word {i}, said plainly."} for i in range(198)]
     empty = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
     emoji = [{"role": "user", "content": "⚓🚢 é"}, {"role": "assistant", "content": "🌊"}]
     lines = [{"role": "user", "content": "\n\nFirst?\n"}, {"role": "assistant", "content": "\nOne.\n\n"}]
     thinking = {"role": "assistant", "content": "", "reasoning_content": "A table will do."}
+    by_setting = [
+        family
+        for name in ("enable_thinking", "thinking")
+        for value in (True, False)
+        for family in (
+            Family(f"{name}={value}", {"chat_template_kwargs": {name: value}}, [system, first, answered], asked),
+            Family(
+                f"{name}={value}, tool result last",
+                {"chat_template_kwargs": {name: value}, **tools},
+                [system, first, call],
+                last_result,
+            ),
+        )
+    ]
     return [
         Family("plain, one turn", {}, [system], asked),
         Family("plain, no system", {}, [], asked),
         Family("plain, two turns", {}, [system, first, answered], asked),
+        Family("user after user", {}, [system, first], asked),
         Family("tools", tools, [system], asked),
+        Family("tools, no system", tools, [], asked),
         Family("tools, two turns", tools, [system, first, answered], asked),
-        Family("tool result last", tools, [system, first, call], result),
-        Family("tool results last", tools, [system, first, call, {**result, "content": "{}"}, call], result),
-        Family("tool result, null content", tools, [system, first, {**call, "content": None}], result),
-        Family("tool loop, thinking echoed", tools, [system, first, {**call, **thinking}], result),
+        Family("tool result last", tools, [system, first, call], last_result),
+        Family("tool result last, no system", tools, [first, call], last_result),
+        Family("tool results last", tools, [system, first, *in_loop, call], last_result),
         Family(
-            "question after a tool loop", tools, [system, first, call, {**result, "content": "{}"}, answered], asked
+            "tool results side by side",
+            tools,
+            [system, first, calls("abcdef123", "abcdef124"), in_loop[1]],
+            result("abcdef124"),
         ),
+        Family(
+            "other tool's result last", tools, [system, first, calls("ghijkl987", name="wind")], result("ghijkl987")
+        ),
+        Family("tool result, null content", tools, [system, first, {**call, "content": None}], last_result),
+        Family("tool loop, thinking echoed", tools, [system, first, {**call, **thinking}], last_result),
+        Family("long tool loop", tools, [system, first, *long_loop, calls("abcdef129")], result("abcdef129")),
+        Family("question after a tool loop", tools, [system, first, *in_loop, answered], asked),
         Family("thinking echoed", {}, [system, first, thought], asked),
-        Family("thinking not echoed", {}, [system, first, answered], asked),
         Family("name", {}, [system, {**first, "name": "anna"}, answered], {**asked, "name": "bert"}),
-        Family("list content", {}, [system, first, answered], asked, listed=True),
+        Family("list content", {}, [system, first, answered], asked, parts=()),
+        Family("two parts", {}, [system, first, answered], asked, parts=("A document that all of them share.",)),
         Family("empty strings", {}, [system, *empty], asked),
         Family("empty system", {}, [{"role": "system", "content": ""}], asked),
         Family("emoji", {}, [system, *emoji], asked),
         Family("line breaks", {}, [{"role": "system", "content": f"\n{SYSTEM}\n"}, *lines], asked),
-        Family("200 messages", {}, [system, *many], asked),
+        Family("200 messages", {}, [system, *many], asked, texts=TEXTS[:3]),
+        Family("text ends", {}, [system], asked, texts=ENDINGS),
+        Family("prefill", {}, [system, first, answered], asked, prefill="Sure, the"),
+        *by_setting,
     ]
 
 
-async def check_cell(
-    renderer: WorkerRenderer,
-    template: str,
-    name: str,
-    tokenizer: str,
-    family: Family,
-    excuses: Sequence[Excuse],
-    facts: TemplateFacts,
-    measured: Sequence[str],
-) -> Cell:
-    """Everything that must hold for one shape; positions are found for the last texts in `measured`."""
-    fixed = {"model": "m", "chat_template": template}
+class TemplateRenderer:
+    """Renders with one template and counts, as the worker would whose own template it is."""
 
-    async def render(body: Mapping[str, Any]) -> list[int] | None:
+    def __init__(self, renderer: WorkerRenderer, template: str) -> None:
+        self._renderer = renderer
+        self._fixed = {"model": "m", "chat_template": template}
+
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+        return await self._renderer({**self._fixed, **body}, path)
+
+    async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
+        return await self._renderer.detokenize(model, ids)
+
+    async def ids(self, body: Mapping[str, Any]) -> list[int] | None:
+        """None if the template refuses such a chat."""
         try:
-            return (await renderer({**fixed, **body})).ids()
+            return (await self(body)).ids()
         except RenderFailed:
             return None
 
-    prompts = {text: tokens for text in TEXTS if (tokens := await render(family.chat(text))) is not None}
+
+async def check_cell(
+    renderer: TemplateRenderer, facts: TemplateFacts, name: str, tokenizer: str, family: Family
+) -> Cell:
+    """One shape, with each of its last texts."""
+    prompts = {text: ids for text in family.texts if (ids := await renderer.ids(family.chat(text))) is not None}
     if not prompts:
-        found = await _find(renderer, {**fixed, **family.chat(TEXTS[0])}, facts)
-        wrong = (f"positions {found.positions} for a chat that is refused",) if found.positions else ()
-        return Cell(name, tokenizer, family.shape, wrong, (), refused=True)
-    fresh = [
-        common_prefix(prompts[text], other)
-        for text in list(prompts)[:1]
-        for start in NEW_CHATS
-        if (other := await render({**family.body, "messages": [*_head(family), {**_first(family), "content": start}]}))
-    ]
-    wrong: list[tuple[str, str]] = []
-    keys: set[bytes] = set()
-    renders = 0
-    for text in [text for text in measured if text in prompts]:
-        prompt = prompts[text]
-        found = await _find(renderer, {**fixed, **family.chat(text)}, facts)
-        renders += found.renders
-        keys.add(found.key)
-        here = min(common_prefix(prompt, other) for other in prompts.values())
-        history = next((boundary.tokens for boundary in found.boundaries if boundary.kind == "history"), 0)
-        if not here - 1 <= history <= here:
-            wrong.append(("history", f"{text!r}: history at {history}, chats part at {here}"))
-        starts = [boundary.tokens for boundary in found.boundaries if boundary.kind == "system"]
-        if fresh and starts and text == next(iter(prompts)) and not min(fresh) - 1 <= starts[0] <= min(fresh):
-            wrong.append(("system", f"{text!r}: system at {starts[0]}, new chats part at {min(fresh)}"))
-        if fresh and not starts and min(fresh) > 1:
-            wrong.append(("system", f"{text!r}: no system, new chats share {min(fresh)}"))
-        turns = [boundary.tokens for boundary in found.boundaries if boundary.kind == "turn"]
-        if not turns:
-            wrong.append(("turn", f"{text!r}: no turn"))
-        following = await render(family.next_turn(text))
-        in_loop = family.last["role"] == "tool"
-        for turn in turns[:1] if in_loop else turns:  # a loop is rendered again once it is over, only its start stays
-            if following is not None and (kept := common_prefix(prompt, following)) < turn:
-                wrong.append(("turn", f"{text!r}: turn at {turn}, the next turn keeps {kept} of {len(prompt)}"))
-    if len(keys) > 1:
-        wrong.append(("history", f"{len(keys)} keys for one beginning"))
-    open_, excused = [], []
-    for what, text in wrong:
-        excuse = next((e for e in excuses if e.template in name and e.shape in family.shape and e.what == what), None)
-        if excuse is None:
-            open_.append(f"{what}: {text}")
-        else:
-            excused.append(f"{what}: {excuse.reason}")
-    return Cell(name, tokenizer, family.shape, tuple(open_), tuple(dict.fromkeys(excused)), renders=renders)
+        return Cell(name, tokenizer, family.shape, refused=True)
+    tools = bool(family.body.get("tools"))
+    wrong: list[str] = []
+    last: Counter[Verdict] = Counter()
+    if family.texts[0] in TEXTS:
+        parting = min(common_prefix(prompts[family.texts[0]], other) for other in prompts.values())
+        opener = facts.opener(family.place, tools)
+        last.update(verdict(opener, "last", prompt, parting) for prompt in prompts.values())
+        if opener is not None and opener.text is not None and opener.exact and family.parts is None:
+            wrong += await _said_in_text(renderer, family, opener, parting)
+    first: Counter[Verdict] = Counter()
+    if any(message["role"] == "user" for message in family.before):
+        prompt = prompts[family.texts[0]]
+        starts = [
+            await renderer.ids({**family.body, "messages": [*_head(family), _asking(family, text)]})
+            for text in NEW_CHATS
+        ]
+        if partings := [common_prefix(prompt, start) for start in starts if start is not None]:
+            first[verdict(facts.opener("first", tools), "first", prompt, min(partings))] += 1
+    for words, verdicts in (("last", last), ("first", first)):
+        if verdicts["behind"]:
+            wrong.append(f"{words}: leads behind the place in {verdicts['behind']} prompts")
+    ends, wrong_ends = await _check_ends(renderer, facts, family, prompts)
+    return Cell(name, tokenizer, family.shape, last, first, ends, (*wrong, *wrong_ends))
 
 
-async def _find(renderer: WorkerRenderer, body: Mapping[str, Any], facts: TemplateFacts) -> Found:
-    """Measured, not remembered; only what is known of the template is kept."""
-    finder = BoundaryFinder(PositionCache(MEMORY_BYTES), facts=facts)
-    return await finder.find(chat_request(body), renderer, hashlib.md5(body["chat_template"].encode()).digest())
+def verdict(opener: Opener | None, where: Literal["first", "last"], prompt: Sequence[int], parting: int) -> Verdict:
+    """Where the opener leads in a prompt that parts from others like it after `parting` tokens."""
+    if opener is None:
+        return "not known"
+    (position,) = resolve([encode_opener(opener, where)], prompt)
+    if not position:
+        return "not found"
+    gap = parting - position
+    if gap < 0:
+        return "behind"
+    return "exact" if not gap else "1 before" if gap == 1 else "2..24 before" if gap <= GAP else "far before"
 
 
-def _first(family: Family) -> dict[str, Any]:
-    return next(message for message in (*family.before, family.last) if message["role"] == "user")
+async def _said_in_text(renderer: TemplateRenderer, family: Family, opener: Opener, parting: int) -> list[str]:
+    """What is wrong if the opener's own text stands in the last text, which is counted and skipped."""
+    assert opener.text is not None
+    said = f"It begins {opener.text} and then {opener.text} again."
+    prompt = await renderer.ids(family.chat(said))
+    if prompt is None:
+        return []
+    (position,) = resolve([encode_opener(opener, skip=said.count(opener.text))], prompt)
+    return [f"opener said in the text: leads to {position}, chats part at {parting}"] if position > parting else []
+
+
+async def _check_ends(
+    renderer: TemplateRenderer, facts: TemplateFacts, family: Family, prompts: Mapping[str, list[int]]
+) -> tuple[Counter[str], list[str]]:
+    """Tokens behind the last message, and whether the turn stays once it is answered."""
+    found: Counter[str] = Counter()
+    wrong: list[str] = []
+    if family.prefill is not None:
+        return found, wrong
+    role = family.last["role"]
+    end = facts.end(role)
+    for text in [text for text in prompts if family.texts is ENDINGS or text in family.texts[:4]]:
+        bare = await renderer.ids({**family.chat(text), "add_generation_prompt": False})
+        if bare is None:
+            continue
+        true = len(prompts[text]) - common_prefix(prompts[text], bare)
+        # Where a text ends in what merges, the constant may be a token early.
+        early = family.texts is ENDINGS and end is not None and end > true
+        found["not known" if end is None else "right" if end == true else "early" if early else "wrong"] += 1
+        if end is not None and end != true and not early:
+            wrong.append(f"{text!r}: {end} tokens behind the last message, really {true}")
+    text, prompt = next(iter(prompts.items()))
+    if role == "user" and end is not None and (following := await renderer.ids(family.next_turn(text))) is not None:
+        later, system = family.place == "user", bool(_head(family))
+        holds = facts.turn_holds(role, later=later, system=system, tools=bool(family.body.get("tools")))
+        if holds and (kept := common_prefix(prompt, following)) < len(prompt) - end - 1:
+            wrong.append(f"{text!r}: the turn is said to hold, the next one keeps {kept} of {len(prompt) - end}")
+    return found, wrong
+
+
+def _asking(family: Family, text: str) -> dict[str, Any]:
+    """A new conversation's first message."""
+    first = next(message for message in family.before if message["role"] == "user")
+    return {**first, "content": text}
 
 
 def _head(family: Family) -> list[dict[str, Any]]:
     return [message for message in family.before if message["role"] == "system"]
 
 
-async def check_templates(
-    url: str, templates: Mapping[str, str], tokenizer: str, excuses: Sequence[Excuse] = EXCUSES
-) -> list[Cell]:
+async def check_templates(url: str, templates: Mapping[str, str], tokenizer: str) -> list[Cell]:
     """All shapes of all `templates` (text by name) on the render server at `url`."""
     upstream = Upstream(connect_timeout=5.0)
     try:
-        renderer = WorkerRenderer(upstream, url, timeout=60.0)
-        facts = TemplateFacts()
+        worker = WorkerRenderer(upstream, url, timeout=60.0)
         cells = []
         for name, template in templates.items():
-            for number, family in enumerate(families()):
-                measured = (TEXTS[0], TEXTS[2], TEXTS[number % len(TEXTS)])  # every text has its turn
-                texts = tuple(dict.fromkeys(measured))
-                cells.append(await check_cell(renderer, template, name, tokenizer, family, excuses, facts, texts))
+            renderer = TemplateRenderer(worker, template)
+            learner = FactsLearner()
+            await learner.learn_common(renderer, b"r", "m")
+            for family in families():
+                facts = learner.facts(b"r", setting_of(family.body)) or TemplateFacts()
+                cells.append(await check_cell(renderer, facts, name, tokenizer, family))
         return cells
     finally:
         await upstream.aclose()
 
 
+def total(cells: Sequence[Cell]) -> dict[str, Counter[str]]:
+    """Verdicts by class: openers of shapes that have no excuse, each excused class, starts of new chats, ends."""
+    classes: dict[str, Counter[str]] = {"last:": Counter(), "first:": Counter(), "ends": Counter()}
+    for cell in cells:
+        name = "last:" if cell.excuse is None else f"last: in {cell.excuse.shape!r}"
+        classes.setdefault(name, Counter()).update(cell.last)
+        if cell.excuse is None:
+            classes["first:"].update(cell.first)
+        classes["ends"].update(cell.ends)
+    return classes
+
+
 def report(cells: Sequence[Cell]) -> str:
-    """A line per template and tokenizer, and what does not hold."""
+    """What is wrong or missing by template and tokenizer, and the sums by tokenizer."""
     lines = []
     for name in dict.fromkeys((cell.template, cell.tokenizer) for cell in cells):
         own = [cell for cell in cells if (cell.template, cell.tokenizer) == name]
-        held = sum(not cell.wrong and not cell.refused and not cell.excused for cell in own)
-        counts = f"{held} hold, {sum(bool(c.excused) for c in own)} excused, {sum(c.refused for c in own)} refused"
-        lines.append(f"{name[0]:<34}{name[1]:<9}{counts}, {sum(bool(cell.wrong) for cell in own)} WRONG")
-        for cell in own:
-            lines += [f"    {cell.shape}: {wrong}" for wrong in cell.wrong]
-            lines += [f"    {cell.shape}: excused, {reason}" for reason in cell.excused]
-            lines += [f"    {cell.shape}: the template takes no such chat"] if cell.refused else []
+        counts = f"{sum(cell.refused for cell in own)} shapes refused, {sum(bool(cell.wrong) for cell in own)} WRONG"
+        lines.append(f"{name[0]:<34}{name[1]:<9}{counts}")
+        lines += [f"    {cell.shape}: {wrong}" for cell in own for wrong in cell.wrong]
+        for words in ("last", "first"):
+            for verdict in VERDICTS[2:]:
+                shapes = {cell.shape: getattr(cell, words).get(verdict) for cell in own}
+                if there := {shape: number for shape, number in shapes.items() if number}:
+                    named = "; ".join(list(there)[:NAMED]) + ("; ..." if len(there) > NAMED else "")
+                    lines.append(f"    {words}: {verdict} in {sum(there.values())} prompts ({named})")
+    for tokenizer in dict.fromkeys(cell.tokenizer for cell in cells):
+        lines.append(f"\n{tokenizer}")
+        for name, verdicts in total([cell for cell in cells if cell.tokenizer == tokenizer]).items():
+            lines.append(f"  {name:<24}{_counts(verdicts)}")
     return "\n".join(lines)
+
+
+def _counts(verdicts: Mapping[Any, int]) -> str:
+    prompts = sum(verdicts.values())
+    return ", ".join(f"{name} {number} ({100 * number / prompts:.1f} %)" for name, number in verdicts.items())
 
 
 def main(argv: list[str]) -> int:

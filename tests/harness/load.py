@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -74,11 +74,12 @@ async def connect(url: str) -> Client:
     return client
 
 
-def request(url: str, body: bytes) -> bytes:
-    """A chat request as it goes over the wire."""
+def request(url: str, body: bytes, path: str = CHAT, headers: Mapping[str, str] = {}) -> bytes:
+    """A request, by default a chat, as it goes over the wire; `headers` are added to those that every one has."""
+    added = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = (
-        f"POST {CHAT} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\naccept: application/json\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\naccept: application/json\r\n"
+        f"content-type: application/json\r\n{added}content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 

@@ -78,9 +78,11 @@ class Core:
         policy: str = "fcfs",
         running: int = 6,
         attention_groups: int = 1,
+        block: int = BLOCK,
     ) -> None:
         """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
         at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
+        Steps can be audited in blocks of `BLOCK` tokens.
         """
         config = EngineArgs(
             model=model,
@@ -93,18 +95,18 @@ class Core:
             scheduling_policy=policy,
             async_scheduling=overlap,
         ).create_engine_config()
-        config.cache_config.block_size = config.cache_config.mamba_block_size = BLOCK
+        config.cache_config.block_size = config.cache_config.mamba_block_size = block
         config.cache_config.prefix_match_unit = UNIT
         config.cache_config.num_gpu_blocks = blocks
         recurrent = dict(
-            block_size=BLOCK,
+            block_size=block,
             shapes=((1,),),
             dtypes=(torch.float32,),
             mamba_cache_mode="align",
             num_prefill_checkpoint_blocks=int(export),
             prefill_checkpoint_alignment=1 if export else None,
         )
-        attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
         states = [MambaSpec(**recurrent), MambaSpec(**recurrent)]
         for spec in states if writes_in_forward else ():
             object.__setattr__(spec, WRITES_IN_FORWARD, True)
@@ -122,7 +124,7 @@ class Core:
             config,
             KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             StructuredOutputManager(config),
-            block_size=BLOCK,
+            block_size=block,
             hash_block_size=UNIT,
             log_stats=False,
         )

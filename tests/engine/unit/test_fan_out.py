@@ -1,5 +1,6 @@
 """Followers wait only when it pays, only for what is really coming, and never much longer than expected."""
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,28 @@ def gate(clock):
     return PrefillGate(step_time, UNIT, clock)
 
 
+def scheduler(running=(), waiting=(), budget=8192, slots=256, held=()):
+    return SimpleNamespace(
+        running=list(running),
+        waiting=deque(waiting),
+        requests={known.request_id: known for known in (*running, *waiting, *held)},
+        max_num_scheduled_tokens=budget,
+        max_num_running_reqs=slots,
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+        seamark=SimpleNamespace(alignment=UNIT),
+    )
+
+
+def deepest(gate, follower):
+    return next(gate.expected_in(follower), None)
+
+
+def pays(gate, *waiting, **how):
+    """Whether the first of `waiting` is held for the deepest state it could wait for."""
+    expected = deepest(gate, waiting[0])
+    return gate.pays(expected, scheduler([expected.leader], waiting, **how))
+
+
 def leading(gate, position=3600, **how):
     leader = request("leader", status=RequestStatus.RUNNING, **how)
     gate.expect(leader, how.get("computed", 0), [position])
@@ -49,44 +72,83 @@ def leading(gate, position=3600, **how):
 
 def test_a_follower_waits_for_what_a_running_request_will_write(gate):
     leading(gate)
-    expected = gate.deepest_expected(request("follower"))
-    assert expected.position == 3600 and gate.pays(expected) and gate.hold(request("follower"), expected)
+    expected = deepest(gate, request("follower"))
+    assert expected.position == 3600 and pays(gate, request("follower")) and gate.hold(request("follower"), expected)
 
 
 def test_the_deepest_state_of_a_leader_is_waited_for(gate):
     leader = request("leader", status=RequestStatus.RUNNING)
     gate.expect(leader, 0, [800, 3600])
-    assert gate.deepest_expected(request("follower")).position == 3600
-    assert gate.deepest_expected(request("short", tokens=3600)).position == 800
+    assert deepest(gate, request("follower")).position == 3600
+    assert deepest(gate, request("short", tokens=3600)).position == 800
 
 
 def test_a_state_that_the_leader_found_in_the_cache_is_not_expected(gate):
     leader = request("leader", status=RequestStatus.RUNNING)  # vLLM counts its hit only when the step is planned
     gate.expect(leader, 800, [800])
-    assert gate.deepest_expected(request("follower")) is None
+    assert deepest(gate, request("follower")) is None
 
 
 def test_another_prefix_another_salt_or_a_shorter_prompt_do_not_wait(gate):
     leading(gate)
-    assert gate.deepest_expected(request("other", shared="t")) is None
-    assert gate.deepest_expected(request("short", tokens=3600)) is None
+    assert deepest(gate, request("other", shared="t")) is None
+    assert deepest(gate, request("short", tokens=3600)) is None
 
 
-def test_a_prefix_that_costs_less_than_a_pass_is_not_waited_for(gate):
+def test_the_shallower_states_of_a_leader_come_after_the_deepest(gate):
+    leader = request("leader", status=RequestStatus.RUNNING)
+    gate.expect(leader, 0, [800, 3600])
+    assert [expected.position for expected in gate.expected_in(request("follower"))] == [3600, 800]
+
+
+def test_one_follower_does_not_wait_for_a_prefix_that_costs_less_than_a_pass(gate):
     leading(gate, position=800)
-    assert not gate.pays(gate.deepest_expected(request("follower")))
+    assert not pays(gate, request("follower"))
     leading(gate, position=1600, computed=1000)  # only the part that is not cached yet counts
-    assert not gate.pays(gate.deepest_expected(request("follower")))
+    assert not pays(gate, request("follower"))
 
 
-def test_a_prefill_that_is_not_felt_is_not_waited_for(clock):
+def test_followers_that_save_more_than_a_pass_together_wait(gate):
+    leading(gate, position=800, tokens=850)
+    followers = [request(f"follower {number}", tokens=850) for number in range(2)]
+    assert pays(gate, *followers)
+
+
+def test_followers_are_counted_once_a_step(gate):
+    leading(gate, position=800, tokens=850)
+    followers = [request(f"follower {number}", tokens=850) for number in range(2)]
+    assert not pays(gate, followers[0])
+    assert not pays(gate, *followers)
+    gate.drop_gone({"leader", *(follower.request_id for follower in followers)})
+    assert pays(gate, *followers)
+
+
+def test_a_follower_that_is_held_counts_with_those_that_come_later(gate):
+    leading(gate, position=800, tokens=850)
+    early, late = (request(name, tokens=850) for name in ("early", "late"))
+    gate.hold(early, deepest(gate, early))
+    assert not pays(gate, late)
+    gate.drop_gone({"leader", "early", "late"})
+    assert pays(gate, late, held=[early])
+
+
+def test_a_follower_does_not_leave_its_step_to_strangers_who_gain_less_than_it_loses(gate):
+    leading(gate, position=1600, tokens=1700)
+    follower = request("follower", tokens=1700)
+    strangers = [request(f"stranger {number}", shared=f"t{number}", tokens=8000) for number in range(2)]
+    assert pays(gate, follower)
+    gate.drop_gone({"leader", "follower"})
+    assert not pays(gate, follower, *strangers, budget=3600)
+
+
+def test_a_fast_engine_shares_what_many_wait_for(clock):
     fast = StepTime()
-    for _ in range(8):  # a pass costs 1 ms, a token 0.01 ms: 3,600 tokens are 36 ms
-        fast.step_took(1, 0.001)
+    for _ in range(8):  # a pass costs 1 ms, a token 0.01 ms
+        fast.step_took(1, 0.00101)
         fast.step_took(1000, 0.011)
     gate = PrefillGate(fast, UNIT, clock)
     leading(gate)
-    assert not gate.pays(gate.deepest_expected(request("follower")))
+    assert pays(gate, *(request(f"follower {number}") for number in range(31)))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +158,7 @@ def test_a_prefill_that_is_not_felt_is_not_waited_for(clock):
 def test_no_request_waits_for_a_leader_that_is_gone_or_done(gate, gone):
     leader = leading(gate)
     vars(leader).update(gone)
-    assert gate.deepest_expected(request("follower")) is None
+    assert deepest(gate, request("follower")) is None
     gate.drop_gone({})
     assert not gate._expected
 
@@ -106,12 +168,12 @@ def test_another_leader_takes_over(gate):
     leader.status = RequestStatus.FINISHED_ABORTED
     second = request("second", status=RequestStatus.RUNNING)
     gate.expect(second, 0, [3600])
-    assert gate.deepest_expected(request("follower")).leader is second
+    assert deepest(gate, request("follower")).leader is second
 
 
 def test_waiting_ends_at_three_times_what_was_foreseen(gate, clock):
     leading(gate)  # 3,600 tokens and a pass: 2.2 s
-    expected = gate.deepest_expected(request("follower"))
+    expected = deepest(gate, request("follower"))
     assert gate.hold(request("follower"), expected)
     clock.now = START + 6.5
     assert gate.hold(request("follower"), expected)
@@ -123,7 +185,7 @@ def test_waiting_ends_at_three_times_what_was_foreseen(gate, clock):
 
 def test_a_slow_leader_is_waited_for_a_stuck_one_is_not(gate, clock):
     leader = leading(gate)
-    expected = gate.deepest_expected(request("follower"))
+    expected = deepest(gate, request("follower"))
     assert gate.hold(request("follower"), expected)
     clock.now, leader.num_computed_tokens = START + 6.7, 1800
     assert gate.hold(request("follower"), expected)  # 1,800 tokens and a pass: 1.3 s, three times
@@ -136,14 +198,14 @@ def test_a_slow_leader_is_waited_for_a_stuck_one_is_not(gate, clock):
 def test_the_wait_for_another_leader_begins_again(gate, clock):
     leading(gate)
     follower = request("follower")
-    gate.hold(follower, gate.deepest_expected(follower))
+    gate.hold(follower, deepest(gate, follower))
     clock.now = START + 6.0
     second = request("second", status=RequestStatus.RUNNING)
     gate._expected.clear()
     gate.expect(second, 0, [3600])
-    assert gate.hold(follower, gate.deepest_expected(follower))
+    assert gate.hold(follower, deepest(gate, follower))
     clock.now = START + 12.5
-    assert gate.hold(follower, gate.deepest_expected(follower))
+    assert gate.hold(follower, deepest(gate, follower))
     assert gate.release(follower) == pytest.approx(12.5)
 
 
@@ -154,13 +216,13 @@ def test_leaders_that_leave_one_after_the_other_are_not_waited_for_for_ever(gate
         gate.clear()
         leader = request(f"leader {number}", status=RequestStatus.RUNNING)
         gate.expect(leader, 0, [3600])
-        held.append(gate.hold(follower, gate.deepest_expected(follower)))
+        held.append(gate.hold(follower, deepest(gate, follower)))
     assert held == [True] * 4 + [False]
 
 
 def test_a_follower_that_is_gone_is_forgotten(gate):
     leading(gate)
-    gate.hold(request("follower"), gate.deepest_expected(request("follower")))
+    gate.hold(request("follower"), deepest(gate, request("follower")))
     gate.drop_gone({"leader", "follower"})
     assert list(gate.waiting) == ["follower"]
     gate.drop_gone({"leader"})
@@ -169,7 +231,7 @@ def test_a_follower_that_is_gone_is_forgotten(gate):
 
 def test_no_request_waits_while_states_find_no_room(gate, clock):
     leading(gate)
-    expected = gate.deepest_expected(request("follower"))
+    expected = deepest(gate, request("follower"))
     gate.pause()
     assert not gate.hold(request("follower"), expected)
     clock.now += PAUSE_SECONDS
@@ -179,7 +241,7 @@ def test_no_request_waits_while_states_find_no_room(gate, clock):
 def test_patience_has_a_least(clock):
     gate = PrefillGate(StepTime(), UNIT, clock)
     leading(gate)
-    expected = gate.deepest_expected(request("follower"))
+    expected = deepest(gate, request("follower"))
     clock.now = START + 100.0
     assert gate.hold(request("follower"), expected)
     clock.now += MIN_PATIENCE_SECONDS + 0.01

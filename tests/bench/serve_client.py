@@ -1,0 +1,80 @@
+"""`vllm bench serve` again and again in one process, so that its imports are not run beside what it measures.
+
+Run as `python -m tests.bench.serve_client`: reads the arguments of a run as a JSON list from each line of its input and
+writes its result as a JSON line. The `vllm` script of CPU builds fails: it looks for a distribution of another name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+
+class Served(NamedTuple):
+    """What a run measured; seconds."""
+
+    first_token: float  # p50
+    duration: float
+    completed: int
+    failed: int
+
+
+class ServeClient:
+    """The process. Use as an async context manager."""
+
+    async def __aenter__(self) -> ServeClient:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", __name__]
+        quiet = {"HF_HUB_OFFLINE": "1", "SEAMARK_ENGINE": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+        environment = {**os.environ, **quiet}
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, env=environment, limit=2**24
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def run(self, arguments: Sequence[str]) -> Served:
+        """One run. Raises `RuntimeError` if the process ends or a request fails."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(json.dumps(list(arguments)).encode() + b"\n")
+        await stdin.drain()
+        if not (line := await stdout.readline()):
+            raise RuntimeError(f"vllm bench serve ended with {await self._process.wait()}")
+        result: dict[str, Any] = json.loads(line)
+        if result["failed"] or not result["completed"]:
+            raise RuntimeError(f"vllm bench serve: {result['failed']} requests failed: {result.get('errors')}")
+        return Served(result["median_ttft_ms"] / 1000, result["duration"], result["completed"], result["failed"])
+
+
+def main() -> None:
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what it prints itself
+    import vllm.platforms
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.benchmarks.serve import main as run
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    assert vllm.platforms.current_platform is not None  # resolved before anything asks for a device
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    for line in sys.stdin:
+        result = run(parser.parse_args(json.loads(line)))
+        kept = ("median_ttft_ms", "duration", "completed", "failed")
+        print(json.dumps({name: result[name] for name in kept}), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    main()

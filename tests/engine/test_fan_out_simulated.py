@@ -1,0 +1,37 @@
+"""On vLLM's own scheduler, at a set pace: the gate makes no mean first token later, and shares what pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.fan_out_simulated import MOST_WORSE, measure, ratio, render
+from tests.harness.fan_out_cells import mixed, table
+
+
+@pytest.fixture(scope="module")
+def simulated(model: Path):
+    cells = [cell for cell in table() if not cell.staggered] + mixed()
+    found = measure(cells, str(model))
+    print(render(cells, found))
+    return list(zip(cells, found, strict=True))
+
+
+def test_no_mean_first_token_is_later_with_the_gate_than_without(simulated):
+    assert [(cell, ratio(sides)) for cell, sides in simulated if ratio(sides) > MOST_WORSE] == []
+
+
+def test_a_prefix_is_computed_once_where_all_who_wait_save_more_than_a_pass(simulated):
+    for cell, sides in simulated[: len(table()) // 2]:
+        if cell.followers * cell.shared < 1000:  # less than 1.5 passes of either pace
+            assert sides["on"]["computed"] == sides["off"]["computed"]
+        else:
+            assert sides["on"]["computed"] <= 1.02 * cell.ideal
+            assert sides["off"]["computed"] >= 1.5 * cell.ideal
+            assert ratio(sides) <= 0.8
+
+
+def test_a_single_follower_with_little_to_gain_runs_along(simulated):
+    alone = [(cell, sides) for cell, sides in simulated if cell.followers == 1 and not cell.strangers]
+    assert [sides["on"] == sides["off"] for cell, sides in alone] == [cell.shared < 1200 for cell, _ in alone]

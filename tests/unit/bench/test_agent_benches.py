@@ -1,0 +1,148 @@
+"""`tests.bench`: what `agent_turns`, `agent_traces`, `many_heads`, `volatile_heads` and `vllm_serve` make of runs."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+
+import pytest
+
+from proxy.bench.harness.servers import MODEL_NAME
+from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.chat.reader import chat_request
+from tests.bench import agent_traces, agent_turns, many_heads, vllm_serve, volatile_heads
+from tests.bench.agent_turns import SHAPES, Turn, body_of, rows, steps
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_conversation_grows_by_two_kilobytes_a_turn_and_continues_itself(shape):
+    made = steps(9, seed=1)
+    bodies = [body_of(shape, made[:number]) for number in range(1, 10)]
+    sizes = [len(json.dumps(body)) for body in bodies]
+    assert all(1_900 < later - earlier < 2_800 for earlier, later in itertools.pairwise(sizes))
+    lists = [body["input" if shape.path == RESPONSES else "messages"] for body in bodies]
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(lists))
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.path == CHAT], ids=lambda shape: shape.name)
+def test_a_conversation_is_a_chat_that_the_gateway_reads(shape):
+    chat = chat_request(body_of(shape, steps(9, seed=1)))
+    assert [role for role in chat.roles if role == "system"] == ["system"] and chat.roles[-1] in ("tool", "user")
+
+
+def test_the_turns_around_a_size_are_put_together_without_the_first():
+    turns = [Turn(4_000 + 2_000 * number, 0.001, 0.001 + 0.0001 * number, 0.02) for number in range(200)]
+    turns[0] = turns[0]._replace(through=9.0)
+    found = {row.size: row for row in rows("chats", turns)}
+    assert list(found) == list(agent_turns.SIZES)
+    assert found[4_000].added.upper < 0.002 and found[4_000].held
+    assert 0.017 < found[40_000].added.median / 0.1 < 0.02
+    assert not found[400_000]._replace(limit=0.019).held and found[400_000].held
+
+
+def test_a_render_on_a_turn_is_not_held():
+    row = rows("chats", [Turn(4_000, 0.001, 0.002, 0.02)] * 3)
+    assert agent_turns.Result("chats", 3, 60, 0, 0, row).held
+    assert not agent_turns.Result("chats", 3, 60, 0, 1, row).held
+
+
+def replayed(ids, before, delivered, reason="hit", plain=0, number=0):
+    request = agent_traces.Recorded(number, "a/A1", CHAT, {}, {})
+    told = {"delivered": delivered, "reason": reason}
+    done = agent_traces._judged(request, ids, before, plain, told, "")
+    before.append((done, ids))
+    return done
+
+
+def test_a_divergence_is_first_where_none_was_and_known_from_then_on():
+    before, base = [], list(range(1000))
+    assert not replayed(base, before, 0, "cold", number=1).first
+    second = replayed([*base[:500], *range(5000, 5500)], before, 0, number=2)
+    assert second.first and second.nearest == 1 and second.oracle == 496 and second.lost == 496
+    assert second.reason_wrong  # it says hit and lost everything
+    third = replayed([*base[:500], *range(7000, 7500)], before, 496, number=3)
+    assert not third.first and not third.lost and not third.reason_wrong
+    continued = replayed([*range(7000, 7100)], before, 0, "cold", number=4)
+    assert not continued.first and not continued.oracle
+
+
+def test_a_continued_conversation_parts_from_nothing():
+    before, base = [], list(range(1000))
+    replayed(base, before, 0, "cold")
+    assert not replayed([*base[:-4], *range(5000, 5500)], before, 992).first
+
+
+def test_less_than_from_vllm_alone_is_noticed():
+    before, base = [], list(range(1000))
+    replayed(base, before, 0, "cold")
+    one = replayed([*base[:-4], *range(5000, 5500)], before, 512, "evicted", plain=768)
+    assert one.below_plain and not one.reason_wrong
+    trace = agent_traces.Trace("a", [one])
+    assert trace.share() == 512 / 992 and trace.share(plain=True) == 768 / 992
+    assert trace.complaints == ["51.6% delivered", "#0 below vLLM alone"]
+
+
+def test_a_recorded_request_asks_for_one_token_and_brings_no_key(tmp_path):
+    headers = [["Authorization", "Bearer k"], ["content-length", "9"], ["x-session-id", "s"]]
+    entry = {"kind": "request", "n": 7, "label": "a/A1", "method": "POST", "headers": headers}
+    lines = [
+        {**entry, "url": MESSAGES + "?beta=true", "body": '{"model": "x", "max_tokens": 900}'},
+        {**entry, "url": RESPONSES, "body": '{"model": "x"}'},
+        {**entry, "url": "/v1/models", "method": "GET", "body": ""},
+    ]
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    message, response = agent_traces.recorded(path)
+    assert message.body == {"model": MODEL_NAME, "max_tokens": 1} and message.path == MESSAGES
+    assert response.body == {"model": MODEL_NAME, "max_output_tokens": 1}
+    assert message.headers == {"x-session-id": "s"}
+
+
+def test_heads_are_judged_pair_by_pair():
+    calm = many_heads.Batch(0.020, 0.03, 10.0, 11.0, 0)
+    assert many_heads.Result((calm,) * 3, (calm._replace(cpu=10.2),) * 3).held
+    assert not many_heads.Result((calm,) * 3, (calm._replace(cpu=10.4),) * 3).held
+    assert not many_heads.Result((calm,) * 3, (calm._replace(gap=0.021),) * 3).held
+
+
+def test_every_chat_has_another_head_and_the_size_that_was_asked_for():
+    first, second = (next(bodies) for bodies in [many_heads.chats(50_000)] for _ in range(2))
+    assert first != second and 40_000 < len(first) < 60_000
+    texts = [json.loads(raw)["messages"] for raw in (first, second)]
+    assert texts[0][0] != texts[1][0] and texts[0][1:] == texts[1][1:]
+
+
+def test_ours_may_differ_as_much_as_two_runs_of_vllm_alone():
+    plain = vllm_serve.Run(0.1, 5.0, 0.5, 100, 0)
+    noisy, slower = plain._replace(first_token=0.12), plain._replace(first_token=0.11)
+    row = vllm_serve.Row("case", vllm_serve.OURS, (slower,), (plain,), (plain,))
+    assert row.complaints == ["first token p50"]
+    assert vllm_serve.Row("case", vllm_serve.OURS, (slower,), (plain,), (noisy,)).complaints == []
+    worse = slower._replace(first_token=0.1, renders=1, hits=90)
+    assert vllm_serve.Row("case", vllm_serve.OURS, (worse,), (plain,), (plain,)).complaints == ["renders", "hits"]
+
+
+def asked(reason, delivered, oracle, **told):
+    return volatile_heads.Asked(oracle, delivered, {"reason": reason, **told})
+
+
+def test_a_changed_head_has_to_be_named_with_its_kind_and_its_cost():
+    first = volatile_heads.Case("ISO date", volatile_heads.FIRST)
+    hits = (asked("hit", 320, 320),)
+    named = asked("prefix_changed", 0, 0, would_save={"dates": 304})
+    assert volatile_heads.Named(first, named, hits).complaints == []
+    assert volatile_heads.Named(first, asked("cold", 0, 0), hits).complaints == ["says cold"]
+    empty = asked("prefix_changed", 0, 0, would_save={})
+    assert volatile_heads.Named(first, empty, hits).complaints == ["would save {}"]
+    later = (asked("prefix_changed", 320, 320),)
+    assert volatile_heads.Named(first, named, later).complaints == ["later says prefix_changed"]
+    last = volatile_heads.Case("ISO date", volatile_heads.LAST)
+    assert volatile_heads.Named(last, asked("hit", 608, 608), hits).complaints == []
+    assert volatile_heads.Named(last, asked("hit", 592, 608), hits).complaints == ["says hit"]
+
+
+def test_a_system_prompt_differs_in_its_text_alone():
+    for case in volatile_heads.CASES:
+        today, tomorrow = (case.system(text) for text in case.text[1:])
+        assert today.replace(case.text.today, case.text.tomorrow) == tomorrow or case.name == volatile_heads.TOOL_ORDER

@@ -1,0 +1,251 @@
+"""Facts are learnt once, beside the requests; a worker that fails, and clients with endless settings, cost little."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine_patches.commands.model import train_bpe
+from proxy.boundaries.facts_learner import (
+    COMMON_SETTINGS,
+    MAX_SETTINGS,
+    SETTINGS_PER_MINUTE,
+    TEMPLATES_PER_MINUTE,
+    FactsLearner,
+)
+from proxy.boundaries.template_facts import DEFAULT, MAX_SCALAR, setting_of
+from tests.harness.template_renderer import TemplateRenderer
+
+ID = b"renderer"
+
+OFF = setting_of({"chat_template_kwargs": {"enable_thinking": False}})
+
+# What `enable_thinking` does to most templates, and what one of its settings does to all words of a few.
+SWITCHED = """\
+{%- set mark = '<|human|>' if style == 'other' else '<|user|>' %}
+{%- for message in messages %}
+{{- (mark if message.role == 'user' else '<|' + message.role + '|>') + (message.content or '') + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think></think>' }}{% endif %}{% endif %}
+"""
+
+
+class Clock:
+    """Time that passes when a test says so, in seconds."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def trained() -> str:
+    text: str = train_bpe(2048).to_str()
+    return text
+
+
+@pytest.fixture
+def renderer(trained: str) -> TemplateRenderer:
+    return TemplateRenderer(Tokenizer.from_str(trained), SWITCHED)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def learner(clock: Clock) -> FactsLearner:
+    return FactsLearner(clock)
+
+
+def numbered(number: int) -> Any:
+    return setting_of({"chat_template_kwargs": {"number": number}})
+
+
+async def test_nothing_is_known_before_it_is_learnt(learner, renderer):
+    assert learner.facts(ID) is None
+    assert learner.facts(ID, OFF) is None
+    assert learner.wants(ID)
+    await learner.learn(renderer, ID, "m")
+    assert not learner.wants(ID)
+    facts = learner.facts(ID)
+    assert facts is not None
+    assert facts.is_own
+    assert facts.end("user") == 1
+    assert facts.opener("user", False) is not None
+    assert learner.facts(b"another") is None
+
+
+async def test_the_same_is_learnt_once_however_many_want_it(learner, renderer):
+    await asyncio.gather(*(learner.learn(renderer, ID, "m") for _ in range(8)))
+    renders = renderer.renders
+    await learner.learn(renderer, ID, "m")
+    assert renderer.renders == renders == learner.renders
+    assert learner.learnt == 1
+    assert learner.facts(ID) is not None
+
+
+async def test_a_worker_renders_for_one_learning_at_a_time(learner, renderer):
+    await learner.learn(renderer, ID, "m")
+    renderer.most_at_once = 0
+    await asyncio.gather(*(learner.learn(renderer, ID, "m", numbered(number)) for number in range(5)))
+    assert learner.learnt == 6
+    assert renderer.most_at_once <= 2
+
+
+async def test_a_setting_that_is_not_learnt_has_the_default_openers_and_the_longest_end(learner, renderer):
+    await learner.learn(renderer, ID, "m")
+    default = learner.facts(ID)
+    await learner.learn(renderer, ID, "m", OFF)
+    off = learner.facts(ID, OFF)
+    assert default.end("user") == 1
+    assert off.end("user") > 1
+    assert off.is_own
+    unknown = learner.facts(ID, numbered(1))
+    assert unknown.openers == default.openers
+    assert unknown.end("user") == off.end("user")
+    assert not unknown.is_own
+    assert learner.facts(ID).end("user") == 1  # known ones stay as they are
+
+
+async def test_another_setting_costs_few_renders_if_the_openers_hold(learner, renderer):
+    await learner.learn(renderer, ID, "m")
+    whole = renderer.renders
+    await learner.learn(renderer, ID, "m", numbered(1))  # does nothing
+    assert learner.facts(ID, numbered(1)) is learner.facts(ID)
+    same = renderer.renders - whole
+    await learner.learn(renderer, ID, "m", OFF)
+    assert same <= 4
+    assert renderer.renders - whole - same < whole / 2
+    assert learner.facts(ID, OFF).openers is learner.facts(ID).openers
+
+
+async def test_a_setting_that_moves_the_openers_is_learnt_anew(learner, renderer):
+    await learner.learn(renderer, ID, "m")
+    other = setting_of({"chat_template_kwargs": {"style": "other"}})
+    await learner.learn(renderer, ID, "m", other)
+    assert learner.facts(ID).opener("user", False).text == "<|user|>"
+    assert learner.facts(ID, other).opener("user", False).text == "<|human|>"
+
+
+async def test_what_most_requests_have_is_learnt_in_advance(learner, renderer):
+    await learner.learn_common(renderer, ID, "m")
+    assert not any(learner.wants(ID, setting) for setting in (DEFAULT, *COMMON_SETTINGS))
+    assert learner.facts(ID, OFF).end("user") > learner.facts(ID).end("user")
+    # None of that counts as a client's.
+    for number in range(SETTINGS_PER_MINUTE):
+        assert learner.wants(ID, numbered(number))
+        await learner.learn(renderer, ID, "m", numbered(number))
+    assert not learner.wants(ID, numbered(-1))
+
+
+async def test_a_worker_that_fails_is_asked_again_later_and_later(learner, renderer, clock):
+    renderer.down = True
+    waits = []
+    for _ in range(3):
+        await learner.learn(renderer, ID, "m")
+        failed_at = clock.now
+        while not learner.wants(ID):
+            clock.now += 1
+        waits.append(clock.now - failed_at)
+    assert learner.failures == renderer.renders == 3
+    assert waits == [5, 10, 20]
+    renderer.down = False
+    await learner.learn(renderer, ID, "m")
+    assert learner.facts(ID) is not None
+
+
+async def test_a_renderer_that_is_broken_raises_nothing(learner):
+    async def broken(body: Any, path: str = "") -> Any:
+        raise RuntimeError("secret")
+
+    await learner.learn(broken, ID, "m")
+    await learner.learn_common(broken, ID, "m")
+    assert learner.facts(ID) is None
+    assert learner.failures == 1
+
+
+async def test_a_worker_that_cannot_turn_tokens_into_text_has_openers_all_the_same(learner, renderer):
+    async def render(body: Any, path: str = "") -> Any:
+        return await renderer(body)
+
+    await learner.learn(render, ID, "m")
+    assert learner.facts(ID).opener("user", False).text is None
+
+
+async def test_a_restart_forgets_what_was_learnt_and_what_is_being_learnt(learner, renderer):
+    await learner.learn(renderer, ID, "m")
+    await learner.learn(renderer, ID, "m", OFF)
+    await learner.learn(renderer, b"other", "m")
+    learner.forget(ID)
+    assert learner.facts(ID) is None
+    assert learner.facts(ID, OFF) is None
+    assert learner.facts(b"other") is not None
+    running = asyncio.create_task(learner.learn(renderer, ID, "m"))
+    await asyncio.sleep(0)
+    learner.forget(ID)
+    await running
+    assert learner.facts(ID) is None
+    assert learner.wants(ID)
+
+
+async def test_clients_settings_are_bounded(learner, renderer, clock):
+    await learner.learn(renderer, ID, "m")
+    for number in range(2 * MAX_SETTINGS):
+        clock.now += 10
+        await learner.learn(renderer, ID, "m", numbered(number))
+    assert len(learner) == 1 + MAX_SETTINGS
+    assert learner.facts(ID) is not None
+    assert learner.wants(ID, numbered(0))
+    assert not learner.wants(ID, numbered(2 * MAX_SETTINGS - 1))
+
+
+async def test_settings_that_fail_are_bounded_too(learner, renderer, clock):
+    await learner.learn(renderer, ID, "m")
+    renderer.down = True
+    for number in range(2 * MAX_SETTINGS):
+        clock.now += 10
+        await learner.learn(renderer, ID, "m", numbered(number))
+    assert len(learner._failed) == MAX_SETTINGS
+
+
+async def test_few_templates_of_clients_are_learnt_in_a_minute(learner, renderer, clock):
+    await learner.learn(renderer, ID, "m")
+    own = [setting_of({"chat_template": f"{number}"}) for number in range(TEMPLATES_PER_MINUTE + 1)]
+    assert learner.facts(ID, own[0]) is None  # another template has other words
+    for setting in own:
+        await learner.learn(renderer, ID, "m", setting)
+    assert [learner.facts(ID, setting) is not None for setting in own] == [True] * TEMPLATES_PER_MINUTE + [False]
+    assert learner.wants(ID, OFF)  # these do not count together
+    clock.now += 61
+    assert learner.wants(ID, own[-1])
+
+
+def test_settings_are_those_that_can_recur():
+    asked = {"model": "m", "messages": [], "temperature": 0.5, "tools": [{}], "tool_choice": "required"}
+    assert setting_of(asked) is DEFAULT
+    assert setting_of({"chat_template_kwargs": {}, "reasoning_effort": None}) is DEFAULT
+    assert setting_of({"documents": [{"text": "x"}], "response_format": {"type": "json_object"}}) is DEFAULT
+    assert setting_of({"chat_template_kwargs": {"documents": [1], "date": "x" * (MAX_SCALAR + 1)}}) is DEFAULT
+    low = setting_of({**asked, "reasoning_effort": "low"})
+    assert low.fields == {"reasoning_effort": "low"}
+    assert low.key != setting_of({"reasoning_effort": "high"}).key
+    one = setting_of({"chat_template_kwargs": {"a": True, "b": 1}})
+    other = setting_of({"chat_template_kwargs": {"b": 1, "a": True, "c": [1]}})
+    assert one == other
+    assert not one.is_default
+    assert not one.template
+    own = setting_of({"chat_template": "x" * 1000})
+    assert own.template
+    assert own.fields == {"chat_template": "x" * 1000}
+
+
+@pytest.mark.parametrize("value", [None, "words", [1], 7])
+def test_kwargs_of_another_type_are_no_setting(value):
+    assert setting_of({"chat_template_kwargs": value, "chat_template": 7, "reasoning_effort": [1]}) is DEFAULT

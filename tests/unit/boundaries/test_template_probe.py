@@ -1,0 +1,248 @@
+"""What is learnt of a template is true of chats it was not learnt from, one template for each quirk of real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine_patches.commands.model import train_bpe
+from proxy.boundaries.renderer import RenderFailed
+from proxy.boundaries.resolve import encode_opener, resolve
+from proxy.boundaries.template_facts import GAP, Place, TemplateFacts
+from proxy.boundaries.template_probe import CHATS, RICH, learn_facts
+from proxy.boundaries.token_ids import common_prefix
+from tests.harness.template_renderer import TemplateRenderer
+
+TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[2] / "templates").glob("*.jinja"))}
+
+TOOLS = {"tools": [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]}
+
+# No two begin alike, and none as what is learnt from.
+TEXTS = ("When is high tide?", "\nOn a line", ")x", " so", "9 ships", "")
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def calls(*ids: str) -> dict[str, Any]:
+    function = {"name": "tide", "arguments": '{"port": "Ayr", "hours": [1, 2]}'}
+    made = [{"id": number, "type": "function", "function": function} for number in ids]
+    return {"role": "assistant", "content": "Let me look.", "tool_calls": made}
+
+
+def result(number: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": number, "content": text}
+
+
+PILOT = system("You pilot ships into the harbour. Answer briefly.")
+
+BEFORE: dict[Place, list[dict[str, Any]]] = {
+    "alone": [PILOT],
+    "user": [PILOT, user("First?"), assistant("One.")],
+    "tool": [PILOT, user("First?"), calls("abcdef123")],
+    "results": [PILOT, user("First?"), calls("abcdef123", "bcdefg234"), result("abcdef123", "It is high. " * 20)],
+}
+
+
+def chat(place: Place, text: str, with_tools: bool = False) -> dict[str, Any]:
+    """A chat with its last text in a place."""
+    last = user(text)
+    if place in ("tool", "results"):
+        last = result("bcdefg234" if place == "results" else "abcdef123", text)
+    return {"messages": [*BEFORE[place], last], **(TOOLS if with_tools else {})}
+
+
+def renderer(name: str, special: bool = True) -> TemplateRenderer:
+    return TemplateRenderer(Tokenizer.from_str(trained()), TEMPLATES[name], special)
+
+
+@cache
+def trained() -> str:
+    """A byte-level tokenizer."""
+    text: str = train_bpe(2048).to_str()
+    return text
+
+
+async def learnt(renders: TemplateRenderer, fields: dict[str, Any] | None = None) -> TemplateFacts:
+    async def render(body: Any) -> list[int] | None:
+        try:
+            return renders.render(body)
+        except RenderFailed:
+            return None
+
+    async def detokenize(ids: Any) -> str | None:
+        return await renders.detokenize("m", ids)
+
+    facts = await learn_facts(render, detokenize, fields or {})
+    assert facts is not None
+    return facts
+
+
+def parting(render: Callable[[Any], list[int]], place: Place, with_tools: bool = False) -> int:
+    """Where chats that differ in the last text really part."""
+    first, *others = (render(chat(place, text, with_tools)) for text in TEXTS)
+    return min(common_prefix(first, other) for other in others)
+
+
+def gap(renders: TemplateRenderer, facts: TemplateFacts, place: Place, with_tools: bool = False) -> int | None:
+    """Tokens that an opener leads to before the place; None if it is not known."""
+    opener = facts.opener(place, with_tools)
+    if opener is None:
+        return None
+    (position,) = resolve([encode_opener(opener)], renders.render(chat(place, RICH, with_tools)))
+    assert position
+    return parting(renders.render, place, with_tools) - position
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+async def test_an_opener_leads_to_the_place_or_just_before_it(name, special):
+    renders = renderer(name, special)
+    facts = await learnt(renders)
+    gaps = {}
+    for place, with_tools in (("alone", False), ("user", False), ("alone", True), ("user", True)):
+        gaps[place, with_tools] = gap(renders, facts, place, with_tools)
+    for place in ("tool", "results"):
+        gaps[place, True] = gap(renders, facts, place, with_tools=True)
+    assert all(each is None or 0 <= each <= GAP for each in gaps.values()), gaps
+    unknown = {where for where, each in gaps.items() if each is None}
+    if name == "system-in-last-user":  # what stands before a user's text is another system prompt in each chat
+        assert unknown == {("alone", False), ("user", False), ("alone", True), ("user", True)}
+    elif name == "tools-in-first-user":
+        assert unknown <= {("alone", True)}
+    else:
+        assert not unknown
+    far = {where for where, each in gaps.items() if each is not None and each > 1}
+    assert far == ({("tool", True), ("results", True)} if name == "id-before-result" else set())
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+async def test_as_many_tokens_stand_behind_the_last_message_as_was_learnt(name, special):
+    renders = renderer(name, special)
+    facts = await learnt(renders)
+    if name == "strict-roles":  # refuses a chat without the words that ask for an answer
+        assert facts.ends == {}
+        return
+    for place in BEFORE:
+        for text in TEXTS:
+            body = chat(place, text, with_tools=True)
+            prompt, bare = renders.render(body), renders.render({**body, "add_generation_prompt": False})
+            role = "tool" if place in ("tool", "results") else "user"
+            assert facts.end(role) == len(prompt) - common_prefix(prompt, bare)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+async def test_the_first_occurrence_leads_to_where_a_new_conversation_parts(name):
+    renders = renderer(name)
+    facts = await learnt(renders)
+    for with_tools in (False, True):
+        opener = facts.opener("first", with_tools)
+        if name == "system-in-last-user" or (name == "tools-in-first-user" and with_tools):
+            assert opener is None
+            continue
+        prompt = renders.render(chat("user", "Second?", with_tools))
+        true = min(common_prefix(prompt, renders.render(chat("alone", text, with_tools))) for text in TEXTS)
+        assert opener is not None
+        assert true - resolve([encode_opener(opener, "first")], prompt)[0] in (0, 1)
+
+
+async def test_turns_that_the_next_request_renders_anew_are_known():
+    moved = await learnt(renderer("system-in-last-user"))
+    assert not moved.turn_holds("user", later=True, system=True, tools=False)
+    assert not moved.turn_holds("user", later=False, system=False, tools=True)
+    assert moved.turn_holds("user", later=True, system=False, tools=False)
+    assert moved.turn_holds("tool", later=True, system=True, tools=True)
+    stays = await learnt(renderer("thinking-dropped"))
+    assert not stays.broken
+
+
+async def test_an_opener_that_each_user_message_has_once_can_be_counted():
+    plain = (await learnt(renderer("trimmed"))).opener("user", False)
+    assert plain is not None
+    assert plain.per_user
+    assert plain.no_tool
+    # Results stand in a user's message there.
+    shared = (await learnt(renderer("thinking-dropped"))).opener("user", True)
+    assert shared is not None
+    assert shared.per_user
+    assert not shared.no_tool
+    renders = renderer("trimmed")
+    turns = [message for number in range(4) for message in (user(f"{number}?"), assistant("So."))]
+    prompt = renders.render({"messages": [PILOT, *turns, user("Last?")]})
+    others = renders.render({"messages": [PILOT, *turns[:4], user("x"), *turns[5:], user("Last?")]})
+    assert resolve([encode_opener(plain, skip=2)], prompt) == [common_prefix(prompt, others)]
+
+
+async def test_an_opener_is_known_as_text_to_be_counted_in_texts():
+    renders = renderer("trimmed")
+    opener = (await learnt(renders)).opener("user", False)
+    assert opener is not None
+    assert opener.text == "<|turn|>user\n"
+    said = f"It begins {opener.text} and then {opener.text} again."
+    position = resolve([encode_opener(opener, skip=said.count(opener.text))], renders.render(chat("user", said)))
+    assert position == [parting(renders.render, "user")]
+
+
+async def test_settings_reach_the_template():
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    renders = renderer("head-by-settings")
+    seen: list[dict[str, Any]] = []
+
+    async def render(body: Any) -> list[int] | None:
+        seen.append(body)
+        return renders.render(body)
+
+    async def no_text(ids: Any) -> str | None:
+        return None
+
+    facts = await learn_facts(render, no_text, kwargs)
+    assert facts is not None
+    assert all(opener.text is None for opener in facts.openers.values())
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in seen)
+
+
+async def test_a_template_that_takes_none_of_our_chats_has_no_facts():
+    async def refuses(body: Any) -> None:
+        return None
+
+    async def no_text(ids: Any) -> str | None:
+        return None
+
+    assert await learn_facts(refuses, no_text, {}) is None
+
+
+async def test_what_cannot_be_told_from_several_chats_is_not_known():
+    """A template that takes a lone question only."""
+    renders = renderer("trimmed")
+
+    async def render(body: Any) -> list[int] | None:
+        return renders.render(body) if len(body["messages"]) == 1 and not body.get("tools") else None
+
+    async def no_text(ids: Any) -> str | None:
+        return None
+
+    facts = await learn_facts(render, no_text, {})
+    assert facts is not None
+    assert not facts.openers
+
+
+def test_no_text_of_ours_begins_like_another():
+    """Else chats would seem to part later than they do."""
+    for each in CHATS:
+        first_users = [message["content"] for message in each.before if message["role"] == "user"]
+        assert all(not text.startswith("Q") for text in first_users)
