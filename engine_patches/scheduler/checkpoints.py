@@ -131,9 +131,14 @@ class Checkpoints:
         if self.gate is not None:
             self.gate.expect(request, start, (target.position for target in self.targets(request)))
 
-    def worth_writing(self, position: int) -> bool:
-        """Whether a hit at `position` tokens would be felt: more than a small part of a pass."""
-        return position >= self.step_time.tokens_per_pass * WORTH_OF_A_PASS or not self.step_time.known
+    def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
+        """Whether a hit at a target of a request would be felt: more than a small part of a pass.
+
+        Of a learned one that is what it adds to the state that the request itself resumed from: the next turn of a
+        conversation also repeats the first words of the template's answer, a few tokens behind the last turn's state.
+        """
+        saved = target.position - (state.resumed_at if target.kind == LEARNED else 0)
+        return saved >= self.step_time.tokens_per_pass * WORTH_OF_A_PASS or not self.step_time.known
 
     def reserve(self, pool: Any, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
@@ -165,7 +170,7 @@ class Checkpoints:
     def _ends_a_turn(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether a state serves one conversation, rather than whoever shares its prefix."""
         if target.kind == LEARNED:
-            # The next turn also repeats the first words of the template's answer, up to two units behind the last turn.
+            # Just behind a state: more likely the template's own words after a turn than what others share.
             return state.resumed_at > 0 and target.position - state.resumed_at <= 2 * self.match_unit
         hinted = state.hinted_positions
         return target.kind in (TAIL, EDGE) or (len(hinted) > 1 and target.position == hinted[-1])

@@ -31,10 +31,13 @@ def run_to_the_budget(request: Any, start: int, num_new_tokens: int, alignment: 
 def next_stop(state: RequestState, start: int, block_size: int, tokens_per_pass: float) -> int:
     """The next position (tokens) after `start` at which a chunk has to end, 0 if there is none.
 
-    Only positions of at least `tokens_per_pass` tokens: a shorter prefix saves less than the stop costs. vLLM's own
-    junction stays a candidate, floored to the cache block as vLLM floors it.
+    Only positions of at least `tokens_per_pass` tokens: a shorter prefix saves less than the stop costs. A learned one
+    has to be as far behind `start`, where a state is found already. vLLM's own junction stays a candidate, floored to
+    the cache block as vLLM floors it.
     """
-    candidates = [position for position in state.positions if position > start and position >= tokens_per_pass]
+    candidates = [position for position in state.hinted_positions if position > start and position >= tokens_per_pass]
+    if state.learned > start and state.learned - start >= tokens_per_pass:
+        candidates.append(state.learned)
     junction = start + (state.upstream_junction - start) // block_size * block_size
     if junction > start:
         candidates.append(junction)

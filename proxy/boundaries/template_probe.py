@@ -36,7 +36,7 @@ RICH = (
     "```py\ndef g(): return {\"h\": 'i'}\n```\n.\n) done: [x] <y> {z}\n\n---\n\n"
     '{\n    "type": "function",\n    "function": {\n        "parameters": {\n            "q": {\n'
     '                "type": "string"\n            }\n        }\n    }\n}\n\n'
-    '{"q": {"type": "string"}}}}\n\n{"k": ["q"]}}}]\n\n{"k": ["q"]}}}\n\n{"n": "it"}}]\n\n{"n": "it"}}\n\n</z>\n\n'
+    '{"q": {"type": "string"}}}}\n\n{"k": ["q"]}}}]\n\n{"k": ["q"]}}}\n\n{"n": "it"}}]\n\n{"n": {}}}}\n\n</z>\n\n'
     "and so on"
 )
 
@@ -46,15 +46,15 @@ TEXTS = (RICH, "\nQuartz", "")
 MORE_TEXTS = ("the tide", " Quartz", ")Quartz")  # for some of the chats
 
 
-def _tool(name: str, schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    parameters = {} if schema is None else {"parameters": {"type": "object", **schema}}
-    return {"type": "function", "function": {"name": name, "description": name, **parameters}}
+def _tool(name: str, **schema: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"q": {"type": "string"}}, **schema}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
 # Written as JSON, no two of them end alike.
-LOOK = _tool("look", {"properties": {"q": {"type": "string"}}})
-ASK = _tool("ask", {"properties": {"q": {"type": "string"}}, "required": ["q"]})
-NOTE = _tool("note", None)
+LOOK = _tool("look")
+ASK = _tool("ask", required=["q"])
+NOTE = _tool("note", properties={})
 
 
 def _system(text: str) -> dict[str, Any]:
@@ -143,14 +143,14 @@ _BREAK, _SAY, _EMPTY = _system("Quartz\n\n"), _system(_LONG + "Say )"), _system(
 CHATS = (
     # The only user message.
     ProbeChat((_BREAK,), more_texts=True, bare=True, following=True),
-    ProbeChat((), following=True),
+    ProbeChat((), bare=True, following=True),
     ProbeChat((_SAY,)),
     ProbeChat((_EMPTY,)),
     ProbeChat((_SAY,), (LOOK, ASK), bare=True, following=True),
     ProbeChat((), (ASK, NOTE), following=True),
     # A later user message.
     ProbeChat((_BREAK, _user("x"), _answer("Two\n")), more_texts=True, bare=True, following=True),
-    ProbeChat((_user("go )"), _answer("é")), following=True),
+    ProbeChat((_user("go )"), _answer("é")), bare=True, following=True),
     ProbeChat((_SAY, _user("x"), _answer("done)"), _user("y\n"), _answer("83 jigsaw "))),
     ProbeChat((_SAY, _user("x"), _answer("Well.")), (LOOK, ASK), following=True),
     ProbeChat((_user("go"), _answer("It is\n")), (ASK, NOTE), following=True),
@@ -347,10 +347,8 @@ def _gap(each: Probed, pattern: str) -> int | None:
 
 def _best(patterns: Sequence[str | None], there: Sequence[Probed]) -> tuple[str, bool] | None:
     """The pattern that leads nearest to the last text in the worst of these chats, and whether within a token."""
-    if len(there) < MIN_CHATS:
-        return None
     worst: dict[str, int] = {}
-    for pattern in patterns:
+    for pattern in patterns if there else ():
         gaps = [_gap(each, pattern) for each in there] if pattern else [None]
         if pattern and None not in gaps:
             worst.setdefault(pattern, max(gap for gap in gaps if gap is not None))
@@ -372,7 +370,7 @@ def _best_first(patterns: Sequence[str], users: Sequence[Probed]) -> tuple[str, 
                 continue
             parting = min(new.start, *(common_prefix(each.prompt, other) for other in new.prompts))
             gaps.append(parting - each.prompt.find(pattern) - len(pattern) if pattern in each.prompt else -1)
-        if len(gaps) >= MIN_CHATS and all(0 <= gap <= GAP for gap in gaps):
+        if gaps and all(0 <= gap <= GAP for gap in gaps):
             worst[pattern] = max(gaps)
     if not worst:
         return None

@@ -10,6 +10,8 @@ from proxy.chat.chat import MESSAGES, TOOLS, Chat, Mark, listed, marked
 
 BILLING_HEADER = "x-anthropic-billing-header"
 
+TOOL_CHANGES = ("tool_addition", "tool_removal")
+
 
 def messages_request(body: Mapping[str, Any]) -> Chat | None:
     """The chat in a request to /v1/messages; None if there is none."""
@@ -20,7 +22,7 @@ def messages_request(body: Mapping[str, Any]) -> Chat | None:
     reader.system(body.get("system"))
     for message in given:
         reader.message(message)
-    tools = [_tool(tool) for tool in listed(body.get("tools")) if isinstance(tool, dict)]
+    tools = [_tool(tool) for tool in _declared_tools(body, given)]
     if any(marked(tool) for tool in listed(body.get("tools"))):
         reader.marks.insert(0, Mark(TOOLS))
     chat = {"model": body.get("model"), "messages": reader.messages}
@@ -93,6 +95,8 @@ class _Reader:
             elif kind == "tool_result" and role == "user":
                 self._tool_result(block)
                 continue
+            elif kind == "tool_result":
+                parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
             if marked(block) and parts:
                 marks.append(len(parts) - 1)
         made: dict[str, Any] = {"role": role}
@@ -110,19 +114,24 @@ class _Reader:
         self.marks += [Mark(index, None if part == len(parts) - 1 else part) for part in marks]
 
     def _tool_result(self, block: Mapping[str, Any]) -> None:
-        content, text, images = block.get("content"), "", []
+        content, text, images, references = block.get("content"), "", [], []
         if isinstance(content, str):
             text = content
         else:
             items = [item for item in listed(content) if isinstance(item, dict)]
             text = "\n".join(str(item.get("text", "")) for item in items if item.get("type") == "text")
             images = [i["source"] for i in items if i.get("type") == "image" and isinstance(i.get("source"), dict)]
+            named = [i.get("tool_name") or i.get("name") for i in items if i.get("type") == "tool_reference"]
+            references = [{"type": "tool_reference", "name": name} for name in named if name]
         if marked(block):
             self.marks.append(Mark(len(self.messages)))
         self.messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": text})
         if images:
             parts = [{"type": "image_url", "image_url": {"url": _image(source)}} for source in images]
             self.messages.append({"role": "user", "content": parts})
+        if references:
+            found = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": references}
+            self.messages.append(found)
 
 
 def _system_text(block: Mapping[str, Any]) -> bool:
@@ -134,6 +143,32 @@ def _image(source: Mapping[str, Any]) -> str:
     if source.get("type") == "url":
         return str(source.get("url", ""))
     return f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+
+
+def _declared_tools(body: Mapping[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
+    """The tools in effect at the end of the conversation: messages may add some, and take some away."""
+    tools = [tool for tool in listed(body.get("tools")) if isinstance(tool, dict)]
+    blocks = [block for message in messages if isinstance(message, dict) for block in listed(message.get("content"))]
+    changes = [
+        (block["type"], block["tool"])
+        for block in blocks
+        if isinstance(block, dict) and block.get("type") in TOOL_CHANGES and isinstance(block.get("tool"), dict)
+    ]
+    if not changes:
+        return tools
+    by_name = {str(tool.get("name")): tool for tool in tools}
+    removed: dict[str, None] = {}
+    for kind, tool in changes:
+        definition = tool.get("definition")
+        name = str((definition if isinstance(definition, dict) else tool).get("name"))
+        removed.pop(name, None)
+        if kind == "tool_removal":
+            removed[name] = None
+        elif isinstance(definition, dict):
+            by_name[name] = definition
+        elif name in by_name:
+            by_name[name] = {**by_name[name], "defer_loading": None}
+    return [tool for name, tool in by_name.items() if name not in removed]
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

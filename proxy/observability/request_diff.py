@@ -1,15 +1,15 @@
 """What changed since a recent request: the message, tool or setting where a request differs from the one most like it.
 
 Recent requests are remembered as hashes of their parts, with the tokens of the prompt if it was rendered, bounded in
-bytes. A change that is only volatile text (a date, an order of tools) is recognised, so that its cure can be named.
+bytes. A request that continues another one in full has not changed, and neither has one that shares more with a third.
+A change in text of a known kind (a date, an order of tools) has a cure, which is named.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -18,10 +18,15 @@ from xxhash import xxh3_64_intdigest
 from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
-from proxy.chat.chat import listed, text_of
+from proxy.chat.chat import MESSAGES, listed
 from proxy.chat.rewrites import sorted_by_name
+from proxy.observability.cures import CHANGE_TEXT, TOOLS_BEHIND
+from proxy.observability.volatile_text import Difference, common_end, differences, says_today
 
 MAX_REQUESTS = 64
+
+# Beginnings of earlier requests that are known by their keys, when their texts are gone; some 100 bytes each.
+MAX_BEGINNINGS = 32_768
 
 ENTRY_BYTES = 2000  # of a request beside its texts and tokens
 
@@ -31,27 +36,29 @@ MESSAGE_BYTES = 500  # of a message beside its text
 # request is simply another one.
 MIN_BEHIND = 128
 
+# A template renders a history otherwise if this many tokens of the prompt before are missing: the words that ask for an
+# answer, and less than a match unit, are no sign of it.
+MIN_MISSING_TOKENS = 64
+
 EXCERPT_CHARACTERS = 80
 
 MAX_ROLE_CHARACTERS = 64
 
-DATES = re.compile(
-    r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2})?(?:\.\d+)?(?:Z|[+-]\d{2}:?\d{2})?)?|\b\d{1,2}:\d{2}(?::\d{2})?\b"
-    r"|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
-    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{1,2},? \d{4}"
-    r"|\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{4}"
-)
+# Of the texts that are searched for what differs in them for one request, newest first; they are on the event loop.
+MAX_CHARACTERS = 400_000
 
-COUNTERS = re.compile(
-    r"<total_tokens>[^<]{0,40}</total_tokens>|(?<![\d,])\d[\d,]{0,15} tokens (?:left|remaining|used)\b"
-)
-
-FOLDERS = re.compile(r"(?im)^[^\n]{0,200}\b(?:working directory|cwd|current directory)\b.*$")
-
-# Longer parts are not searched for volatile text: several patterns run over a part on the event loop.
-MAX_CHARACTERS = 200_000
+MAX_PAIRS = 6  # of such texts
 
 MAX_NESTING = 50
+
+CLOSED_ROLES = ("system", "developer")  # what the application writes, the same for many requests
+
+# The salt comes last: it is named only if nothing else differs.
+SETTINGS = (*(name for name in HEAD_FIELDS if name not in ("tools", "cache_salt")), "cache_salt")
+
+CLOCK_KINDS = ("dates", "times")
+
+HEAD_KINDS = (*CLOCK_KINDS, "uuid")
 
 What = Literal["tool", "message", "setting"]
 
@@ -64,34 +71,80 @@ class Part(NamedTuple):
 
 
 class PrefixChange(NamedTuple):
-    """Where a request first differs from the nearest recent one."""
+    """Where a request first differs from the nearest recent one; sizes in bytes, roughly."""
 
     what: What
     position: int | None  # of the message or tool
     role: str | None  # of the message; the name of a tool or a setting
     token: int | None  # first token that differs, None if one of the prompts was not rendered
     characters: int | None  # into the message's text
-    behind: int  # bytes that both have behind it
+    behind: int  # that both have behind it, and that is computed again
     salt: bool = False  # the cache salt is all that differs
-    old: Any = None  # the recent request's part, and this one's: for the rules that look for volatile text
+    old: Any = None  # the recent request's part, and this one's: for excerpts
     new: Any = None
+    kind: str | None = None  # of text that is known to change, a key of `CHANGE_TEXT`
+    length: int | None = None  # characters that differ
+    saves: int = 0  # of `behind`, what would be shared if text of known kinds did not change
+    tools: int = 0  # tools that both have, which a template may render behind the change, or before it
+    fresh: int = 0  # of this request, what the other one does not have
+    total: int = 0  # the request
+    missing: int | None = None  # tokens that it cost, if that is known
 
-    def as_json(self, excerpts: bool) -> dict[str, Any]:
-        """For a page; prompt text only with `excerpts`."""
+    def lost(self, prompt: int, shared: int) -> int:
+        """Tokens that it cost a prompt of `prompt` tokens, `shared` of which some request before began with."""
+        if self.missing is not None:
+            return self.missing
+        if not self.total:
+            return 0
+        return max(0, prompt - shared - -(-self.fresh * prompt // self.total))
+
+    def would_save(self, prompt: int, shared: int) -> int:
+        """Tokens of those that `CHANGE_TEXT`'s cure would save; 0 if it is of no known kind."""
+        if self.kind is None:
+            return 0
+        if self.missing is not None:
+            return self.missing
+        if not self.total or not self.behind + self.tools:
+            return 0
+        saved = self.saves
+        if self.saves >= self.behind and self.tools_are_behind(prompt, shared):
+            saved += self.tools
+        return min(self.lost(prompt, shared), saved * prompt // self.total)
+
+    def tools_are_behind(self, prompt: int, shared: int) -> bool:
+        """Whether the template renders the tools behind the system prompt that changed."""
+        if self.tools < MIN_BEHIND or not prompt:
+            return False
+        return shared * self.total < ((self.characters or 0) + self.tools // 2) * prompt
+
+    def cure(self, prompt: int = 0, shared: int = 0) -> str | None:
+        """What to do about it, None if it is of no known kind. Lengths in tokens, as for `lost`."""
+        known = CHANGE_TEXT.get(self.kind or "")
+        if known is None:
+            return None
+        return f"{known.cure} {TOOLS_BEHIND}" if self.tools_are_behind(prompt, shared) else known.cure
+
+    def as_json(self, excerpts: bool, prompt: int = 0, shared: int = 0) -> dict[str, Any]:
+        """For a page; prompt text only with `excerpts`. Lengths in tokens, as for `lost`; 0 if not known."""
         # A client may write anything as a role; only text is shown.
         role = self.role[:MAX_ROLE_CHARACTERS] if isinstance(self.role, str) else None
-        shown: dict[str, Any] = {"what": self.what, "index": self.position, "role": role, "token": self.token}
-        shown["characters"] = self.characters
+        token = self.token if self.token is not None or not prompt else shared
+        shown: dict[str, Any] = {"what": self.what, "index": self.position, "role": role, "token": token}
+        shown |= {"characters": self.characters, "length": self.length, "behind": self.behind}
+        known = CHANGE_TEXT.get(self.kind or "")
+        shown |= {"kind": self.kind, "text": known.short if known is not None else None}
+        shown["cure"] = self.cure(prompt, shared)
+        shown["lost"] = self.lost(prompt, shared) if prompt else None
         if excerpts:
             shown["before"], shown["now"] = (_excerpt(part, self.characters) for part in (self.old, self.new))
         return shown
 
 
-class Volatile(NamedTuple):
-    """A kind of text that changes from request to request."""
+class Continued(NamedTuple):
+    """The request that another one continues in full."""
 
-    name: str
-    neutral: Callable[[Any], Any]  # a part (the list of tools, a message) without its volatile text
+    messages: int
+    prompt: int  # tokens, 0 if its worker has not reported them
 
 
 class RememberedRequest:
@@ -105,6 +158,10 @@ class RememberedRequest:
         held = size * (2 if layout.chat.native is not None else 1)  # converted, and as it came
         self.size = ENTRY_BYTES + held + MESSAGE_BYTES * len(layout.chat.messages)
         self.size += len(tokens.raw) if tokens is not None else 0
+        self.prompt = 0  # tokens; set it when the worker has reported them
+        self.number = 0  # in order of arrival
+        self.known = 0  # messages at its beginning that an earlier request began with
+        self.continued: Continued | None = None
 
     @cached_property
     def settings(self) -> dict[str, int]:
@@ -127,16 +184,17 @@ class RememberedRequest:
 
     @cached_property
     def messages(self) -> tuple[Part, ...]:
-        chat = self.layout.chat
-        return tuple(
-            Part(own_hash(message), len(text or "") + 20)
-            for message, text in zip(chat.messages, chat.texts, strict=True)
-        )
+        return tuple(Part(own_hash(message), _size(message)) for message in self.raw_messages)
 
     @cached_property
-    def parts(self) -> frozenset[int]:
-        """Hashes of all tools and messages."""
-        return frozenset(part.hash for part in (*self.tools, *self.messages))
+    def total(self) -> int:
+        """Bytes of all tools and messages."""
+        return _bytes(self.tools) + _bytes(self.messages)
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of the tools and the `known` messages."""
+        return _bytes(self.tools) + _bytes(self.messages[: self.known]) if self.known else 0
 
 
 class RequestMemory:
@@ -146,81 +204,287 @@ class RequestMemory:
         """`size` in bytes; 0 keeps nothing, and no change is ever named."""
         self._size = size
         self.held = 0
-        self._requests: OrderedDict[bytes, RememberedRequest] = OrderedDict()  # by the key after their last message
+        self._added = 0
+        # By owner and the key after their last message.
+        self._requests: OrderedDict[tuple[str | None, bytes], RememberedRequest] = OrderedDict()
+        # Keys of all beginnings of requests, those that are not remembered any more included.
+        self._beginnings: OrderedDict[int, None] = OrderedDict()
 
     def add(self, request: RememberedRequest) -> None:
         """Remember it as the newest."""
+        if not self._size:
+            return
+        keys = request.layout.keys.after
+        self._added += 1
+        request.number = self._added
+        request.known = self._note_beginnings(request.owner, keys)
+        for index, key in enumerate(keys):
+            if (gone := self._requests.pop((request.owner, key), None)) is not None:
+                self.held -= gone.size
+                request.continued = Continued(index + 1, gone.prompt)
         if request.size > self._size:
             return
-        for key in request.layout.keys.after:
-            if key in self._requests:
-                self.held -= self._requests.pop(key).size
-        self._requests[request.layout.keys.after[-1]] = request
+        self._requests[request.owner, keys[-1]] = request
         self.held += request.size
         while len(self._requests) > MAX_REQUESTS or self.held > self._size:
             _, oldest = self._requests.popitem(last=False)
             self.held -= oldest.size
 
+    def _note_beginnings(self, owner: str | None, keys: Sequence[bytes]) -> int:
+        """How many messages at the beginning of a chat an earlier one had; from now on this one is an earlier one."""
+        seed = xxh3_64_intdigest((owner or "").encode(errors="surrogatepass"))
+        names = [int.from_bytes(key[:8]) ^ seed for key in keys]
+        known = next((number for number in range(len(names), 0, -1) if names[number - 1] in self._beginnings), 0)
+        if known:
+            self._beginnings.move_to_end(names[known - 1])
+        self._beginnings |= dict.fromkeys(names[known:])
+        while len(self._beginnings) > MAX_BEGINNINGS:
+            self._beginnings.popitem(last=False)
+        return known
+
+    def longest_shared_bytes(self, request: RememberedRequest) -> int:
+        """Bytes of tools and messages at its beginning that some earlier request had, roughly."""
+        return max(request.known_bytes, max((_Pair(request, o).beginning for o in self._earlier(request)), default=0))
+
     def change(self, request: RememberedRequest) -> PrefixChange | None:
-        """Where `request` differs from the nearest of the others; None if it differs from none in the middle.
+        """Where `request` differs from the nearest of those before it; None if it differs from none in the middle.
 
-        A request that shares nothing behind its first difference is another request, not a changed one.
+        A request that shares nothing behind its first difference is another request, not a changed one. A request that
+        continues one in full has not changed, whatever the others are. If it shares a longer beginning with a third
+        one, a change is not what it lost by.
         """
-        changes = [
-            found
-            for other in reversed(self._requests.values())
-            # A client does not even learn that another client's request is alike.
-            if other is not request
-            and other.owner == request.owner
-            and (other.parts & request.parts)
-            and (found := _difference(request, other))
-        ]
-        return max(changes, key=lambda change: change.behind, default=None)
-
-
-def _difference(new: RememberedRequest, old: RememberedRequest) -> PrefixChange | None:
-    salts = new.settings.get("cache_salt"), old.settings.get("cache_salt")
-    token = new.tokens.common_prefix(old.tokens) if new.tokens is not None and old.tokens is not None else None
-    names = (name for name in HEAD_FIELDS if name not in ("tools", "cache_salt"))
-    setting = next((name for name in names if new.settings.get(name) != old.settings.get(name)), None)
-    if setting == "model":
-        return None
-    tool = _first_difference(new.tools, old.tools)
-    message = _first_difference(new.messages, old.messages)
-    whole = _bytes(new.messages[:message]) + _bytes(new.tools)
-    if salts[0] != salts[1]:
-        alike = setting is None and tool is None and whole >= MIN_BEHIND
-        return PrefixChange("setting", None, "cache_salt", 0, None, whole, salt=True) if alike else None
-    if setting is not None:
-        # A setting that shows only at the end of the prompt changes no prefix.
-        if tool is not None or whole < MIN_BEHIND or (token is not None and token * 2 > len(new.tokens or ())):
+        if request.continued is not None:
             return None
-        return PrefixChange("setting", None, setting, token, None, whole)
-    if tool is not None:
-        behind = _shared_behind(new.tools, old.tools, tool) + _bytes(
-            new.messages if message is None else new.messages[:message]
-        )
+        pairs = [_Pair(request, other) for other in self._earlier(request)]
+        longest = max(request.known_bytes, max((pair.beginning for pair in pairs), default=0))
+        nearest = [pair for pair in pairs if pair.beginning + MIN_BEHIND > longest]
+        texts = _Texts()
+        changes = [pair.change(texts) for pair in sorted(nearest, key=lambda pair: -pair.likeness)]
+        return max((each for each in changes if each is not None), key=lambda change: change.behind, default=None)
+
+    def rendered_otherwise(self, request: RememberedRequest, shared: int) -> PrefixChange | None:
+        """What a template renders otherwise although the client sent it again as it was; None if nothing.
+
+        `shared`: tokens of its prompt that, as the engine says, an earlier one began with. Only a request that
+        continues another one in full can lose by that.
+        """
+        before = request.continued
+        if before is None or before.prompt - shared < MIN_MISSING_TOKENS:
+            return None
+        missing = before.prompt - shared
+        chat = request.layout.chat
+        roles, added = chat.roles, range(before.messages, len(chat.messages))
+        if chat.path == MESSAGES and any(roles[index] == "system" for index in added):
+            return PrefixChange("message", 0, _text(roles[0]), shared, None, 0, kind="system_merged", missing=missing)
+        if any(roles[index] == "user" for index in added):
+            thought = next((i for i in range(before.messages) if _has_thinking(chat.messages[i])), None)
+            if thought is not None:
+                kind = "thinking_history"
+                return PrefixChange("message", thought, "assistant", shared, None, 0, kind=kind, missing=missing)
+        return None
+
+    def _earlier(self, request: RememberedRequest) -> Iterator[RememberedRequest]:
+        """Those that came before it, newest first. A client does not even learn that another's request is alike."""
+        for other in reversed(self._requests.values()):
+            if other.number < request.number and other.owner == request.owner:
+                yield other
+
+
+class _Texts:
+    """Pairs of texts and where they differ, each pair once, within a number of characters and pairs."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CHARACTERS
+        self._known: dict[tuple[int, int], list[Difference]] = {}
+
+    def differences(self, new: str, old: str, pair: tuple[int, int]) -> list[Difference]:
+        """None are told if there is no room for them; `pair` names them."""
+        if (known := self._known.get(pair)) is not None:
+            return known
+        if len(new) + len(old) > self._left or len(self._known) == MAX_PAIRS:
+            return []
+        self._left -= len(new) + len(old)
+        known = self._known[pair] = differences(new, old)
+        return known
+
+
+class _Pair:
+    """A request beside an earlier one."""
+
+    def __init__(self, new: RememberedRequest, old: RememberedRequest) -> None:
+        self._new = new
+        self._old = old
+        self._setting: str | None = None  # the first that differs
+        if new.settings != old.settings:
+            self._setting = next(n for n in SETTINGS if new.settings.get(n) != old.settings.get(n))
+        self._tool = _first_difference(new.tools, old.tools)
+        self._message = _first_difference(new.messages, old.messages)
+        self._characters: int | None = None  # that the texts of the first messages that differ begin with together
+        self._ends = 0  # ... and end with
+        self.beginning = 0  # bytes of tools and messages that both prompts begin with
+        if self._setting is None:
+            self.beginning = _bytes(new.tools[: self._tool])
+        if self._setting is None and self._tool is None:
+            self.beginning += _bytes(new.messages[: self._message])
+            self._compare_texts()
+            self.beginning += self._characters or 0
+
+    @property
+    def likeness(self) -> int:
+        """Bytes by which pairs are ranked, before they are looked at more closely."""
+        return self.beginning + self._ends
+
+    def _compare_texts(self) -> None:
+        new, old, index = self._new, self._old, self._message
+        if index is None or index >= len(new.messages) or index >= len(old.messages):
+            return  # one continues the other, or is cut off earlier
+        texts = whole_text(new.raw_messages[index]), whole_text(old.raw_messages[index])
+        if texts[0] is not None and texts[1] is not None and _role(new, index) == _role(old, index):
+            start = self._characters = common_prefix(texts[0], texts[1])
+            self._ends = common_end(texts[0], start, len(texts[0]), texts[1], start, len(texts[1]))
+
+    def change(self, texts: _Texts) -> PrefixChange | None:
+        """Where the request differs, if it is a changed one and not just another one."""
+        if self._setting is not None:
+            return self._changed_setting(self._setting)
+        if self._tool is not None:
+            return self._changed_tool(self._tool)
+        index = self._message
+        if index is None or index >= len(self._new.messages) or index >= len(self._old.messages):
+            return None
+        return self._changed_message(index, texts)
+
+    def _changed_setting(self, name: str) -> PrefixChange | None:
+        new = self._new
+        whole = _bytes(new.messages[: self._message]) + _bytes(new.tools)
+        is_salt = name == "cache_salt"
+        same_cache = is_salt or new.settings.get("cache_salt") == self._old.settings.get("cache_salt")
+        if name == "model" or not same_cache or self._tool is not None or whole < MIN_BEHIND:
+            return None
+        token = 0 if is_salt else self._token
+        # A setting that shows only at the end of the prompt changes no prefix.
+        if token is not None and token * 2 > len(new.tokens or ()):
+            return None
+        fresh = new.total - whole
+        return PrefixChange("setting", None, name, token, None, whole, is_salt, fresh=fresh, total=new.total)
+
+    def _changed_tool(self, index: int) -> PrefixChange | None:
+        new, old = self._new, self._old
+        here, there = list(new.raw_tools), list(old.raw_tools)
+        behind = _shared_behind(new.tools, old.tools, index) + _bytes(new.messages[: self._message])
+        kind: str | None = None
+        ordered = sorted_by_name(here)
+        if ordered is not None and canonical(ordered) == canonical(sorted_by_name(there)):
+            kind = "tools_sorted"
+        elif canonical(_sorted(here)) == canonical(_sorted(there)):
+            kind = "tool_keys_sorted"
+        characters = length = None
+        name = _tool_name(here[index]) if index < len(here) else _tool_name(there[index])
+        if kind is None and index < min(len(here), len(there)) and name == _tool_name(there[index]):
+            one, other = (_as_text(tools[index]) for tools in (here, there))
+            if len(one) + len(other) <= MAX_CHARACTERS and (places := differences(one, other)):
+                characters, length, kind = places[0].at, places[0].length, places[0].kind
+                behind += sum(place.alike for place in places)
         if behind < MIN_BEHIND:
             return None
-        name = _tool_name(new.raw_tools[tool]) if tool < len(new.tools) else _tool_name(old.raw_tools[tool])
-        parts = (old.raw_tools, new.raw_tools)  # the whole lists, because an order concerns all tools
-        return PrefixChange("tool", tool, name, token, None, behind, False, *parts)
-    if message is None or message >= len(new.messages) or message >= len(old.messages):
-        return None  # one continues the other, or is cut off earlier
-    behind = _shared_behind(new.messages, old.messages, message)
-    here, there = new.raw_messages[message], old.raw_messages[message]
-    new_text, old_text = new.layout.chat.texts[message], old.layout.chat.texts[message]
-    texts = (new_text, old_text) if new_text is not None and old_text is not None else None
-    characters = common_prefix(*texts) if texts is not None else None
-    changed = new.messages[message].size
-    role = new.layout.chat.roles[message]
-    if role in ("system", "developer") and texts is not None and characters is not None:
-        behind += characters if characters >= MIN_BEHIND else 0
-        behind += _common_end(*texts)
-        changed -= characters
-    if behind < MIN_BEHIND or behind < changed:
-        return None
-    return PrefixChange("message", message, role, token, characters, behind, False, there, here)
+        return PrefixChange(
+            "tool",
+            index,
+            name,
+            self._token,
+            characters,
+            behind,
+            old=there,  # the whole lists, because an order concerns all tools
+            new=here,
+            kind=kind,
+            length=length,
+            saves=behind if kind is not None else 0,
+            fresh=max(0, new.total - self.beginning - behind),
+            total=new.total,
+        )
+
+    def _changed_message(self, index: int, texts: _Texts) -> PrefixChange | None:
+        new, old = self._new, self._old
+        here, there, role = new.raw_messages[index], old.raw_messages[index], _role(new, index)
+        places = self._places(index, texts)
+        kind: str | None = places[0].kind if places else None
+        if self._characters is None:
+            kind = _kind_of_messages(here, there, index)
+        alike = sum(place.alike for place in places)
+        later = _shared_behind(new.messages, old.messages, index)
+        behind, tools = alike + later, _bytes(new.tools) if role in CLOSED_ROLES and index == 0 else 0
+        if behind + tools < MIN_BEHIND:
+            return None  # nothing is lost by it
+        if index == new.layout.last:
+            # The request's own text: another question, unless all that differs is the time it is asked.
+            kinds = HEAD_KINDS if self._is_at_head else CLOCK_KINDS
+            if not places or not all(place.kind in kinds for place in places):
+                return None
+        begins = self._characters or 0
+        evidence = behind + (begins if role in CLOSED_ROLES and begins >= MIN_BEHIND else 0)
+        changed = new.messages[index].size - begins - alike
+        if evidence < MIN_BEHIND or (evidence < changed and (kind is None or behind < MIN_BEHIND)):
+            return None
+        following = _first_difference(new.messages[index + 1 :], old.messages[index + 1 :])
+        saves = _saved(places, _bytes(new.messages[index + 1 :][:following])) if places else behind
+        return PrefixChange(
+            "message",
+            index,
+            _text(role),
+            self._token,
+            places[0].at if places else self._characters,
+            behind,
+            old=there,
+            new=here,
+            kind=kind,
+            length=places[0].length if places else None,
+            saves=saves if kind is not None else 0,
+            tools=tools,
+            fresh=max(0, new.total - self.beginning - behind),
+            total=new.total,
+        )
+
+    def _places(self, index: int, texts: _Texts) -> list[Difference]:
+        """Where the texts of message `index` differ; none if they cannot be those of a changed request."""
+        new, old = self._new, self._old
+        one, other = whole_text(new.raw_messages[index]), whole_text(old.raw_messages[index])
+        if self._characters is None or one is None or other is None:
+            return []
+        if index == new.layout.last and not self._is_at_head and not says_today(one, self._characters):
+            return []
+        return texts.differences(one, other, (new.messages[index].hash, old.messages[index].hash))
+
+    @property
+    def _is_at_head(self) -> bool:
+        return self.beginning < MIN_BEHIND
+
+    @property
+    def _token(self) -> int | None:
+        """The first token that differs."""
+        new, old = self._new, self._old
+        return new.tokens.common_prefix(old.tokens) if new.tokens is not None and old.tokens is not None else None
+
+
+def _role(request: RememberedRequest, index: int) -> Any:
+    return request.layout.chat.roles[index]
+
+
+def _saved(places: Sequence[Difference], following: int) -> int:
+    """Bytes behind a change that would be shared if text of known kinds did not change; `following` behind the text."""
+    saved = 0
+    for place in places:
+        if place.kind is None:
+            return saved
+        saved += place.alike
+    return saved + following
+
+
+def _kind_of_messages(new: Any, old: Any, position: int) -> str | None:
+    """The kind of a change that is not one of a text."""
+    roles = [part.get("role") if isinstance(part, dict) else None for part in (new, old)]
+    if roles == ["assistant", "assistant"]:
+        return "thinking_history" if _without_thinking(new) == _without_thinking(old) else None
+    return "system_moved" if "system" in roles and position and roles[0] != roles[1] else None
 
 
 def _first_difference(new: Sequence[Part], old: Sequence[Part]) -> int | None:
@@ -239,8 +503,28 @@ def _bytes(parts: Sequence[Part]) -> int:
     return sum(part.size for part in parts)
 
 
-def _common_end(new: str, old: str) -> int:
-    return common_prefix(new[::-1], old[::-1])
+def whole_text(message: Any) -> str | None:
+    """All text of a message, its parts one behind the other; None if it has none."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in listed(content) if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return "".join(texts) if texts else None
+
+
+def _size(message: Any) -> int:
+    """Bytes of a message, roughly: its texts, thinking and calls."""
+    if not isinstance(message, dict):
+        return 20
+    size = 20 + len(whole_text(message) or "")
+    for name in THINKING:
+        if isinstance(message.get(name), str):
+            size += len(message[name])
+    for call in listed(message.get("tool_calls")):
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        size += 20 + (len(arguments) if isinstance(arguments, str) else 0)
+    return size
 
 
 def _tool_name(tool: Any) -> str | None:
@@ -249,24 +533,20 @@ def _tool_name(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _as_text(part: Any) -> str:
+    return json.dumps(part, ensure_ascii=False)
+
+
 def _excerpt(part: Any, characters: int | None) -> str:
-    text = text_of(part)
+    text = whole_text(part)
     if text is None:
-        text = json.dumps(part, ensure_ascii=False)
+        text = _as_text(part)
     start = max(0, (characters or 0) - EXCERPT_CHARACTERS // 2)
     return text[start : start + EXCERPT_CHARACTERS]
-
-
-def _without(pattern: re.Pattern[str]) -> Callable[[Any], Any]:
-    def neutral(part: Any) -> Any:
-        text = text_of(part)
-        return pattern.sub("", text) if text is not None and len(text) <= MAX_CHARACTERS else None
-
-    return neutral
-
-
-def _keys_sorted(tools: Any) -> Any:
-    return _sorted(tools) if isinstance(tools, list | tuple) else None
 
 
 def _sorted(value: Any, depth: int = 0) -> Any:
@@ -277,31 +557,17 @@ def _sorted(value: Any, depth: int = 0) -> Any:
     return [_sorted(item, depth + 1) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _without_thinking(part: Any) -> Any:
-    if not isinstance(part, dict) or part.get("role") != "assistant":
-        return None
-    return {name: value for name, value in part.items() if name not in ("reasoning", "reasoning_content")}
+THINKING = ("reasoning", "reasoning_content")
 
 
-VOLATILE = (
-    Volatile("tools_sorted", sorted_by_name),
-    Volatile("tool_keys_sorted", _keys_sorted),
-    Volatile("dates", _without(DATES)),
-    Volatile("token_counters", _without(COUNTERS)),
-    Volatile("working_directory", _without(FOLDERS)),
-    Volatile("thinking_history", _without_thinking),
-)
+def _without_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in THINKING}
+
+
+def _has_thinking(message: Any) -> bool:
+    return isinstance(message, dict) and any(isinstance(message.get(name), str) and message[name] for name in THINKING)
 
 
 def volatile_text(change: PrefixChange) -> str | None:
-    """The volatile text that this change consists of; "system_moved" if a system turn came or went."""
-    if change.old is None or change.new is None:
-        return None
-    for volatile in VOLATILE:
-        if (volatile.name.startswith("tool") and volatile.name != "token_counters") != (change.what == "tool"):
-            continue
-        old, new = volatile.neutral(change.old), volatile.neutral(change.new)
-        if old is not None and new is not None and canonical(old) == canonical(new):
-            return volatile.name
-    roles = [part.get("role") for part in (change.old, change.new) if isinstance(part, dict)]
-    return "system_moved" if "system" in roles and change.position and roles[0] != roles[1] else None
+    """The kind of text that this change consists of; None if it is of no known kind."""
+    return change.kind

@@ -305,13 +305,13 @@ async def _check_ends(
         return found, wrong
     role = family.last["role"]
     end = facts.end(role)
-    for text in [text for text in prompts if family.texts is ENDINGS or text in family.texts[:4]]:
+    for text in [text for text in prompts if text in ENDINGS or text in TEXTS[:4]]:
         bare = await renderer.ids({**family.chat(text), "add_generation_prompt": False})
         if bare is None:
             continue
         true = len(prompts[text]) - common_prefix(prompts[text], bare)
         # Where a text ends in what merges, the constant may be a token early.
-        early = family.texts is ENDINGS and end is not None and end > true
+        early = text in ENDINGS and end is not None and end > true
         found["not known" if end is None else "right" if end == true else "early" if early else "wrong"] += 1
         if end is not None and end != true and not early:
             wrong.append(f"{text!r}: {end} tokens behind the last message, really {true}")

@@ -156,9 +156,27 @@ def test_what_changed_is_told_with_its_excerpts_as_text(browser, worker):
         expect(changed).to_have_count(1)
         changed.locator("summary").click()
         told = changed.locator("dl")
-        expect(told).to_contain_text("Message 0 (user) differs, from token")
+        expect(told).to_contain_text("Message 0 (user) differs, at character 9, from token")
         expect(told).to_contain_text("We drink tea.")
         expect(told).to_contain_text(f"We drink {EVIL}.")
+
+
+def test_a_date_in_the_prompt_is_told_with_its_cure(browser, worker, own):
+    worker.cached = 0
+    for day in ("Sun Nov 22 2026", "Mon Nov 23 2026"):
+        words = {"role": "system", "content": f"Today is {day}. " + "You are a harbour pilot. " * 40}
+        body = {"model": "m", "messages": [words, {"role": "user", "content": f"What is new on {day[:3]}?"}]}
+        httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": day[:3]}, timeout=30)
+    told = httpx.get(f"{own.url}/seamark/requests/Mon").json()
+    assert told["reason"] == "prefix_changed" and told["would_save"]["dates"] > 0
+    changed = told["changed"]
+    assert (changed["kind"], changed["characters"], changed["length"]) == ("dates", 9, 15)
+    with opened(browser, own) as page:
+        row = page.locator("#requests details", has_text="changed in the middle")
+        row.locator("summary").click()
+        expect(row.locator("dl")).to_contain_text("Message 0 (system) differs in a date, at character 9")
+        expect(row.locator("dl")).to_contain_text(changed["cure"])
+        assert changed["cure"].startswith("Move the date behind the rules")
 
 
 def test_an_opened_explanation_stays_open_while_others_come(browser, own):

@@ -63,6 +63,48 @@ MESSAGES = {
     "an empty system message": {
         "messages": [{"role": "user", "content": "Tide?"}, {"role": "system", "content": ""}],
     },
+    "reminders behind the user and inside a loop": {
+        "system": "You pilot.",
+        "tools": [TOOL],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "<hint>"}, {"type": "text", "text": "Tide?"}]},
+            {"role": "system", "content": "Harbours: Ayr, Dover."},
+            {"role": "assistant", "content": [{"type": "text", "text": "I look."}, USE]},
+            {"role": "user", "content": [RESULT]},
+            {
+                "role": "system",
+                "content": [{"type": "text", "text": "Keep the list "}, {"type": "text", "text": "short."}],
+            },
+            {"role": "system", "content": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]},
+        ],
+    },
+    "tools that are named in a result, and tools that come and go": {
+        "tools": [{**TOOL, "defer_loading": True}, {**TOOL, "name": "wind"}],
+        "messages": [
+            {"role": "user", "content": "Tide?"},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [{**RESULT, "content": [{"type": "tool_reference", "tool_name": "tide"}]}]},
+            {
+                "role": "system",
+                "content": [
+                    {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "tide"}},
+                    {
+                        "type": "tool_addition",
+                        "tool": {"type": "tool_definition", "definition": {**TOOL, "name": "ice"}},
+                    },
+                    {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "wind"}},
+                    {"type": "text", "text": "Again?"},
+                ],
+            },
+        ],
+    },
+    "a result that the assistant tells": {
+        "messages": [
+            {"role": "user", "content": "Tide?"},
+            {"role": "assistant", "content": [{**RESULT, "content": "nine"}]},
+            {"role": "user", "content": "Thanks."},
+        ],
+    },
     "a document in a result": {
         "tools": [TOOL],
         "messages": [

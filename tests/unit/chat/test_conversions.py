@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from proxy.boundaries.candidates import layout_of
 from proxy.chat.anthropic import messages_request
 from proxy.chat.chat import TOOLS, Mark
 from proxy.chat.reader import chat_request
@@ -38,6 +39,46 @@ def test_marks_of_the_messages_api_lie_where_their_blocks_ended_up():
         ],
     }
     assert messages_request(body).marks == (Mark(TOOLS), Mark(0, characters=10), Mark(1, 0), Mark(3))
+
+
+REMINDER = {"role": "system", "content": "The list of tasks has not been used for a while."}
+
+# As coding agents send it: a reminder before the user's own words in one message, another one as a system message
+# behind it, and one in the middle of a loop.
+AGENT_TURN = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "<reminder>\nToday's date is 2026-11-22.\n</reminder>\n"},
+            {"type": "text", "text": "Fix the rounding."},
+        ],
+    },
+    {"role": "system", "content": "Helpers: one that searches, one that plans."},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look.", "signature": "s"}, USE]},
+    {"role": "user", "content": [RESULT]},
+    REMINDER,
+]
+
+
+def test_reminders_stay_where_they_were_said():
+    chat = messages_request({"model": "m", "system": "You pilot.", "messages": AGENT_TURN})
+    assert chat.roles == ("system", "user", "system", "assistant", "tool", "system")
+    assert chat.texts[2] == AGENT_TURN[1]["content"] and chat.texts[5] == REMINDER["content"]
+    said = [{"type": "text", "text": "x-anthropic-billing-header: a=1;"}, {"type": "text", "text": "Go "}]
+    said = [*AGENT_TURN, {"role": "system", "content": [*said, {"type": "text", "text": "on."}]}]
+    assert messages_request({"messages": [*said, {"role": "system", "content": ""}]}).texts[-1] == "Go on."
+
+
+def test_a_turn_begins_with_the_turn_before_it_and_its_reminders():
+    """What was said as a list of one text comes back as a text: it is the same message."""
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Done."}]}
+    asked = {"role": "user", "content": [{"type": "text", "text": "And now the other one."}]}
+    again = {"role": "user", "content": "And now the other one."}
+    turns = [AGENT_TURN, [*AGENT_TURN, answer, asked], [*AGENT_TURN, answer, again, {**REMINDER}]]
+    chats = [messages_request({"model": "m", "system": "You pilot.", "messages": turn}) for turn in turns]
+    first, second, third = (layout_of(chat, b"r").keys.after for chat in chats)
+    assert second[: len(first)] == first and third[: len(second)] == second
+    assert len({*first, *second, *third}) == len(third)
 
 
 def test_marks_of_a_chat():

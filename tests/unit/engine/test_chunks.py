@@ -39,6 +39,12 @@ def test_a_cut_is_made_at_the_next_position_that_is_worth_a_pass():
     assert next_stop(hint, 0, 384, tokens_per_pass=200) == 464
 
 
+def test_a_cut_at_a_learned_position_has_to_save_a_pass_beyond_where_the_chunk_starts():
+    learned = RequestState((464,), learned=160)
+    stops = [next_stop(learned, start, 384, tokens_per_pass=100) for start in (0, 48, 64, 160)]
+    assert stops == [160, 160, 464, 464]
+
+
 def test_vllms_own_junction_stays_a_stop_floored_to_its_block():
     hint = RequestState((464,), upstream_junction=400)
     assert next_stop(hint, 0, 384, 0) == 384

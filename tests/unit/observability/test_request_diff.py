@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
 from proxy.boundaries.layout import layout_of
 from proxy.boundaries.token_ids import TokenIds
-from proxy.chat.reader import chat_request
-from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory, volatile_text
+from proxy.chat.canonical import canonical
+from proxy.chat.chat import CHAT, MESSAGES
+from proxy.chat.reader import chat_in, chat_request
+from proxy.chat.responses import StoredResponses
+from proxy.observability.cures import CHANGE_TEXT
+from proxy.observability.request_diff import (
+    MAX_BEGINNINGS,
+    MAX_REQUESTS,
+    PrefixChange,
+    RememberedRequest,
+    RequestMemory,
+    volatile_text,
+)
 from tests.harness.changed_requests import changed_requests
 
 
@@ -102,7 +114,7 @@ def test_volatile_text_is_recognised(first, second, word):
 
 
 def test_text_is_shown_only_where_excerpts_are_on():
-    change = changed({"messages": messages(LONG + "secret one", "Q")}, {"messages": messages(LONG + "secret two", "Q")})
+    change = changed(*({"messages": messages(f"{LONG}secret {word}", LONG)} for word in ("one", "two")))
     assert "secret" not in str(change.as_json(excerpts=False)) and "secret two" in str(change.as_json(excerpts=True))
 
 
@@ -129,20 +141,283 @@ def test_a_changed_setting_is_no_salt():
 
 def test_a_request_that_was_not_rendered_is_compared_all_the_same():
     recent = RequestMemory(10_000_000)
-    recent.add(as_recent({"messages": messages(LONG + "one", "Q")}))
-    new = as_recent({"messages": messages(LONG + "two", "Q")}, rendered=False)
+    recent.add(as_recent({"messages": messages(LONG + "one", LONG)}))
+    new = as_recent({"messages": messages(LONG + "two", LONG)}, rendered=False)
     recent.add(new)
     change = recent.change(new)
     assert (change.what, change.position, change.token, change.characters) == ("message", 0, None, len(LONG))
 
 
 def test_a_change_as_the_page_shows_it():
-    change = changed({"messages": messages(LONG + "one", "Q")}, {"messages": messages(LONG + "two", "Q")})
-    shown = {"what": "message", "index": 0, "role": "system", "characters": len(LONG)}
+    change = changed({"messages": messages(LONG + "one", LONG)}, {"messages": messages(LONG + "two", LONG)})
+    shown = {"what": "message", "index": 0, "role": "system", "characters": len(LONG), "length": 3}
+    shown |= {"behind": len(LONG) + 20, "kind": None, "text": None, "cure": None, "lost": None}
     shown["token"] = len("None<system>" + LONG)
     assert change.as_json(excerpts=False) == shown
     excerpts = {"before": LONG[-40:] + "one", "now": LONG[-40:] + "two"}
     assert change.as_json(excerpts=True) == {**shown, **excerpts}
+
+
+RULES = "Keep clear of the bar at low water, and call the lock an hour before you are there. " * 40
+
+DAYS = ("Sun Nov 22 2026", "Mon Nov 23 2026")
+
+
+def asked(memory: RequestMemory, *bodies, owner: str | None = None, path: str = CHAT) -> PrefixChange | None:
+    """The change of the last of these requests, each added when the one before it has been answered."""
+    change = None
+    for body in bodies:
+        chat = chat_in(path, body, StoredResponses(0))
+        text = json.dumps(body)
+        last = RememberedRequest(layout_of(chat, b"r"), None, len(text), owner)
+        memory.add(last)
+        change = memory.change(last)
+        last.prompt = len(text) // 4
+    return change
+
+
+def dated(place: str, day: str, *turns: str):
+    """A chat whose system prompt names the day at its head, in its middle or at its end."""
+    says = f"Today is {day}. "
+    system = {"first": says + RULES, "middle": RULES + says + RULES, "last": RULES + says}[place]
+    return {"messages": messages(system, *turns)}
+
+
+@pytest.mark.parametrize("place", ["first", "middle"])
+def test_a_date_is_named_where_the_questions_have_nothing_in_common(place):
+    change = asked(RequestMemory(10**7), dated(place, DAYS[0], "High tide?"), dated(place, DAYS[1], "Which berth?"))
+    before = len("Today is ") + (len(RULES) if place == "middle" else 0)
+    assert (change.what, change.position, change.kind) == ("message", 0, "dates")
+    assert (change.characters, change.length) == (before, len(DAYS[0]))
+    assert change.behind == change.saves == len(". " + RULES)
+    prompt, shared = change.total // 4, before // 4  # a token for four bytes
+    assert change.lost(prompt, shared) == pytest.approx(len(RULES) / 4, abs=20)
+    assert change.would_save(prompt, shared) == pytest.approx(len(RULES) / 4, abs=20)
+    shown = change.as_json(excerpts=False, prompt=prompt, shared=shared)
+    assert shown["token"] == shared and shown["kind"] == "dates" and shown["cure"] == CHANGE_TEXT["dates"].cure
+
+
+def test_a_date_at_the_end_costs_a_conversation_its_history():
+    first, turns = "What is the way in? " * 20, ("The buoys lead you. " * 20, "And at night?")
+    memory = RequestMemory(10**7)
+    change = asked(memory, dated("last", DAYS[0], first), dated("last", DAYS[1], first, *turns))
+    assert change.kind == "dates" and change.behind == len(". ") + len(first) + 20
+    assert asked(memory, dated("last", "Tue Nov 24 2026", "Another question?")) is None  # nothing was lost
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_the_turns_after_a_change_have_not_changed(place):
+    """The conversation's own predecessor is what each turn continues; older sessions are not its business."""
+    memory, turns = RequestMemory(10**7), ["What is the way in? " * 20]
+    asked(memory, dated(place, DAYS[0], *turns))
+    turns += ["The buoys lead you. " * 20, "And at night?"]
+    assert asked(memory, dated(place, DAYS[1], *turns)) is not None
+    for number in range(5):
+        turns += [f"Answer {number}. " * 20, f"Question {number}?"]
+        assert asked(memory, dated(place, DAYS[1], *turns)) is None
+        assert asked(memory, dated(place, DAYS[1], f"Another conversation {number}.")) is None
+
+
+def test_in_a_burst_the_first_request_has_changed_and_the_others_share_its_beginning():
+    memory = RequestMemory(10**7)
+    asked(memory, dated("first", DAYS[0], "High tide?"))
+    burst = []
+    for number in range(8):
+        chat = chat_request(dated("first", DAYS[1], f"Berth {number}?"))
+        burst.append(RememberedRequest(layout_of(chat, b"r"), None, 4000))
+        memory.add(burst[-1])
+    assert [memory.change(request) is not None for request in burst] == [True] + 7 * [False]
+
+
+def test_a_change_of_which_a_third_request_knows_more_is_not_the_cause():
+    memory, words = RequestMemory(10**7), "Name the depth at each buoy. " * 20
+    asked(memory, dated("first", DAYS[0], words))
+    asked(memory, dated("first", DAYS[1], "High tide?"))
+    assert asked(memory, dated("first", DAYS[1], words)) is None
+
+
+def test_what_a_cure_saves_ends_where_something_else_has_changed():
+    texts = [
+        f"Today is {day}. {RULES}The pilot is {name}. {LONG}" for day, name in zip(DAYS, ("Ann", "Bo"), strict=True)
+    ]
+    change = asked(RequestMemory(10**7), *({"messages": messages(text, "Q")} for text in texts))
+    assert change.kind == "dates" and change.saves == len(f". {RULES}The pilot is ")
+    assert change.behind == change.saves + len(f". {LONG}") + len("Q") + 20
+    texts = [text.partition(". ")[2] for text in texts]
+    change = asked(RequestMemory(10**7), *({"messages": messages(text, LONG)} for text in texts))
+    assert change.kind is None and change.saves == change.would_save(1000, 600) == 0
+
+
+def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
+    """As agents do that put a reminder with the date before the user's own words, in one message."""
+
+    def body(day: str, question: str):
+        parts = [{"type": "text", "text": f"<reminder>\n{LONG}\nToday's date is {day}.\n\n{LONG}</reminder>"}]
+        return {
+            "messages": [*messages(RULES), {"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+        }
+
+    memory = RequestMemory(10**7)
+    change = asked(memory, body("2026-11-22", "How do the events run?"), body("2026-11-23", "How do the events run?"))
+    assert (change.position, change.kind, change.saves) == (
+        1,
+        "dates",
+        len(f".\n\n{LONG}</reminder>How do the events run?"),
+    )
+    assert asked(memory, body("2026-11-23", "What is a lock?")) is None
+    ask = f"What is the tide on {{}}? Answer like this: {LONG}"
+    assert (
+        asked(memory, *({"messages": messages(RULES, ask.format(day))} for day in ("2026-11-22", "2026-11-23"))) is None
+    )
+
+
+def test_a_prompt_of_one_message_that_begins_with_the_time_is_recognised():
+    bodies = [{"messages": [{"role": "user", "content": f"[{time}] {RULES}Which berth?"}]} for time in ("9:05", "9:06")]
+    change = asked(RequestMemory(10**7), *bodies)
+    assert (change.kind, change.position) == ("times", 0) and change.behind > len(RULES)
+
+
+CLEAN = "Current branch: main\n\nStatus:\n(clean)\n\nRecent commits:\n1a2b3c4 Tides"
+
+DIRTY = "Current branch: main\n\nStatus:\n M src/tides.py\n?? notes/\n\nRecent commits:\n1a2b3c4 Tides"
+
+
+def test_a_git_status_has_a_cure_and_tools_behind_it_are_told():
+    bodies = [
+        {"messages": messages(f"{RULES}\n\ngitStatus: as it was at the start.\n\n{status}", "Q"), "tools": TOOLS}
+        for status in (CLEAN, DIRTY)
+    ]
+    change = asked(RequestMemory(10**7), *bodies)
+    assert change.kind == "git_status" and change.tools == sum(len(canonical(tool)) for tool in TOOLS)
+    prompt, before = change.total // 4, change.characters // 4
+    tools_last, tools_first = before, before + change.tools // 4
+    assert "includeGitInstructions" in change.cure(prompt, tools_first)
+    assert change.cure(prompt, tools_last).endswith("computed again, too.")
+    assert not change.cure(prompt, tools_first).endswith("computed again, too.")
+    assert change.lost(prompt, tools_last) == pytest.approx(change.tools // 4, abs=30)
+    assert change.lost(prompt, tools_first) < 30
+
+
+def test_a_date_in_a_tools_description_is_named():
+    def body(month: str):
+        search = {"name": "search", "description": f"{LONG} It is {month} now. {LONG}"}
+        return {"messages": messages(LONG, "Q"), "tools": [{"type": "function", "function": search}, *TOOLS]}
+
+    change = asked(RequestMemory(10**7), body("November 2026"), body("December 2026"))
+    assert (change.what, change.role, change.kind) == ("tool", "search", "dates")
+    assert change.would_save(change.total // 4, change.characters // 4) > 0
+
+
+THOUGHT = [
+    {"role": "user", "content": "Fix the rounding."},
+    {"role": "assistant", "content": "I look.", "reasoning": "Let me look at the file first. " * 20},
+    {"role": "tool", "content": "round(x)" * 20, "tool_call_id": "c"},
+]
+
+
+def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
+    before = [*messages(RULES), *THOUGHT]
+    after = [*before, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now the other one."}]
+    memory = RequestMemory(10**7)
+    assert asked(memory, {"messages": before}, {"messages": after}) is None
+    last = next(reversed(memory._requests.values()))
+    predecessor = last.continued.prompt
+    assert memory.rendered_otherwise(last, predecessor - 5) is None  # all of it but the words that ask for an answer
+    change = memory.rendered_otherwise(last, predecessor - 400)
+    assert (change.kind, change.position, change.role) == ("thinking_history", 2, "assistant")
+    assert change.lost(9999, 1) == change.would_save(9999, 1) == 400
+    assert "truncate_history_thinking" in change.as_json(excerpts=True, prompt=9999, shared=1)["cure"]
+
+
+def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
+    loop = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "done"}]}]
+    said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}, *loop]
+    first = {"system": RULES, "messages": said}
+    second = {"system": RULES, "messages": [*said, {"role": "system", "content": "Use the list of tasks."}]}
+    memory = RequestMemory(10**7)
+    assert asked(memory, first, second, path=MESSAGES) is None
+    last = next(reversed(memory._requests.values()))
+    change = memory.rendered_otherwise(last, last.continued.prompt - 300)
+    assert (change.kind, change.missing) == ("system_merged", 300) and "in the middle" in change.cure()
+
+
+def test_of_two_owners_neither_learns_of_the_other():
+    memory = RequestMemory(10**7)
+    longer = dated("first", DAYS[0], "High tide?", "At nine.", "And then?")
+    asked(memory, dated("first", DAYS[0], "High tide?"), owner="ann")
+    assert asked(memory, dated("first", DAYS[1], "High tide?"), owner="bo") is None
+    assert asked(memory, longer, owner="cy") is None
+    last = next(reversed(memory._requests.values()))
+    assert (last.continued, last.known, memory.longest_shared_bytes(last)) == (None, 0, 0)
+    assert asked(memory, longer, owner="ann") is None
+    assert next(reversed(memory._requests.values())).continued is not None
+
+
+def test_a_beginning_is_known_when_its_text_is_gone():
+    memory = RequestMemory(10**7)
+    old, new = (dated("last", day, "What is the way in? " * 20) for day in DAYS)
+    asked(memory, old, new)
+    for number in range(2 * MAX_REQUESTS):
+        asked(memory, {"messages": messages(f"Another {number}.", "Q")})
+    longer = [*new["messages"], {"role": "assistant", "content": "In."}, {"role": "user", "content": "And?"}]
+    asked(memory, old)
+    assert asked(memory, {"messages": longer}) is None
+    last = next(reversed(memory._requests.values()))
+    assert last.known == 2 and memory.longest_shared_bytes(last) == len(new["messages"][0]["content"]) + 20 * 21 + 20
+
+
+def test_known_beginnings_are_bounded():
+    memory = RequestMemory(10**7)
+    for number in range(40):
+        asked(memory, {"messages": [{"role": "user", "content": f"{number} {i}"} for i in range(1000)]})
+    assert len(memory._beginnings) == MAX_BEGINNINGS
+
+
+def test_of_honest_hits_none_gets_a_change():
+    """Conversations, fan-outs, questions about documents and agents' loops, mixed; some system prompts say the day."""
+    draw = random.Random(9)
+    words = RULES.split()
+
+    def text(length: int) -> str:
+        return " ".join(draw.choices(words, k=length))
+
+    memory, honest = RequestMemory(10**6), 0
+    apps = [f"Today is {DAYS[app % 2]}. {text(300)}" if app < 4 else text(300) for app in range(8)]
+    documents = [text(400) for _ in range(3)]
+    results = [text(80) for _ in range(4)]
+    open_chats: list[dict] = []
+    for system in apps:  # first sight of each
+        asked(memory, {"messages": messages(system, "Hello?")})
+    while honest < 400:
+        kind, system = draw.randrange(5), draw.choice(apps)
+        if kind == 0:
+            bodies = [{"messages": messages(system, text(30))}]
+            open_chats += bodies
+        elif kind == 1 and open_chats:  # the next turn
+            chat = draw.choice(open_chats[-20:])
+            chat["messages"] = [
+                *chat["messages"],
+                {"role": "assistant", "content": text(40)},
+                {"role": "user", "content": draw.choice([text(20), f"Step {honest}?", "Go on."])},
+            ]
+            bodies = [chat]
+        elif kind == 2:  # a fan-out: one list of things to do, a number and the same words around it
+            bodies = [{"messages": messages(system, f"Item {i} of {honest}: {RULES[:400]}")} for i in range(6)]
+        elif kind == 3:  # the same document behind the system prompt, another question
+            document = draw.choice(documents)
+            bodies = [{"messages": messages(system, f"{document}\n\n{text(9)}, by 2026-11-{draw.randrange(10, 30)}?")}]
+        else:  # an agent's loop: other tasks see the same files
+            turns = [*messages(system), {"role": "user", "content": f"Task {honest}: {text(12)}"}]
+            bodies = [{"messages": list(turns)}]
+            for step in range(3):
+                call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": f'{{"n": {step}}}'}}
+                turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+                turns += [{"role": "tool", "tool_call_id": "c", "content": draw.choice(results)}]
+                bodies.append({"messages": list(turns)})
+        for body in bodies:
+            honest += 1
+            change = asked(memory, dict(body))
+            assert change is None, (kind, change and change._replace(old=None, new=None))
 
 
 def test_what_is_remembered_is_bounded_in_bytes_and_in_number():

@@ -1,0 +1,172 @@
+"""What is learnt of a request at first sight, which of its states end a turn, and what its admission reports."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.hints import EDGE, FIELD, HINTED, LEARNED, TAIL, CheckpointTarget
+from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY
+
+UNIT = 16
+
+
+def request(tokens, hint=None, salt="", name="r", hashed=None, **more) -> Any:
+    """As much of a vLLM `Request` as is looked at; `hashed`: tokens whose hashes are there, all if None."""
+    ids = list(tokens)
+    ends = range(UNIT, (len(ids) if hashed is None else hashed) + 1, UNIT)
+    return SimpleNamespace(
+        request_id=name,
+        prompt_token_ids=ids,
+        num_prompt_tokens=len(ids),
+        num_tokens=len(ids),
+        shared_prefix_boundary=0,
+        sampling_params=SimpleNamespace(extra_args=None if hint is None else {FIELD: hint}),
+        block_hashes=[repr((salt, ids[:end])).encode() for end in ends],
+        **more,
+    )
+
+
+def own(number, length):
+    return [number * 10_000 + index for index in range(length)]
+
+
+HEAD = own(0, 200)
+
+
+@pytest.fixture
+def checkpoints() -> Checkpoints:
+    return Checkpoints(match_unit=UNIT, block_size=512, enabled=True, block_sizes={0: 512})
+
+
+def test_the_second_request_learns_where_it_leaves_the_first(checkpoints):
+    first = checkpoints.state_of(request(HEAD + own(1, 300)))
+    second = checkpoints.state_of(request(HEAD + own(2, 300)))
+    assert (first.shared, first.learned, second.shared, second.learned) == (0, 0, 192, 192)
+    assert second.positions == (192,) and not second.hinted
+
+
+def test_a_request_is_looked_at_once(checkpoints):
+    again = request(HEAD)
+    assert checkpoints.state_of(again) is checkpoints.state_of(again)
+    assert checkpoints.state_of(again).shared == 0
+
+
+def test_little_in_common_is_shared_but_not_kept(checkpoints):
+    checkpoints.state_of(request(HEAD[:120] + own(1, 300)))
+    assert checkpoints.state_of(request(HEAD[:120] + own(2, 300))).shared == 112
+    assert checkpoints.state_of(request(HEAD[:120] + own(3, 300))).learned == 0
+
+
+def test_at_least_128_tokens_are_kept(checkpoints):
+    checkpoints.state_of(request(HEAD[:128] + own(1, 300)))
+    assert checkpoints.state_of(request(HEAD[:128] + own(2, 300))).learned == 128
+
+
+@pytest.mark.parametrize(
+    ("hint", "learned"),
+    [
+        ([191], 192),
+        ([192], 0),
+        ([200], 0),
+        ([223], 0),
+        ([224], 192),
+        ([-300], 0),
+        (["last:199"], 0),
+        (["last:7,9"], 192),
+    ],
+)
+def test_a_hinted_position_at_the_parting_serves_in_its_place(checkpoints, hint, learned):
+    checkpoints.state_of(request(HEAD + own(1, 300)))
+    assert checkpoints.state_of(request(HEAD + own(2, 300), hint)).learned == learned
+
+
+def test_other_salts_share_nothing(checkpoints):
+    checkpoints.state_of(request(HEAD, salt="one"))
+    assert checkpoints.state_of(request(HEAD, salt="another")).shared == 0
+
+
+def test_the_same_prompt_again_is_kept_where_it_can_resume(checkpoints):
+    checkpoints.state_of(request(HEAD[:160]))
+    again = checkpoints.state_of(request(HEAD[:160]))
+    assert (again.shared, again.learned) == (160, 144)  # its last token is always computed
+
+
+def test_a_prompt_that_goes_on_arriving_is_known_as_far_as_it_is_hashed(checkpoints):
+    checkpoints.state_of(request(HEAD, hashed=144))
+    assert checkpoints.state_of(request(HEAD)).shared == 144
+
+
+def test_hashes_of_an_answer_are_not_of_the_prompt(checkpoints):
+    resumed = request(HEAD)
+    resumed.num_prompt_tokens = 150
+    checkpoints.state_of(resumed)
+    assert checkpoints.state_of(request(HEAD)).shared == 144
+
+
+def test_a_prompt_below_the_unit_shares_nothing(checkpoints):
+    for _ in range(2):
+        assert checkpoints.state_of(request(HEAD[:9], [4])).shared == 0
+
+
+def test_a_pooling_request_has_no_hint_and_is_looked_at_all_the_same(checkpoints):
+    pooled = request(HEAD)
+    pooled.sampling_params = None
+    assert not checkpoints.state_of(pooled).hinted
+    assert checkpoints.state_of(request(HEAD)).shared == 192
+
+
+def test_learned_positions_stand_where_kernels_allow_states():
+    checkpoints = Checkpoints(match_unit=UNIT, block_size=512, enabled=True, alignment=64)
+    checkpoints.state_of(request(HEAD + own(1, 300)))
+    assert checkpoints.state_of(request(HEAD + own(2, 300))).learned == 192
+    checkpoints.state_of(request(HEAD[:190] + own(3, 300)))
+    assert checkpoints.state_of(request(HEAD[:190] + own(4, 300), [128])).learned == 0  # both are 128
+
+
+def test_an_engine_without_checkpoints_looks_at_nothing():
+    checkpoints = Checkpoints(match_unit=UNIT, block_size=512, refuse_all="speculative")
+    assert checkpoints.state_of(request(HEAD, ["last:7"])).hinted
+    assert checkpoints.counters.counts.ignored == {"speculative": 1}
+    assert len(checkpoints.seen) == 0 and checkpoints.state_of(request(HEAD)).shared == 0
+
+
+def test_turns_end_at_the_tail_and_at_the_last_of_several_hinted_positions(checkpoints):
+    state = checkpoints.state_of(request(own(1, 600), [160, -20]))
+
+    def ends_a_turn(position, kind):
+        return checkpoints._ends_a_turn(state, CheckpointTarget(position, kind))
+
+    assert [ends_a_turn(576, HINTED), ends_a_turn(592, TAIL), ends_a_turn(512, EDGE)] == [True] * 3
+    assert not ends_a_turn(160, HINTED) and not ends_a_turn(320, LEARNED)
+    state.resumed_at = 288
+    assert ends_a_turn(320, LEARNED) and not ends_a_turn(336, LEARNED)
+
+
+def test_a_learned_state_has_to_add_to_the_one_that_was_found(checkpoints):
+    state = checkpoints.state_of(request(HEAD))
+    state.resumed_at = 160
+    targets = [CheckpointTarget(176, LEARNED), CheckpointTarget(176, HINTED), CheckpointTarget(208, LEARNED)]
+    assert all(checkpoints.worth_writing(state, target) for target in targets)  # step times are not known yet
+    for _ in range(8):  # a pass costs as much as 800 tokens, a twentieth of it as 40
+        checkpoints.step_time.step_took(1, 0.4)
+        checkpoints.step_time.step_took(801, 0.8)
+    assert [checkpoints.worth_writing(state, target) for target in targets] == [False, True, True]
+
+
+def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(checkpoints):
+    checkpoints.admitted(request(HEAD + own(1, 300), name="a"), 0)
+    hint = ["last:199", "last:7,9", -300, 3]
+    checkpoints.admitted(request(HEAD + own(2, 300), hint, name="b"), 0)
+    checkpoints.admitted(request(HEAD + own(3, 300), ["last:199"], name="c"), 192)
+    unread = request(HEAD + own(4, 300), [200], name="d", skip_reading_prefix_cache=True)
+    checkpoints.admitted(unread, 0)
+    assert list(checkpoints.counters.take().requests) == [
+        ("a", NO_BOUNDARY, 0, 0, ()),
+        ("b", COLD, 0, 192, (200, 0, 200, 3)),
+        ("c", HIT, 192, 192, (200,)),
+        ("d", HINT_IGNORED, 0, 192, (200,)),
+    ]

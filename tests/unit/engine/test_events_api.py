@@ -1,0 +1,98 @@
+"""The outcome of a request beside its answer: in the feed, and in a header of whole answers for those who ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine_patches.reporting import events_api
+from engine_patches.reporting.events_api import HEADER, MAX_KEPT, EventsEndpoint, Feed
+from engine_patches.scheduler.counters import AdmittedRequest
+
+
+def admitted(name="a", reason="cold", hit_tokens=0, shared=0, resolved=()):
+    return AdmittedRequest(f"chatcmpl-{name}-00000000", reason, hit_tokens, shared, resolved)
+
+
+@pytest.fixture
+def feed(monkeypatch) -> Feed:
+    monkeypatch.setattr(events_api, "feed", Feed())
+    return events_api.feed
+
+
+def answered(headers, content_type=b"application/json", scheme="http", path="/v1/chat/completions"):
+    """Headers of an application's answer behind the middleware."""
+    sent = []
+
+    async def app(scope, receive, send):
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]}
+        await send(start)
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(EventsEndpoint(app)({"type": scheme, "path": path, "headers": headers}, None, send))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    return dict(sent[0]["headers"])
+
+
+ASKS = [(b"x-request-id", b"a"), (HEADER, b"1")]
+
+
+def test_shared_tokens_and_resolved_entries_stand_beside_the_outcomes_in_their_order(feed):
+    feed.add_outcome(admitted("a", "hit", 160, 176, (163, 0)))
+    feed.add_outcome(admitted("b"))
+    answer = feed.after(0)
+    assert answer["outcomes"] == [("a", "hit", 160), ("b", "cold", 0)]
+    assert answer["resolved"] == [("a", 176, (163, 0)), ("b", 0, ())]
+    assert feed.after(1, feed.boot)["resolved"] == [("b", 0, ())]
+
+
+def test_an_answer_carries_its_outcome(feed):
+    feed.add_outcome(admitted("a", "hit", 160, 176, (163, 0, 990)))
+    assert answered(ASKS) == {b"content-type": b"application/json", HEADER: b"hit,160,176,163:0:990"}
+
+
+def test_without_a_hint_there_are_no_positions(feed):
+    feed.add_outcome(admitted("a", "no_boundary"))
+    assert answered(ASKS)[HEADER] == b"no_boundary,0,0,"
+
+
+def test_an_id_that_comes_again_gets_its_own_outcome_or_none(feed):
+    feed.add_outcome(admitted("a", "cold"))
+    feed.add_outcome(admitted("a", "hit", 160))
+    assert answered(ASKS)[HEADER].startswith(b"hit,")
+    assert HEADER not in answered(ASKS)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"x-request-id", b"a")],
+        [(HEADER, b"0"), (b"x-request-id", b"a")],
+        [(HEADER, b"1")],
+        [*ASKS[1:], (b"x-request-id", b"b")],
+    ],
+    ids=["neither", "not asked", "asked not to", "no id", "unknown id"],
+)
+def test_no_other_answer_does(feed, headers):
+    feed.add_outcome(admitted("a"))
+    assert HEADER not in answered(headers)
+    assert answered(ASKS)[HEADER]  # it is still there for who asks
+
+
+def test_streams_and_other_connections_do_not(feed):
+    feed.add_outcome(admitted("a"))
+    assert HEADER not in answered(ASKS, b"text/event-stream; charset=utf-8")
+    assert HEADER not in answered(ASKS, scheme="websocket")
+    assert HEADER in answered(ASKS)
+
+
+def test_what_is_kept_for_answers_is_bounded(feed):
+    for number in range(MAX_KEPT + 10):
+        feed.add_outcome(admitted(str(number)))
+    assert feed.take_latest("9") is None and feed.take_latest("10") is not None
+    assert len(feed._latest) == MAX_KEPT - 1
