@@ -100,7 +100,8 @@ class _Search:
             return
         if layout.first is not None and not layout.alone and (layout.first or self._tools):
             self._add("system", layout.system_key, self._first_opener(), layout.first)
-        self._add("history", layout.key, self._opener_of(layout.last), layout.last)
+        kind: Kind = "system" if layout.alone and (layout.last or self._tools) else "history"
+        self._add(kind, layout.key, self._opener_of(layout.last), layout.last)
         self._want_place(layout.system_key, layout.first)
         if (end := layout.end_before_loop) is not None:
             self._add("turn", layout.keys.after[end], None, end + 1)

@@ -88,7 +88,7 @@ def test_a_longer_chat_has_a_system_prompt_a_history_and_a_turn():
 
 
 def test_the_only_question_is_the_history():
-    assert shown(find([SYSTEM, user("Tide?")])) == [("history", "last:3"), ("turn", -5)]
+    assert shown(find([SYSTEM, user("Tide?")])) == [("system", "last:3"), ("turn", -5)]
 
 
 def test_without_system_prompt_and_tools_nothing_stands_before_the_first_text():
