@@ -13,7 +13,7 @@ COPY deploy/wheels /wheels
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 COPY proxy proxy
 # The tested versions of what the gateway needs.
-RUN /opt/seamark/bin/pip install --no-cache-dir --find-links /wheels --constraint requirements.lock '.[tokenizer]' \
+RUN /opt/seamark/bin/pip install --no-cache-dir --find-links /wheels --constraint requirements.lock . \
     && /opt/seamark/bin/pip uninstall --yes --quiet pip
 
 FROM ${PYTHON_IMAGE}

@@ -119,7 +119,7 @@ class Metrics:
         )
         self.lookups = Counter(
             "seamark_boundary_lookups_total",
-            "Searches for boundaries, by how they were found",
+            "Searches for boundaries: by learnt facts of the template, by positions of this head alone, or none found",
             ["result"],
             registry=registry,
         )

@@ -18,7 +18,7 @@ from proxy.chat.chat import CHAT
 from proxy.config_files import base_url, read_secret
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
-from proxy.fleet.worker_metrics import EngineInfo
+from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo
 from proxy.observability.shadow import CURED
 from proxy.routing.engine_events import PATH as EVENTS
 
@@ -29,6 +29,8 @@ NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)
 CURE_UNPATCHED = """\
     pip install --no-deps /path/to/seamark   # into the environment that runs vLLM; then start it with
     seamark worker --model {model}{host} --port {port} -- ...   # the flags it has now in place of the dots"""
+
+CURE_OLD = "    pip install --no-deps /path/to/seamark   # {wanted} or later; then restart vLLM"
 
 CURE_DETAILS = "    --enable-prompt-tokens-details       # without it, hits are never reported"
 
@@ -133,7 +135,11 @@ def _engine(info: EngineInfo | None, model: str, url: str) -> list[Diagnosis]:
         host = "" if at.hostname in LOOPBACK else " --host 0.0.0.0"  # the doctor reached it from another machine
         cure = CURE_UNPATCHED.format(model=shlex.quote(str(model)), host=host, port=at.port or 8000)
         return [Diagnosis(False, missing, cure, last=True)]
+    wanted = ".".join(map(str, ENTRIES_SINCE))
     live = [Diagnosis(True, f"patches are live, seamark {info.version}")]
+    if not info.takes_entries:
+        old = f"the plugin is older than {wanted}: it takes positions only, and so gets hints for known prompts alone"
+        live.append(Diagnosis(False, old, CURE_OLD.format(wanted=wanted)))
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     coarse = info.match_unit > 64
     cure = "    --prefix-match-unit 16               # or leave it out: the plugin sets it for hybrid models"

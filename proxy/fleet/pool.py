@@ -156,6 +156,9 @@ class WorkerPool:
         worker.warming = True
         try:
             async with asyncio.timeout(self._settings.replay_seconds):
+                if worker.engine is not None:
+                    for entry in worker.models:
+                        await worker.identify(entry["id"])  # else it would be given no hints
                 await warm(worker)
         except TimeoutError:
             pass

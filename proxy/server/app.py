@@ -123,7 +123,7 @@ def _with_pages(
     @app.get("/seamark/status")
     async def status() -> dict[str, Any]:
         return {
-            "workers": [worker_status(worker) for worker in gateway.pool.workers],
+            "workers": [worker_status(worker, gateway.facts) for worker in gateway.pool.workers],
             "directory_entries": len(gateway.prefix_index),
             "known_positions": len(gateway.reader.positions),
             "hot_prefixes": len(gateway.warmup),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from proxy.boundaries.facts_learner import FactsLearner
+from proxy.boundaries.template_facts import Place, Role, TemplateFacts
 from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import ENTRIES_SINCE
 from proxy.observability.reasons import REASON_TEXT
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         },
         "inflight": sum(worker.inflight for worker in pool),
         "queued": len(gateway.queue),
-        "workers": [worker_status(worker) for worker in pool],
+        "workers": [worker_status(worker, gateway.facts) for worker in pool],
         "redis": redis_status(gateway),
         "self_check": self_check_status(gateway),
         "requests": [explanation.as_json() for explanation in newest],
@@ -44,8 +47,9 @@ def live(gateway: Gateway) -> dict[str, Any]:
     }
 
 
-def worker_status(worker: Worker) -> dict[str, Any]:
-    """One worker, for both pages."""
+def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
+    """One worker, for both pages; `templates` by model: what is known of its chat template by now."""
+    renderers = worker.renderer_ids
     return {
         "url": worker.url,
         "name": worker.name,
@@ -56,6 +60,26 @@ def worker_status(worker: Worker) -> dict[str, Any]:
         "prefill_tokens": worker.prefill_tokens,
         "models": [entry.get("id") for entry in worker.models],
         "engine": asdict(worker.engine) if worker.engine is not None else None,
+        "templates": {
+            model: template_status(facts.facts(renderers[model]) if model in renderers else None)
+            for model in sorted(worker.model_ids)
+        },
+    }
+
+
+def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
+    """Which facts of a template are learnt under its default setting, and which it does not determine."""
+    if facts is None:
+        return {"learnt": False, "known": [], "unknown": []}
+    known = {f"end of a {role} turn": facts.end(role) is not None for role in get_args(Role)}
+    for place in get_args(Place):
+        for tools in (False, True):
+            if tools or place not in ("tool", "results"):  # without tools there are none
+                known[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools) is not None
+    return {
+        "learnt": True,
+        "known": [name for name, is_known in known.items() if is_known],
+        "unknown": [name for name, is_known in known.items() if not is_known],
     }
 
 
@@ -99,6 +123,11 @@ def warnings(gateway: Gateway) -> list[str]:
         sentences = ["Shadow mode: nothing is changed and no hint is sent; what that costs is counted."]
     else:
         sentences = [_without_plugin(worker) for worker in gateway.pool.workers if worker.up and worker.engine is None]
+        sentences += [
+            _with_old_plugin(worker, worker.engine.version)
+            for worker in gateway.pool.workers
+            if worker.up and worker.engine is not None and not worker.engine.takes_entries
+        ]
     check = gateway.self_check
     if check.hints_off and not check.differs:
         sentences.append(_measures(check))
@@ -116,3 +145,11 @@ def _measures(check: SelfCheck) -> str:
 def _without_plugin(worker: Worker) -> str:
     cure = f"`seamark doctor --worker {worker.url}` says what to do"
     return f"Worker {worker.name} runs without Seamark's plugin: {cure}."
+
+
+def _with_old_plugin(worker: Worker, version: str) -> str:
+    wanted = ".".join(map(str, ENTRIES_SINCE))
+    return (
+        f"Worker {worker.name} runs version {version} of Seamark's plugin, which takes few of this gateway's hints: "
+        f"update the plugin to {wanted} or later."
+    )

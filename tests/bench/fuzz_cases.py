@@ -27,7 +27,7 @@ SURVIVED = "survived"  # no error of the gateway's own, no hang
 # Fields the gateway may set or take out.
 _ITS_OWN = ("vllm_xargs", "stream_options", "cache_salt", "kv_transfer_params")
 
-_HINT = re.compile(rb',?"vllm_xargs":\{"seamark_boundaries":\[[0-9,]*\]\}')
+_HINT = re.compile(rb',?"vllm_xargs":\{"seamark_boundaries":\[(?:-?[0-9]+,?|"[a-z0-9:,-]+",?)*\]\}')
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def fill(prefix_index: PrefixIndex, requests: int) -> Grown:
     for number in range(requests):
         if number == requests // 2:
             half = resident(os.getpid())
-        boundaries = [Boundary(100 * (n + 1), kind, key(number, n)) for n, kind in enumerate(KINDS)]
+        boundaries = [Boundary(kind, key(number, n), 100 * (n + 1), 100 * (n + 1)) for n, kind in enumerate(KINDS)]
         if prefix_index.longest([boundary.key for boundary in boundaries], BOOTS):
             raise RuntimeError("a prefix that nobody sent before was found")
         prefix_index.record(boundaries, BOOTS[number % len(BOOTS)])

@@ -108,6 +108,7 @@ def test_a_case_is_determined_by_seed_and_number():
     [
         (b'{"a":1}', b'{"a":1}', True),
         (b'{"a":1}', b'{"a":1,"vllm_xargs":{"seamark_boundaries":[16,32]}}', True),
+        (b'{"a":1e2}', b'{"a":1e2,"vllm_xargs":{"seamark_boundaries":[16,"last-2:5,6",-3]}}', True),
         (b'{"a":1,"vllm_xargs":null}', b'{"a":1,"vllm_xargs":{"seamark_boundaries":[]}}', True),
         ('{"a":"é"}'.encode("utf-16"), '{"a":"é"}'.encode(), True),
         (b"\xef\xbb\xbfnot json", b"not json", True),

@@ -18,7 +18,8 @@ from proxy.observability.reasons import REASON_TEXT, Explanation, Explanations
 from proxy.server import live_page
 from proxy.server.status import MOST_REQUESTS
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import CHAT, SYSTEM, OwnGateway, chat, compared, own_gateway, wait_for
+from tests.harness.fake_engine import VERSION, template
+from tests.harness.gateways import CHAT, SYSTEM, OwnGateway, chat, compared, own_gateway, told, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 GATEWAY = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
@@ -54,27 +55,29 @@ def test_a_gateway_without_requests_is_told_as_such(own, worker):
     assert told["redis"] == {"state": "off"} and told["self_check"] is None
     (only,) = told["workers"]
     assert only["name"] == worker.url.removeprefix("http://") and only["up"] and only["models"] == ["m"]
-    assert only["engine"] == {"version": "0.1.0", "vllm": "0.32.0", "match_unit": 16, "block_size": 384}
+    assert only["engine"] == {"version": VERSION, "vllm": "0.32.0", "match_unit": 16, "block_size": 384}
     assert 0 <= told["now"] - told["since"] < 60
 
 
 def test_requests_are_told_newest_first_with_what_they_got(own, worker):
     worker.cached = 0
     ask(own, chat("one"), "first")
+    told(worker)
     worker.cached = 160
     ask(own, chat("two"), "second")
-    told = live(own)
-    second, first = told["requests"]
+    figures = live(own)
+    second, first = figures["requests"]
     assert (second["request_id"], first["request_id"]) == ("second", "first")
     shareable = len(f"<system>{SYSTEM['content']}<user>") // 16 * 16
-    assert (first["prompt"], first["shareable"], first["delivered"], first["reason"]) == (300, 0, 0, "cold")
-    assert (second["prompt"], second["shareable"], second["delivered"]) == (300, shareable, 160)
-    assert second["status"] == 200 and told["since"] < first["began"] <= second["began"] <= told["now"]
-    assert told["efficiency"]["now"] == told["efficiency"]["hour"] == told["efficiency"]["minutes"][-1]
-    assert told["efficiency"]["now"] == pytest.approx(160 / shareable)
-    assert told["sums"]["whole"] == {
+    prompt = len(template(chat("one")))
+    assert (first["prompt"], first["shareable"], first["delivered"], first["reason"]) == (prompt, 0, 0, "cold")
+    assert (second["prompt"], second["shareable"], second["delivered"]) == (prompt, shareable, 160)
+    assert second["status"] == 200 and figures["since"] < first["began"] <= second["began"] <= figures["now"]
+    assert figures["efficiency"]["now"] == figures["efficiency"]["hour"] == figures["efficiency"]["minutes"][-1]
+    assert figures["efficiency"]["now"] == pytest.approx(160 / shareable)
+    assert figures["sums"]["whole"] == {
         "requests": 2,
-        "prompt": 600,
+        "prompt": 2 * prompt,
         "shareable": shareable,
         "came": 160,
         "delivered": 160,
@@ -195,7 +198,7 @@ def test_the_page_is_where_the_other_pages_for_operators_are(worker):
 
 def test_a_redis_that_does_not_answer_is_a_warning(worker):
     with own_gateway(worker, redis=f"redis://127.0.0.1:{free_port()}") as own:
-        wait_for(lambda: live(own)["warnings"])
+        wait_for(lambda: live(own)["warnings"] and not live(own)["alarms"])
         told = live(own)
         assert told["warnings"][0].startswith("Redis does not answer") and told["redis"]["state"] == "down"
         assert not told["alarms"]

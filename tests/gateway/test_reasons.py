@@ -6,8 +6,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness.servers import Servers
-from proxy.observability.reasons import deeper_reason
-from tests.harness.gateways import chat, post, start_gateway, wait_for
+from tests.harness.gateways import chat, post, start_gateway, told, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 CHAT = "/v1/chat/completions"
@@ -21,23 +20,25 @@ def test_not_worth_it(fleet: Servers, stream):
     with recording_worker(cached=0) as worker:
         gateway = start_gateway(fleet, worker)
         body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
+        worker.reason = "not_worth_it"
         httpx.post(gateway.url + CHAT, json=body)
-        worker.outcomes = {"boot": "b", "cursor": 1, "outcomes": [["dear", "not_worth_it", 0]]}
+        told(worker)
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         httpx.post(gateway.url + CHAT, json={**body, **options}, headers={"x-request-id": "dear"})
+        told(worker)
         assert httpx.get(f"{gateway.url}/seamark/requests/dear").json()["reason"] == "not_worth_it"
         assert 'seamark_miss_total{model="m",reason="not_worth_it"} 1.0' in httpx.get(gateway.url + "/metrics").text
         # What is not worth it is not kept: nobody expects it again.
         assert httpx.post(gateway.url + CHAT, json=body).headers["x-seamark-predicted"] == "0"
 
 
-def test_render_failed(fleet: Servers, worker: RecordingWorker):
-    worker.hang_renders = True
+def test_no_facts(fleet: Servers, worker: RecordingWorker):
+    worker.hang_renders, worker.cached = True, 0
     gateway = start_gateway(fleet, worker, flags=("--render-timeout", "0.2"))
     answer = post(gateway, chat("Tide?"))
-    assert answer.status_code == 200 and answer.headers["x-seamark-reason"] == "render_failed"
+    assert answer.status_code == 200 and answer.headers["x-seamark-reason"] == "no_facts"
     explained = httpx.get(f"{gateway.url}/seamark/requests/{answer.headers['x-request-id']}").json()
-    assert explained["reason"] == "render_failed"
+    assert explained["reason"] == "no_facts" and explained["lookup"] == "none"
 
 
 def test_worker_restarted(fleet: Servers):
@@ -51,21 +52,3 @@ def test_worker_restarted(fleet: Servers):
         wait_for(lambda: httpx.get(status).json()["workers"][0]["boot"].endswith("#1.8e+09"))
         answer = httpx.post(gateway.url + CHAT, json=body)
         assert answer.headers["x-seamark-reason"] == "worker_restarted"
-
-
-@pytest.mark.parametrize(
-    ("gateway", "engine", "word"),
-    [
-        ("hit", "hit", "hit"),
-        ("evicted", "not_worth_it", "not_worth_it"),
-        ("evicted", "evicted", "evicted"),
-        ("evicted", "cold", "evicted"),
-        ("cold", "not_worth_it", "cold"),
-        ("cold", "hint_ignored", "hint_ignored"),
-        ("other_worker", "evicted", "other_worker"),
-        ("prefix_changed", "cold", "prefix_changed"),
-        ("evicted", None, "evicted"),
-    ],
-)
-def test_the_deeper_of_two_reasons_is_told(gateway, engine, word):
-    assert deeper_reason(gateway, engine) == word

@@ -20,7 +20,7 @@ import redis as redis_client
 
 from proxy.bench.harness.servers import Server, Servers
 from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.positions import Position, PositionCache
+from proxy.boundaries.positions import PositionCache
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
@@ -92,7 +92,7 @@ def test_a_prefix_learnt_by_one_gateway_is_known_to_the_other(fleet, workers, se
         body = chat(f"Tide {number}?")
         body["messages"][0] = {"role": "system", "content": f"You pilot ship {number}. " * 20}
         here = post(first, body)
-        sent = len(here.headers["x-seamark-boundary"].split(","))
+        sent = len(here.headers["x-seamark-boundary"].split(";"))
         wait_for(lambda n=sent * (number + 1): status(second)["directory_entries"] >= n)
         wait_for(lambda: status(second)["known_positions"] == status(first)["known_positions"])
         renders = sum(worker.renders for worker in workers)
@@ -262,6 +262,12 @@ class Tables:
     def count(self, fate: str) -> float:
         return self.metrics.registry.get_sample_value("seamark_redis_news_total", {"fate": fate})
 
+    def hold(self, *numbers: int, tokens: int = 100) -> None:
+        """The worker's engine has told that it holds these prefixes."""
+        self.prefix_index.record([boundary(number, tokens) for number in numbers], BOOT)
+        for number in numbers:
+            self.prefix_index.set_held(key_of(number), BOOT, tokens)
+
     def holds(self, number: int) -> bool:
         return BOOT in self.prefix_index.longest([key_of(number)], [BOOT])
 
@@ -271,18 +277,18 @@ def key_of(number: int) -> bytes:
 
 
 def boundary(number: int, tokens: int = 100) -> Boundary:
-    return Boundary(tokens, "system", key_of(number))
+    return Boundary("system", key_of(number), tokens, tokens)
 
 
 async def test_what_a_worker_lost_is_news_too(server):
     one, other = Tables(server), Tables(server)
-    one.prefix_index.record([boundary(1), boundary(2)], BOOT)
+    one.hold(1, 2)
     one.prefix_index.forget([key_of(1)], BOOT)
     one.prefix_index.forget([key_of(number) for number in range(1000, 3000)], BOOT)
     await one.exchange()
     await other.exchange()
     assert not other.holds(1) and other.holds(2)
-    one.prefix_index.record([boundary(1)], BOOT)  # said lately, but forgotten since
+    one.hold(1)  # said lately, but forgotten since
     await one.exchange()
     await other.exchange()
     assert other.holds(1)
@@ -290,38 +296,38 @@ async def test_what_a_worker_lost_is_news_too(server):
 
 async def test_what_was_heard_is_not_told_on_and_ones_own_is_not_heard(server):
     one, other = Tables(server), Tables(server)
-    one.prefix_index.record([boundary(1)], BOOT)
+    one.hold(1)
     one.prefix_index.forget([key_of(1)], BOOT)
-    one.positions.put(key_of(5), Position(64, key_of(1)))
+    one.positions.put(key_of(5), 64)
     await one.exchange()
     await one.exchange()
     await other.exchange()
     await other.exchange()
     assert (one.count("sent"), one.count("heard")) == (3, 0)
     assert (other.count("sent"), other.count("heard")) == (0, 3)
-    assert other.positions.get(key_of(5)) == Position(64, key_of(1))
+    assert other.positions.get(key_of(5)) == 64
 
 
 async def test_what_is_known_here_stands_against_what_is_heard(server):
     one, other = Tables(server), Tables(server)
     other.prefix_index.record([boundary(1, tokens=100)], "elsewhere")
-    other.positions.put(key_of(5), Position(64, key_of(1)))
-    one.prefix_index.record([boundary(1, tokens=9_999)], BOOT)
-    one.positions.put(key_of(5), Position(9_999, key_of(2)))
+    other.positions.put(key_of(5), 64)
+    one.hold(1, tokens=9_999)
+    one.positions.put(key_of(5), 9_999)
     await one.exchange()
     await other.exchange()
     assert other.prefix_index.longest([key_of(1)], [BOOT])[BOOT].tokens == 100
-    assert other.positions.get(key_of(5)) == Position(64, key_of(1))
+    assert other.positions.get(key_of(5)) == 64
 
 
 async def test_what_is_sent_again_and_again_is_told_once_in_a_while(server, client, monkeypatch):
     one = Tables(server)
     for _ in range(50):
-        one.prefix_index.record([boundary(1)], BOOT)
+        one.hold(1)
         await one.exchange()
     assert client.xlen(redis_sync.holdings_stream(BOOT)) == 1
     monkeypatch.setattr(redis_sync, "REPEAT_SECONDS", 0.0)
-    one.prefix_index.record([boundary(1)], BOOT)
+    one.hold(1)
     await one.exchange()
     assert client.xlen(redis_sync.holdings_stream(BOOT)) == 2
 
@@ -330,7 +336,7 @@ def garbage() -> Iterator[bytes]:
     draw = random.Random(7)
     for form, record in (
         (redis_sync.HOLDINGS, (redis_sync.HELD, key_of(66), 9)),
-        (redis_sync.POSITIONS, (key_of(66), key_of(66), 9)),
+        (redis_sync.POSITIONS, (key_of(66), 9)),
     ):
         sound = redis_sync.pack(form, b"w" * 8, [record])
         yield from (b"", b"text", sound[:-1], sound + b"x", sound[:12], b"xxxx" + sound[4:], sound * 2)
@@ -357,12 +363,12 @@ async def test_garbage_is_counted_and_changes_nothing(server, client):
             if redis_sync.unpack(redis_sync.HOLDINGS if stream == streams[1] else redis_sync.POSITIONS, raw) is None:
                 client.xadd(stream, {"n": raw})
                 entries += 1
-        record = (redis_sync.HELD, key_of(66), 9) if stream == streams[0] else (key_of(66), key_of(66), 9)
+        record = (redis_sync.HELD, key_of(66), 9) if stream == streams[0] else (key_of(66), 9)
         client.xadd(stream, {"n": redis_sync.pack(other_form[stream], b"w" * 8, [record])})  # in the wrong stream
         client.xadd(stream, {"else": "x", "\xff": "y"})
         entries += 2
     assert entries == 2 * len(rubbish) + 4
-    one.prefix_index.record([boundary(1)], BOOT)
+    one.hold(1)
     await one.exchange()
     await other.exchange()
     assert other.holds(1) and len(other.prefix_index) == 1 and len(other.positions) == 0
@@ -382,7 +388,7 @@ async def test_a_key_of_another_kind_counts_as_redis_being_down_and_ends_nothing
 async def test_a_redis_that_comes_back_empty_is_told_again(server):
     one, other = Tables(server), Tables(server)
     running = [asyncio.create_task(tables.redis_sync.run()) for tables in (one, other)]
-    one.prefix_index.record([boundary(1)], BOOT)
+    one.hold(1)
     await until(lambda: other.holds(1))
     server.kill()
     await until(lambda: one.redis_sync.state == other.redis_sync.state == "down")
@@ -390,7 +396,7 @@ async def test_a_redis_that_comes_back_empty_is_told_again(server):
     late = Tables(server)
     running.append(asyncio.create_task(late.redis_sync.run()))
     await until(lambda: one.redis_sync.state == other.redis_sync.state == "up")
-    one.prefix_index.record([boundary(1)], BOOT)
+    one.hold(1)
     await until(lambda: late.holds(1))
     for task in running:
         task.cancel()
@@ -411,7 +417,7 @@ async def test_streams_and_tables_are_bounded(server, client):
             )
         pipeline.execute()
     small = Tables(server, size=ENTRY_BYTES * 100)
-    small.prefix_index.record([boundary(10**6)], BOOT)
+    small.hold(10**6)
     await small.exchange()
     assert client.xlen(stream) <= redis_sync.STREAM_ENTRIES + 200
     assert len(small.prefix_index) == 100 and small.holds(2 * redis_sync.STREAM_ENTRIES - 1)
@@ -423,7 +429,7 @@ async def test_while_redis_is_away_the_oldest_news_is_dropped_and_counted(server
     with pytest.raises(redis_client.ConnectionError):
         await one.redis_sync._exchange()
     for number in range(redis_sync.WAITING_EVENTS + 5):
-        one.positions.put(key_of(number), Position(16, key_of(number)))
+        one.positions.put(key_of(number), 16)
     assert one.count("dropped") == 5
     with pytest.raises(redis_client.ConnectionError):
         await one.redis_sync._exchange()
@@ -431,4 +437,4 @@ async def test_while_redis_is_away_the_oldest_news_is_dropped_and_counted(server
     await one.exchange()
     await other.exchange()
     assert one.count("sent") == other.count("heard") == len(other.positions) == redis_sync.WAITING_EVENTS
-    assert other.positions.get(key_of(4)) is None and other.positions.get(key_of(5)) is not None
+    assert other.positions.get(key_of(4)) == 0 and other.positions.get(key_of(5)) == 16
