@@ -146,7 +146,9 @@ class Named(NamedTuple):
             found.append(f"says {self.next_day.reason}")
         elif not any(self.case.text.kind in kind and tokens > 0 for kind, tokens in saves.items()):
             found.append(f"would save {saves}")
-        return found + [f"later says {each.reason}" for each in self.later if each.complete and each.reason != HIT]
+        # What they share most with is the day's own first request, which has not changed.
+        wrong = [each for each in self.later if each.reason == CHANGED or (each.complete and each.reason != HIT)]
+        return found + [f"later says {each.reason}" for each in wrong]
 
 
 class Asking:
@@ -245,13 +247,13 @@ def dishonoured(honest: Sequence[Asked]) -> list[Asked]:
 def render(named: Sequence[Named], honest: Sequence[Asked]) -> str:
     """A line for each case, then the verdicts."""
     head = f"{'text':<20}{'place':<8}{'next day says':<17}{'got':>6}{'oracle':>8}"
-    lines = [f"{head}  {'would save':<28}{'later':<22}changed"]
+    lines = [f"{head}  {'would save':<28}{'later':<40}changed"]
     for each in named:
         told, day = each.next_day.told, each.next_day
         saves = ", ".join(f"{kind} {tokens}" for kind, tokens in (told.get("would_save") or {}).items()) or "-"
-        later = ", ".join(asked.reason for asked in each.later)
+        later = ", ".join(f"{asked.reason} {asked.delivered}/{asked.oracle}" for asked in each.later)
         changed = {name: value for name, value in (told.get("changed") or {}).items() if value is not None}
-        cells = f"{day.reason:<17}{day.delivered:>6}{day.oracle:>8}  {saves:<28}{later:<22}"
+        cells = f"{day.reason:<17}{day.delivered:>6}{day.oracle:>8}  {saves:<28}{later:<40}"
         lines.append(f"{each.case.name:<20}{each.case.place:<8}{cells}{json.dumps(changed)}")
     wrong = [each for each in named if each.complaints]
     lines += [f"  {each.case.name}, {each.case.place}: {'; '.join(each.complaints)}" for each in wrong]
