@@ -1,8 +1,8 @@
 """What changed since a recent request: the message, tool or setting where a request differs from the one most like it.
 
-Recent requests are remembered as hashes of their parts, with the tokens of the prompt if it was rendered, bounded in
-bytes. A request that continues another one in full has not changed, and neither has one that shares more with a third.
-A change in text of a known kind (a date, an order of tools) has a cure, which is named.
+Recent requests are remembered with hashes of their parts, bounded in bytes. A request that continues another one in
+full has not changed, and neither has one that shares more with a third. A change in text of a known kind (a date, an
+order of tools) has a cure, which is named.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from typing import Any, Literal, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from proxy.boundaries.layout import PromptLayout
-from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
 from proxy.chat.chat import MESSAGES, listed
 from proxy.chat.rewrites import sorted_by_name
 from proxy.observability.cures import CHANGE_TEXT, TOOLS_BEHIND
-from proxy.observability.volatile_text import Difference, common_end, differences, says_today
+from proxy.observability.volatile_text import Difference, common_end, common_start, differences, says_today
 
 MAX_REQUESTS = 64
 
 # Beginnings of earlier requests that are known by their keys, when their texts are gone; some 100 bytes each.
 MAX_BEGINNINGS = 32_768
 
-ENTRY_BYTES = 2000  # of a request beside its texts and tokens
+ENTRY_BYTES = 2000  # of a request beside its texts
 
 MESSAGE_BYTES = 500  # of a message beside its text
 
@@ -76,7 +75,6 @@ class PrefixChange(NamedTuple):
     what: What
     position: int | None  # of the message or tool
     role: str | None  # of the message; the name of a tool or a setting
-    token: int | None  # first token that differs, None if one of the prompts was not rendered
     characters: int | None  # into the message's text
     behind: int  # that both have behind it, and that is computed again
     salt: bool = False  # the cache salt is all that differs
@@ -128,8 +126,8 @@ class PrefixChange(NamedTuple):
         """For a page; prompt text only with `excerpts`. Lengths in tokens, as for `lost`; 0 if not known."""
         # A client may write anything as a role; only text is shown.
         role = self.role[:MAX_ROLE_CHARACTERS] if isinstance(self.role, str) else None
-        token = self.token if self.token is not None or not prompt else shared
-        shown: dict[str, Any] = {"what": self.what, "index": self.position, "role": role, "token": token}
+        shown: dict[str, Any] = {"what": self.what, "index": self.position, "role": role}
+        shown["token"] = shared if prompt else None
         shown |= {"characters": self.characters, "length": self.length, "behind": self.behind}
         known = CHANGE_TEXT.get(self.kind or "")
         shown |= {"kind": self.kind, "text": known.short if known is not None else None}
@@ -150,14 +148,12 @@ class Continued(NamedTuple):
 class RememberedRequest:
     """One request as remembered; what is compared is computed when a comparison is wanted."""
 
-    def __init__(self, layout: PromptLayout, tokens: TokenIds | None, size: int, owner: str | None = None) -> None:
+    def __init__(self, layout: PromptLayout, size: int, owner: str | None = None) -> None:
         """`size` in bytes, of the text it keeps alive; `owner` is the API key it came with."""
         self.owner = owner
         self.layout = layout
-        self.tokens = tokens
         held = size * (2 if layout.chat.native is not None else 1)  # converted, and as it came
         self.size = ENTRY_BYTES + held + MESSAGE_BYTES * len(layout.chat.messages)
-        self.size += len(tokens.raw) if tokens is not None else 0
         self.prompt = 0  # tokens; set it when the worker has reported them
         self.number = 0  # in order of arrival
         self.known = 0  # messages at its beginning that an earlier request began with
@@ -275,12 +271,12 @@ class RequestMemory:
         chat = request.layout.chat
         roles, added = chat.roles, range(before.messages, len(chat.messages))
         if chat.path == MESSAGES and any(roles[index] == "system" for index in added):
-            return PrefixChange("message", 0, _text(roles[0]), shared, None, 0, kind="system_merged", missing=missing)
+            return PrefixChange("message", 0, _text(roles[0]), None, 0, kind="system_merged", missing=missing)
         if any(roles[index] == "user" for index in added):
             thought = next((i for i in range(before.messages) if _has_thinking(chat.messages[i])), None)
             if thought is not None:
                 kind = "thinking_history"
-                return PrefixChange("message", thought, "assistant", shared, None, 0, kind=kind, missing=missing)
+                return PrefixChange("message", thought, "assistant", None, 0, kind=kind, missing=missing)
         return None
 
     def _earlier(self, request: RememberedRequest) -> Iterator[RememberedRequest]:
@@ -340,7 +336,7 @@ class _Pair:
             return  # one continues the other, or is cut off earlier
         texts = whole_text(new.raw_messages[index]), whole_text(old.raw_messages[index])
         if texts[0] is not None and texts[1] is not None and _role(new, index) == _role(old, index):
-            start = self._characters = common_prefix(texts[0], texts[1])
+            start = self._characters = common_start(texts[0], 0, texts[1], 0)
             self._ends = common_end(texts[0], start, len(texts[0]), texts[1], start, len(texts[1]))
 
     def change(self, texts: _Texts) -> PrefixChange | None:
@@ -361,12 +357,8 @@ class _Pair:
         same_cache = is_salt or new.settings.get("cache_salt") == self._old.settings.get("cache_salt")
         if name == "model" or not same_cache or self._tool is not None or whole < MIN_BEHIND:
             return None
-        token = 0 if is_salt else self._token
-        # A setting that shows only at the end of the prompt changes no prefix.
-        if token is not None and token * 2 > len(new.tokens or ()):
-            return None
         fresh = new.total - whole
-        return PrefixChange("setting", None, name, token, None, whole, is_salt, fresh=fresh, total=new.total)
+        return PrefixChange("setting", None, name, None, whole, is_salt, fresh=fresh, total=new.total)
 
     def _changed_tool(self, index: int) -> PrefixChange | None:
         new, old = self._new, self._old
@@ -391,7 +383,6 @@ class _Pair:
             "tool",
             index,
             name,
-            self._token,
             characters,
             behind,
             old=there,  # the whole lists, because an order concerns all tools
@@ -431,7 +422,6 @@ class _Pair:
             "message",
             index,
             _text(role),
-            self._token,
             places[0].at if places else self._characters,
             behind,
             old=there,
@@ -457,12 +447,6 @@ class _Pair:
     @property
     def _is_at_head(self) -> bool:
         return self.beginning < MIN_BEHIND
-
-    @property
-    def _token(self) -> int | None:
-        """The first token that differs."""
-        new, old = self._new, self._old
-        return new.tokens.common_prefix(old.tokens) if new.tokens is not None and old.tokens is not None else None
 
 
 def _role(request: RememberedRequest, index: int) -> Any:

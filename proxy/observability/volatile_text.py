@@ -119,14 +119,14 @@ class _Walk:
 
     def places(self) -> Iterator[Difference]:
         new, old = self._new, self._old
-        here = there = _agreement(new, 0, old, 0)
+        here = there = common_start(new, 0, old, 0)
         unknown = 0
         for number in range(MAX_PLACES):
             if here == len(new) and there == len(old):
                 return
             is_last = number == MAX_PLACES - 1 or unknown == MAX_UNKNOWN
             start, end, old_end, kind = self._difference(here, there, is_last=is_last)
-            alike = _agreement(new, end, old, old_end)
+            alike = common_start(new, end, old, old_end)
             unknown += kind is None
             yield Difference(start, end - start, kind, alike)
             here, there = end + alike, old_end + alike
@@ -239,7 +239,7 @@ def _line_at(text: str, at: int) -> str:
     return text[start : end if end >= 0 else at + BEHIND]
 
 
-def _agreement(left: str, start: int, right: str, other: int) -> int:
+def common_start(left: str, start: int, right: str, other: int) -> int:
     """Length of what `left` from `start` on and `right` from `other` on begin with together."""
     most = min(len(left) - start, len(right) - other)
     done, step = 0, 64

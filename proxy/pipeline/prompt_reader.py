@@ -168,6 +168,6 @@ class PromptReader:
     def _remember(self, chat: Chat | None, found: Found, size: int, owner: str | None) -> RememberedRequest | None:
         if chat is None or chat.is_bare or found.layout is None:
             return None
-        remembered = RememberedRequest(found.layout, None, size, owner)
+        remembered = RememberedRequest(found.layout, size, owner)
         self.recent.add(remembered)
         return remembered

@@ -26,7 +26,7 @@ SENT = Prefix(400, 0)  # the deepest beginning that a worker was sent before; it
 
 GUESSED = Prefix(0, 400)
 
-CHANGE = PrefixChange("message", 0, "system", None, 40, 2000)
+CHANGE = PrefixChange("message", 0, "system", 40, 2000)
 
 PROMPT = 1000
 

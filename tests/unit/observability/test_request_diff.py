@@ -8,7 +8,6 @@ import random
 import pytest
 
 from proxy.boundaries.layout import layout_of
-from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.canonical import canonical
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in, chat_request
@@ -25,11 +24,8 @@ from proxy.observability.request_diff import (
 from tests.harness.changed_requests import changed_requests
 
 
-def as_recent(body, rendered: bool = True) -> RememberedRequest:
-    text = repr(body.get("tools")) + "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
-    return RememberedRequest(
-        layout_of(chat_request(body), b"r"), TokenIds.of(map(ord, text)) if rendered else None, len(text)
-    )
+def as_recent(body) -> RememberedRequest:
+    return RememberedRequest(layout_of(chat_request(body), b"r"), len(json.dumps(body)))
 
 
 def changed(*bodies):
@@ -46,7 +42,6 @@ def test_in_fifty_generated_cases_the_right_part_is_named():
         change = changed(*case.others, case.first, case.second)
         assert change is not None, case.description
         assert (change.what, change.position) == (case.what, case.index), case.description
-        assert change.token is not None
 
 
 def messages(*texts):
@@ -132,27 +127,18 @@ def test_of_several_versions_of_a_chat_the_nearest_is_named():
 def test_a_changed_setting_is_no_salt():
     recent = RequestMemory(10_000_000)
     body = {"messages": messages(LONG, "First?"), "tools": TOOLS}
-    one, other = (as_recent({**body, "tool_choice": choice}, rendered=False) for choice in ("auto", "none"))
+    one, other = (as_recent({**body, "tool_choice": choice}) for choice in ("auto", "none"))
     recent.add(one)
     recent.add(other)
     change = recent.change(other)
-    assert (change.what, change.role, change.salt, change.token) == ("setting", "tool_choice", False, None)
-
-
-def test_a_request_that_was_not_rendered_is_compared_all_the_same():
-    recent = RequestMemory(10_000_000)
-    recent.add(as_recent({"messages": messages(LONG + "one", LONG)}))
-    new = as_recent({"messages": messages(LONG + "two", LONG)}, rendered=False)
-    recent.add(new)
-    change = recent.change(new)
-    assert (change.what, change.position, change.token, change.characters) == ("message", 0, None, len(LONG))
+    assert (change.what, change.role, change.salt) == ("setting", "tool_choice", False)
 
 
 def test_a_change_as_the_page_shows_it():
     change = changed({"messages": messages(LONG + "one", LONG)}, {"messages": messages(LONG + "two", LONG)})
     shown = {"what": "message", "index": 0, "role": "system", "characters": len(LONG), "length": 3}
     shown |= {"behind": len(LONG) + 20, "kind": None, "text": None, "cure": None, "lost": None}
-    shown["token"] = len("None<system>" + LONG)
+    shown["token"] = None
     assert change.as_json(excerpts=False) == shown
     excerpts = {"before": LONG[-40:] + "one", "now": LONG[-40:] + "two"}
     assert change.as_json(excerpts=True) == {**shown, **excerpts}
@@ -169,7 +155,7 @@ def asked(memory: RequestMemory, *bodies, owner: str | None = None, path: str = 
     for body in bodies:
         chat = chat_in(path, body, StoredResponses(0))
         text = json.dumps(body)
-        last = RememberedRequest(layout_of(chat, b"r"), None, len(text), owner)
+        last = RememberedRequest(layout_of(chat, b"r"), len(text), owner)
         memory.add(last)
         change = memory.change(last)
         last.prompt = len(text) // 4
@@ -224,7 +210,7 @@ def test_in_a_burst_the_first_request_has_changed_and_the_others_share_its_begin
     burst = []
     for number in range(8):
         chat = chat_request(dated("first", DAYS[1], f"Berth {number}?"))
-        burst.append(RememberedRequest(layout_of(chat, b"r"), None, 4000))
+        burst.append(RememberedRequest(layout_of(chat, b"r"), 4000))
         memory.add(burst[-1])
     assert [memory.change(request) is not None for request in burst] == [True] + 7 * [False]
 

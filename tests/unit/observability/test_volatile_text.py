@@ -158,16 +158,18 @@ def test_a_date_says_whose_it_is():
 
 
 def test_no_text_is_slow():
-    """Long texts of what patterns are made of, 200 kB each; the limit is far above what a quiet machine takes."""
+    """Long texts of what patterns are made of, 200 kB each; a busy machine may try three times."""
     draw, size = random.Random(3), 200_000
     atoms = ["1", "a", "-", "/a", "1.", "1,", "1:", "Nov ", "Nov 1 ", "12:34 ", "am ", "T1", "\n", "a\n", " ", "a-1"]
     atoms += ["1 tokens ", "git status\n", " M a\n", "UTC+", "(", "Europe/", "20261122T", "年", ", of ", "\ud800"]
-    worst = 0.0
+
+    def seconds(new: str, old: str) -> float:
+        began = time.process_time()
+        assert len(differences(new, old)) <= MAX_PLACES
+        return time.process_time() - began
+
     for atom in atoms:
         same = (atom * size)[:size]
         mixed = ["".join(draw.choices([atom, "x", str(i)], k=size // (len(atom) + 1))) for i in (1, 2)]
         for new, old in ((same[: size // 2] + "X" + same[size // 2 :], same), mixed, (mixed[0], same)):
-            began = time.process_time()
-            assert len(differences(new, old)) <= MAX_PLACES
-            worst = max(worst, time.process_time() - began)
-    assert worst < 0.05
+            assert any(seconds(new, old) < 0.05 for _ in range(3)), atom
