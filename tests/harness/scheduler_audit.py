@@ -353,7 +353,7 @@ def random_entry(draw: random.Random, tokens: Sequence[int], position: int) -> o
 
 def random_traffic(core: Core, seed: int, chats: int) -> None:
     """Chats on a few heads, with hints at their seams, at random places, or none; some are aborted at any phase."""
-    draw = random.Random(seed)
+    draw, draw_entry = random.Random(seed), random.Random(seed)
     lengths = (20, 33, 64, 70, 100, 130, 163, 250, 300, 400)
     heads = [[draw.randrange(1000) for _ in range(draw.choice(lengths))] for _ in range(4)]
     for number in range(chats):
@@ -367,8 +367,8 @@ def random_traffic(core: Core, seed: int, chats: int) -> None:
         hint: object = sorted({seam for seam in seams if draw.random() < 0.7})
         if draw.random() < 0.2:
             hint = sorted(draw.sample(range(1, len(tokens) + 1), min(len(tokens), 5)))
-        elif hint and draw.random() < 0.5:
-            hint = [random_entry(draw, tokens, seam) for seam in seams]
+        elif hint and draw_entry.random() < 0.5:
+            hint = [random_entry(draw_entry, tokens, seam) for seam in seams]
         core.request(
             f"{seed}-{number}",
             tokens,
