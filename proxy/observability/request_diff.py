@@ -267,17 +267,26 @@ class RequestMemory:
         before = request.continued
         if before is None or before.prompt - shared < MIN_MISSING_TOKENS:
             return None
-        missing = before.prompt - shared
         chat = request.layout.chat
         roles, added = chat.roles, range(before.messages, len(chat.messages))
         if chat.path == MESSAGES and any(roles[index] == "system" for index in added):
-            return PrefixChange("message", 0, _text(roles[0]), None, 0, kind="system_merged", missing=missing)
-        if any(roles[index] == "user" for index in added):
-            thought = next((i for i in range(before.messages) if _has_thinking(chat.messages[i])), None)
-            if thought is not None:
-                kind = "thinking_history"
-                return PrefixChange("message", thought, "assistant", None, 0, kind=kind, missing=missing)
-        return None
+            kind, index = "system_merged", 0
+        elif any(roles[index] == "user" for index in added):
+            # Templates drop the thinking of a loop once it is over, that is behind the user message that began it.
+            start = next((i for i in range(before.messages - 1, -1, -1) if roles[i] == "user"), 0)
+            thought = next((i for i in range(start, before.messages) if _has_thinking(chat.messages[i])), None)
+            if thought is None:
+                return None
+            kind, index = "thinking_history", thought
+        else:
+            return None
+        # An engine that has forgotten the request before knows of nothing that both begin with.
+        parts = request.messages[: before.messages]
+        begins = _bytes(parts[:index]) if index else parts[0].size
+        if 2 * shared * (_bytes(request.tools) + _bytes(parts)) < begins * before.prompt:
+            return None
+        missing = before.prompt - shared
+        return PrefixChange("message", index, _text(roles[index]), None, 0, kind=kind, missing=missing)
 
     def _earlier(self, request: RememberedRequest) -> Iterator[RememberedRequest]:
         """Those that came before it, newest first. A client does not even learn that another's request is alike."""

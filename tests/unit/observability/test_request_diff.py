@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -21,6 +23,7 @@ from proxy.observability.request_diff import (
     RequestMemory,
     volatile_text,
 )
+from proxy.observability.volatile_text import Kind
 from tests.harness.changed_requests import changed_requests
 
 
@@ -309,6 +312,7 @@ def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
     last = next(reversed(memory._requests.values()))
     predecessor = last.continued.prompt
     assert memory.rendered_otherwise(last, predecessor - 5) is None  # all of it but the words that ask for an answer
+    assert memory.rendered_otherwise(last, 16) is None  # an engine that has forgotten it
     change = memory.rendered_otherwise(last, predecessor - 400)
     assert (change.kind, change.position, change.role) == ("thinking_history", 2, "assistant")
     assert change.lost(9999, 1) == change.would_save(9999, 1) == 400
@@ -325,6 +329,16 @@ def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
     last = next(reversed(memory._requests.values()))
     change = memory.rendered_otherwise(last, last.continued.prompt - 300)
     assert (change.kind, change.missing) == ("system_merged", 300) and "in the middle" in change.cure()
+
+
+def test_each_kind_has_a_cure_and_a_row_in_the_readme():
+    readme = (Path(__file__).parents[3] / "proxy" / "README.md").read_text()
+    told = {
+        word for line in readme.splitlines() if line.startswith("| `") for word in line.split("|")[1].split("`")[1::2]
+    }
+    assert set(get_args(Kind)) <= set(CHANGE_TEXT) <= told
+    for text in CHANGE_TEXT.values():
+        assert text.cure[0].isupper() and text.cure[-1] == "."
 
 
 def test_of_two_owners_neither_learns_of_the_other():
