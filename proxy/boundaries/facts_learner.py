@@ -1,6 +1,6 @@
 """Template facts of every worker's models, learnt beside the requests and remembered for one boot.
 
-`facts` answers at once. `learn` asks the worker for some 70 small renders, one learning at a time; a worker that fails
+`facts` answers at once. `learn` asks the worker for some 80 small renders, one learning at a time; a worker that fails
 is asked again later, at longer and longer intervals. Nothing here raises for what a worker, template or client does.
 """
 

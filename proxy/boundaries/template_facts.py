@@ -38,7 +38,8 @@ class Opener(NamedTuple):
 
     ids: tuple[int, ...]
     text: str | None = None  # the same as text, to count it in texts; None: the worker does not say
-    exact: bool = True  # it ends where its text begins, or one token before; else up to `GAP` tokens before
+    # It ends where its text begins, or one token before; else, before a tool's result, up to `GAP` tokens before.
+    exact: bool = True
     # It occurs once for each user message and nowhere else in chats without tool results, so `k` later user messages
     # are skipped as `last-k:`.
     per_user: bool = False

@@ -322,7 +322,9 @@ def _openers(probed: Sequence[Probed]) -> dict[tuple[Place, bool], tuple[str, bo
         for place in ("alone", "user"):
             there = [each for each in own if each.chat.place == place]
             same_place = [each for each in users if each.chat.place == place]
-            if best := _best([_common(users), _common(own), _common(same_place), _common(there)], there):
+            best = _best([_common(users), _common(own), _common(same_place), _common(there)], there)
+            # What stands between an opener and a user's text is system prompt or tools, of any length elsewhere.
+            if best is not None and best[1]:
                 found[place, tools] = best
         patterns = [found[place, tools][0] for place in ("alone", "user") if (place, tools) in found]
         if best := _best_first(patterns, own):
@@ -370,12 +372,9 @@ def _best_first(patterns: Sequence[str], users: Sequence[Probed]) -> tuple[str, 
                 continue
             parting = min(new.start, *(common_prefix(each.prompt, other) for other in new.prompts))
             gaps.append(parting - each.prompt.find(pattern) - len(pattern) if pattern in each.prompt else -1)
-        if gaps and all(0 <= gap <= GAP for gap in gaps):
+        if gaps and all(0 <= gap <= 1 for gap in gaps):
             worst[pattern] = max(gaps)
-    if not worst:
-        return None
-    best = min(worst, key=lambda pattern: worst[pattern])
-    return best, worst[best] <= 1
+    return (min(worst, key=lambda pattern: worst[pattern]), True) if worst else None
 
 
 def _common(chats: Sequence[Probed]) -> str | None:
