@@ -112,8 +112,6 @@ class Checkpoints:
         """A step is going to be planned; `requests` are alive."""
         self.release(pool)
         self.unwritten.clear()
-        if self.retention is not None:
-            self.retention.begin_step()
         if self.gate is not None:
             self.gate.drop_gone(requests)
 

@@ -16,6 +16,10 @@ from typing import Any
 
 from engine_patches.settings import DEFAULT_SHARE
 
+# All states are looked through for what vLLM has evicted once a share of this (one part in so many) has been added:
+# so the look costs each state that is added the same, however many there are.
+PRUNE_SHARE = 8
+
 
 @dataclass
 class State:
@@ -43,31 +47,35 @@ class Retention:
     def __init__(self, pool: Any, share: float = DEFAULT_SHARE) -> None:
         self._pool = pool
         self._limit = int(share * pool.num_gpu_blocks)  # blocks
-        self._states: OrderedDict[bytes, State] = OrderedDict()  # by the key of the first recurrent group
+        # By the key of the first recurrent group: the turns that go first, and all others.
+        self._turns: OrderedDict[bytes, State] = OrderedDict()
+        self._kept: OrderedDict[bytes, State] = OrderedDict()
         self._num_blocks = 0
+        self._added = 0  # states, since the last pruning
         self._released: dict[bytes, State] = {}  # given up for the share, and perhaps still cached
         self._released_blocks: set[int] = set()  # ids
-        self._pruned = False  # in this step
+        self._released_last: bytes | None = None
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._turns) + len(self._kept)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._states
+        return key in self._turns or key in self._kept
 
     def add(self, key: bytes, blocks: Sequence[Any], turn: bool) -> None:
         """A state was registered in the cache."""
         self._forget(key)
-        self._states[key] = State(blocks, [block.block_hash for block in blocks], turn)
-        self._num_blocks += len(blocks)
+        self._keep(key, State(blocks, [block.block_hash for block in blocks], turn))
+        self._added += 1
 
     def resumed(self, key: bytes) -> bool:
         """A request resumes from the state under `key`; False if that is none of these."""
         state = self._find(key)
         if state is None:
             return False
+        self._forget(key)
         state.uses += 1
-        self._states.move_to_end(key)
+        self._keep(key, state)
         return True
 
     def refresh(self, keys: Iterable[bytes]) -> None:
@@ -75,7 +83,7 @@ class Retention:
         for key in keys:
             state = self._find(key)
             if state is not None:
-                self._states.move_to_end(key)
+                (self._turns if key in self._turns else self._kept).move_to_end(key)
                 for block in state.blocks:
                     if block.ref_cnt == 0 and not block.is_null:
                         self._pool.free_block_queue.remove(block)
@@ -85,46 +93,45 @@ class Retention:
         """Release states until `num_blocks` more fit into the share. False if even that does not help."""
         if num_blocks > self._limit:
             return False
-        if self._num_blocks + num_blocks > self._limit and not self._pruned:
-            self._pruned = True
+        if self._num_blocks + num_blocks > self._limit and self._added * PRUNE_SHARE >= len(self):
             self.prune()
         while self._num_blocks + num_blocks > self._limit:
             victim = self._next_victim()
-            if victim is None:
+            if victim is not None:
+                self._release(victim)
+            elif self._added:
+                self.prune()
+            else:
                 return False
-            self._release(victim)
         return True
 
     def prune(self) -> None:
         """Forget what vLLM has evicted."""
-        for key in [key for key, state in self._states.items() if not state.cached]:
-            self._forget(key)
+        self._added = 0
+        for states in (self._turns, self._kept):
+            for key in [key for key, state in states.items() if not state.cached]:
+                self._forget(key)
         self._released = {key: state for key, state in self._released.items() if state.cached}
         self._released_blocks = {block.block_id for state in self._released.values() for block in state.blocks}
 
-    def begin_step(self) -> None:
-        """A step is going to be planned; `make_room` prunes at most once in it."""
-        self._pruned = False
-
     def clear(self) -> None:
         """Forget all states."""
-        self._states.clear()
+        self._turns.clear()
+        self._kept.clear()
         self._released.clear()
         self._released_blocks.clear()
         self._num_blocks = 0
 
     def _next_victim(self) -> bytes | None:
-        shared = None
-        for key, state in self._states.items():
-            if state.free:
-                if state.turn and state.uses <= 1:
+        for states in (self._turns, self._kept):
+            for key, state in states.items():
+                if state.free:
                     return key
-                shared = shared or key
-        return shared
+        return None
 
     def _release(self, key: bytes) -> None:
         """Give a state's blocks up, behind those at the front of the free list that hold nothing or were given up."""
-        state = self._states[key]
+        state = self._turns.get(key) or self._kept[key]
         self._forget(key)
         if not state.cached:
             return  # vLLM has evicted it since the last pruning
@@ -132,6 +139,9 @@ class Retention:
         for block in state.blocks:
             queue.remove(block)
         before = queue.fake_free_list_head
+        last = self._released.get(self._released_last) if self._released_last is not None else None
+        if last is not None and last.cached and last.free:
+            before = last.blocks[-1]  # all that stands before it holds nothing or was given up, too
         while (block := before.next_free_block) is not queue.fake_free_list_tail and (
             block.block_hash is None or block.block_id in self._released_blocks
         ):
@@ -142,21 +152,26 @@ class Retention:
             before.next_free_block = before = block
         queue.num_free_blocks += len(state.blocks)
         self._released[key] = state
+        self._released_last = key
         self._released_blocks.update(block.block_id for block in state.blocks)
 
     def _find(self, key: bytes) -> State | None:
         """The state under `key`, taken back if it was given up; None if there is none or it is no longer cached."""
-        state = self._states.get(key) or self._released.get(key)
+        state = self._turns.get(key) or self._kept.get(key) or self._released.get(key)
         if state is None or not state.cached:
             return None
         if self._released.pop(key, None) is not None:
             self._released_blocks.difference_update(block.block_id for block in state.blocks)
-            self._states[key] = state
-            self._num_blocks += len(state.blocks)
+            self._keep(key, state)
         return state
+
+    def _keep(self, key: bytes, state: State) -> None:
+        turn_first = state.turn and state.uses <= 1
+        (self._turns if turn_first else self._kept)[key] = state
+        self._num_blocks += len(state.blocks)
 
     def _forget(self, key: bytes) -> None:
         self._released.pop(key, None)
-        state = self._states.pop(key, None)
+        state = self._turns.pop(key, None) or self._kept.pop(key, None)
         if state is not None:
             self._num_blocks -= len(state.blocks)

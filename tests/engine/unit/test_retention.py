@@ -7,7 +7,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash, make_block_hash_with_group_id
 
-from engine_patches.scheduler.retention import Retention
+from engine_patches.scheduler.retention import Retention, State
 
 GROUPS = (0, 2)
 
@@ -184,7 +184,7 @@ def test_a_state_of_which_vllm_took_a_block_is_not_found_and_its_blocks_stay_whe
     cache = Cache(blocks=40, share=0.15)
     keys = [cache.write(b"turn %d" % number, turn=True) for number in range(3)]
     retention, queue = cache.retention, cache.pool.free_block_queue
-    lost = retention._states[keys[0]].blocks
+    lost = retention._turns[keys[0]].blocks
     cache.pool.evict_blocks({lost[1].block_id})
     before = queue.get_all_free_blocks()
     assert retention.make_room(len(GROUPS)) and len(retention) == 2
@@ -204,3 +204,38 @@ def test_a_turn_that_later_hints_still_name_outlives_those_that_no_hint_names():
     cache.use_up()
     assert cache.has(b"system") and cache.has(b"question")
     assert [number for number in range(6) if cache.has(b"call %d" % number)] == [4, 5]
+
+
+def test_a_full_share_costs_a_new_state_a_look_at_few_others(monkeypatch):
+    """However many there are: prompts that nobody shares would pay for all of them."""
+    cache = Cache(blocks=4000, share=0.5)  # 1,000 states, of which every third is a turn
+    for number in range(1000):
+        cache.write(b"%d" % number, turn=number % 3 == 0)
+    looks = 0
+
+    def counted(seen):
+        def look(state):
+            nonlocal looks
+            looks += 1
+            return seen.fget(state)
+
+        return property(look)
+
+    monkeypatch.setattr(State, "cached", counted(State.cached))
+    monkeypatch.setattr(State, "free", counted(State.free))
+    for number in range(1000, 2000):
+        cache.write(b"%d" % number, turn=number % 3 == 0)
+    assert len(cache.retention) == 1000
+    assert looks < 30 * 1000
+
+
+def test_given_up_states_go_in_order_though_the_last_of_them_is_used_again():
+    cache = Cache(blocks=60, share=0.1)  # three states
+    keys = [cache.write(b"turn %d" % number, turn=True) for number in range(6)]
+    assert cache.retention.resumed(keys[2])  # given up last
+    for number in range(6, 9):
+        cache.write(b"turn %d" % number, turn=True)
+    cache.use_up()
+    assert len(cache.retention) == 3 and all(cache.has(b"turn %d" % number) for number in (7, 8))
+    backwards = cache.pool.free_block_queue.get_all_free_blocks()
+    assert len(backwards) == cache.pool.get_num_free_blocks() == 59
