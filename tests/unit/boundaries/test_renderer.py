@@ -1,8 +1,14 @@
-"""What a model is rendered with is known by what a probe renders to."""
+"""What a model is rendered with is known by what a probe renders to; a worker may say what token ids spell."""
 
-from proxy.boundaries.renderer import RenderFailed, identify_renderer
+import json
+from typing import Any
+
+import pytest
+
+from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
+from proxy.http.client import Unreachable
 
 
 async def test_a_template_without_a_system_role_is_identified_by_the_second_probe():
@@ -16,3 +22,36 @@ async def test_a_template_without_a_system_role_is_identified_by_the_second_prob
 
     assert await identify_renderer(no_system, "m") is not None
     assert await identify_renderer(nothing, "m") is None
+
+
+class OneAnswer:
+    """An upstream that answers everything alike, or not at all."""
+
+    def __init__(self, status: int, answer: bytes) -> None:
+        self.status, self.answer = status, answer
+        self.asked: list[tuple[str, Any]] = []
+
+    async def fetch(self, method: str, url: str, body: bytes = b"", **_: Any) -> tuple[int, bytes]:
+        self.asked.append((url, json.loads(body)))
+        if not self.status:
+            raise Unreachable("refused")
+        return self.status, self.answer
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "text"),
+    [
+        (200, b'{"prompt": "<|im_start|>user"}', "<|im_start|>user"),
+        (200, b'{"prompt": "caf\\ufffd"}', None),  # a part of a character
+        (200, b'{"prompt": null}', None),
+        (200, b'["x"]', None),
+        (200, b"no JSON", None),
+        (404, b'{"prompt": "x"}', None),
+        (0, b"", None),
+    ],
+)
+async def test_a_worker_says_what_token_ids_spell_or_nothing(status, answer, text):
+    upstream = OneAnswer(status, answer)
+    renderer = WorkerRenderer(upstream, "http://worker", timeout=1.0)
+    assert await renderer.detokenize("m", (7, 8)) == text
+    assert upstream.asked == [("http://worker/detokenize", {"model": "m", "tokens": [7, 8]})]
