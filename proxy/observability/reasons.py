@@ -136,11 +136,18 @@ def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange |
         return "hit"
     if expected.failure not in (None, "no_facts"):
         return str(expected.failure)
-    lost = shareable - cached
-    changed = expected.floored(delivery.unchanged) - max(shareable, cached)
-    if change is not None and changed > 0 and changed >= lost:
+    cause = _beside_change(expected, delivery)
+    lost, changed = shareable - cached, expected.floored(delivery.unchanged) - max(shareable, cached)
+    # Where nobody had kept a state before, the change is why this request needed one there.
+    if change is not None and changed > 0 and (cause == "cold" or changed >= lost):
         return "salt" if change.salt else "prefix_changed"
-    if delivery.deepest < unit:
+    return cause
+
+
+def _beside_change(expected: Expectation, delivery: Delivery) -> str:
+    """Why a request got less than it could have shared, as it is."""
+    shareable, cached = delivery.shareable, delivery.cached
+    if delivery.deepest < expected.match_unit:
         return "below_unit"
     if not shareable:
         ever = expected.ever_sent.size if expected.ever_sent is not None else 0

@@ -71,6 +71,7 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(**NEW), {"cached": 0, "unchanged": 160}, CHANGE, "prefix_changed"),
         (expect(), {"cached": 0, "unchanged": 900, "shared": 0}, CHANGE._replace(salt=True), "salt"),
         (expect(), {"cached": 0, "unchanged": 480}, CHANGE, "evicted"),  # that cost less than what was evicted
+        (expect(), {"cached": 0, "unchanged": 480, "engine": "cold"}, CHANGE, "prefix_changed"),  # no state was wanted
         (expect(), {"cached": 0, "unchanged": 0}, CHANGE, "evicted"),
         (expect(), {"cached": 0, "unchanged": 900}, None, "evicted"),
         # Too short.
