@@ -137,9 +137,11 @@ def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange |
     if expected.failure not in (None, "no_facts"):
         return str(expected.failure)
     cause = _beside_change(expected, delivery)
-    lost, changed = shareable - cached, expected.floored(delivery.unchanged) - max(shareable, cached)
+    unchanged = expected.floored(delivery.unchanged)
+    beyond = unchanged - max(shareable, cached)
     # Where nobody had kept a state before, the change is why this request needed one there.
-    if change is not None and changed > 0 and (cause == "cold" or changed >= lost):
+    is_change = unchanged > cached if cause == "cold" else beyond > 0 and beyond >= shareable - cached
+    if change is not None and is_change:
         return "salt" if change.salt else "prefix_changed"
     return cause
 

@@ -222,7 +222,8 @@ class Accounting:
             if change is not None:
                 explanation.changed = change.as_json(self._excerpts)
                 if (volatile := volatile_text(change)) is not None:
-                    lost = max(0, expected.floored(delivery.unchanged) - max(delivery.shareable, cached))
+                    could = max(delivery.shareable, cached) if reason == "hit" else cached
+                    lost = max(0, expected.floored(delivery.unchanged) - could)
                     explanation.would_save[volatile] = lost
                     metrics.would_save.labels(volatile).inc(lost)
         return reason
@@ -245,7 +246,7 @@ class Accounting:
     def _change(self, request: ProxiedRequest, delivery: Delivery) -> PrefixChange | None:
         """Where the request differs in the middle from a recent one, if it could have shared more without that."""
         remembered = request.prediction.remembered
-        if remembered is None or delivery.unchanged <= max(delivery.shareable, delivery.cached):
+        if remembered is None or delivery.unchanged <= delivery.cached:
             return None
         return self._recent.change(remembered)
 
