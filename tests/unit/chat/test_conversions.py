@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.boundaries.candidates import layout_of
+from proxy.boundaries.layout import layout_of
 from proxy.chat.anthropic import messages_request
 from proxy.chat.chat import TOOLS, Mark
 from proxy.chat.reader import chat_request
