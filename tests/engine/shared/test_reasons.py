@@ -107,7 +107,7 @@ def test_prefix_changed_names_the_right_part(servers: SharedServers):
         ask(servers.gateway, None, "", **case.first, **salt)
         told = explained(servers.gateway, ask(servers.gateway, None, "", **case.second, **salt))
         # What both share came from the cache, or nothing was kept there yet; the change is named either way.
-        in_full = 0 < told["delivered"] and told["shareable"] - told["delivered"] < 2 * UNIT
+        in_full = told["delivered"] > 0 and told["shareable"] - told["delivered"] < 2 * UNIT
         assert told["reason"] == ("hit" if in_full else "prefix_changed"), case.description
         seen.add(told["reason"])
         changed = told["changed"]
