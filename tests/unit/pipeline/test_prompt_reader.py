@@ -62,7 +62,7 @@ async def test_a_request_of_a_known_template_has_its_entries_at_once():
     found = request.prediction.found
     assert (found.entries(), found.failure, found.renderer_id) == (("last:3", -5), None, b"one")
     explanation = request.explanation
-    assert (explanation.lookup, explanation.boundaries) == ("learnt", (("last:3", "history"), (-5, "turn")))
+    assert (explanation.lookup, explanation.boundaries) == ("learnt", (("last:3", "system"), (-5, "turn")))
 
 
 async def test_a_template_that_is_not_known_is_learnt_beside_the_request():
