@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness.servers import Server
-from tests.bench.table_memory import resident
+from proxy.boundaries.facts_learner import COMMON_SETTINGS, SETTINGS_PER_MINUTE
 from tests.harness.fake_engine import GENERATION, template
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import (
@@ -38,6 +38,10 @@ COMPLETIONS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/respo
 SYSTEM_END = len(f"<system>{SYSTEM['content']}<user>")
 
 OLD = "0.2.0"
+
+SETTINGS = 10_000
+
+RENDERS_OF_A_SETTING = 8  # at most, where it moves nothing
 
 
 def with_brackets(body: Mapping[str, Any]) -> str:
@@ -110,7 +114,7 @@ def test_an_explanation_has_the_entries_and_what_the_engine_made_of_them(fleet, 
     assert one["sent"] == [LAST_USER, TURN_END] and one["lookup"] == "learnt"
     assert one["positions"] == [SYSTEM_END, SYSTEM_END + len("Tide?")]
     assert one["boundaries"] == [
-        {"entry": LAST_USER, "tokens": SYSTEM_END, "kind": "history"},
+        {"entry": LAST_USER, "tokens": SYSTEM_END, "kind": "system"},
         {"entry": TURN_END, "tokens": SYSTEM_END + len("Tide?"), "kind": "turn"},
     ]
 
@@ -227,7 +231,7 @@ def test_a_restarted_worker_is_learnt_anew(fleet, worker):
     wait_for(lambda: status(gateway)["workers"][0]["templates"]["m"]["learnt"])
     post(gateway, chat("after"), headers={"x-request-id": "after"})
     opener, end = hint_at(worker)
-    assert opener != LAST_USER and end == -len("\n[[assistant]] ")
+    assert opener != LAST_USER and end == -len("[[assistant]] ")
     wait_for(lambda: explained(gateway, "after")["positions"])
     prompt = with_brackets(chat("after"))
     assert explained(gateway, "after")["positions"][1] == len(prompt) + end
@@ -306,33 +310,24 @@ def test_a_setting_is_learnt_beside_the_first_request_that_has_it(fleet):
 async def test_ten_thousand_settings_cost_few_renders_and_little_memory(fleet):
     worker = mock_worker(fleet)
     worker.wait_until_ready()
-    gateway = fleet.gateway(worker, flags=("--text-bytes", "0", "--memory-bytes", "1000000"))
-    gateway.wait_until_ready("/ready", seconds=60)
-    clients = [await connect(gateway.url) for _ in range(8)]
-
-    def bodies(first: int, last: int) -> list[bytes]:
-        settings = ({"name": f"value {number}", "flag": True} for number in range(first, last))
-        made = ({**chat("Tide?", chat_template_kwargs=setting), "model": MODEL} for setting in settings)
-        return [request(gateway.url, json.dumps(body).encode()) for body in made]
-
-    await send_all(clients, bodies(0, 2000))
-    before, renders = resident(gateway.process.pid), metric(gateway, "seamark_renders_total")
-    assert len(await send_all(clients, bodies(2000, 10_000))) == 8000
-    assert resident(gateway.process.pid) - before < 16 * 2**20
-    assert renders < metric(gateway, "seamark_requests_total") / 2
-    # A minute brings so many settings at most, however long the requests take; four small chats show that one moves nothing.
-    assert metric(gateway, "seamark_renders_total") - renders <= 30 * 8 * 5
-    for client in clients:
-        client.close()
+    with own_gateway(worker) as own:
+        wait_for(lambda: own.gateway.pool.up)
+        clients = [await connect(own.url) for _ in range(8)]
+        settings = ({"name": f"value {number}", "flag": True} for number in range(SETTINGS))
+        bodies = ({**chat("Tide?", chat_template_kwargs=setting), "model": MODEL} for setting in settings)
+        began, before = time.monotonic(), own.gateway.facts.renders
+        await send_all(clients, [request(own.url, json.dumps(body).encode()) for body in bodies])
+        minutes = (time.monotonic() - began) // 60 + 1
+        learnt = own.gateway.facts.learnt
+        assert 0 < learnt <= len(COMMON_SETTINGS) + 1 + SETTINGS_PER_MINUTE * minutes
+        assert own.gateway.facts.renders - before <= learnt * RENDERS_OF_A_SETTING
+        assert len(own.gateway.facts) <= learnt
+        for client in clients:
+            client.close()
 
 
-def test_the_live_page_and_doctor_ask_for_an_update_of_an_older_plugin(tmp_path):
-    from tests.gateway.test_commands import seamark
-
+def test_the_live_page_asks_for_an_update_of_an_older_plugin():
     with recording_worker(version=OLD) as old, recording_worker() as new, own_gateway(old, new) as own:
         wait_for(lambda: len(own.gateway.pool.up) == 2)
         (warning,) = httpx.get(own.url + "/seamark/live").json()["warnings"]
         assert OLD in warning and "0.3 or later" in warning and old.url.removeprefix("http://") in warning
-        done = seamark("doctor", "--worker", old.url)
-        assert done.returncode == 1 and "older than 0.3" in done.stdout and "0.3 or later" in done.stdout
-        assert "older than" not in seamark("doctor", "--worker", new.url).stdout
