@@ -87,7 +87,7 @@ def test_a_longer_chat_has_a_system_prompt_a_history_and_a_turn():
     assert (found.result, found.failure, found.end) == ("learnt", None, 5)
 
 
-def test_the_only_question_is_the_history():
+def test_a_question_alone_shares_its_system_prompt():
     assert shown(find([SYSTEM, user("Tide?")])) == [("system", "last:3"), ("turn", -5)]
 
 
