@@ -175,6 +175,8 @@ def _of_engine(delivery: Delivery, otherwise: str) -> str:
     engine = delivery.engine
     if engine is None or engine not in ENGINE_CAUSES or (otherwise == "cold" and engine != "hint_ignored"):
         return otherwise
+    if otherwise == "no_facts" and engine == "cold":  # to the engine, since nobody asked for a state
+        return otherwise
     return engine
 
 

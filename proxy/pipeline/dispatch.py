@@ -92,6 +92,7 @@ class Dispatcher:
         boots = [worker.boot for worker in self._pool.serving(request.model) if worker.takes_hints]
         held = self._prefix_index.longest(found.prefixes, boots)
         worker = choose(workers, held, self._load_slack, affinity_key(request.client.headers, request.body.parsed))
+        prediction.held = held[worker.boot].tokens if worker.boot in held else 0
         longest = max(held.values(), default=None)
         # For a request that is sent again, elsewhere, the first try does not count as sent before.
         earlier = prediction.expected
@@ -179,10 +180,9 @@ class Lease:
         """The request goes to `worker`."""
         request, key = self.request, self.request.client.key
         prediction = request.prediction
-        held = prediction.expected.predicted if prediction.expected is not None else 0
         request.worker, self._is_held = worker, True
         prompt = prediction.prompt or round(len(request.body.raw) * TOKENS_PER_BYTE)
-        self._prefill_tokens = max(0, prompt - held)
+        self._prefill_tokens = max(0, prompt - prediction.held)
         self._was_idle = not worker.inflight
         worker.prefill_tokens += self._prefill_tokens
         worker.inflight += 1

@@ -127,6 +127,7 @@ class Prediction:
     remembered: RememberedRequest | None = None
     expected: Expectation | None = None  # of the chosen worker
     prompt: int = 0  # its tokens, by its bytes: for load, nothing else
+    held: int = 0  # how many of them the chosen worker holds, guesses included: for load, too
 
 
 @dataclass(slots=True)

@@ -46,6 +46,13 @@ def test_doctor_misses_the_feed_without_which_reasons_stay_unheard(worker):
     assert done.returncode == 1 and "--middleware engine_patches.reporting.events_api.EventsEndpoint" in done.stdout
 
 
+def test_doctor_asks_for_an_update_of_an_older_plugin(worker):
+    assert "older than" not in seamark("doctor", "--worker", worker.url).stdout
+    worker.version = "0.2.0"
+    done = seamark("doctor", "--worker", worker.url)
+    assert done.returncode == 1 and "older than 0.3" in done.stdout and "0.3 or later" in done.stdout
+
+
 def test_the_cure_lets_a_worker_be_reached_from_where_it_is_asked_for():
     (finding,) = _engine(None, "m", "http://192.168.100.10:8000")
     assert "--host 0.0.0.0 --port 8000" in finding.cure

@@ -72,6 +72,7 @@ class RecordingWorker:
     patched: bool = True
     version: str = VERSION  # of its plugin
     template: Template = template
+    rendered: Template | None = None  # what its render route gives if that is not what it computes
     prompt_tokens: int | None = None  # that it reports; None: as many as its template makes
     more_metrics: str = ""  # lines of its /metrics
     boot: str = "1.7e+09"
@@ -192,7 +193,7 @@ class RecordingWorker:
 
     async def _render(self, body: bytes, send: Any) -> None:
         self.renders += 1
-        ids = token_ids(self.template(json.loads(body)))
+        ids = token_ids((self.rendered or self.template)(json.loads(body)))
         await _answer(send, json.dumps({"token_ids": ids}).encode(), status=self.render_status)
 
     async def _stream(self, events: Sequence[bytes], receive: Any, send: Any) -> None:

@@ -87,7 +87,7 @@ def test_a_longer_chat_has_a_system_prompt_a_history_and_a_turn():
     assert (found.result, found.failure, found.end) == ("learnt", None, 5)
 
 
-def test_the_only_question_is_the_history():
+def test_a_question_alone_shares_its_system_prompt():
     assert shown(find([SYSTEM, user("Tide?")])) == [("system", "last:3"), ("turn", -5)]
 
 
@@ -277,7 +277,7 @@ def test_a_mark_on_tools_or_system_prompt_is_the_head_once():
     marked_tools = [{**TOOLS[0], **EPHEMERAL}]
     for messages, tools in ((CHAT, marked_tools), ([{**SYSTEM, **EPHEMERAL}, *CHAT[1:]], marked_tools)):
         assert shown(find(messages, tools=tools)) == shown(find(CHAT, tools=TOOLS))
-    assert shown(find([user("Tide?")], tools=marked_tools)) == [("history", "last:13"), ("turn", -5)]
+    assert shown(find([user("Tide?")], tools=marked_tools)) == [("system", "last:13"), ("turn", -5)]
 
 
 def test_a_mark_at_the_end_of_a_message_before_the_last_question_is_the_history():
@@ -435,8 +435,8 @@ def test_a_beginning_inside_a_message_stands_between_its_start_and_its_end():
     parts = user([text_part("The tide table.", **EPHEMERAL), text_part("When?")])
     found = find([SYSTEM, parts])
     (mark,) = (boundary.key for boundary in found.boundaries if boundary.kind == "explicit")
-    (history,) = (boundary.key for boundary in found.boundaries if boundary.kind == "history")
-    assert found.prefixes[1:] == (history, mark, found.turn_key)
+    (head,) = (boundary.key for boundary in found.boundaries if boundary.kind == "system")
+    assert found.prefixes[1:] == (head, mark, found.turn_key)
 
 
 def test_shared_text_inside_messages_serves_the_choice_of_a_worker_only():

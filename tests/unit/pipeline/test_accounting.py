@@ -1,0 +1,201 @@
+"""The step after an answer: what is learnt from its usage, and the reason that is found for what came."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.boundaries.facts_learner import FactsLearner
+from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.template_facts import Opener, TemplateFacts, Turn
+from proxy.chat.reader import chat_request
+from proxy.chat.usage import Usage
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
+from proxy.metrics import Metrics
+from proxy.observability.reasons import Expectation, Explanation
+from proxy.pipeline.accounting import Accounting
+from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.routing.engine_events import EngineOutcome
+from proxy.routing.prefix_index import Prefix, PrefixIndex
+from proxy.settings import Settings
+
+FACTS = TemplateFacts({"user": 5}, {("user", False): Opener((4,)), ("first", False): Opener((1,))})
+
+CHAT = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": "You pilot ships into the harbour."},
+        {"role": "user", "content": "First?"},
+        {"role": "assistant", "content": "One."},
+        {"role": "user", "content": "Second?"},
+    ],
+}
+
+
+class Events:
+    """Engine events that say what they are told to, once they are."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Future[EngineOutcome | None] = asyncio.get_running_loop().create_future()
+        self.asked = 0
+        self.short: list[tuple[Any, ...]] = []
+
+    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
+        self.asked += 1
+        return await self.said
+
+    def fell_short(self, *what: Any) -> None:
+        self.short.append(what)
+
+
+class Pool:
+    def __init__(self, *workers: Worker) -> None:
+        self.workers = list(workers)
+
+
+class Scene:
+    """A worker that has answered a chat."""
+
+    def __init__(self, facts: TemplateFacts | None = FACTS, version: str = "0.3.0") -> None:
+        engine = EngineInfo(version, "0.32.0", match_unit=16, block_size=384)
+        self.worker = Worker("http://w", None, boot="w#1", engine=engine, model_ids=frozenset({"m"}))
+        self.metrics, self.prefix_index = Metrics(), PrefixIndex(10**6)
+        self.reader = PromptReader(Settings(), self.metrics, FactsLearner())
+        self.events = Events()
+        self.accounting = Accounting(
+            self.metrics, Pool(self.worker), self.reader, self.prefix_index, self.events, None, excerpts=False
+        )
+        self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), facts, b"renderer")
+
+    def request(
+        self, *, is_stream: bool = False, hint: tuple[Any, ...] | None = None, **expected: Any
+    ) -> ProxiedRequest:
+        scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+        request = request_of(scope, b"x" * 400, "r")
+        request.body.parsed, request.worker, request.status = CHAT, self.worker, 200
+        request.body.hint = self.found.entries() if hint is None else hint
+        request.timings.is_stream = is_stream
+        request.explanation = Explanation("r", "/v1/chat/completions")
+        prediction = request.prediction
+        prediction.found, prediction.chat = self.found, chat_request(CHAT)
+        known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
+        prediction.expected = Expectation(**{**known, "match_unit": 16, **expected})
+        return request
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+async def test_the_length_of_a_turn_is_learnt_from_the_tokens_of_its_prompt():
+    scene = Scene()
+    scene.prefix_index.record(scene.found.boundaries, "w#1", scene.found.entries())
+    await scene.accounting.answered(scene.request(), Usage(100, 0), None, EngineOutcome("cold"))
+    assert scene.found.turn_key is not None and scene.reader.positions.get(scene.found.turn_key) == 95
+    held = scene.prefix_index.longest(scene.found.prefixes, ["w#1"])["w#1"]
+    assert (held.tokens, held.is_told) == (95, True)
+    assert len(scene.reader.positions) == 1
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        None,
+        FACTS.borrowed({"user": 9}),
+        TemplateFacts({}, FACTS.openers),
+        TemplateFacts(FACTS.ends, FACTS.openers, frozenset({Turn("user", later=True, system=True, tools=False)})),
+        TemplateFacts({"user": 100}, FACTS.openers),
+    ],
+)
+async def test_no_length_is_learnt_by_facts_of_another_setting_nor_where_the_turn_does_not_hold(facts):
+    scene = Scene(facts)
+    scene.prefix_index.record(scene.found.boundaries, "w#1", scene.found.entries())
+    await scene.accounting.answered(scene.request(), Usage(100, 0), None, EngineOutcome("cold"))
+    assert len(scene.reader.positions) == 0
+    assert not scene.prefix_index.longest(scene.found.prefixes, ["w#1"])["w#1"].is_told
+
+
+async def test_a_length_is_learnt_of_an_answer_that_does_not_say_what_was_cached_and_of_no_other():
+    scene = Scene()
+    assert await scene.accounting.answered(scene.request(), None, None) is None
+    assert len(scene.reader.positions) == 0
+    assert await scene.accounting.answered(scene.request(), Usage(100, None), None) is None
+    assert len(scene.reader.positions) == 1 and scene.events.asked == 0
+
+
+async def test_the_reason_is_found_with_what_the_engine_says_in_the_answer():
+    scene = Scene()
+    request = scene.request(sent=Prefix(400, 0), sent_here=True, held=400, predicted=400)
+    outcome = EngineOutcome("not_worth_it", 64, (40, 60, 95))
+    assert await scene.accounting.answered(request, Usage(100, 0), None, outcome) == "not_worth_it"
+    assert scene.events.asked == 0
+    explanation = request.explanation
+    assert (explanation.shareable, explanation.predicted, explanation.delivered) == (64, 400, 0)
+    assert explanation.positions == (40, 60, 95) and explanation.sent == scene.found.entries()
+    assert scene.value("seamark_miss_total", model="m", reason="not_worth_it") == 1
+    (short,) = scene.events.short
+    assert short[1] == scene.found.prefixes and short[2] == []  # it leaves nothing behind
+
+
+async def test_what_was_delivered_in_full_is_a_hit_and_no_miss():
+    scene = Scene()
+    request = scene.request(sent=Prefix(90, 0), sent_here=True, held=80, predicted=80)
+    outcome = EngineOutcome("hit", 80, ())
+    assert await scene.accounting.answered(request, Usage(100, 80), None, outcome) == "hit"
+    assert not scene.events.short and scene.value("seamark_shareable_tokens_total", model="m", worker="w") == 80
+    assert not any(name.name == "seamark_miss" and name.samples for name in scene.metrics.registry.collect())
+
+
+async def test_nobody_waits_for_the_reason_of_a_stream():
+    scene = Scene()
+    request = scene.request(is_stream=True)
+    assert await scene.accounting.answered(request, Usage(100, 0), None) is None
+    await asyncio.sleep(0)
+    assert scene.events.asked == 1 and request.explanation.reason is None
+    scene.events.said.set_result(EngineOutcome("cold", 0, (40, 60, 95)))
+    async with asyncio.timeout(30):
+        while request.explanation.reason is None:
+            await asyncio.sleep(0)
+    assert (request.explanation.reason, request.explanation.positions) == ("cold", (40, 60, 95))
+    assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
+
+
+async def test_a_whole_answer_waits_for_an_older_engine_if_the_gateway_cannot_tell():
+    scene = Scene(version="0.2.0")
+    scene.events.said.set_result(EngineOutcome("not_worth_it"))
+    sent = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
+    hint = {"hint": (40,)}
+    assert await scene.accounting.answered(scene.request(**sent, **hint), Usage(100, 0), None) == "not_worth_it"
+    assert await scene.accounting.answered(scene.request(**sent, **hint), Usage(100, 80), None) == "hit"
+    assert await scene.accounting.answered(scene.request(**sent, hint=()), Usage(100, 0), None) == "evicted"
+    assert scene.events.asked == 1
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted():
+    scene = Scene(version="0.2.0")
+    request = scene.request(hint=(40,))
+    answering = asyncio.create_task(scene.accounting.answered(request, Usage(100, 0), None))
+    while not scene.events.asked:
+        await asyncio.sleep(0)
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+    scene.events.said.set_result(EngineOutcome("cold"))
+    async with asyncio.timeout(30):
+        while request.explanation.reason is None:
+            await asyncio.sleep(0)
+    assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
+
+
+async def test_an_explanation_that_fails_costs_no_answer(caplog):
+    scene = Scene()
+    request = scene.request()
+    scene.found = Found((Boundary("turn", b"t", [7]),))  # no entry
+    request.prediction.found = scene.found
+    outcome = EngineOutcome("cold", 0, (40,))
+    assert await scene.accounting.answered(request, Usage(100, 0), None, outcome) is None
+    assert "explaining request r: TypeError" in caplog.text

@@ -1,0 +1,133 @@
+"""A request's boundaries are there at once: what is not known is learnt beside the requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from proxy.boundaries.template_facts import DEFAULT, Opener, Setting, TemplateFacts
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
+from proxy.metrics import Metrics
+from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
+from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.settings import Settings
+
+FACTS = TemplateFacts({"user": 5}, {("alone", False): Opener((3,)), ("user", False): Opener((4,))})
+
+MESSAGES = [{"role": "system", "content": "You pilot."}, {"role": "user", "content": "Tide?"}]
+
+
+class Learner:
+    """Knows the facts of some settings, and notes what it is asked to learn."""
+
+    def __init__(self, **known: TemplateFacts) -> None:
+        self.known: dict[bytes, TemplateFacts] = {name.encode(): facts for name, facts in known.items()}
+        self.asked: list[Setting] = []
+
+    def facts(self, renderer_id: bytes, setting: Setting = DEFAULT) -> TemplateFacts | None:
+        known = self.known.get(renderer_id)
+        return known if known is None or setting.is_default else known.borrowed({"user": 9})
+
+    def wants(self, renderer_id: bytes, setting: Setting = DEFAULT) -> bool:
+        return setting not in self.asked
+
+    async def learn(self, renderer: Any, renderer_id: bytes, model: Any, setting: Setting = DEFAULT) -> None:
+        self.asked.append(setting)
+
+
+def worker(name: str = "a", renderer_id: bytes | None = b"one", *, patched: bool = True) -> Worker:
+    engine = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384) if patched else None
+    found = Worker(f"http://{name}", None, boot=name, engine=engine, model_ids=frozenset({"m"}))
+    if renderer_id is not None:
+        found.renderer_ids["m"] = renderer_id
+    return found
+
+
+def read(learner: Learner, *workers: Worker, reader: PromptReader | None = None, **body: Any) -> ProxiedRequest:
+    parsed = {"model": "m", "messages": MESSAGES, **body}
+    scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+    request = request_of(scope, json.dumps(parsed).encode(), "r")
+    request.body.parsed = parsed
+    reader = reader if reader is not None else PromptReader(Settings(), Metrics(), learner)
+    reader.read(request, workers)
+    return request
+
+
+async def test_a_request_of_a_known_template_has_its_entries_at_once():
+    request = read(Learner(one=FACTS), worker())
+    found = request.prediction.found
+    assert (found.entries(), found.failure, found.renderer_id) == (("last:3", -5), None, b"one")
+    explanation = request.explanation
+    assert (explanation.lookup, explanation.boundaries) == ("learnt", (("last:3", "system"), (-5, "turn")))
+
+
+async def test_a_template_that_is_not_known_is_learnt_beside_the_request():
+    learner = Learner()
+    request = read(learner, worker())
+    assert (request.prediction.found.entries(), request.prediction.found.failure) == ((), "no_facts")
+    assert not learner.asked  # nothing happens on the request's way
+    await asyncio.sleep(0)
+    assert learner.asked == [DEFAULT]
+
+
+async def test_another_setting_has_the_openers_of_the_default_one_until_it_is_learnt():
+    learner = Learner(one=FACTS)
+    request = read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
+    assert (request.prediction.found.entries(), request.prediction.found.end) == (("last:3", -9), None)
+    await asyncio.sleep(0)
+    assert [setting.fields for setting in learner.asked] == [{"chat_template_kwargs": {"enable_thinking": False}}]
+    read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
+    await asyncio.sleep(0)
+    assert len(learner.asked) == 1
+
+
+async def test_a_worker_that_has_not_said_what_it_renders_with_is_no_hindrance():
+    found = read(Learner(one=FACTS), worker("a", None), worker("b")).prediction.found
+    assert (found.renderer_id, found.entries()) == (b"one", ("last:3", -5))
+    learner = Learner(one=FACTS)
+    assert read(learner, worker("a", None)).prediction.found.failure == "no_facts"
+    await asyncio.sleep(0)
+    assert not learner.asked
+
+
+@pytest.mark.parametrize("workers", [(), (worker(patched=False),)])
+async def test_without_a_worker_that_keeps_states_nothing_is_sought(workers):
+    found = read(Learner(one=FACTS), *workers).prediction.found
+    assert (found.boundaries, found.failure) == ((), "unpatched")
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [({"messages": "x"}, "no_boundary"), ({"messages": []}, "no_boundary"), ({"messages": [7]}, "no_boundary")],
+)
+async def test_a_body_that_is_no_chat_has_no_boundary(body, failure):
+    assert read(Learner(one=FACTS), worker(), **body).prediction.found.failure == failure
+
+
+async def test_a_failure_costs_the_hint_and_names_no_text(caplog):
+    class Broken(Learner):
+        def facts(self, renderer_id: bytes, setting: Setting = DEFAULT) -> TemplateFacts | None:
+            raise KeyError("You pilot.")
+
+    request = read(Broken(), worker())
+    assert (request.prediction.found.boundaries, request.prediction.found.failure) == ((), "no_facts")
+    assert "boundary of request r: KeyError" in caplog.text and "pilot" not in caplog.text
+
+
+async def test_answers_tell_how_many_tokens_a_byte_has():
+    learner = Learner(one=FACTS)
+    reader = PromptReader(Settings(), Metrics(), learner)
+    first = read(learner, worker(), reader=reader).prediction
+    size = len(json.dumps({"model": "m", "messages": MESSAGES}).encode())
+    assert first.prompt == round(size * TOKENS_PER_BYTE)
+    for _ in range(200):
+        reader.weigh("m", 100, 50)
+    reader.weigh("m", 0, 50)
+    reader.weigh(["m"], 100, 1)
+    later = read(learner, worker(), reader=reader).prediction
+    assert later.prompt == pytest.approx(size * 0.5, abs=1)
+    assert later.found.boundaries[-1].estimate == later.prompt > first.found.boundaries[-1].estimate
