@@ -67,7 +67,7 @@ def measure(size: int, messages: int, rounds: int) -> Cost:
         began = time.process_time()
         found = finder.find(request, FACTS, b"renderer", size, TOKENS_PER_BYTE, by_texts=by_texts)
         if found.layout is not None:
-            recent.add(RememberedRequest(found.layout, None, size))
+            recent.add(RememberedRequest(found.layout, size))
         return found, time.process_time() - began
 
     new = [find(chat(size, messages, f"You, {number}.", "First?"))[1] for number in range(rounds)]
