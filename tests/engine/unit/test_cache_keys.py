@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_patches.scheduler.cache_keys import avoid_unwritten_rows, key_at
+from engine_patches.scheduler.cache_keys import avoid_unwritten_rows, keep_hinted_keys, key_at
 
 UNIT, HIT = 16, 80  # tokens
 
@@ -53,3 +53,14 @@ def test_a_group_without_a_block_to_copy_does_not_end_the_check():
 def test_rows_before_the_hit_are_enough():
     assert found_after({1: 64}, {1: 7}, {7: HIT}, {}) == {1: [7]}
     assert found_after({1: 64}, {1: 7}, {7: HIT - 1}, {}) is None
+
+
+@pytest.mark.parametrize("checkpoints", [{}, {"seamark": SimpleNamespace(enabled=False)}], ids=["before", "attention"])
+def test_a_cache_without_states_is_left_to_vllm(checkpoints):
+    cached = []
+
+    def cache_blocks(manager, request, num_tokens, retention_interval, *, replay_boundaries):
+        cached.append((num_tokens, retention_interval, replay_boundaries))
+
+    keep_hinted_keys(cache_blocks)(SimpleNamespace(**checkpoints), "a request", 64, 2, replay_boundaries=(64,))
+    assert cached == [(64, 2, (64,))]

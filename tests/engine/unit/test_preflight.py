@@ -22,3 +22,12 @@ def test_it_notices_another_behaviour(monkeypatch, method, changed):
     monkeypatch.setattr(BlockPool, method, changed)
     with pytest.raises(PreflightFailed):
         run()
+
+
+def test_an_error_in_vllms_own_code_is_a_failed_check(monkeypatch):
+    def changed(*args, **kwargs):
+        raise TypeError("unexpected keyword argument")
+
+    monkeypatch.setattr(BlockPool, "cache_partial_block", changed)
+    with pytest.raises(PreflightFailed, match="TypeError: unexpected keyword argument"):
+        run()

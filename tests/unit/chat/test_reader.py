@@ -132,3 +132,35 @@ def test_only_a_completion_is_bare_of_messages():
         RESPONSES: False,
         COMPLETIONS: True,
     }
+
+
+def test_a_mark_on_a_tool_result_is_none_on_the_text_before_it():
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "nine", **EPHEMERAL}
+    text = {"type": "text", "text": "Here:"}
+    assert marks(messages=[{"role": "user", "content": [text, result]}]) == (Mark(0),)
+
+
+def test_a_response_that_an_assistant_began_is_continued():
+    begun = {"type": "message", "role": "assistant", "status": "incomplete", "content": "The tide"}
+    asked = [{"role": "user", "content": "Tide?"}, begun]
+    settings = ("add_generation_prompt", "continue_final_message")
+    body = chat(RESPONSES, input=asked).body
+    assert [body.get(name) for name in settings] == [False, True]
+    body = chat(RESPONSES, input=[*asked, {"role": "user", "content": "And now?"}]).body
+    assert [body.get(name) for name in settings] == [None, None]
+
+
+def test_each_reasoning_of_a_response_is_its_first_text():
+    thoughts = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": text} for text in texts]}
+        for texts in (("first", "more"), ("second",), ())
+    ]
+    asked = chat(RESPONSES, input=[{"role": "user", "content": "Tide?"}, *thoughts])
+    assert [message.get("reasoning") for message in asked.messages] == [None, "first", "second", ""]
+
+
+def test_token_ids_are_characters_up_to_the_last_there_is():
+    ids = [5, 0x10FFFF]
+    assert chat(COMPLETIONS, prompt=ids).texts == ("".join(map(chr, ids)),)
+    beyond = {"model": "m", "prompt": [5, 0x110000]}
+    assert chat_in(COMPLETIONS, beyond, StoredResponses(10**6)) is None

@@ -2,7 +2,14 @@
 
 import pytest
 
-from engine_patches.scheduler.step_time import ASSUMED_TOKENS_PER_PASS, LONG_STEP, StepTime
+from engine_patches.scheduler.step_time import (
+    ASSUMED_TOKENS_PER_PASS,
+    ENOUGH,
+    LONG_STEP,
+    RENEWAL,
+    WINDOW,
+    StepTime,
+)
 
 
 def learnt(floor=0.4, per_token=0.0005, steps=8):
@@ -73,3 +80,22 @@ def test_a_step_of_just_the_length_shows_the_cost_of_a_token():
             step_time.step_took(1, 0.4)
             step_time.step_took(tokens, 0.9)
         assert step_time.known is known
+
+
+def test_enough_steps_of_both_sorts_are_believed_at_once():
+    step_time = learnt(steps=ENOUGH - 1)
+    assert not step_time.known
+    step_time.step_took(1, 0.4005)
+    step_time.step_took(1000, 0.9)
+    assert step_time.known and step_time.tokens_per_pass == pytest.approx(800, rel=0.02)
+
+
+def test_a_known_rate_is_computed_again_after_some_steps_and_not_at_each():
+    step_time = learnt(steps=WINDOW)
+    assert step_time.token_seconds == pytest.approx(0.0005, rel=0.01)
+    for _ in range(RENEWAL - 1):
+        step_time.step_took(1000, 2.4)
+    assert step_time.token_seconds == pytest.approx(0.0005, rel=0.01)
+    for _ in range(WINDOW):
+        step_time.step_took(1000, 2.4)
+    assert step_time.token_seconds == pytest.approx(0.002, rel=0.01)

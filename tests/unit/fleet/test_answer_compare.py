@@ -123,5 +123,6 @@ def test_a_continuation_is_asked_for_greedily_under_its_salt_with_its_hint():
     plain = json.loads(completion_request("m", [1, 2], None))
     assert (plain["prompt"], plain["temperature"], plain["ignore_eos"]) == ([1, 2], 0, True)
     assert "cache_salt" not in plain and "vllm_xargs" not in plain
+    assert plain["return_tokens_as_token_ids"] is True  # two tokens may have one text
     salted = json.loads(completion_request("m", [1, 2], "s", (1,)))
     assert (salted["cache_salt"], salted["vllm_xargs"]) == ("s", {"seamark_boundaries": [1]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 
 import pytest
 
@@ -208,3 +209,12 @@ def test_a_removed_worker_is_forgotten(worker, engine):
     assert is_due_after(check, worker)
     check.forget(worker)
     assert not check._watched
+
+
+def test_a_restarted_worker_starts_without_the_noise_of_before(worker, engine):
+    check = check_of(worker, engine)
+    assert is_due_after(check, worker, checks=5, noises=deque([0.5]))
+    worker.boot = "w#2"
+    check._is_due(worker)
+    watched = check._watched[worker.url]
+    assert (watched.boot, watched.checks, list(watched.noises)) == ("w#2", 0, [])

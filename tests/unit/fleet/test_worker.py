@@ -100,3 +100,14 @@ def test_a_worker_that_may_keep_nothing_or_has_another_template_gets_no_hint():
     quarantined = worker("0.3.0")
     quarantined.cache.quarantine()
     assert quarantined.hint(FOUND) == ()
+
+
+def test_hints_are_for_a_worker_with_the_plugin_that_is_not_in_quarantine():
+    async def render(body, path):
+        raise NotImplementedError
+
+    plain = Worker("http://w", renderer=render)
+    patched = Worker("http://w", renderer=render, engine=EngineInfo("0", "0", match_unit=16, block_size=384))
+    assert (plain.takes_hints, patched.takes_hints) == (False, True)
+    patched.cache.quarantine()
+    assert not patched.takes_hints

@@ -89,3 +89,16 @@ def test_its_size_stays(recently, clock):
         recently.add(100, 96, 96)
         clock.seconds += 5
     assert recently.last_hour().requests == SLOTS - 1 and len(recently._slots) == SLOTS
+
+
+def test_minutes_of_more_than_an_hour_ago_are_empty(recently, clock):
+    recently.add(100, 96, 96)
+    clock.seconds += 2 * 3600
+    assert recently.by_minute() == [Totals(0, 0, 0, 0, 0)] * MINUTES
+
+
+def test_the_minute_includes_the_slot_that_is_still_filled_and_the_hour_the_minutes_before(recently, clock):
+    recently.add(100, 96, 96)
+    assert recently.last_minute() == recently.by_minute()[-1] == Totals(1, 100, 96, 96, 96)
+    clock.seconds += 3 * 60
+    assert recently.by_minute()[-4] == Totals(1, 100, 96, 96, 96)

@@ -9,7 +9,7 @@ import pytest
 from proxy.chat.usage import Usage
 from proxy.errors import WorkerFailed
 from proxy.pipeline.error_responses import error_body, error_event
-from proxy.pipeline.sse import SseRelay
+from proxy.pipeline.sse import HEARTBEAT, SseRelay
 
 DELTA = b'data: {"choices":[{"delta":{"content":"\xc3\xa9 \\"usage\\":{"}}]}\n\n'
 
@@ -76,6 +76,22 @@ async def test_usage_beside_choices_stays():
     beside = USAGE.replace(b'"choices":[]', b'"choices":[{"index":0}]')
     sent, _ = await relayed([beside + USAGE + DONE], strips=True)
     assert b"".join(sent) == beside + DONE
+
+
+async def test_while_an_event_is_held_back_the_stream_stands_at_the_end_of_another():
+    sent: list[bytes] = []
+
+    async def send(message) -> None:
+        sent.append(message["body"])
+
+    async def chunks():
+        yield DELTA
+        yield DELTA[:9]
+
+    relay = SseRelay(send, strips_usage=False, keeps_first=True)
+    await relay.run(chunks())
+    await relay.beat()
+    assert sent == [DELTA, HEARTBEAT] and relay.last == DELTA
 
 
 async def test_lines_may_end_either_way_and_what_has_no_end_comes_at_the_end():

@@ -10,6 +10,7 @@ import inspect
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -231,3 +232,16 @@ async def test_an_upgrade_is_answered_without_one_and_without_a_line_in_the_log(
     connection.may_answer.set()
     await turn()
     assert connection.status == 200 and not caplog.records
+
+
+async def test_behind_a_head_without_an_end_nothing_more_is_read_while_a_request_is_answered(connection):
+    connection.send(GET)
+    connection.send(b"GET / HTTP/1.1\r\nx: " + b"a" * LIMIT)
+    assert not connection.transport.written
+    read: list[bytes] = []
+    connection.protocol.parser = SimpleNamespace(feed_data=read.append)
+    connection.send(b"a" * LIMIT)
+    assert not read
+    connection.may_answer.set()
+    await turn()
+    assert connection.status == 200 and connection.transport.closed and len(connection.scopes) == 1

@@ -1,0 +1,58 @@
+"""What an API server makes of the engine core's reports."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from engine_patches.reporting import metrics
+from engine_patches.reporting.events_api import Feed
+from engine_patches.reporting.metrics import EngineMetrics
+from engine_patches.reporting.stats_channel import attach
+from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.state_events import StateEvicted
+
+
+@pytest.fixture
+def feed(monkeypatch) -> Feed:
+    """Of a process that serves no engine yet."""
+    feed = Feed()
+    monkeypatch.setattr(metrics, "feed", feed)
+    monkeypatch.setattr(EngineMetrics, "_engines", set())
+    return feed
+
+
+def served_by(processes: int) -> SimpleNamespace:
+    return SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=processes))
+
+
+@pytest.mark.parametrize(
+    ("processes", "engines", "has_all"), [(1, [0], True), (1, [0, 0], True), (2, [0], False), (1, [0, 1], False)]
+)
+def test_states_are_reported_only_by_the_one_api_server_of_one_engine(feed, processes, engines, has_all):
+    for engine in engines:
+        EngineMetrics(served_by(processes), engine)
+    assert feed.has_all_events is has_all
+
+
+class Evicted:
+    """A scheduler's events: one state that can no longer be found."""
+
+    pending = True
+
+    def take(self) -> list:
+        return [(1, StateEvicted("5c"))]
+
+
+def test_requests_and_states_arrive_where_a_gateway_reads_them(feed):
+    checkpoints = Checkpoints(match_unit=16, block_size=384, state_events=Evicted())
+    checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
+    stats = SimpleNamespace(waiting_lora_adapters={"an adapter": 1})
+    attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+    EngineMetrics(served_by(1)).record(stats, None)
+    answer = feed.after(0)
+    assert [outcome[:3] for outcome in answer["outcomes"]] == [("a", "hit", 160)]
+    assert answer["states"] == [["gone", "5c"]]
+    assert stats.waiting_lora_adapters == {"an adapter": 1}

@@ -1,0 +1,42 @@
+"""The plugin's settings: a wrong value stops no engine, the default is used and one line says so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from engine_patches import settings
+
+
+@pytest.fixture
+def lines(monkeypatch) -> list[str]:
+    """What is logged."""
+    logged: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+
+    monkeypatch.setattr(settings.logger, "handlers", [Handler()])
+    return logged
+
+
+@pytest.mark.parametrize(("value", "share"), [("", settings.DEFAULT_SHARE), (" 0.25 ", 0.25), ("1", 1.0)])
+def test_a_part_of_the_cache_is_taken_as_it_is(monkeypatch, lines, value, share):
+    monkeypatch.setenv(settings.STATE_SHARE, value)
+    assert settings.state_share() == share and not lines
+
+
+@pytest.mark.parametrize("value", ["half", "0", "-0.5", "1.01", "nan"])
+def test_what_is_no_part_of_the_cache_is_the_default_with_one_line(monkeypatch, lines, value):
+    monkeypatch.setenv(settings.STATE_SHARE, value)
+    assert settings.state_share() == settings.DEFAULT_SHARE
+    (line,) = lines
+    assert settings.STATE_SHARE in line and repr(value) in line
+
+
+@pytest.mark.parametrize(("value", "on", "logged"), [("1", True, 0), ("0", False, 0), ("", True, 0), ("yes", True, 1)])
+def test_a_switch_is_on_off_or_as_by_default(monkeypatch, lines, value, on, logged):
+    monkeypatch.setenv(settings.FAN_OUT, value)
+    assert settings.fan_out() is on and len(lines) == logged
