@@ -24,7 +24,8 @@ GAP = 24
 # chat's last one; a tool's result that is the last text; the same behind another tool's result.
 Place = Literal["first", "alone", "user", "tool", "results"]
 
-Role = Literal["user", "tool"]
+# Of the message to answer; `system`: a reminder that an agent puts behind a user's or a tool's message.
+Role = Literal["user", "tool", "system"]
 
 # Fields beside the messages that a template may read, and that are one of a few values. A list or an object among
 # them, and among `chat_template_kwargs`, is left out: each would be a setting of its own, never seen again.

@@ -205,6 +205,12 @@ CHATS = (
     ),
 )
 
+# Chats that end in a reminder.
+REMINDED: tuple[tuple[tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]], ...] = (
+    ((_BREAK, _user("x"), _system("Be brief.\n")), ()),
+    ((_SAY, _user("x"), _answer("done)"), _user("go"), _system(RICH)), (LOOK, ASK)),
+)
+
 # Chats that show whether another setting moves anything, and what it does to the ends.
 FEW_CHATS = tuple(
     replace(chat, more_texts=False, following=False, bare=True)
@@ -284,7 +290,28 @@ async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[st
         )
         no_tool = per_user and all(each.prompt.count(pattern) == each.chat.users for each in counted)
         openers[key] = Opener(tuple(map(ord, pattern)), texts[pattern], exact, per_user, no_tool)
-    return TemplateFacts(_ends(probed), openers, _broken(probed))
+    ends = _ends(probed) | await _reminder_end(render, fields)
+    return TemplateFacts(ends, openers, _broken(probed))
+
+
+async def _reminder_end(render: Render, fields: Mapping[str, Any]) -> dict[Role, int]:
+    """Tokens behind a reminder that ends a chat, if that is one number, and the turn stays once it is answered."""
+    ends: set[int] = set()
+    for messages, tools in REMINDED:
+        body = {**fields, "messages": list(messages)}
+        if tools:
+            body["tools"] = list(tools)
+        prompt = await render(body)
+        bare = await render({**body, "add_generation_prompt": False}) if prompt else None
+        more = [*messages, _answer("Quartz"), _user("Quartz")]
+        following = await render({**body, "messages": more}) if bare else None
+        if not (prompt and bare and following):
+            return {}  # the template refuses such chats, or some of them
+        end = len(prompt) - common_prefix(prompt, bare)
+        if common_prefix(prompt, following) < len(prompt) - end - 1:
+            return {}
+        ends.add(end)
+    return {"system": ends.pop()} if len(ends) == 1 else {}
 
 
 def _has_results(chat: ProbeChat) -> bool:
@@ -420,7 +447,7 @@ async def ends_with(render: Render, facts: TemplateFacts, fields: Mapping[str, A
         opener = facts.opener(each.chat.place, bool(each.chat.tools))
         return opener is None or _gap(each, "".join(map(chr, opener.ids))) is not None
 
-    return FewFacts(_ends(probed), all(map(holds, probed)))
+    return FewFacts(_ends(probed) | await _reminder_end(render, fields), all(map(holds, probed)))
 
 
 async def sample(render: Render, fields: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Delivery, Expectation, cache_label, reason_for
-from proxy.observability.request_diff import PrefixChange, volatile_text
+from proxy.observability.request_diff import PrefixChange
 from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.pipeline.prompt_reader import PromptReader
@@ -32,6 +32,9 @@ from proxy.routing.prefix_index import PrefixIndex
 logger = logging.getLogger("seamark.gateway")
 
 CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
+
+# A change is sought if more than one in so many tokens of a prompt was computed.
+MOST_PARTS = 8
 
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
@@ -112,6 +115,8 @@ class Accounting:
         counters = self._counters(model, worker)
         counters.prompt.inc(usage.prompt)
         self._learn(request, usage.prompt)
+        if (remembered := request.prediction.remembered) is not None:
+            remembered.prompt = usage.prompt
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
             saved = worker.step_times.seconds(usage.cached)
@@ -197,7 +202,10 @@ class Accounting:
         metrics, timings = self._metrics, request.timings
         found = request.prediction.found or Found()
         delivery = self._delivery(answered, found, outcome)
-        change = self._change(request, delivery)
+        change = self._change(request, delivery, is_told=outcome is not None and outcome.shared is not None)
+        shared = max(delivery.shareable, cached)
+        if change is not None:
+            delivery = delivery._replace(unchanged=shared + change.lost(prompt, shared))
         reason = reason_for(expected, delivery, change)
         counters = self._counters(model, worker)
         counters.shareable.inc(delivery.shareable)
@@ -220,12 +228,10 @@ class Accounting:
             explanation.predicted = expected.floored(expected.predicted)
             explanation.prompt, explanation.delivered, explanation.reason = prompt, cached, reason
             if change is not None:
-                explanation.changed = change.as_json(self._excerpts)
-                if (volatile := volatile_text(change)) is not None:
-                    could = max(delivery.shareable, cached) if reason == "hit" else cached
-                    lost = max(0, expected.floored(delivery.unchanged) - could)
-                    explanation.would_save[volatile] = lost
-                    metrics.would_save.labels(volatile).inc(lost)
+                explanation.changed = change.as_json(self._excerpts, prompt, shared)
+                if change.kind is not None and (saves := expected.floored(change.would_save(prompt, shared))):
+                    explanation.would_save[change.kind] = saves
+                    metrics.would_save.labels(change.kind).inc(saves)
         return reason
 
     def _delivery(self, answered: _Answered, found: Found, outcome: EngineOutcome | None) -> Delivery:
@@ -238,17 +244,22 @@ class Accounting:
             prompt,
             cached,
             shared=outcome.shared if outcome is not None else None,
-            unchanged=max((at for key, at in tokens.items() if key != found.turn_key), default=0),
             deepest=max(tokens.values(), default=0),
             engine=outcome.reason if outcome is not None else None,
         )
 
-    def _change(self, request: ProxiedRequest, delivery: Delivery) -> PrefixChange | None:
-        """Where the request differs in the middle from a recent one, if it could have shared more without that."""
-        remembered = request.prediction.remembered
-        if remembered is None or delivery.unchanged <= delivery.cached:
+    def _change(self, request: ProxiedRequest, delivery: Delivery, *, is_told: bool) -> PrefixChange | None:
+        """Where the request differs in the middle from a recent one; `is_told`: its engine says what it shares.
+
+        Not sought where little was computed: comparing takes up to some milliseconds.
+        """
+        remembered, expected = request.prediction.remembered, request.prediction.expected
+        if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:
             return None
-        return self._recent.change(remembered)
+        change = self._recent.change(remembered)
+        if change is None and is_told and expected is not None and expected.sent_here:
+            change = self._recent.rendered_otherwise(remembered, max(delivery.shareable, delivery.cached))
+        return change
 
     def _counters(self, model: str, worker: Worker) -> _Counters:
         labels = (model, worker.name)

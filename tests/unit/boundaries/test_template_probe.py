@@ -22,6 +22,8 @@ TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).pare
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]}
 
+BARE = {"add_generation_prompt": False}
+
 # No two begin alike, and none as what is learnt from.
 TEXTS = ("When is high tide?", "\nOn a line", ")x", " so", "9 ships", "")
 
@@ -147,6 +149,24 @@ async def test_as_many_tokens_stand_behind_the_last_message_as_was_learnt(name, 
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
+async def test_a_reminder_behind_the_last_message_has_an_end_that_stays(name):
+    renders = renderer(name)
+    end = (await learnt(renders)).end("system")
+    messages = [PILOT, user("First?"), assistant("One."), user("Second?"), system("The tide turns at nine.")]
+    try:
+        prompt, bare = renders.render({"messages": messages}), renders.render({"messages": messages, **BARE})
+        following = renders.render({"messages": [*messages, assistant("Two."), user("Third?")]})
+    except RenderFailed:  # not all templates take a system message there
+        assert end is None
+        return
+    true = len(prompt) - common_prefix(prompt, bare)
+    if common_prefix(prompt, following) < len(prompt) - true - 1:  # or leave it where it is
+        assert end is None
+    else:
+        assert end == true
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
 async def test_the_first_occurrence_leads_to_where_a_new_conversation_parts(name):
     renders = renderer(name)
     facts = await learnt(renders)
@@ -205,7 +225,10 @@ async def test_settings_reach_the_template():
 
     async def render(body: Any) -> list[int] | None:
         seen.append(body)
-        return renders.render(body)
+        try:
+            return renders.render(body)
+        except RenderFailed:
+            return None
 
     async def no_text(ids: Any) -> str | None:
         return None
