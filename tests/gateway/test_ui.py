@@ -156,7 +156,7 @@ def test_what_changed_is_told_with_its_excerpts_as_text(browser, worker):
         expect(changed).to_have_count(1)
         changed.locator("summary").click()
         told = changed.locator("dl")
-        expect(told).to_contain_text("Message 0 (user) differs, at character 9, from token")
+        expect(told).to_contain_text("Message 0 (user) differs, at character 9")
         expect(told).to_contain_text("We drink tea.")
         expect(told).to_contain_text(f"We drink {EVIL}.")
 
