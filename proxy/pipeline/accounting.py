@@ -9,12 +9,14 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
 from proxy.boundaries.boundary import Found, resolved_positions
+from proxy.boundaries.resolve import Entry
 from proxy.chat.chat import RESPONSES
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import WorkerPool
@@ -189,6 +191,14 @@ class Accounting:
             self._reader.told(found.turn_key, prompt - found.end)
             self._prefix_index.set_length(found.turn_key, prompt - found.end)
 
+    def _learn_positions(self, found: Found, positions: Mapping[Entry, int]) -> None:
+        """The engine has resolved the hint: an engine whose feed cannot be followed says so here alone."""
+        for boundary in found.boundaries:
+            tokens = positions.get(boundary.entry, 0) if boundary.entry is not None else 0
+            if tokens:
+                self._reader.told(boundary.key, tokens)
+                self._prefix_index.set_length(boundary.key, tokens)
+
     async def _ask_engine(self, answered: _Answered) -> str | None:
         try:
             outcome = await self._engine_events.outcome_of(answered.worker, answered.request.engine_id)
@@ -201,7 +211,9 @@ class Accounting:
         request, worker, model, expected, prompt, cached = answered
         metrics, timings = self._metrics, request.timings
         found = request.prediction.found or Found()
-        delivery = self._delivery(answered, found, outcome)
+        positions = resolved_positions(request.body.hint, outcome.positions if outcome is not None else ())
+        self._learn_positions(found, positions)
+        delivery = self._delivery(answered, found, outcome, positions)
         change = self._change(request, delivery, is_told=outcome is not None and outcome.shared is not None)
         shared = max(delivery.shareable, cached)
         if change is not None:
@@ -234,11 +246,13 @@ class Accounting:
                     metrics.would_save.labels(change.kind).inc(saves)
         return reason
 
-    def _delivery(self, answered: _Answered, found: Found, outcome: EngineOutcome | None) -> Delivery:
-        """What came, beside what could have come: the engine's word where there is one."""
-        request, _, _, expected, prompt, cached = answered
-        here = resolved_positions(request.body.hint, outcome.positions if outcome is not None else ())
-        tokens = {b.key: here.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries}
+    @staticmethod
+    def _delivery(
+        answered: _Answered, found: Found, outcome: EngineOutcome | None, positions: Mapping[Entry, int]
+    ) -> Delivery:
+        """What came, beside what could have come: the engine's word where there is one. `positions`: of the hint."""
+        _, _, _, expected, prompt, cached = answered
+        tokens = {b.key: positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries}
         return Delivery.of(
             expected,
             prompt,

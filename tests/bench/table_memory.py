@@ -170,7 +170,7 @@ async def fill_gateway(gateway: Server, requests: int, say: Callable[[str], None
         entries = client.get("/seamark/status").json()["directory_entries"]
         last = client.post(CHAT, content=_body(requests)).headers
     # All of them have as many boundaries as one more, which are recorded before it is sent.
-    recorded = requests * len(last["x-seamark-boundary"].split(","))
+    recorded = requests * len(last["x-seamark-boundary"].split(";"))
     return Grown("gateway process", requests, entries, recorded - entries, half, end)
 
 

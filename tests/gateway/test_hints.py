@@ -119,6 +119,14 @@ def test_an_explanation_has_the_entries_and_what_the_engine_made_of_them(fleet, 
     ]
 
 
+def test_positions_are_known_by_a_whole_answer_alone_if_the_feed_cannot_be_read(fleet, worker):
+    worker.has_feed = False
+    gateway = start_gateway(fleet, worker)
+    post(gateway, chat("one"))
+    answer = post(gateway, chat("two"))
+    assert answer.headers["x-seamark-predicted"] == str(SYSTEM_END // 16 * 16)
+
+
 def test_a_conversation_is_hinted_where_others_with_its_head_and_its_history_would_part(fleet, worker):
     gateway = start_gateway(fleet, worker)
     turns = [("user", "Tide?"), ("assistant", "Three metres."), ("user", "Wind?")]
