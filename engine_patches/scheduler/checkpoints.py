@@ -13,13 +13,14 @@ from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.hints import EDGE, LEARNED, TAIL, CheckpointTarget, checkpoint_targets
-from engine_patches.scheduler.reasons import Outcomes
+from engine_patches.scheduler.hints import EDGE, LEARNED, TAIL, TURN_REACH, CheckpointTarget, checkpoint_targets
+from engine_patches.scheduler.reasons import NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.seen import SeenPrefixes
 from engine_patches.scheduler.state_events import StateEvents
 from engine_patches.scheduler.step_time import StepTime
+from engine_patches.scheduler.turn_value import TurnValue
 
 # A hit below this share of a pass is not felt, and its state takes as much room as any other.
 WORTH_OF_A_PASS = 0.05
@@ -52,6 +53,7 @@ class Checkpoints:
         self.alignment = self.alignment or self.match_unit
         self.outcomes = Outcomes(self.match_unit, self.alignment)
         self.seen = SeenPrefixes()
+        self.turn_value = TurnValue()
 
     @property
     def recurrent_groups(self) -> Iterable[int]:
@@ -86,7 +88,27 @@ class Checkpoints:
         units = request.num_prompt_tokens // self.match_unit
         state.shared = self.seen.deepest(request.block_hashes[:units]) * self.match_unit
         state.learned = self._learned_position(request, state)
+        state.worthless_turn = self._worthless_turn(request, state)
         return state
+
+    def _worthless_turn(self, request: Any, state: RequestState) -> int:
+        """The end of a request's turn if nobody is going to come back to it; 0 if somebody may."""
+        hashes, units = request.block_hashes, state.shared // self.match_unit
+        self.turn_value.came_back(hashes[max(units - TURN_REACH // self.match_unit - 1, 0) : units])
+        targets = self.targets(request, state)
+        heads = state.positions
+        if not heads or not targets or not self._ends_a_turn(state, targets[-1]):
+            return 0
+        end = targets[-1].position
+        if end - heads[0] <= TURN_REACH or end > len(hashes) * self.match_unit:
+            return 0
+        key = hashes[end // self.match_unit - 1]
+        worth = self.turn_value.worth_a_state(hashes[heads[0] // self.match_unit - 1], key)
+        if worth or end - heads[0] >= self.step_time.tokens_per_pass:
+            return 0
+        self.counters.hint_ignored(NOT_WORTH_IT)
+        self.outcomes.computed(request, end, NOT_WORTH_IT)
+        return end
 
     def _learned_position(self, request: Any, state: RequestState) -> int:
         """Where a request leaves the prompts before it, if that is worth a state and none of its hint serves."""
@@ -98,10 +120,11 @@ class Checkpoints:
             return 0
         return position
 
-    def targets(self, request: Any) -> list[CheckpointTarget]:
+    def targets(self, request: Any, state: RequestState | None = None) -> list[CheckpointTarget]:
         """Positions of a request whose states are to be kept, ascending."""
-        state = self.state_of(request)
-        return checkpoint_targets(request, state.hinted_positions, self.alignment, self.block_size, state.learned)
+        state = state or self.state_of(request)
+        wanted = checkpoint_targets(request, state.hinted_positions, self.alignment, self.block_size, state.learned)
+        return [target for target in wanted if target.position != state.worthless_turn]
 
     def positions_with_keys(self, state: RequestState, num_tokens: int) -> list[int]:
         """Positions up to `num_tokens` at which the request's attention blocks carry keys of ours."""

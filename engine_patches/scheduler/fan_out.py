@@ -151,7 +151,8 @@ class PrefillGate:
             if follows:
                 jobs.append(Job(request.num_tokens - expected.start, expected.position - expected.start))
             else:
-                jobs.append(Job(_left(request)))
+                cached = scheduler.seamark.state_of(request).shared  # at most
+                jobs.append(Job(max(_left(request) - cached, 1)))
         return jobs, running, leader
 
     def hold(self, request: Any, expected: ExpectedState) -> bool:

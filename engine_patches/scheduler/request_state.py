@@ -18,6 +18,7 @@ class RequestState:
     resolved: tuple[int, ...] = ()  # what each entry of its hint names, in the hint's order, exact; 0: not there
     shared: int = 0  # a prompt seen before begins like its own up to here, whole match units
     learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
+    worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
     resumed_at: int = 0  # its state was found there when it was admitted
     chunk_start: int = 0  # where its running chunk begins
     keys: set[int] = field(default_factory=set)  # positions at which its attention blocks carry keys of ours

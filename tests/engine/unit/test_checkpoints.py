@@ -170,3 +170,53 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
         ("c", HIT, 192, 192, (200,)),
         ("d", HINT_IGNORED, 0, 192, (200,)),
     ]
+
+
+class Singles:
+    """Questions behind one head, and nobody comes back to their answers."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints, self.now, self.number = checkpoints, 0.0, 0
+        checkpoints.turn_value._clock = lambda: self.now
+
+    def ask(self, length=120, before=()) -> tuple[list[int], list[int]]:
+        """The prompt of a new question, behind `before` if that is given, and the positions of its states."""
+        self.number += 1
+        prompt = [*(before or HEAD), *own(self.number, length)]
+        targets = self.checkpoints.targets(request(prompt, [192, len(prompt) - 4], name=f"r{self.number}"))
+        return prompt, [target.position for target in targets]
+
+    def end(self, count: int) -> None:
+        """So many questions, each asked by a client that is gone by now."""
+        for _ in range(count):
+            assert self.ask()[1] == [192, 304]
+            self.now += 100.0
+
+
+def test_the_ends_of_turns_are_kept_until_eight_were_asked_for_by_nobody(checkpoints):
+    singles = Singles(checkpoints)
+    singles.end(8)
+    assert singles.ask()[1] == [192]
+    assert checkpoints.counters.counts.ignored["not_worth_it"] == 1
+
+
+def test_a_conversation_that_goes_on_brings_the_ends_of_turns_back(checkpoints):
+    singles = Singles(checkpoints)
+    singles.end(8)
+    prompt, positions = singles.ask()
+    assert positions == [192]
+    singles.ask(before=prompt)
+    assert singles.ask()[1] == [192, 304]
+
+
+def test_a_turn_as_long_as_a_pass_is_always_kept(checkpoints):
+    singles = Singles(checkpoints)
+    singles.end(8)
+    assert singles.ask(1200)[1] == [192, 1392]
+
+
+def test_prompts_that_share_nothing_keep_the_ends_of_their_turns(checkpoints):
+    singles = Singles(checkpoints)
+    for number in range(20):
+        assert singles.ask(before=own(1000 + number, 200))[1] == [192, 304]
+        singles.now += 100.0

@@ -42,7 +42,7 @@ def gate(clock):
     return PrefillGate(step_time, UNIT, clock)
 
 
-def scheduler(running=(), waiting=(), budget=8192, slots=256, held=()):
+def scheduler(running=(), waiting=(), budget=8192, slots=256, held=(), seen=0):
     return SimpleNamespace(
         running=list(running),
         waiting=deque(waiting),
@@ -50,7 +50,7 @@ def scheduler(running=(), waiting=(), budget=8192, slots=256, held=()):
         max_num_scheduled_tokens=budget,
         max_num_running_reqs=slots,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-        seamark=SimpleNamespace(alignment=UNIT),
+        seamark=SimpleNamespace(alignment=UNIT, state_of=lambda request: SimpleNamespace(shared=seen)),
     )
 
 
@@ -139,6 +139,8 @@ def test_a_follower_does_not_leave_its_step_to_strangers_who_gain_less_than_it_l
     assert pays(gate, follower)
     gate.drop_gone({"leader", "follower"})
     assert not pays(gate, follower, *strangers, budget=3600)
+    gate.drop_gone({"leader", "follower"})
+    assert pays(gate, follower, *strangers, budget=3600, seen=7900)  # most of them is in the cache
 
 
 def test_a_fast_engine_shares_what_many_wait_for(clock):

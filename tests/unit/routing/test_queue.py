@@ -47,6 +47,18 @@ async def test_a_slot_found_for_a_request_that_has_just_left_is_given_back():
     assert len(queue) == 0
 
 
+async def test_a_request_that_leaves_as_a_slot_becomes_free_takes_none():
+    slots, given_back = Slots(), []
+    queue = queue_of()
+    leaving, staying = (asyncio.create_task(queue.acquire(None, "m", slots.take, given_back.append)) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    slots.free.append("a slot")
+    queue.wake()  # before the one that leaves has run again
+    assert await staying == "a slot"
+    assert leaving.cancelled() and not given_back and len(queue) == 0
+
+
 async def test_a_worker_that_goes_while_its_requests_wait_stops_nobody():
     going, staying = Slots(), Slots()
     queue = queue_of()

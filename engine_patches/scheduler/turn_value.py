@@ -1,0 +1,89 @@
+"""Which heads' conversations go on: the end of a turn that nobody comes back to is not worth a state.
+
+A head is the first position that a prompt shares with others, such as the end of its system prompt. The end of a turn
+is remembered whether or not its state was written, so a later prompt that contains it shows that conversations of this
+head go on, whatever was decided before. What is not known to be worthless is written: a new head, and a prompt without
+a head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+# Ends of turns in a row that nobody came back to, after which a head's conversations are taken not to go on.
+ENOUGH = 8
+
+# Of the ends that are then not worth a state, one in so many is written all the same.
+PROBE = 8
+
+# A client that has not come back after so long is taken not to.
+JUDGED_AFTER_SECONDS = 60.0
+
+MAX_HEADS = 4096
+
+MAX_ENDS = 16_384  # remembered; two hashes of 32 bytes each
+
+
+@dataclass
+class Head:
+    """What is known of one head's conversations."""
+
+    unresumed: int = 0  # ends in a row that nobody came back to
+    passed: int = 0  # ends since then
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a turn: when (seconds, by the clock), and of which head."""
+
+    at: float
+    head: bytes
+
+
+class TurnValue:
+    """Learns from the ends of turns, each named by the hash of the whole prefix. One per scheduler."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heads: OrderedDict[bytes, Head] = OrderedDict()  # least recently seen first
+        self._ends: OrderedDict[bytes, End] = OrderedDict()  # oldest first; not judged yet
+        self._judged: OrderedDict[bytes, bytes] = OrderedDict()  # end -> head; nobody has come back so far
+
+    def came_back(self, prefixes: Iterable[bytes]) -> None:
+        """A prompt has these prefixes, and an earlier prompt had them: where it contains an end, its head goes on."""
+        for prefix in prefixes:
+            end = self._ends.pop(prefix, None)
+            head = self._judged.pop(prefix, None) if end is None else end.head
+            if head is not None and head in self._heads:
+                self._heads[head] = Head()
+
+    def worth_a_state(self, head: bytes, end: bytes) -> bool:
+        """Whether the state at the `end` of a turn is worth writing; the end is remembered."""
+        now = self._clock()
+        self._judge(now)
+        known = self._heads.setdefault(head, Head())
+        self._heads.move_to_end(head)
+        if len(self._heads) > MAX_HEADS:
+            self._heads.popitem(last=False)
+        self._ends[end] = End(now, head)
+        self._ends.move_to_end(end)
+        if known.unresumed < ENOUGH:
+            return True
+        known.passed += 1
+        return known.passed % PROBE == 0
+
+    def _judge(self, now: float) -> None:
+        while self._ends:
+            end, oldest = next(iter(self._ends.items()))
+            old = now - oldest.at >= JUDGED_AFTER_SECONDS
+            if not old and len(self._ends) < MAX_ENDS:
+                break
+            del self._ends[end]
+            if old and oldest.head in self._heads:
+                self._heads[oldest.head].unresumed += 1
+                self._judged[end] = oldest.head
+        while len(self._judged) > MAX_ENDS:
+            self._judged.popitem(last=False)

@@ -1,0 +1,89 @@
+"""A head's turns are written until enough of them ended for good, and again as soon as one of them goes on."""
+
+import pytest
+
+from engine_patches.scheduler import turn_value
+from engine_patches.scheduler.turn_value import ENOUGH, JUDGED_AFTER_SECONDS, PROBE, TurnValue
+
+HEAD = b"head"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def value(clock):
+    return TurnValue(clock)
+
+
+def end(number):
+    return b"end %d" % number
+
+
+def ended(value, clock, count, head=HEAD, first=0):
+    """`count` turns, and nobody comes back to them."""
+    written = [value.worth_a_state(head, end(number)) for number in range(first, first + count)]
+    clock.now += JUDGED_AFTER_SECONDS
+    return written
+
+
+def test_a_head_is_written_until_enough_of_its_turns_ended_for_good(value, clock):
+    assert ended(value, clock, ENOUGH - 1) == [True] * (ENOUGH - 1)
+    assert value.worth_a_state(HEAD, b"one more")
+    clock.now += JUDGED_AFTER_SECONDS
+    assert not value.worth_a_state(HEAD, b"too many")
+    assert value.worth_a_state(b"another head", b"its first")
+
+
+def test_turns_that_may_still_go_on_are_not_counted(value, clock):
+    assert all(value.worth_a_state(HEAD, end(number)) for number in range(10 * ENOUGH))
+    clock.now += JUDGED_AFTER_SECONDS - 1
+    assert value.worth_a_state(HEAD, b"later")
+
+
+def test_a_head_of_which_one_turn_in_seven_goes_on_is_always_written(value, clock):
+    for number in range(0, 70, ENOUGH - 1):
+        value.came_back([b"no end", end(number - 1)])
+        assert all(ended(value, clock, ENOUGH - 1, first=number))
+
+
+def test_a_turn_of_which_no_state_was_written_shows_all_the_same_that_its_head_goes_on(value, clock):
+    ended(value, clock, ENOUGH)
+    assert not value.worth_a_state(HEAD, b"not written")
+    value.came_back([b"not written"])
+    assert all(ended(value, clock, ENOUGH))
+
+
+def test_a_client_that_comes_back_late_counts(value, clock):
+    ended(value, clock, ENOUGH)
+    assert not value.worth_a_state(HEAD, b"not written")
+    clock.now += 100 * JUDGED_AFTER_SECONDS
+    value.worth_a_state(b"another head", b"its end")
+    value.came_back([end(3)])
+    assert value.worth_a_state(HEAD, b"written again")
+
+
+def test_now_and_then_a_turn_is_written_all_the_same(value, clock):
+    ended(value, clock, ENOUGH)
+    written = [value.worth_a_state(HEAD, b"probe %d" % number) for number in range(3 * PROBE)]
+    assert sum(written) == 3
+
+
+def test_what_is_remembered_is_bounded(value, clock, monkeypatch):
+    monkeypatch.setattr(turn_value, "MAX_HEADS", 10)
+    monkeypatch.setattr(turn_value, "MAX_ENDS", 20)
+    for number in range(100):
+        assert value.worth_a_state(b"head %d" % number, end(number))
+        clock.now += number % 3 * JUDGED_AFTER_SECONDS
+    assert len(value._heads) == 10 and len(value._ends) <= 20 and len(value._judged) <= 20
+    value.came_back([end(number) for number in range(100)])  # of heads forgotten, too
+    assert not value._ends and not value._judged
