@@ -1,0 +1,53 @@
+"""What of a client's body reaches the worker: all of it as it was written, but for what the gateway answers for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.chat.chat import CHAT, RESPONSES
+from proxy.http.auth import ApiKey, KeyEntry
+from proxy.http.json_body import HINT, TRANSFERS, XARGS
+from proxy.pipeline.request import request_of
+
+EVIL = {"remote_host": "evil"}
+
+
+def sent(body: dict[str, Any], key: ApiKey | None = None, path: str = CHAT, hint: tuple = ()) -> dict[str, Any]:
+    """The body that the worker gets."""
+    scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
+    request = request_of(scope, json.dumps(body).encode(), "r", key)
+    request.body.take(dict(body), request.client, asks_usage=False)
+    reached: dict[str, Any] = json.loads(request.body.encoded(hint))
+    return reached
+
+
+@pytest.fixture
+def key() -> ApiKey:
+    return ApiKey("ann", KeyEntry(sha256="0" * 64), "a salt")
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+@pytest.mark.parametrize("hint", [(), (160,)])
+def test_transfers_between_workers_are_no_clients_business_wherever_they_stand(name, hint):
+    body = {"model": "m", name: EVIL, XARGS: {name: EVIL, "mine": 1}}
+    assert sent(body, hint=hint) == {"model": "m", XARGS: {"mine": 1, HINT: list(hint)}}
+
+
+def test_other_arguments_of_the_client_stay():
+    assert sent({"model": "m", XARGS: {"mine": 1}}) == {"model": "m", XARGS: {"mine": 1}}
+    assert sent({"model": "m", XARGS: {"mine": 1}}, hint=(160,))[XARGS] == {"mine": 1, HINT: [160]}
+
+
+def test_the_salt_is_the_keys_and_without_keys_the_clients_own(key):
+    body = {"model": "m", "cache_salt": "guess"}
+    assert sent(body, key)["cache_salt"] == "a salt"
+    assert sent(body)["cache_salt"] == "guess"
+
+
+def test_a_response_is_not_stored_under_a_name_that_a_client_with_a_key_chose(key):
+    body = {"model": "m", "request_id": "another's"}
+    assert "request_id" not in sent(body, key, RESPONSES)
+    assert sent(body, path=RESPONSES)["request_id"] == sent(body, key)["request_id"] == "another's"
