@@ -92,7 +92,12 @@ WRONG = [
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_error_is_the_engines_with_its_status(servers: SharedServers, path, body, stream):
     body = {**body, "stream": stream}
-    direct, behind = twice(servers, path, body)
+    behind = post(servers.gateway, path, body)
+    if "x-seamark-boundary" in behind.headers:  # vLLM quotes the body, and so the hint
+        entries = behind.headers["x-seamark-boundary"].split(";")
+        hint = [int(entry) if entry.lstrip("-").isdigit() else entry for entry in entries]
+        body = {**body, "vllm_xargs": {"seamark_boundaries": hint}}
+    direct = post(servers.seamark, path, body)
     assert behind.status_code == direct.status_code >= 400
     assert masked(behind.content) == masked(direct.content)
     assert behind.headers["content-type"] == direct.headers["content-type"]

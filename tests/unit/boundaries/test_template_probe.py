@@ -162,6 +162,8 @@ async def test_a_reminder_behind_the_last_message_has_an_end_that_stays(name):
     true = len(prompt) - common_prefix(prompt, bare)
     if common_prefix(prompt, following) < len(prompt) - true - 1:  # or leave it where it is
         assert end is None
+    elif name == "plain-words":  # the break behind a text may grow together with the text's end
+        assert end is None
     else:
         assert end == true
 
