@@ -103,7 +103,7 @@ async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: 
         assert cached > shares[round_number - 1] * prompt
     assert await metric(client, engine, "seamark_checkpoint_hits_total") > hits_before + CHATS // 4
     assert await metric(client, engine, 'seamark_checkpoints_written_total{kind="hinted"}') > 0
-    assert await metric(client, gateway, 'seamark_miss_total{model="tiny-hybrid",reason="render_failed"}') == 0
+    assert await metric(client, gateway, 'seamark_miss_total{model="tiny-hybrid",reason="no_facts"}') == 0
 
 
 async def test_the_second_request_hits_at_the_seam_and_in_another_process_too(client, servers, unit):
