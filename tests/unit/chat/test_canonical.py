@@ -94,3 +94,10 @@ def test_arguments_that_are_no_json_are_compared_as_they_are():
 
     assert key(call("{")) != key(call("{{"))
     assert key(call('{"port": "Ayr"}')) == key({"role": "assistant", "tool_calls": [CALL]})
+
+
+def test_a_message_in_parts_begins_alike_whatever_its_last_text_is():
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    texts = [user([{"type": "text", "text": "Look:"}, image, {"type": "text", "text": text}]) for text in "xy"]
+    one, other = (chat_keys({}, [message], b"renderer") for message in texts)
+    assert one.before == other.before and one.after != other.after

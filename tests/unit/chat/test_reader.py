@@ -164,3 +164,19 @@ def test_token_ids_are_characters_up_to_the_last_there_is():
     assert chat(COMPLETIONS, prompt=ids).texts == ("".join(map(chr, ids)),)
     beyond = {"model": "m", "prompt": [5, 0x110000]}
     assert chat_in(COMPLETIONS, beyond, StoredResponses(10**6)) is None
+
+
+def test_all_results_in_one_message_are_answers_to_their_calls():
+    results = [{"type": "tool_result", "tool_use_id": name, "content": f"at {name}"} for name in ("a", "b")]
+    asked = chat(MESSAGES, messages=[{"role": "user", "content": [*results, {"type": "text", "text": "So?"}]}])
+    assert [(message["role"], message.get("tool_call_id"), message["content"]) for message in asked.messages] == [
+        ("tool", "a", "at a"),
+        ("tool", "b", "at b"),
+        ("user", None, "So?"),
+    ]
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("high", True), ("none", False)])
+def test_the_effort_of_a_response_reaches_the_template(effort, thinks):
+    body = chat(RESPONSES, **ASKED[RESPONSES], reasoning={"effort": effort}).body
+    assert (body["reasoning_effort"], body["chat_template_kwargs"]) == (effort, {"enable_thinking": thinks})

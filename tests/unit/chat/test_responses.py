@@ -58,3 +58,11 @@ def test_a_response_is_seen_and_overwritten_by_its_owner_only():
     assert stored.may_see("resp_1", "ann") and not stored.may_see("resp_1", "bob")
     assert stored.chat("resp_1")[0]["content"] == "Tide?"
     assert stored.may_see("resp_2", "bob") and stored.may_see(None, None)
+
+
+def test_of_an_answer_only_what_it_says_is_kept():
+    stored = StoredResponses(10**6)
+    content = [{"type": "output_text", "text": "Nine."}]
+    output = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}, 7]
+    stored.put(asked("Tide?", stored), {"id": "r", "output": [*output, {"type": "message", "content": content}]}, "w#1")
+    assert [message["content"] for message in stored.chat("r")] == ["Tide?", "Nine."]

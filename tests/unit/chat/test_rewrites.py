@@ -67,7 +67,8 @@ def test_tools_are_sorted_only_where_that_is_switched_on_and_counted_where_not()
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"messages": 7}, {"messages": [7]}, {"tools": [7]}, {"tools": {}}, {"messages": []}]
+    "body",
+    [{}, {"messages": 7}, {"messages": [7]}, {"tools": [7]}, {"tools": [*TOOLS, 7]}, {"tools": {}}, {"messages": []}],
 )
 def test_odd_bodies_are_left_alone(body):
     assert rewrite(body, frozenset({"billing_header", "tools_sorted"}), CHAT).edits == ()

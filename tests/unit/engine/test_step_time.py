@@ -91,7 +91,7 @@ def test_enough_steps_of_both_sorts_are_believed_at_once():
 
 
 def test_a_known_rate_is_computed_again_after_some_steps_and_not_at_each():
-    step_time = learnt(steps=WINDOW)
+    step_time = learnt(steps=RENEWAL // 2)
     assert step_time.token_seconds == pytest.approx(0.0005, rel=0.01)
     for _ in range(RENEWAL - 1):
         step_time.step_took(1000, 2.4)

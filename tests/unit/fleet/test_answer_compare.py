@@ -126,3 +126,8 @@ def test_a_continuation_is_asked_for_greedily_under_its_salt_with_its_hint():
     assert plain["return_tokens_as_token_ids"] is True  # two tokens may have one text
     salted = json.loads(completion_request("m", [1, 2], "s", (1,)))
     assert (salted["cache_salt"], salted["vllm_xargs"]) == ("s", {"seamark_boundaries": [1]})
+
+
+def test_a_continuation_that_ends_sooner_is_compared_up_to_its_end():
+    tops = rounded(random.Random(5), 0.0)
+    assert distance(continuation(*tops), continuation(*tops[:3])) == (0.0, None)

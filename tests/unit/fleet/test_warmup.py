@@ -119,3 +119,11 @@ def test_a_prefix_that_takes_the_place_of_another_gives_its_room_back():
         prefixes.used(b"%d" % number, 100, (b"%d" % (number - 1),), replay(b"x" * number), float(number))
         sizes = len(replay(b"x" * number).raw) + ENTRY_BYTES
     assert (len(prefixes), prefixes.held) == (1, sizes)
+
+
+def test_what_is_used_again_stays_and_the_least_recently_used_goes():
+    size = len(replay(b"0").raw) + ENTRY_BYTES
+    prefixes = hot(2 * size)
+    for name in (b"0", b"1", b"0", b"2"):
+        prefixes.used(name, 100, (), replay(name), 0.0)
+    assert {request.raw[-1:] for request in prefixes.hottest({"m"}, 0.0)} == {b"0", b"2"}

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from proxy.chat.usage import Usage
-from proxy.errors import WorkerFailed
-from proxy.pipeline.error_responses import error_body, error_event
+from proxy.errors import RETRY_AFTER_SECONDS, Overloaded, Unauthorized, WorkerFailed
+from proxy.pipeline.error_responses import error_body, error_event, error_headers
 from proxy.pipeline.sse import HEARTBEAT, SseRelay
 
 DELTA = b'data: {"choices":[{"delta":{"content":"\xc3\xa9 \\"usage\\":{"}}]}\n\n'
@@ -121,6 +121,12 @@ def test_each_apis_last_word():
     assert name == b"event: response.failed" and told["sequence_number"] == 8
     assert told["response"]["id"] == "r" and told["response"]["status"] == "failed"
     assert told["response"]["error"]["message"] == "It broke off."
+
+
+def test_an_error_says_in_its_headers_what_to_do():
+    assert error_headers(Unauthorized("no key"))["www-authenticate"] == "Bearer"
+    assert error_headers(Overloaded("full"))["retry-after"] == str(RETRY_AFTER_SECONDS)
+    assert error_headers(WorkerFailed("x")) == {"content-type": "application/json"}
 
 
 def test_errors_keep_openais_envelope_in_every_api():
