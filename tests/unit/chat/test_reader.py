@@ -180,3 +180,9 @@ def test_all_results_in_one_message_are_answers_to_their_calls():
 def test_the_effort_of_a_response_reaches_the_template(effort, thinks):
     body = chat(RESPONSES, **ASKED[RESPONSES], reasoning={"effort": effort}).body
     assert (body["reasoning_effort"], body["chat_template_kwargs"]) == (effort, {"enable_thinking": thinks})
+
+
+def test_tools_that_a_result_names_answer_the_same_call():
+    found = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "tide"}]}
+    asked = chat(MESSAGES, messages=[{"role": "user", "content": [found]}])
+    assert [message["tool_call_id"] for message in asked.messages] == ["a", "a"]

@@ -33,6 +33,7 @@ def test_floor_and_cost_per_token_are_found():
     assert step_time.token_seconds == pytest.approx(0.0005, rel=0.01)
     assert step_time.tokens_per_pass == pytest.approx(800, rel=0.02)
     assert step_time.seconds(2000, 2) == pytest.approx(1.8, rel=0.02)
+    assert step_time.seconds(2000) == pytest.approx(1.0, rel=0.02)
 
 
 def test_stalled_steps_do_not_count():
