@@ -6,6 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hints import EDGE, FIELD, HINTED, LEARNED, TAIL, CheckpointTarget
@@ -144,6 +147,32 @@ def test_turns_end_at_the_tail_and_at_the_last_of_several_hinted_positions(check
     assert not ends_a_turn(160, HINTED) and not ends_a_turn(320, LEARNED)
     state.resumed_at = 288
     assert ends_a_turn(320, LEARNED) and not ends_a_turn(336, LEARNED)
+
+
+class Kept:
+    """What is said of each state that is registered; there is room for all."""
+
+    def __init__(self) -> None:
+        self.turns: list[bool] = []
+
+    def make_room(self, num_blocks: int) -> bool:
+        return True
+
+    def add(self, key: bytes, blocks: Any, turn: bool) -> None:
+        self.turns.append(turn)
+
+
+@pytest.mark.parametrize(
+    ("position", "kind", "turn"),
+    [(592, TAIL, True), (512, EDGE, True), (576, HINTED, True), (160, HINTED, False), (320, LEARNED, False)],
+)
+def test_a_state_is_kept_as_what_it_serves(checkpoints, position, kind, turn):
+    init_none_hash(sha256)
+    pool = BlockPool(8, enable_caching=True, hash_block_size=UNIT)
+    checkpoints.retention = kept = Kept()
+    written = request(own(1, 600), [160, -20], all_token_ids=own(1, 600))
+    (block,) = checkpoints.reserve(pool, written, CheckpointTarget(position, kind))
+    assert kept.turns == [turn] and block.block_hash is not None
 
 
 def test_a_learned_state_has_to_add_to_the_one_that_was_found(checkpoints):

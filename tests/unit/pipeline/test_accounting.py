@@ -10,6 +10,7 @@ import pytest
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.layout import layout_of
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.template_facts import Opener, TemplateFacts, Turn
 from proxy.chat.reader import chat_request
@@ -18,6 +19,7 @@ from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Expectation, Explanation
+from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
@@ -189,6 +191,38 @@ async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted():
         while request.explanation.reason is None:
             await asyncio.sleep(0)
     assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
+
+
+@pytest.mark.parametrize(("model", "label"), [("m", "m"), ("lora", "lora"), ("other", "unknown"), (["m"], "unknown")])
+async def test_a_request_counts_for_its_model_if_any_worker_serves_it(model, label):
+    other = Worker("http://v", None, boot="v#1", model_ids=frozenset({"lora"}))
+    for worker in (None, other):
+        scene = Scene()
+        scene.accounting._pool.workers.append(other)
+        request = scene.request()
+        request.worker, request.status, request.body.parsed = worker, 503, {**CHAT, "model": model}
+        request.prediction.expected = None
+        scene.accounting.count(request)
+        labels = {"model": label, "worker": worker.name if worker is not None else ""}
+        counted = scene.value("seamark_requests_total", **labels, endpoint="/v1/chat/completions", code="503")
+        assert counted == 1 and request.explanation.model == label
+
+
+@pytest.mark.parametrize(("cached", "is_sought"), [(0, True), (350, True), (351, False), (400, False)])
+async def test_a_change_is_sought_where_an_eighth_was_computed(cached, is_sought):
+    """Comparing texts takes milliseconds of the event loop."""
+    scene = Scene()
+    rules = "Keep clear of the bar at low water. " * 20
+    for day in ("2026-11-22", "2026-11-23"):
+        changed = {"role": "system", "content": f"Today is {day}. {rules}"}
+        chat = chat_request({**CHAT, "messages": [changed, *CHAT["messages"][1:]]})
+        remembered = RememberedRequest(layout_of(chat, b"renderer"), 1000)
+        scene.reader.recent.add(remembered)
+    request = scene.request()
+    request.prediction.remembered = remembered
+    await scene.accounting.answered(request, Usage(400, cached), None, EngineOutcome("hit", cached))
+    assert remembered.prompt == 400 and request.explanation.reason is not None
+    assert (request.explanation.changed is not None) == is_sought
 
 
 async def test_an_explanation_that_fails_costs_no_answer(caplog):

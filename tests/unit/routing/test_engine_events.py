@@ -20,6 +20,7 @@ from proxy.routing.engine_events import (
     MAX_OUTCOMES,
     READS_AT_ONCE,
     READS_PER_SECOND,
+    SILENT_SECONDS,
     EngineEvents,
     EngineOutcome,
     outcome_in,
@@ -118,6 +119,26 @@ async def test_a_worker_without_a_feed_says_nothing_and_is_left_alone():
                 events.sent(WORKER, f"r{number}", [SYSTEM], HINT)
                 assert await events.outcome_of(WORKER, f"r{number}") is None
             assert len(feed.asked) == 1
+
+
+@pytest.mark.parametrize("status", [404, 0])
+async def test_a_feed_that_failed_is_read_again_only_after_a_while(monkeypatch, status):
+    feed, now = Feed(status=status), 1000.0
+    monkeypatch.setattr(engine_events.time, "monotonic", lambda: now)
+
+    async def send(request_id: str) -> None:
+        events.sent(WORKER, request_id, [SYSTEM], HINT)
+        while not events._feeds[WORKER.url].reader.done():
+            await asyncio.sleep(0)
+
+    async with reading(feed) as events:
+        await send("a")
+        now += SILENT_SECONDS - 1
+        await send("b")
+        assert len(feed.asked) == 1 and await events.outcome_of(WORKER, "b") is None
+        now += 1
+        await send("c")
+        assert len(feed.asked) == 2
 
 
 async def test_nonsense_about_states_costs_what_was_believed_and_no_word():

@@ -203,6 +203,29 @@ def test_a_boundary_that_was_not_asked_for_keeps_the_state_another_request_left(
     assert gateway.held(b"t") == 400
 
 
+def test_the_deepest_state_of_a_prefix_is_the_one_that_it_leads_to(gateway):
+    """The first request found no room for a state at its turn's end; the next one did."""
+    gateway.send("r", SYSTEM, TURN)
+    gateway.tell(["came", "r", 410, [[160, "a"], [400, ""]]])
+    assert gateway.held(b"t") == 160
+    gateway.send("q", TURN)
+    gateway.tell(["came", "q", 410, [[384, "b"]]])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (160, 384)
+    gateway.tell(["gone", "a"])
+    assert (gateway.held(b"s"), gateway.held(b"t")) == (0, 384)
+    gateway.tell(["gone", "b"])
+    assert gateway.held(b"t") == 0
+
+
+@pytest.mark.parametrize("positions", [[160], [160, 240]])
+def test_a_shallower_state_takes_nothing_from_a_deeper_one(gateway, positions):
+    gateway.send("r", TURN)
+    gateway.tell(["came", "r", 410, [[384, "b"]]])
+    gateway.send("q", TURN)
+    gateway.tell(["came", "q", 410, [[position, f"a{position}"] for position in positions]])
+    assert gateway.held(b"t") == 384
+
+
 def test_an_emptied_cache_holds_nothing(gateway):
     gateway.send("r", SYSTEM)
     gateway.send("never told of", TURN)
