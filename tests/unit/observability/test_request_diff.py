@@ -18,6 +18,7 @@ from proxy.observability.cures import CHANGE_TEXT
 from proxy.observability.request_diff import (
     MAX_BEGINNINGS,
     MAX_REQUESTS,
+    SETTINGS,
     PrefixChange,
     RememberedRequest,
     RequestMemory,
@@ -127,14 +128,30 @@ def test_of_several_versions_of_a_chat_the_nearest_is_named():
         assert change.characters == len(LONG + "Speak of the ti")
 
 
-def test_a_changed_setting_is_no_salt():
-    recent = RequestMemory(10_000_000)
+@pytest.mark.parametrize("name", [each for each in SETTINGS if each != "model"])
+def test_a_changed_setting_is_named_whatever_is_asked_next(name):
+    bodies = [{"messages": messages(LONG, f"{word}?"), "tools": TOOLS, name: word} for word in ("One", "Two")]
+    for body in bodies:
+        without = {field: value for field, value in body.items() if field != name}
+        change = changed(without, bodies[1])
+        assert (change.what, change.role, change.salt) == ("setting", name, name == "cache_salt")
+    change = changed(*bodies)
+    assert (change.what, change.role, change.salt) == ("setting", name, name == "cache_salt")
+    assert change.behind == sum(len(canonical(tool)) for tool in TOOLS) + len(LONG) + 20
+    assert change.fresh == change.total - change.behind == len("Two?") + 20
+
+
+def test_another_model_shares_nothing_whatever_else_differs():
+    body = {"messages": messages(LONG, "First?"), "tools": TOOLS, "tool_choice": "auto"}
+    assert changed({**body, "model": "a"}, {**body, "model": "b", "tool_choice": "none"}) is None
+
+
+def test_under_another_salt_a_changed_setting_costs_nothing():
     body = {"messages": messages(LONG, "First?"), "tools": TOOLS}
-    one, other = (as_recent({**body, "tool_choice": choice}) for choice in ("auto", "none"))
-    recent.add(one)
-    recent.add(other)
-    change = recent.change(other)
-    assert (change.what, change.role, change.salt) == ("setting", "tool_choice", False)
+    first, second = (
+        {**body, "cache_salt": salt, "tool_choice": choice} for salt, choice in (("a", "auto"), ("b", "none"))
+    )
+    assert changed(first, second) is None
 
 
 def test_a_change_as_the_page_shows_it():

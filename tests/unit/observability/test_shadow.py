@@ -1,0 +1,100 @@
+"""Which of a worker's hits are whose, where answers do not say what was cached."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.chat.chat import Chat
+from proxy.chat.reader import chat_request
+from proxy.fleet.worker import Worker
+from proxy.metrics import Metrics
+from proxy.observability.request_diff import RequestMemory
+from proxy.observability.shadow import AnsweredRequest, ReadPrompt, Shadow
+from proxy.settings import Settings
+
+CHAT = chat_request({"model": "m", "messages": [{"role": "user", "content": "Tide?"}]})
+
+FOUND = Found((Boundary("system", b"s", "first:1", tokens=320),), (b"s",))
+
+
+class Scene:
+    """A worker without the plugin, whose answers to prompts of 400 tokens with one head do not say what was cached."""
+
+    def __init__(self) -> None:
+        self.worker = Worker("http://w", None, boot="w#1", model_ids=frozenset({"m"}), hits=0, hits_before=0)
+        self.shadow = Shadow(Settings(), self.find, RequestMemory(0), Metrics(), lambda: ["w#1"])
+
+    async def find(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> ReadPrompt:
+        return ReadPrompt(FOUND)
+
+    async def judge(self, *hits_then: int) -> list[int]:
+        """For each request, what it lost for want of the plugin; the worker has counted so many hits at its probe."""
+        lost = []
+        for hits in hits_then:
+            self.answered(hits)
+            lost.append(await self.loss())
+        return lost
+
+    def answered(self, hits: int, cached: int | None = None) -> None:
+        at = time.perf_counter()
+        self.worker.hits, self.worker.probed_at = hits, at + 1
+        answer = AnsweredRequest(CHAT, self.worker, "w#1", "m", 100, 400, cached, None, False, None, None, at)
+        self.shadow.add(answer)
+
+    async def loss(self) -> int:
+        """What the requests that wait lost together."""
+        before = self.shadow.would_save()["tokens"]
+        running = asyncio.create_task(self.shadow.run())
+        async with asyncio.timeout(30):
+            while self.shadow.held:
+                await asyncio.sleep(0)
+        running.cancel()
+        return self.shadow.would_save()["tokens"] - before
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+async def test_what_a_request_can_have_hit_of_the_workers_new_hits_is_its_own(scene):
+    assert await scene.judge(0, 0, 160, 480) == [0, 320, 160, 0]
+
+
+async def test_hits_of_nobody_known_are_no_later_requests(scene):
+    """Several samples of one prompt hit each, clients leave, and some ask the worker directly."""
+    assert await scene.judge(0, 1000) == [0, 0]
+    assert await scene.judge(1000, 1160, 1160) == [320, 160, 320]
+
+
+async def test_hits_of_before_the_gateway_came_are_no_requests(scene):
+    scene.worker.hits_before, scene.worker.inflight = 5000, 1
+    assert await scene.judge(5000, 5000, 5320) == [0, 320, 0]
+
+
+async def test_hits_may_be_those_of_requests_that_wait(scene):
+    await scene.judge(0)
+    for _ in range(2):
+        scene.answered(640)
+    assert await scene.loss() == 0
+    scene.answered(640)
+    assert await scene.loss() == 320
+
+
+async def test_hits_may_be_those_of_requests_that_are_at_the_worker(scene):
+    await scene.judge(0)
+    scene.worker.inflight = 1
+    assert await scene.judge(640, 640) == [0, 0]
+    scene.worker.inflight = 0
+    assert await scene.judge(640) == [320]
+
+
+async def test_hits_that_an_answer_reports_are_its_own(scene):
+    await scene.judge(0)
+    scene.answered(320, cached=320)
+    assert await scene.loss() == 0
+    assert await scene.judge(320) == [320]
