@@ -1,0 +1,215 @@
+"""API keys: hashed, read again, limited; which pages and paths each may use."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from proxy.commands.key import main as key_command
+from proxy.errors import Forbidden, NotFound, SettingsError, Unauthorized
+from proxy.http.auth import KeyRing, admit, client
+from tests.harness.api_keys import entry, secret
+
+
+def scope(path: str = "/v1/chat/completions", **headers: str) -> dict:
+    listed = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "path": path, "headers": listed}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("ann") + entry("bob", share="team") + entry("cleo", share="team") + entry("root", admin=True))
+    return path
+
+
+def test_a_key_is_known_in_either_header(file):
+    ring = KeyRing(file, "s")
+    assert ring.authenticate(scope(authorization="Bearer " + secret("ann"))).name == "ann"
+    assert ring.authenticate(scope(authorization="bearer  " + secret("ann"))).name == "ann"
+    assert ring.authenticate(scope(x_api_key=secret("bob"))).name == "bob"
+    assert ring.authenticate(scope(x_api_key=f" {secret('bob')} ")).name == "bob"
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer sk-wrong"}, {"authorization": "Basic x"}, {"x_api_key": ""}]
+)
+def test_an_unknown_key_is_refused(file, headers):
+    with pytest.raises(Unauthorized):
+        KeyRing(file, "s").authenticate(scope(**headers))
+
+
+def test_salts_depend_on_key_group_and_secret_alone(file):
+    def salts(secret_of_gateway: str) -> dict[str, str]:
+        ring = KeyRing(file, secret_of_gateway)
+        return {name: ring.authenticate(scope(x_api_key=secret(name))).salt for name in ("ann", "bob", "cleo", "root")}
+
+    assert salts("s") == salts("s")
+    assert salts("s")["bob"] == salts("s")["cleo"] and len(set(salts("s").values())) == 3
+    assert not set(salts("s").values()) & set(salts("other").values())
+
+
+def test_the_file_is_read_again_and_what_a_key_has_under_way_stays_counted(file):
+    ring = KeyRing(file, "s")
+    ann = ring.authenticate(scope(x_api_key=secret("ann")))
+    ann.inflight = 3
+    file.write_text(entry("ann", max_inflight=2))
+    ring.refresh()
+    assert ring.authenticate(scope(x_api_key=secret("ann"))) is ann and not ann.has_room
+    with pytest.raises(Unauthorized):
+        ring.authenticate(scope(x_api_key=secret("bob")))
+
+
+def test_a_file_that_becomes_wrong_changes_nothing(file):
+    ring = KeyRing(file, "s")
+    for wrong in ("[keys", "[keys.ann]\n", '[keys.ann]\nsha256 = "abc"\n'):
+        file.write_text(wrong)
+        ring.refresh()
+        assert ring.authenticate(scope(x_api_key=secret("ann"))).name == "ann"
+    file.unlink()
+    ring.refresh()
+    assert ring.authenticate(scope(x_api_key=secret("ann"))).name == "ann"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[keys", "TOML"),
+        ("[keys.ann]\n", "sha256"),
+        ('[keys.ann]\nsha256 = "abc"\n', "64 hexadecimal digits"),
+        (entry("ann", max_inflight=-1), "max_inflight"),
+        (entry("ann", shares="x"), "shares"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name_without_what_it_holds(tmp_path, text, named):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=named) as refused:
+        KeyRing(path, "s")
+    assert "api_keys" in str(refused.value) and "abc" not in str(refused.value)
+
+
+def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys):
+    assert key_command(["dora", "--share", "team", "--max-inflight", "4"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "keys.toml").write_text(printed)
+    key = printed.splitlines()[0].rsplit(" ", 1)[1]
+    found = KeyRing(tmp_path / "keys.toml", "s").authenticate(scope(x_api_key=key))
+    assert (found.name, found.entry.share, found.entry.max_inflight) == ("dora", "team", 4)
+
+
+def test_a_key_counts_by_its_hash_alone(tmp_path):
+    (tmp_path / "keys.toml").write_text(entry("ann"))
+    ring = KeyRing(tmp_path / "keys.toml", "s")
+    digest = hashlib.sha256(secret("ann").encode()).hexdigest()
+    for known in (digest, digest.upper(), secret("ann") + "x", secret("ann")[:-1], secret("ann").upper()):
+        with pytest.raises(Unauthorized, match="does not know"):
+            ring.authenticate(scope(x_api_key=known))
+    with pytest.raises(Unauthorized, match="No API key"):
+        ring.authenticate(scope(cookie=secret("ann")))
+
+
+def test_while_a_key_is_replaced_the_old_and_the_new_one_are_the_same_client(file):
+    hashes = [hashlib.sha256(secret(name).encode()).hexdigest() for name in ("old", "new")]
+    file.write_text(f'[keys.ann]\nsha256 = ["{hashes[0]}", "{hashes[1].upper()}"]\n')
+    ring = KeyRing(file, "s")
+    old, new = (ring.authenticate(scope(x_api_key=secret(name))) for name in ("old", "new"))
+    assert old is new and old.name == "ann"
+    file.write_text(f'[keys.ann]\nsha256 = "{hashes[1]}"\n')
+    ring.refresh()
+    assert ring.authenticate(scope(x_api_key=secret("new"))) is new
+    with pytest.raises(Unauthorized):
+        ring.authenticate(scope(x_api_key=secret("old")))
+
+
+def test_a_group_is_no_key_of_the_same_name(file):
+    file.write_text(entry("ann") + entry("bob", share="ann"))
+    ring = KeyRing(file, "s")
+    ann, bob = (ring.authenticate(scope(x_api_key=secret(name))) for name in ("ann", "bob"))
+    assert ann.salt != bob.salt and ann.salt not in repr(ann)
+    file.write_text(entry("ann", share="ann") + entry("bob", share="ann"))
+    ring.refresh()
+    assert ann.salt == bob.salt  # both are still the same objects
+
+
+def test_without_a_secret_salts_are_those_of_one_process(file):
+    salts = {KeyRing(file, None).authenticate(scope(x_api_key=secret("ann"))).salt for _ in range(2)}
+    assert len(salts) == 2
+
+
+@pytest.mark.parametrize(("limit", "inflight", "has_room"), [(0, 99, True), (2, 1, True), (2, 2, False), (2, 3, False)])
+def test_a_key_has_room_for_as_many_requests_as_its_entry_says(file, limit, inflight, has_room):
+    file.write_text(entry("ann", max_inflight=limit))
+    ann = KeyRing(file, "s").authenticate(scope(x_api_key=secret("ann")))
+    ann.inflight = inflight
+    assert ann.has_room == has_room
+
+
+ADMINS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/chat/completions/render", "/v1/completions/render/")
+
+
+@pytest.mark.parametrize("path", ADMINS)
+def test_what_shows_the_salt_or_loads_files_is_for_admins(file, path):
+    ring = KeyRing(file, "s")
+    with pytest.raises(Forbidden, match="admin = true"):
+        client(scope(path, x_api_key=secret("ann")), ring)
+    assert client(scope(path, x_api_key=secret("root")), ring).name == "root"
+    with pytest.raises(Unauthorized):
+        client(scope(path), ring)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/rendered"])
+def test_all_other_paths_of_workers_are_for_every_key_and_for_nobody_else(file, path):
+    ring = KeyRing(file, "s")
+    assert client(scope(path, x_api_key=secret("ann")), ring).name == "ann"
+    with pytest.raises(Unauthorized):
+        client(scope(path), ring)
+
+
+OPERATORS = ("/metrics", "/seamark/status", "/seamark/live", "/ui/data")
+
+
+@pytest.mark.parametrize("path", OPERATORS)
+def test_pages_for_operators_are_for_admins(file, path):
+    ring = KeyRing(file, "s")
+    assert admit(scope(path, x_api_key=secret("root")), ring, False, False).name == "root"
+    with pytest.raises(Forbidden, match="admin = true"):
+        admit(scope(path, x_api_key=secret("ann")), ring, False, False)
+    with pytest.raises(Unauthorized):
+        admit(scope(path), ring, False, False)
+    assert admit(scope(path), None, False, False) is None  # a gateway without keys
+
+
+@pytest.mark.parametrize("path", ["/seamark/requests/r", "/v1/other"])
+def test_other_pages_are_for_every_key(file, path):
+    """A client may read the explanations of its own requests; whose they are is looked at there."""
+    ring = KeyRing(file, "s")
+    assert admit(scope(path, x_api_key=secret("ann")), ring, False, False).name == "ann"
+    with pytest.raises(Unauthorized):
+        admit(scope(path), ring, False, False)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ui", "/ui/"])
+def test_some_pages_need_no_key(file, path):
+    assert admit(scope(path), KeyRing(file, "s"), False, False) is None
+
+
+@pytest.mark.parametrize("name", ["root", "ann", None])
+def test_operators_pages_with_an_address_of_their_own_are_nowhere_else(file, name):
+    ring, headers = KeyRing(file, "s"), {} if name is None else {"x_api_key": secret(name)}
+    for path in (*OPERATORS, "/ui", "/seamark/requests/r"):
+        with pytest.raises(NotFound):
+            admit(scope(path, **headers), ring, True, False)
+        with pytest.raises(NotFound):
+            admit(scope(path, **headers), None, True, False)
+        assert admit(scope(path, **headers), ring, True, True) is None
+    assert admit(scope("/health"), ring, True, False) is None
+
+
+def test_with_pages_on_an_address_of_their_own_all_other_paths_need_a_key_as_before(file):
+    ring = KeyRing(file, "s")
+    assert admit(scope("/v1/other", x_api_key=secret("ann")), ring, True, False).name == "ann"
+    with pytest.raises(Unauthorized):
+        admit(scope("/v1/other"), ring, True, False)
