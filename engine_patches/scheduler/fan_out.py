@@ -137,10 +137,12 @@ class PrefillGate:
         jobs: list[Job] = []
         leader = 0
         for request in scheduler.running:
+            left = _left(request)
             if request is expected.leader:
                 leader = len(jobs)
-            if (left := _left(request)) > 1:
-                jobs.append(Job(left))
+            elif left <= 1:
+                continue
+            jobs.append(Job(left))
         running = len(jobs)
         held = (scheduler.requests[name] for name in self.waiting if name in scheduler.requests)
         key = expected.leader.block_hashes[expected.position // self._unit - 1]

@@ -26,8 +26,8 @@ MAX_ENTRIES = 16
 
 MAX_PATTERN = 128  # token ids
 
-# Places at which one pattern is compared. A pattern of common tokens must not hold up a scheduler.
-MAX_COMPARED = 4096
+# Places at which one pattern is compared, and all patterns of a hint. Common tokens must not hold up a scheduler.
+MAX_COMPARED, MAX_COMPARED_OF_HINT = 4096, 16_384
 
 # A hinted position at most this many tokens before the prompt's tail also serves the next turn: it is the end of the
 # turn, before the words that ask for an answer.
@@ -88,10 +88,15 @@ def resolve(
         return ()
     if len(hint) > MAX_ENTRIES:
         ignore("too_many")
-    return tuple(_position(entry, prompt_token_ids, num_prompt_tokens, ignore) for entry in hint[:MAX_ENTRIES])
+    entries = hint[:MAX_ENTRIES]
+    patterns = sum(isinstance(entry, str) for entry in entries)
+    most = min(MAX_COMPARED, MAX_COMPARED_OF_HINT // max(patterns, 1))
+    return tuple(_position(entry, prompt_token_ids, num_prompt_tokens, most, ignore) for entry in entries)
 
 
-def _position(entry: Any, ids: list[int] | None, num_prompt_tokens: int, ignore: Callable[[str], None]) -> int:
+def _position(
+    entry: Any, ids: list[int] | None, num_prompt_tokens: int, most: int, ignore: Callable[[str], None]
+) -> int:
     if isinstance(entry, int) and not isinstance(entry, bool):
         if entry < 0 and ids is None:
             ignore("not_found")
@@ -106,17 +111,19 @@ def _position(entry: Any, ids: list[int] | None, num_prompt_tokens: int, ignore:
         ignore("malformed")
         return 0
     where, skipped, pattern = match[1], int(match[2] or 0), [int(part) for part in match[3].split(",")]
-    position = 0 if ids is None else first_end(ids, pattern) if where == "first" else last_end(ids, pattern, skipped)
+    position = 0
+    if ids is not None:
+        position = first_end(ids, pattern, most) if where == "first" else last_end(ids, pattern, skipped, most)
     if not position:
         ignore("not_found")
     return position
 
 
-def first_end(ids: list[int], pattern: list[int]) -> int:
-    """Where (tokens) the first occurrence of `pattern` ends; 0 if `MAX_COMPARED` places show none."""
+def first_end(ids: list[int], pattern: list[int], most: int = MAX_COMPARED) -> int:
+    """Where (tokens) the first occurrence of `pattern` ends; 0 if the first `most` places compared show none."""
     size, rare, offset = len(pattern), *_rarest(pattern)
     found = offset - 1  # of `rare`
-    for _ in range(MAX_COMPARED):
+    for _ in range(most):
         try:
             found = ids.index(rare, found + 1)
         except ValueError:
@@ -127,8 +134,8 @@ def first_end(ids: list[int], pattern: list[int]) -> int:
     return 0
 
 
-def last_end(ids: list[int], pattern: list[int], skipped: int = 0) -> int:
-    """Where (tokens) the last occurrence of `pattern` ends; 0 if `MAX_COMPARED` places show none.
+def last_end(ids: list[int], pattern: list[int], skipped: int = 0, most: int = MAX_COMPARED) -> int:
+    """Where (tokens) the last occurrence of `pattern` ends; 0 if the last `most` places compared show none.
 
     `skipped` occurrences, counted from the end, are passed over.
     """
@@ -149,7 +156,7 @@ def last_end(ids: list[int], pattern: list[int], skipped: int = 0) -> int:
                     return start + size
                 skipped -= 1
             compared += 1
-            if compared == MAX_COMPARED:
+            if compared == most:
                 return 0
         end -= len(piece)
         length = min(2 * length, _LARGEST_SLICE)

@@ -27,6 +27,12 @@ MAX_SETTINGS = 256  # beside the default ones
 # Learnings a minute that clients can cause: by settings not seen before, and by chat templates of their own.
 SETTINGS_PER_MINUTE, TEMPLATES_PER_MINUTE = 30, 4
 
+# Bytes of a setting that is learnt: it goes along with each of the renders. Real templates have some 20,000.
+MAX_SETTING_BYTES = 262_144
+
+# Learnings under way or waiting for their turn; clients cause no more, so a worker whose renders hang gathers none.
+MAX_RUNNING = 32
+
 MINUTE = 60.0
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 5.0, 600.0  # after the first failure, doubled by each further one
@@ -191,7 +197,9 @@ class FactsLearner:
             self._others.popitem(last=False)
 
     def _has_room(self, setting: Setting) -> bool:
-        """Whether clients have caused few enough learnings in the last minute."""
+        """Whether the setting is small, and clients have caused few enough learnings in the last minute."""
+        if setting.size > MAX_SETTING_BYTES or len(self._running) >= MAX_RUNNING:
+            return False
         started = self._started[setting.template]
         while started and started[0] <= self._clock() - MINUTE:
             started.popleft()

@@ -12,13 +12,15 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found, Place
 from proxy.boundaries.layout import REMINDER_ROLES, PromptLayout
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import Renderer, RenderFailed
 from proxy.boundaries.sentinel import MERGING, SENTINELS, with_text
+from proxy.chat.canonical import canonical
+from proxy.chat.chat import text_of
 
 logger = logging.getLogger("seamark.head_positions")
 
@@ -27,11 +29,40 @@ MAX_KNOWN = 4096
 
 MAX_WAITING = 16
 
-# A longer request is not rendered for this: it would hold up the worker's API server, which streams to everybody.
-MAX_CHARACTERS = 100_000
+# A longer head is not rendered for this: it would hold up the worker's API server, which streams to everybody.
+MAX_CHARACTERS = 100_000  # of its texts
+
+MAX_BYTES = 1_000_000  # of all of it as JSON: tools, images and other fields
 
 # Seconds of rest for each second of rendering.
 REST = 9.0
+
+
+class _Head(NamedTuple):
+    """A chat up to a place in its last message; nothing else of its request is kept alive."""
+
+    body: Mapping[str, Any]  # without messages
+    messages: list[Any]
+    place: Place
+    is_closed: bool  # the last message is the application's
+
+    @property
+    def is_short(self) -> bool:
+        texts = sum(len(text_of(message) or "") for message in self.messages)
+        return texts <= MAX_CHARACTERS and len(canonical(self.variant(""))) <= MAX_BYTES
+
+    def variant(self, text: str) -> dict[str, Any]:
+        """The chat up to the place, with `text` behind it."""
+        place, messages = self.place, list(self.messages)
+        message: Mapping[str, Any] = messages[-1]
+        if place.part is not None:
+            parts = [*message["content"][: place.part + 1], {"type": "text", "text": text}]
+            messages[-1] = {**message, "content": parts}
+        else:
+            messages[-1] = with_text(message, place.kept + text)
+        if self.is_closed:
+            messages.append({"role": "user", "content": SENTINELS[0]})  # templates want one to answer
+        return {**self.body, "messages": messages}
 
 
 class HeadPositions:
@@ -40,7 +71,7 @@ class HeadPositions:
     def __init__(self, positions: PositionCache) -> None:
         self._positions = positions
         self._seen: OrderedDict[bytes, bool] = OrderedDict()  # by key: whether it was tried
-        self._waiting: deque[tuple[PromptLayout, Place, Renderer]] = deque()
+        self._waiting: deque[tuple[_Head, Renderer]] = deque()
         self._worker: asyncio.Task[None] | None = None
 
     def learn(self, found: Found, renderer: Renderer) -> None:
@@ -55,33 +86,33 @@ class HeadPositions:
                     self._seen.popitem(last=False)
             elif not tried and len(self._waiting) < MAX_WAITING:
                 self._seen[place.key] = True
-                self._waiting.append((found.layout, place, renderer))
+                head = _head(found.layout, place)
+                if head.is_short:
+                    self._waiting.append((head, renderer))
         if self._waiting and (self._worker is None or self._worker.done()):
             self._worker = asyncio.create_task(self._work())
 
     async def _work(self) -> None:
         while self._waiting:
-            layout, place, renderer = self._waiting.popleft()
+            head, renderer = self._waiting.popleft()
             began = time.monotonic()
             try:
-                tokens = await self._measured(layout, place, renderer)
+                tokens = await self._measured(head, renderer)
             except RenderFailed:
                 tokens = 0
             except Exception as error:  # the kind alone: the message might hold prompt text
                 logger.error("position of a head: %s", type(error).__name__)
                 tokens = 0
             if tokens:
-                self._positions.put(place.key, tokens)
+                self._positions.put(head.place.key, tokens)
             await asyncio.sleep((time.monotonic() - began) * REST)
 
-    async def _measured(self, layout: PromptLayout, place: Place, renderer: Renderer) -> int:
-        """Tokens up to the place that no text behind it changes; 0 if that is too long to be rendered, or nothing."""
-        if sum(len(text or "") for text in layout.chat.texts[: place.message + 1]) > MAX_CHARACTERS:
-            return 0
+    async def _measured(self, head: _Head, renderer: Renderer) -> int:
+        """Tokens up to the place that no text behind it changes; 0 for nothing."""
         prompt = None
         shared = 0
         for text in (*SENTINELS, *MERGING):
-            rendered = await renderer(_variant(layout, place, text))
+            rendered = await renderer(head.variant(text))
             if prompt is None:
                 prompt, shared = rendered, len(rendered)
             else:
@@ -89,18 +120,8 @@ class HeadPositions:
         return shared
 
 
-def _variant(layout: PromptLayout, place: Place, text: str) -> dict[str, Any]:
-    """The chat up to the place, with `text` behind it."""
+def _head(layout: PromptLayout, place: Place) -> _Head:
+    without = ("messages", "continue_final_message", "add_generation_prompt")
+    body = {name: value for name, value in layout.chat.body.items() if name not in without}
     messages = list(layout.chat.messages[: place.message + 1])
-    message: Mapping[str, Any] = messages[-1]
-    if place.part is not None:
-        parts = [*message["content"][: place.part + 1], {"type": "text", "text": text}]
-        messages[-1] = {**message, "content": parts}
-    else:
-        messages[-1] = with_text(message, place.kept + text)
-    if layout.chat.roles[place.message] in REMINDER_ROLES:
-        messages.append({"role": "user", "content": SENTINELS[0]})  # templates want one to answer
-    body = {**layout.chat.body, "messages": messages}
-    body.pop("continue_final_message", None)
-    body.pop("add_generation_prompt", None)
-    return body
+    return _Head(body, messages, place, layout.chat.roles[place.message] in REMINDER_ROLES)

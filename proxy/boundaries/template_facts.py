@@ -53,6 +53,7 @@ class Setting(NamedTuple):
     key: bytes
     fields: Mapping[str, Any]  # of the request, to render chats of our own with
     template: bool = False  # the request brings its own chat template
+    size: int = 0  # bytes of `fields`
 
     @property
     def is_default(self) -> bool:
@@ -81,7 +82,8 @@ def setting_of(body: Mapping[str, Any]) -> Setting:
         fields["chat_template"] = template
     if not fields:
         return DEFAULT
-    return Setting(digest("setting", canonical(fields)), fields, isinstance(template, str))
+    spelled = canonical(fields)
+    return Setting(digest("setting", spelled), fields, isinstance(template, str), len(spelled))
 
 
 def _is_scalar(value: Any) -> bool:

@@ -186,16 +186,17 @@ class Accounting:
     def _learn(self, request: ProxiedRequest, prompt: int) -> None:
         """The tokens of the prompt tell where its last turn ends, and what a byte of a body weighs."""
         found = request.prediction.found
-        self._reader.weigh(request.model, len(request.body.raw), prompt)
+        if request.response_id is None:  # a continued response has most of its prompt elsewhere
+            self._reader.weigh(request.model, len(request.body.raw), prompt)
         if found is not None and found.end and found.turn_key is not None and 0 < found.end < prompt:
             self._reader.told(found.turn_key, prompt - found.end)
             self._prefix_index.set_length(found.turn_key, prompt - found.end)
 
-    def _learn_positions(self, found: Found, positions: Mapping[Entry, int]) -> None:
+    def _learn_positions(self, found: Found, positions: Mapping[Entry, int], prompt: int) -> None:
         """The engine has resolved the hint: an engine whose feed cannot be followed says so here alone."""
         for boundary in found.boundaries:
             tokens = positions.get(boundary.entry, 0) if boundary.entry is not None else 0
-            if tokens:
+            if 0 < tokens <= prompt:
                 self._reader.told(boundary.key, tokens)
                 self._prefix_index.set_length(boundary.key, tokens)
 
@@ -212,7 +213,7 @@ class Accounting:
         metrics, timings = self._metrics, request.timings
         found = request.prediction.found or Found()
         positions = resolved_positions(request.body.hint, outcome.positions if outcome is not None else ())
-        self._learn_positions(found, positions)
+        self._learn_positions(found, positions, prompt)
         delivery = self._delivery(answered, found, outcome, positions)
         change = self._change(request, delivery, is_told=outcome is not None and outcome.shared is not None)
         shared = max(delivery.shareable, cached)

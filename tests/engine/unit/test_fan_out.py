@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
-from engine_patches.scheduler.fan_out import MIN_PATIENCE_SECONDS, PAUSE_SECONDS, PrefillGate
+from engine_patches.scheduler.fan_out import MIN_PATIENCE_SECONDS, PAUSE_SECONDS, ExpectedState, PrefillGate
 from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16
@@ -99,6 +99,17 @@ def test_the_shallower_states_of_a_leader_come_after_the_deepest(gate):
     leader = request("leader", status=RequestStatus.RUNNING)
     gate.expect(leader, 0, [800, 3600])
     assert [expected.position for expected in gate.expected_in(request("follower"))] == [3600, 800]
+
+
+def test_a_leader_that_lacks_its_last_token_is_in_the_line(clock):
+    step_time = StepTime()
+    for _ in range(8):  # a pass costs no more than its tokens
+        step_time.step_took(1, 0.0005)
+        step_time.step_took(1000, 0.5)
+    assert step_time.tokens_per_pass == 0
+    gate = PrefillGate(step_time, UNIT, clock)
+    leader = request("leader", status=RequestStatus.RUNNING, computed=3999)
+    assert gate.pays(ExpectedState(leader, 4000, 0), scheduler([leader]))  # nobody waits, so nobody waits in vain
 
 
 def test_one_follower_does_not_wait_for_a_prefix_that_costs_less_than_a_pass(gate):

@@ -11,11 +11,14 @@ from tokenizers import Tokenizer
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.facts_learner import (
     COMMON_SETTINGS,
+    MAX_RUNNING,
+    MAX_SETTING_BYTES,
     MAX_SETTINGS,
     SETTINGS_PER_MINUTE,
     TEMPLATES_PER_MINUTE,
     FactsLearner,
 )
+from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.template_facts import DEFAULT, MAX_SCALAR, setting_of
 from tests.harness.template_renderer import TemplateRenderer
 
@@ -249,3 +252,30 @@ def test_settings_are_those_that_can_recur():
 @pytest.mark.parametrize("value", [None, "words", [1], 7])
 def test_kwargs_of_another_type_are_no_setting(value):
     assert setting_of({"chat_template_kwargs": value, "chat_template": 7, "reasoning_effort": [1]}) is DEFAULT
+
+
+def test_a_setting_that_is_too_large_to_go_along_with_each_render_is_not_learnt(learner):
+    large = {"t": "x" * MAX_SETTING_BYTES}
+    assert learner.wants(ID, setting_of({"chat_template": large["t"][:1000]}))
+    assert not learner.wants(ID, setting_of({"chat_template": large["t"]}))
+    many = {f"number_{number}": number for number in range(MAX_SETTING_BYTES // 10)}
+    assert not learner.wants(ID, setting_of({"chat_template_kwargs": many}))
+
+
+async def test_no_more_learnings_wait_for_a_worker_that_hangs_than_are_of_use(learner, clock):
+    hangs = asyncio.Event()
+
+    async def renderer(body: Any, path: str = "") -> Any:
+        await hangs.wait()
+        raise RenderFailed("planned")
+
+    tasks = []
+    for number in range(3 * MAX_RUNNING):
+        clock.now += 60.0
+        tasks.append(asyncio.create_task(learner.learn(renderer, ID, "m", numbered(number))))
+        await asyncio.sleep(0)
+    assert sum(not task.done() for task in tasks) == MAX_RUNNING
+    assert not learner.wants(ID, numbered(1000)) and learner.wants(ID, DEFAULT)
+    hangs.set()
+    await asyncio.gather(*tasks)
+    assert learner.wants(ID, numbered(1000))

@@ -13,7 +13,7 @@ import pytest
 from proxy.boundaries import head_positions
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.head_positions import MAX_CHARACTERS, REST, HeadPositions
+from proxy.boundaries.head_positions import MAX_BYTES, MAX_CHARACTERS, REST, HeadPositions
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.sentinel import MERGING, SENTINELS
@@ -146,6 +146,15 @@ async def test_a_head_that_is_too_long_is_not_rendered():
     gateway = Gateway(Characters())
     for question in ("a?", "b?", "c?"):
         found = gateway.ask(chat(question, "x" * MAX_CHARACTERS))
+        await gateway.idle()
+    assert not gateway.renderer.bodies and found.entries() == ()
+
+
+async def test_a_head_with_too_many_tools_is_not_rendered():
+    gateway = Gateway(Characters())
+    tools = [{"type": "function", "function": {"name": "tide", "description": "x" * MAX_BYTES}}]
+    for question in ("a?", "b?", "c?"):
+        found = gateway.ask(chat(question), tools=tools)
         await gateway.idle()
     assert not gateway.renderer.bodies and found.entries() == ()
 

@@ -14,6 +14,7 @@ from engine_patches.scheduler.hints import (
     JUNCTION,
     LEARNED,
     MAX_COMPARED,
+    MAX_COMPARED_OF_HINT,
     MAX_ENTRIES,
     MAX_PATTERN,
     TAIL,
@@ -163,6 +164,10 @@ def test_a_pattern_of_common_tokens_ends_the_search_early():
     ids = Counted([5] * 200_000)
     assert last_end(ids, [4, 5]) == 0 and first_end(ids, [5, 4]) == 0
     assert Counted.comparisons < 3 * MAX_COMPARED
+    Counted.comparisons = 0
+    hint = ["last:" + ",".join(["5"] * 127 + ["4"]), "first:" + ",".join(["4"] + ["5"] * 127)] * 8
+    assert resolve(hint, ids, len(ids), lambda reason: None) == (0,) * 16
+    assert Counted.comparisons < 2 * MAX_COMPARED_OF_HINT
 
 
 def kinds(prompt, hinted=(), learned=0, junction=0, block=512):

@@ -233,3 +233,23 @@ async def test_an_explanation_that_fails_costs_no_answer(caplog):
     outcome = EngineOutcome("cold", 0, (40,))
     assert await scene.accounting.answered(request, Usage(100, 0), None, outcome) is None
     assert "explaining request r: TypeError" in caplog.text
+
+
+async def test_a_continued_response_does_not_tell_how_many_tokens_a_byte_has():
+    scene = Scene()
+    weighed: list[tuple[Any, ...]] = []
+    scene.reader.weigh = lambda *what: weighed.append(what)  # type: ignore[method-assign]
+    continued = scene.request()
+    continued.body.parsed = {**CHAT, "previous_response_id": "resp_1"}
+    await scene.accounting.answered(continued, Usage(100_000, 0), None, EngineOutcome("cold"))
+    assert weighed == []
+    await scene.accounting.answered(scene.request(), Usage(100, 0), None, EngineOutcome("cold"))
+    assert weighed == [("m", 400, 100)]
+
+
+async def test_a_position_behind_the_prompt_is_not_believed():
+    scene = Scene()
+    hint = scene.found.entries()
+    outcome = EngineOutcome("cold", 0, tuple(2**40 for _ in hint))
+    await scene.accounting.answered(scene.request(), Usage(100, 0), None, outcome)
+    assert hint and all(scene.reader.positions.get(each.key) <= 100 for each in scene.found.boundaries)
