@@ -19,6 +19,10 @@ def lines(monkeypatch) -> list[str]:
             logged.append(record.getMessage())
 
     monkeypatch.setattr(settings.logger, "handlers", [Handler()])
+    monkeypatch.setattr(
+        settings.logger, "disabled", False
+    )  # as vLLM leaves it in a process that has configured logging
+    monkeypatch.setattr(settings.logger, "level", logging.INFO)
     return logged
 
 
