@@ -21,7 +21,7 @@ def lines(monkeypatch) -> list[str]:
     monkeypatch.setattr(settings.logger, "handlers", [Handler()])
     monkeypatch.setattr(
         settings.logger, "disabled", False
-    )  # as vLLM leaves it in a process that has configured logging
+    )  # vLLM switches it off where it configures logging
     monkeypatch.setattr(settings.logger, "level", logging.INFO)
     return logged
 
