@@ -19,9 +19,7 @@ def lines(monkeypatch) -> list[str]:
             logged.append(record.getMessage())
 
     monkeypatch.setattr(settings.logger, "handlers", [Handler()])
-    monkeypatch.setattr(
-        settings.logger, "disabled", False
-    )  # vLLM switches it off where it configures logging
+    monkeypatch.setattr(settings.logger, "disabled", False)  # vLLM switches it off where it configures logging
     monkeypatch.setattr(settings.logger, "level", logging.INFO)
     return logged
 
