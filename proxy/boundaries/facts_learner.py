@@ -30,6 +30,9 @@ SETTINGS_PER_MINUTE, TEMPLATES_PER_MINUTE = 30, 4
 # Bytes of a setting that is learnt: it goes along with each of the renders. Real templates have some 20,000.
 MAX_SETTING_BYTES = 262_144
 
+# Tokens of one of our small chats. A client's template may write any number of them, and they are searched.
+MAX_RENDERED = 32_768
+
 # Learnings under way or waiting for their turn; clients cause no more, so a worker whose renders hang gathers none.
 MAX_RUNNING = 32
 
@@ -163,6 +166,8 @@ class FactsLearner:
                 if not error.answer:
                     raise
                 return None  # the worker's own refusal of such a chat
+            if len(rendered) > MAX_RENDERED:
+                return None
             return rendered.ids() if isinstance(rendered, TokenIds) else rendered
 
         async def text_of(ids: Sequence[int]) -> str | None:

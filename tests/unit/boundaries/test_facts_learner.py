@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.facts_learner import (
     COMMON_SETTINGS,
+    MAX_RENDERED,
     MAX_RUNNING,
     MAX_SETTING_BYTES,
     MAX_SETTINGS,
@@ -279,3 +280,13 @@ async def test_no_more_learnings_wait_for_a_worker_that_hangs_than_are_of_use(le
     hangs.set()
     await asyncio.gather(*tasks)
     assert learner.wants(ID, numbered(1000))
+
+
+async def test_a_template_that_makes_long_prompts_of_short_chats_is_not_learnt(learner, renderer):
+    async def long(body: Any, path: str = "") -> Any:
+        return [7] * MAX_RENDERED + [*await renderer(body)]
+
+    await learner.learn(long, ID, "m")
+    assert learner.facts(ID) is None and learner.failures == 1
+    await learner.learn(renderer, b"another", "m")
+    assert learner.facts(b"another") is not None
