@@ -33,6 +33,9 @@ _COMPLETION = re.compile(r"(?:\d+_)?cmpl-(.*)-\d+-[0-9a-f]{8}")
 
 _OTHER = re.compile(r"(?:\d+_)?(?:chatcmpl-|resp_)?(.*?)-[0-9a-f]{8}")
 
+# All children of a request but the first: they share its whole prompt, with the first one.
+_LATER_CHILD = re.compile(r"[1-9]\d*_(?:chatcmpl-|cmpl-|resp_)", re.ASCII)
+
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
 Scope = MutableMapping[str, Any]
@@ -77,7 +80,9 @@ class Feed:
         self._readers: set[asyncio.Event] = set()  # those that wait
 
     def add_outcome(self, request: AdmittedRequest) -> None:
-        """A request was admitted."""
+        """A request was admitted. One with several answers (`n`) has the outcome of its first child."""
+        if _LATER_CHILD.match(request.request_id):
+            return
         name = client_id(request.request_id)
         outcome = Outcome(name, request.reason, request.hit_tokens, request.shared, request.resolved)
         self._keep(outcome)

@@ -67,6 +67,14 @@ def test_an_id_that_comes_again_gets_its_own_outcome_or_none(feed):
     assert HEADER not in answered(ASKS)
 
 
+def test_a_request_with_several_answers_has_the_outcome_of_the_first_one(feed):
+    for child, shared in enumerate((0, 992, 992)):
+        feed.add_outcome(AdmittedRequest(f"{child}_chatcmpl-a-00000000", "hit" if child else "cold", 0, shared, ()))
+    feed.add_outcome(admitted("1_b"))  # a client's own name
+    assert [name for name, *_ in feed.after(0)["outcomes"]] == ["a", "1_b"]
+    assert answered(ASKS)[HEADER] == b"cold,0,0,"
+
+
 @pytest.mark.parametrize(
     "headers",
     [
