@@ -1,10 +1,12 @@
 """States are written inside a pass only if every worker and layer does so; a layer runs in its step's segments."""
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from engine_patches.forward import segments
@@ -109,3 +111,70 @@ def test_a_state_is_copied_to_its_block_once_the_segment_before_it_has_run(monke
 @pytest.mark.parametrize("step", [None, segments.Step({}, {"layers.0": GROUP}, ["a", "b"])])
 def test_a_step_without_writes_runs_in_one(monkeypatch, step):
     assert not hasattr(planned(monkeypatch, step), SEGMENTS)
+
+
+@dataclass
+class Metadata:
+    """What a recurrent backend makes of a step in which nobody decodes."""
+
+    seq_lens: list[int]
+    state_indices_tensor_p: torch.Tensor
+    state_indices_tensor_d: torch.Tensor | None = None
+    num_decodes: int = 0
+
+    @classmethod
+    def of(cls, common: CommonAttentionMetadata) -> "Metadata":
+        return cls(common.seq_lens.tolist(), common.block_table_tensor[:, 0])
+
+
+# Two cache groups with a layer each, and two prompts whose states run in the blocks 5 and 6, and 15 and 16.
+LAYERS = {"layers.0": 0, "layers.1": 1}
+
+PROMPTS = CommonAttentionMetadata(
+    query_start_loc=torch.tensor([0, 4, 7], dtype=torch.int32),
+    query_start_loc_cpu=torch.tensor([0, 4, 7], dtype=torch.int32),
+    seq_lens=torch.tensor([4, 3], dtype=torch.int32),
+    seq_lens_cpu_upper_bound=torch.tensor([4, 3], dtype=torch.int32),
+    num_reqs=2,
+    num_actual_tokens=7,
+    max_query_len=4,
+    max_seq_len=4,
+    block_table_tensor=torch.tensor([[5], [6]]),
+    slot_mapping=torch.arange(7),
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "offset", "tokens", "seq_lens", "rows"),
+    [
+        ("a", 2, [[0, 1, 4, 5, 6], [2, 3]], [[2, 3], [4]], [[0, 1], [0]]),
+        ("b", 1, [[0, 1, 2, 3, 4], [5, 6]], [[4, 1], [3]], [[0, 1], [1]]),
+        ("b", 3, [[0, 1, 2, 3, 4, 5, 6]], [[4, 3]], [[0, 1]]),
+    ],
+)
+def test_each_cache_group_runs_the_same_segments_on_blocks_of_its_own(monkeypatch, row, offset, tokens, seq_lens, rows):
+    step = segments.Step({row: [segments.Write(offset, {0: 8, 1: 18})]}, LAYERS, ["a", "b"])
+    monkeypatch.setattr(segments, "_step", step)
+    build = segments.plan_segments(lambda self, _, common: Metadata.of(common))
+    first = build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS)
+    update = segments.plan_segments_of_group(
+        lambda self, made, table: replace(made, state_indices_tensor_p=table[:, 0])
+    )
+    second = update(SimpleNamespace(layer_names=["layers.1"]), first, torch.tensor([[15], [16]]))
+    third = update(SimpleNamespace(layer_names=["layers.0"]), second, torch.tensor([[5], [6]]))
+    for metadata, blocks, target in ((first, (5, 6), 8), (second, (15, 16), 18), (third, (5, 6), 8)):
+        made = getattr(metadata, SEGMENTS)
+        assert [torch.arange(7)[segment.tokens].tolist() for segment in made] == tokens
+        assert [segment.metadata.seq_lens for segment in made] == seq_lens
+        running = [segment.metadata.state_indices_tensor_p.tolist() for segment in made]
+        assert running == [[blocks[each] for each in ran] for ran in rows]
+        assert made[0].targets.tolist() == [target] and made[0].sources.tolist() == [blocks["ab".index(row)]]
+        assert all(segment.targets is None for segment in made[1:])
+
+
+def test_tokens_that_follow_each_other_are_read_without_a_copy(monkeypatch):
+    step = segments.Step({"b": [segments.Write(1, {0: 8})]}, LAYERS, ["a", "b"])
+    monkeypatch.setattr(segments, "_step", step)
+    build = segments.plan_segments(lambda self, _, common: Metadata.of(common))
+    made = getattr(build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS), SEGMENTS)
+    assert [segment.tokens for segment in made] == [slice(0, 5), slice(5, 7)]

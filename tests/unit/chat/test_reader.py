@@ -150,6 +150,17 @@ def test_a_response_that_an_assistant_began_is_continued():
     assert [body.get(name) for name in settings] == [None, None]
 
 
+@pytest.mark.parametrize("status", ["in_progress", "incomplete", "completed", None])
+@pytest.mark.parametrize("kind", ["message", "reasoning", "function_call", "function_call_output"])
+def test_only_what_an_assistant_began_to_say_or_think_is_continued(kind, status):
+    item = {"type": kind, "role": "assistant", "content": "x", "call_id": "c", "name": "f", "output": "x"}
+    item |= {"status": status, "content": [{"type": "text", "text": "The tide"}]}
+    body = chat(RESPONSES, input=[{"role": "user", "content": "Tide?"}, item]).body
+    is_continued = kind in ("message", "reasoning") and status in ("in_progress", "incomplete")
+    assert (body.get("continue_final_message") is True) == is_continued
+    assert (body.get("add_generation_prompt") is False) == is_continued
+
+
 def test_each_reasoning_of_a_response_is_its_first_text():
     thoughts = [
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": text} for text in texts]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.chat.chat import RESPONSES, Chat
 from proxy.chat.reader import chat_in
-from proxy.chat.responses import StoredResponses
+from proxy.chat.responses import MESSAGE_BYTES, StoredResponses
 
 
 def asked(text: str, stored: StoredResponses) -> Chat:
@@ -36,6 +36,14 @@ def test_what_is_kept_is_bounded_and_the_oldest_is_forgotten_first():
     assert kept == list(range(kept[0], 100)) and len(kept) > 5
     real = sum(len(repr(stored.chat(f"resp_{number}"))) for number in kept)
     assert real <= 20_000
+
+
+def test_each_message_that_is_kept_counts():
+    """A bound on text alone would let in any number of empty messages."""
+    stored = StoredResponses(10**6)
+    chat = chat_in(RESPONSES, {"model": "m", "input": [{"role": "user", "content": ""}] * 100}, stored)
+    stored.put(chat, {"id": "r"}, "w#1")
+    assert stored.held >= 100 * MESSAGE_BYTES
 
 
 def test_a_response_larger_than_the_bound_costs_no_other():

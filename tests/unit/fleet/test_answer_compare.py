@@ -76,6 +76,13 @@ def test_a_token_that_the_other_does_not_name_is_off_by_what_it_must_be():
     assert distance(one, one).error < LEAST
 
 
+def test_a_chosen_token_that_is_none_of_the_likeliest_is_no_rank():
+    one = continuation({"a": -0.1, "b": -2.0})
+    other = Continuation((Step("z", {"a": -0.1, "c": -5.0, "z": -30.0}),), 0)
+    assert distance(one, other).error == pytest.approx(3.0)  # b is at most as likely as c over there
+    assert distance(continuation({"a": -0.1}), continuation({"z": -0.5})).error == pytest.approx(0.4)  # no other rank
+
+
 class OneAnswer:
     """Workers that all give this answer."""
 

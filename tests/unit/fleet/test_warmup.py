@@ -47,6 +47,14 @@ def test_what_saves_the_most_tokens_comes_first_and_the_forgotten_last():
     assert prefixes.hottest({"another"}, 0.0) == []
 
 
+def test_each_request_that_shares_a_prefix_counts_once():
+    prefixes = hot()
+    for key, tokens, uses in ((b"twice", 100, 2), (b"once", 250, 1), (b"thrice", 100, 3)):
+        for _ in range(uses):
+            prefixes.used(key, tokens, (), replay(key), 0.0)
+    assert [each.raw[-4:] for each in prefixes.hottest({"m"}, 0.0)] == [b"rice", b"once", b"wice"]
+
+
 def test_a_later_turn_takes_the_place_of_an_earlier_one_that_nobody_else_used():
     prefixes = hot()
     prefixes.used(b"turn 1", 100, (b"system",), replay(), 0.0)

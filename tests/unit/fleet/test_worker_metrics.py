@@ -55,3 +55,7 @@ def test_samples_that_are_not_what_they_are_named_are_refused(line):
 def test_tokens_and_passes_take_seconds_at_known_step_times():
     assert StepTimes(0.5, 0.001).seconds(1000, passes=2) == pytest.approx(2.0)
     assert UNKNOWN.seconds(1000, passes=2) == 0
+
+
+def test_step_times_are_known_once_a_token_takes_any_time():
+    assert StepTimes(0.0, 1e-6).known and not StepTimes(0.5, 0.0).known

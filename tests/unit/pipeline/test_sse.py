@@ -78,6 +78,16 @@ async def test_usage_beside_choices_stays():
     assert b"".join(sent) == beside + DONE
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    "event", [b'data: {"choices":[],"usage":{"prompt_tokens"\n\n', b': "usage"\n\n', b'data: ["usage"]\n\n']
+)
+async def test_an_event_that_is_not_what_it_looks_like_stays(event, size):
+    stream = DELTA + event + DONE
+    sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=True)
+    assert b"".join(sent) == stream and relay.usage is None
+
+
 async def test_while_an_event_is_held_back_the_stream_stands_at_the_end_of_another():
     sent: list[bytes] = []
 

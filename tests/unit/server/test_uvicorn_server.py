@@ -216,6 +216,27 @@ async def test_reading_goes_on_behind_a_request_so_that_a_client_is_seen_leaving
     assert connection.transport.reading
 
 
+POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
+
+
+async def test_while_a_request_is_answered_the_body_of_the_next_is_read(connection):
+    connection.send(GET + POST + b"content-length: 4\r\n\r\nab")
+    assert connection.transport.reading
+
+
+@pytest.mark.parametrize(("length", "is_refused"), [(LIMIT // 4, False), (LIMIT, True)])
+async def test_trailers_count_with_the_head(connection, length, is_refused):
+    connection.send(POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n")
+    await turn()
+    for number in range(4):
+        connection.send(b"x-%d: " % number + b"a" * (length // 4) + b"\r\n")
+    connection.send(b"\r\n")
+    connection.may_answer.set()
+    await turn()
+    assert connection.scopes[0]["headers"] == [(b"host", b"a"), (b"transfer-encoding", b"chunked")]
+    assert connection.transport.closed == is_refused and connection.status == 200
+
+
 async def test_too_many_requests_behind_each_other_are_refused_after_those_before_are_answered(connection):
     connection.send(GET * (MAX_PIPELINED + 2))
     connection.send(GET)
