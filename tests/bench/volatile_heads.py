@@ -45,9 +45,9 @@ CHANGED, HIT = "prefix_changed", "hit"
 
 WORDS = (
     "next day: the first request of a conversation whose prompt differs from an earlier one's in that text alone. It\n"
-    "must say prefix_changed, with tokens to save and the kind of text; if nothing stands behind the text and all\n"
-    "that is shared came from the cache, hit. later: the next turn of that conversation and another conversation of\n"
-    "that day; both must say hit if they got everything. oracle: tokens shared with an earlier request, in whole\n"
+    "must name the kind of text and the tokens to save, unless the text stands last; it says hit if it shares tokens\n"
+    "and got them all, otherwise prefix_changed. later: the next turn of that conversation and another conversation\n"
+    "of that day; both must say hit if they got everything. oracle: tokens shared with an earlier request, in whole\n"
     "match units."
 )
 
@@ -139,12 +139,12 @@ class Named(NamedTuple):
     def complaints(self) -> list[str]:
         """What does not hold."""
         found = []
-        saves = self.next_day.told.get("would_save") or {}
-        if self.case.place == LAST and self.next_day.complete:
-            found += [] if self.next_day.reason == HIT else [f"says {self.next_day.reason}, got everything"]
-        elif self.next_day.reason != CHANGED:
-            found.append(f"says {self.next_day.reason}")
-        elif not any(self.case.text.kind in kind and tokens > 0 for kind, tokens in saves.items()):
+        saves = self.next_day.told.get("would_save", {})
+        wanted = HIT if self.next_day.oracle and self.next_day.complete else CHANGED
+        if self.next_day.reason != wanted:
+            found.append(f"says {self.next_day.reason}, not {wanted}")
+        named = any(self.case.text.kind in kind and tokens > 0 for kind, tokens in saves.items())
+        if not named and self.case.place != LAST:
             found.append(f"would save {saves}")
         # What they share most with is the day's own first request, which has not changed.
         wrong = [each for each in self.later if each.reason == CHANGED or (each.complete and each.reason != HIT)]

@@ -132,14 +132,18 @@ def test_a_changed_head_has_to_be_named_with_its_kind_and_its_cost():
     hits = (asked("hit", 320, 320),)
     named = asked("prefix_changed", 0, 0, would_save={"dates": 304})
     assert volatile_heads.Named(first, named, hits).complaints == []
-    assert volatile_heads.Named(first, asked("cold", 0, 0), hits).complaints == ["says cold"]
+    assert volatile_heads.Named(first, asked("cold", 0, 0), hits).complaints == ["says cold, not prefix_changed", "would save {}"]
     empty = asked("prefix_changed", 0, 0, would_save={})
     assert volatile_heads.Named(first, empty, hits).complaints == ["would save {}"]
     later = (asked("prefix_changed", 320, 320),)
     assert volatile_heads.Named(first, named, later).complaints == ["later says prefix_changed"]
+    middle = volatile_heads.Case("ISO date", volatile_heads.MIDDLE)
+    full = asked("hit", 160, 160, would_save={"dates": 144})
+    assert volatile_heads.Named(middle, full, hits).complaints == []
+    assert volatile_heads.Named(middle, asked("hit", 160, 160), hits).complaints == ["would save {}"]
     last = volatile_heads.Case("ISO date", volatile_heads.LAST)
     assert volatile_heads.Named(last, asked("hit", 608, 608), hits).complaints == []
-    assert volatile_heads.Named(last, asked("hit", 592, 608), hits).complaints == ["says hit"]
+    assert volatile_heads.Named(last, asked("hit", 592, 608), hits).complaints == ["says hit, not prefix_changed"]
 
 
 def test_a_system_prompt_differs_in_its_text_alone():
