@@ -96,7 +96,6 @@ class Replayed(NamedTuple):
     plain: int  # cached by vLLM alone
     reason: str
     sent: str  # x-seamark-boundary
-    renders: int
     first: bool  # it parts from all others where none did before
 
     @property
@@ -261,7 +260,6 @@ def _judged(
         plain=plain,
         reason=told["reason"],
         sent=sent,
-        renders=told.get("renders") or 0,
         first=shared > 0 and not continues and shared // MATCH_UNIT not in parted,
     )
 
@@ -294,15 +292,14 @@ async def measure(
 def render(traces: Sequence[Trace]) -> str:
     """A line for each agent, then what was lost and why, then the verdicts."""
     head = f"{'agent':<18}{'requests':>9}{'tokens':>10}{'oracle':>10}{'delivered':>11}{'known':>8}{'plain':>8}"
-    lines = [head + f"{'below':>7}{'wrong':>7}{'renders':>9}  warm ms (directly)"]
+    lines = [head + f"{'below':>7}{'wrong':>7}  warm ms (directly)"]
     for trace in traces:
         tokens, oracle = (sum(getattr(each, name) for each in trace.requests) for name in ("prompt", "oracle"))
         shares = trace.share(), trace.share(known=True), trace.share(plain=True)
         below, wrong = (sum(getattr(each, name) for each in trace.requests) for name in ("below_plain", "reason_wrong"))
-        renders = sum(each.renders for each in trace.requests)
         warm = f"{1e3 * trace.warm.through:.0f} ({1e3 * trace.warm.direct:.0f})" if trace.warm else ""
         cells = f"{len(trace.requests):>9}{tokens:>10}{oracle:>10}{shares[0]:>11.1%}{shares[1]:>8.1%}{shares[2]:>8.1%}"
-        lines.append(f"{trace.name:<18}{cells}{below:>7}{wrong:>7}{renders:>9}  {warm}")
+        lines.append(f"{trace.name:<18}{cells}{below:>7}{wrong:>7}  {warm}")
     for trace in traces:
         lines += [f"  {trace.name} {_loss(each)}" for each in trace.requests if each.lost or each.reason_wrong]
         reasons = Counter(each.reason for each in trace.requests)

@@ -132,7 +132,8 @@ def test_a_changed_head_has_to_be_named_with_its_kind_and_its_cost():
     hits = (asked("hit", 320, 320),)
     named = asked("prefix_changed", 0, 0, would_save={"dates": 304})
     assert volatile_heads.Named(first, named, hits).complaints == []
-    assert volatile_heads.Named(first, asked("cold", 0, 0), hits).complaints == ["says cold, not prefix_changed", "would save {}"]
+    unnamed = volatile_heads.Named(first, asked("cold", 0, 0), hits)
+    assert unnamed.complaints == ["says cold, not prefix_changed", "would save {}"]
     empty = asked("prefix_changed", 0, 0, would_save={})
     assert volatile_heads.Named(first, empty, hits).complaints == ["would save {}"]
     later = (asked("prefix_changed", 320, 320),)
