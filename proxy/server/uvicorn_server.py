@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -21,6 +22,33 @@ from proxy.settings import Settings
 
 # Requests on one connection that wait for the answer to the one before.
 MAX_PIPELINED = 8
+
+
+# Fields of a head by which a client offers another protocol. No other is spoken here, as RFC 9110, 7.8 permits.
+UPGRADES = frozenset((b"upgrade", b"http2-settings"))
+
+
+class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]  # compiled, without types
+    """Reads a request that offers an upgrade as one without.
+
+    httptools takes such a request's head for all of it. Its body would then be read as the next request, which a
+    client behind a proxy could make the answer to somebody else's.
+    """
+
+    def __init__(self, protocol: Any) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:
+        """Raises `httptools.HttpParserError`."""
+        while True:
+            try:
+                super().feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._protocol.head_without_upgrade() + data[upgrade.args[0] :]
+            else:
+                return
 
 
 class _Request(NamedTuple):
@@ -39,6 +67,11 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
         _in_head = True
         _head = 0
         _refused = False  # whatever else comes on this connection
+        _is_upgrade = False  # the request's head is to be read again
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.parser = _Parser(self)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
             self._requests: deque[_Request] = deque(maxlen=MAX_PIPELINED + 1)  # those that may be under way
@@ -50,7 +83,7 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._in_head, self._head = True, 0
+            self._in_head, self._head, self._is_upgrade = True, 0, False
 
         def on_url(self, url: bytes) -> None:
             super().on_url(url)
@@ -69,6 +102,11 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
                 raise ValueError("head too large")  # the parser stops, and uvicorn refuses the request
             if len(self.pipeline) >= MAX_PIPELINED:
                 raise ValueError("too many requests behind each other")
+            if self.parser.should_upgrade():
+                if self.parser.get_method() == b"CONNECT":
+                    raise ValueError("not a proxy of connections")
+                self._is_upgrade = True
+                return
             super().on_headers_complete()
             request = _Request(self.cycle, [])
             extensions: dict[str, Any] = {
@@ -79,7 +117,21 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
             self._requests.append(request)
             self.flow.resume_reading()  # uvicorn pauses behind a request, and would not see the client leave
 
+        def head_without_upgrade(self) -> bytes:
+            """The head just read, as a client that offers no upgrade would have written it."""
+            version = self.parser.get_http_version().encode()
+            lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+            for name, value in self.headers:
+                if name == b"connection":
+                    options = [option.strip() for option in value.split(b",")]
+                    value = b", ".join(option for option in options if option.lower() not in UPGRADES)
+                if name not in UPGRADES:
+                    lines.append(name + b": " + value)
+            return b"\r\n".join([*lines, b"", b""])
+
         def on_message_complete(self) -> None:
+            if self._is_upgrade:
+                return
             super().on_message_complete()
             self.flow.resume_reading()  # uvicorn pauses behind a large body, too
 
@@ -91,9 +143,6 @@ def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
                     cycle.message_event.set()
                     for callback in callbacks:
                         callback()
-
-        def _unsupported_upgrade_warning(self) -> None:
-            """Log nothing: the request is answered without an upgrade, and anyone could fill the log."""
 
         def data_received(self, data: bytes) -> None:
             if self._refused:

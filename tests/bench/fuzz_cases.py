@@ -107,6 +107,8 @@ def _request(rng: random.Random, name: str) -> tuple[Sent, bytes]:
     if "connection" in headers:
         headers["x-fuzz"] = "hop"
         headers["connection"] = headers["connection"].replace("x-mock-id, ", "")
+    elif rng.random() < 0.2:  # an offer that the gateway leaves alone; the body is the request's all the same
+        headers |= {"connection": "keep-alive, upgrade", "upgrade": rng.choice(("h2c", "websocket"))}
     return Sent(name, method, target, body), request(method, target, headers, body)
 
 

@@ -34,12 +34,22 @@ METHODS = {
     "on_headers_complete": [],
     "on_message_complete": [],
     "send_400_response": ["msg"],
-    "_unsupported_upgrade_warning": [],
     "timeout_keep_alive_handler": [],
 }
 
-# Attributes of the protocol that are read, and the one that is written.
-ATTRIBUTES = {"cycle", "flow", "loop", "pipeline", "scope", "timeout_keep_alive_task", "transport"}
+# Attributes of the protocol that are read, and the two that are written.
+ATTRIBUTES = {
+    "cycle",
+    "flow",
+    "headers",
+    "loop",
+    "parser",
+    "pipeline",
+    "scope",
+    "timeout_keep_alive_task",
+    "transport",
+    "url",
+}
 
 # Attributes of a request that are read or written.
 CYCLE = {"disconnected", "keep_alive", "message_event", "more_body", "response_complete"}
@@ -63,8 +73,8 @@ def test_uvicorn_has_the_method_that_is_overridden_or_called(name):
 
 
 async def test_uvicorn_has_the_attributes_that_are_used(connection):
-    assert vars(connection.protocol).keys() >= ATTRIBUTES
     connection.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert vars(connection.protocol).keys() >= ATTRIBUTES
     cycle = connection.protocol.cycle
     assert isinstance(cycle, RequestResponseCycle) and vars(cycle).keys() >= CYCLE
     assert callable(connection.protocol.flow.resume_reading)
@@ -100,7 +110,7 @@ class Connection:
     """A client's connection to an application that waits until it may answer."""
 
     def __init__(self) -> None:
-        self.scopes, self.may_answer = [], asyncio.Event()
+        self.scopes, self.bodies, self.may_answer = [], [], asyncio.Event()
         protocol = bounded(LIMIT, TIMEOUT)
         config = uvicorn.Config(self.app, interface="asgi3", http=protocol, ws="none", log_config=None, lifespan="off")
         config.load()
@@ -111,6 +121,7 @@ class Connection:
     async def app(self, scope, receive, send):
         self.scopes.append(scope)
         await self.may_answer.wait()
+        self.bodies.append((await receive())["body"])
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
@@ -141,6 +152,8 @@ async def turn() -> None:
 
 
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
 
 
 @pytest.mark.parametrize(
@@ -216,9 +229,6 @@ async def test_reading_goes_on_behind_a_request_so_that_a_client_is_seen_leaving
     assert connection.transport.reading
 
 
-POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
-
-
 async def test_while_a_request_is_answered_the_body_of_the_next_is_read(connection):
     connection.send(GET + POST + b"content-length: 4\r\n\r\nab")
     assert connection.transport.reading
@@ -248,11 +258,39 @@ async def test_too_many_requests_behind_each_other_are_refused_after_those_befor
     assert connection.transport.closed
 
 
-async def test_an_upgrade_is_answered_without_one_and_without_a_line_in_the_log(connection, caplog):
-    connection.send(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+OFFER = b"connection: keep-alive, Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("fields", [b"content-length: 29", b"transfer-encoding: chunked"])
+async def test_the_body_of_a_request_that_offers_an_upgrade_is_no_request(connection, fields, size, caplog):
+    hidden = b"GET /hidden HTTP/1.1\r\nhost: a\r\n\r\n"[:29]
+    body = hidden if b"length" in fields else b"1d\r\n" + hidden + b"\r\n0\r\n\r\n"
+    sent = POST + OFFER + fields + b"\r\n\r\n" + body + POST.replace(b"/", b"/next", 1) + OFFER + b"\r\n"
+    for start in range(0, len(sent), size):
+        connection.send(sent[start : start + size])
     connection.may_answer.set()
     await turn()
-    assert connection.status == 200 and not caplog.records
+    await turn()
+    assert [(scope["method"], scope["path"]) for scope in connection.scopes] == [("POST", "/"), ("POST", "/next")]
+    name, _, value = fields.partition(b": ")
+    assert connection.scopes[0]["headers"] == [(b"host", b"a"), (b"connection", b"keep-alive"), (name, value)]
+    assert connection.bodies[0] == hidden
+    assert connection.transport.written.count(b"HTTP/1.1 200") == 2 and not connection.transport.closed
+    assert not caplog.records  # anyone could fill the log
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"CONNECT elsewhere:443 HTTP/1.1\r\nhost: a\r\n\r\n",
+        POST + OFFER + b"content-length: 4\r\ncontent-length: 5\r\n\r\n",
+        POST + OFFER + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n",
+    ],
+)
+async def test_what_is_ambiguous_is_refused_with_an_upgrade_too(connection, head):
+    connection.send(head + GET)
+    assert connection.status == 400 and connection.transport.closed and not connection.scopes
 
 
 async def test_behind_a_head_without_an_end_nothing_more_is_read_while_a_request_is_answered(connection):
