@@ -23,6 +23,10 @@ from engine_patches.scheduler.step_time import StepTime
 # scatter, and a follower that runs along costs no request a pass.
 MARGIN = 1.5
 
+# And together they have to save this much: less is lost in the scatter of step times and of arrivals, and would be
+# bought with passes.
+MIN_SAVING_SECONDS = 0.2
+
 # Waiting requests looked at for one decision.
 MAX_LINE = 128
 
@@ -110,8 +114,8 @@ class PrefillGate:
     def pays(self, expected: ExpectedState, scheduler: Any) -> bool:
         """Whether it pays that all who share a state wait for it.
 
-        It does if they save clearly more than a pass together, and if the mean time to the first token, of them and of
-        all others in the line, gets no longer.
+        It does if together they save clearly more than a pass, and time that counts, and if the mean time to the first
+        token, of them and of all others in the line, gets no longer.
         """
         decision = (expected.leader.request_id, expected.position)
         if decision not in self._weighed:
@@ -121,7 +125,10 @@ class PrefillGate:
     def _weigh(self, expected: ExpectedState, scheduler: Any) -> bool:
         jobs, running, leader = self._line(expected, scheduler)
         tokens_per_pass = self._step_time.tokens_per_pass
-        if sum(job.shared for job in jobs) < MARGIN * tokens_per_pass:
+        shared = sum(job.shared for job in jobs)
+        if shared < MARGIN * tokens_per_pass:
+            return False
+        if self._step_time.known and self._step_time.seconds(shared) < MIN_SAVING_SECONDS:
             return False
         decoding = sum(_left(request) <= 1 for request in scheduler.running)
         budget = max(scheduler.max_num_scheduled_tokens - decoding, 1)

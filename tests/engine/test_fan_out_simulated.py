@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engine_patches.scheduler.fan_out import MARGIN, MIN_SAVING_SECONDS
 from tests.bench.fan_out_simulated import MOST_WORSE, measure, ratio, render
-from tests.harness.fan_out_cells import mixed, table
+from tests.harness.fan_out_cells import UNIT, Cell, mixed, table
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def test_no_mean_first_token_is_later_with_the_gate_than_without(simulated):
 
 def test_a_prefix_is_computed_once_where_all_who_wait_save_more_than_a_pass(simulated):
     for cell, sides in simulated[: len(table()) // 2]:
-        if cell.followers * cell.shared < 1000:  # less than 1.5 passes of either pace
+        if not counts(cell):
             assert sides["on"]["computed"] == sides["off"]["computed"]
         else:
             assert sides["on"]["computed"] <= 1.02 * cell.ideal
@@ -34,4 +35,10 @@ def test_a_prefix_is_computed_once_where_all_who_wait_save_more_than_a_pass(simu
 
 def test_a_single_follower_with_little_to_gain_runs_along(simulated):
     alone = [(cell, sides) for cell, sides in simulated if cell.followers == 1 and not cell.strangers]
-    assert [sides["on"] == sides["off"] for cell, sides in alone] == [cell.shared < 1200 for cell, _ in alone]
+    assert [sides["on"] == sides["off"] for cell, sides in alone] == [not counts(cell) for cell, _ in alone]
+
+
+def counts(cell: Cell) -> bool:
+    """Whether all followers together save more than 1.5 passes, and more than 0.2 seconds."""
+    saved = cell.followers * (cell.shared // UNIT * UNIT)
+    return saved * cell.token >= max(MARGIN * cell.floor, MIN_SAVING_SECONDS)

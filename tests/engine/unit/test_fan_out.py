@@ -108,8 +108,19 @@ def test_a_leader_that_lacks_its_last_token_is_in_the_line(clock):
         step_time.step_took(1000, 0.5)
     assert step_time.tokens_per_pass == 0
     gate = PrefillGate(step_time, UNIT, clock)
-    leader = request("leader", status=RequestStatus.RUNNING, computed=3999)
-    assert gate.pays(ExpectedState(leader, 4000, 0), scheduler([leader]))  # nobody waits, so nobody waits in vain
+    leader = request("leader", tokens=3600, status=RequestStatus.RUNNING, computed=3599)
+    assert gate.pays(ExpectedState(leader, 3600, 0), scheduler([leader], [request("follower")]))
+
+
+@pytest.mark.parametrize(("followers", "is_held"), [(5, False), (6, True)])
+def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, followers, is_held):
+    step_time = StepTime()
+    for _ in range(8):  # 10 us a token
+        step_time.step_took(1, 0.00101)
+        step_time.step_took(1001, 0.01101)
+    gate = PrefillGate(step_time, UNIT, clock)
+    leading(gate)
+    assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
 
 
 def test_one_follower_does_not_wait_for_a_prefix_that_costs_less_than_a_pass(gate):
