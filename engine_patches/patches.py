@@ -277,6 +277,15 @@ PATCHES: tuple[Patch, ...] = (
             Shape(f"{POOL}.get_new_blocks", "self, num_blocks"),
             Shape(f"{POOL}.free_blocks", "self, ordered_blocks"),
             CACHE_PARTIAL_BLOCK,
+            # A state that is given up is put behind others in the list of free blocks.
+            Shape(
+                "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.__init__",
+                mentions=(
+                    "self.num_free_blocks = ",
+                    "self.fake_free_list_head.next_free_block",
+                    "self.fake_free_list_tail.prev_free_block",
+                ),
+            ),
         ),
     ),
     Patch(

@@ -168,6 +168,18 @@ print(ledger.patches_live(), len(replaced()) == len(patches))
     assert out.split() == ["True", "True"]
 
 
+def test_another_list_of_free_blocks_leaves_vllm_untouched(run):
+    out = run(
+        """
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+FreeKVCacheBlockQueue.__init__ = lambda self, blocks: None
+plugin.register()
+print(replaced(), "FreeKVCacheBlockQueue.__init__" in log.getvalue())
+"""
+    )
+    assert out.split() == ["[]", "True"]
+
+
 def test_a_failure_while_applying_takes_everything_back(run):
     out = run(
         """
