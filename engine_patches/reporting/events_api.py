@@ -192,11 +192,14 @@ class EventsEndpoint:
 
 
 def _adds_outcome(request_headers: Iterable[tuple[bytes, bytes]], send: Send) -> Send:
-    """`send`, with the outcome of the request among the headers of its answer."""
+    """`send`, with the outcome of the request among the headers of its answer.
+
+    An error tells none: what is known under its id is that of an earlier request, perhaps a stream.
+    """
     request_id = dict(request_headers).get(b"x-request-id", b"").decode("latin-1")
 
     async def send_with_outcome(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == "http.response.start" and message["status"] == 200:
             headers = list(message.get("headers", ()))
             content_type = next((value for name, value in headers if name.lower() == b"content-type"), b"")
             if not content_type.startswith(b"text/event-stream"):

@@ -21,12 +21,12 @@ def feed(monkeypatch) -> Feed:
     return events_api.feed
 
 
-def answered(headers, content_type=b"application/json", scheme="http", path="/v1/chat/completions"):
+def answered(headers, content_type=b"application/json", scheme="http", path="/v1/chat/completions", status=200):
     """Headers of an application's answer behind the middleware."""
     sent = []
 
     async def app(scope, receive, send):
-        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]}
+        start = {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type)]}
         await send(start)
         await send({"type": "http.response.body", "body": b"{}"})
 
@@ -90,6 +90,12 @@ def test_no_other_answer_does(feed, headers):
     feed.add_outcome(admitted("a"))
     assert HEADER not in answered(headers)
     assert answered(ASKS)[HEADER]  # it is still there for who asks
+
+
+def test_an_error_does_not_tell_the_outcome_of_an_earlier_stream_with_its_id(feed):
+    feed.add_outcome(admitted("a", "hit", 160))
+    assert HEADER not in answered(ASKS, b"text/event-stream")
+    assert HEADER not in answered(ASKS, status=400)
 
 
 def test_streams_and_other_connections_do_not(feed):
