@@ -23,6 +23,8 @@ PATH = "/seamark/outcomes"
 
 MAX_KEPT = 8192  # requests, and states that came or went; some 300 bytes each
 
+MAX_ID = 512  # characters kept of an id; vLLM takes headers of megabytes, and the gateway's ids have at most 265
+
 # Of a request with the value 1, and of its answer: REASON,HIT,SHARED,POSITION:POSITION.., lengths in tokens.
 HEADER = b"x-seamark-outcome"
 
@@ -61,9 +63,9 @@ class Outcome(NamedTuple):
 
 
 def client_id(engine_id: str) -> str:
-    """The `X-Request-Id` in vLLM's name of a request; the name itself if it has another form."""
+    """The `X-Request-Id` in vLLM's name of a request, or the name itself if it has another form; its beginning."""
     match = _COMPLETION.fullmatch(engine_id) or _OTHER.fullmatch(engine_id)
-    return match[1] if match else engine_id
+    return (match[1] if match else engine_id)[:MAX_ID]
 
 
 class Feed:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from engine_patches.reporting import events_api
 from engine_patches.reporting.events_api import HEADER, MAX_KEPT, EventsEndpoint, Feed
 from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.state_events import StateStored
 
 
 def admitted(name="a", reason="cold", hit_tokens=0, shared=0, resolved=()):
@@ -65,6 +67,12 @@ def test_an_id_that_comes_again_gets_its_own_outcome_or_none(feed):
     feed.add_outcome(admitted("a", "hit", 160))
     assert answered(ASKS)[HEADER].startswith(b"hit,")
     assert HEADER not in answered(ASKS)
+
+
+def test_a_long_id_is_not_kept_whole(feed):
+    feed.add_outcome(admitted("a" * 1_000_000))
+    feed.add_event(0, 1, StateStored("chatcmpl-" + "a" * 1_000_000 + "-00000000", 16, ()))
+    assert len(json.dumps(feed.after(0))) < 5_000
 
 
 def test_a_request_with_several_answers_has_the_outcome_of_the_first_one(feed):
