@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,7 +95,9 @@ class Checkpoints:
     def _worthless_turn(self, request: Any, state: RequestState) -> int:
         """The end of a request's turn if nobody is going to come back to it; 0 if somebody may."""
         hashes, units = request.block_hashes, state.shared // self.match_unit
-        self.turn_value.came_back(hashes[max(units - TURN_REACH // self.match_unit - 1, 0) : units])
+        # The end of the turn before is as far from what is shared as a hint may be, and rounded down to the alignment.
+        reach = math.ceil((TURN_REACH + self.alignment) / self.match_unit)
+        self.turn_value.came_back(hashes[max(units - reach, 0) : units])
         targets = self.targets(request, state)
         heads = state.positions
         if not heads or not targets or not self._ends_a_turn(state, targets[-1]):

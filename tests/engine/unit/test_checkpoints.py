@@ -238,6 +238,16 @@ def test_a_conversation_that_goes_on_brings_the_ends_of_turns_back(checkpoints):
     assert singles.ask()[1] == [192, 304]
 
 
+def test_it_does_where_states_lie_farther_apart_than_a_turn_reaches():
+    singles = Singles(Checkpoints(UNIT, 512, enabled=True, block_sizes={0: 512}, alignment=128))
+    for _ in range(9):
+        prompt, positions = singles.ask(310)  # hinted: 506 of 510, so the state is at 384
+        singles.now += 100.0
+    assert positions == [128]
+    singles.ask(before=prompt)
+    assert singles.ask(310)[1] == [128, 384]
+
+
 def test_a_turn_as_long_as_a_pass_is_always_kept(checkpoints):
     singles = Singles(checkpoints)
     singles.end(8)
