@@ -109,7 +109,8 @@ class Checkpoints:
         worth = self.turn_value.worth_a_state(hashes[heads[0] // self.match_unit - 1], key)
         if worth or end - heads[0] >= self.step_time.tokens_per_pass:
             return 0
-        self.counters.hint_ignored(NOT_WORTH_IT)
+        if end in state.hinted_positions:
+            self.counters.hint_ignored(NOT_WORTH_IT)
         self.outcomes.computed(request, end, NOT_WORTH_IT)
         return end
 

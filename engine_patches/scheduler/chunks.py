@@ -73,7 +73,7 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         tokens_per_pass = checkpoints.step_time.tokens_per_pass
         stop = next_stop(state, start, self.cache_config.block_size, tokens_per_pass)
         request.shared_prefix_boundary = state.own_junction = stop
-        # Only a hinted request may stop inside a block; all others are split exactly as vLLM splits them.
+        # Only a hinted or learned position may end a chunk inside a block; without one vLLM splits as it does alone.
         upstream_flag = self.mamba_shared_prefix_checkpoint
         self.mamba_shared_prefix_checkpoint = checkpoints.enabled
         try:

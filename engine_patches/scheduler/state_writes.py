@@ -13,7 +13,7 @@ from typing import Any
 from engine_patches.forward.segments import WRITES, Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys, key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.hints import LEARNED
+from engine_patches.scheduler.hints import HINTED
 from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT
 from engine_patches.scheduler.state_events import emit_events
 
@@ -82,8 +82,8 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write
         if not _is_cached(checkpoints, pool, request, position):
             miss = EVICTED
             if not checkpoints.worth_writing(checkpoints.state_of(request), target):
-                if target.kind != LEARNED:
-                    checkpoints.counters.hint_ignored("not_worth_it")
+                if target.kind == HINTED:
+                    checkpoints.counters.hint_ignored(NOT_WORTH_IT)
                 miss = NOT_WORTH_IT
             elif end - start == 1:
                 # A step of single tokens may be replayed as one graph of kernels, which runs no layer in segments.

@@ -229,6 +229,16 @@ def test_the_ends_of_turns_are_kept_until_eight_were_asked_for_by_nobody(checkpo
     assert checkpoints.counters.counts.ignored["not_worth_it"] == 1
 
 
+def test_without_a_hint_no_hint_is_counted_as_ignored(checkpoints):
+    singles = Singles(checkpoints)
+    for number in range(12):
+        prompt = [*HEAD, *own(number + 1, 400)]  # longer than a block
+        targets = checkpoints.targets(request(prompt, name=f"r{number}"))
+        singles.now += 100.0
+    assert [target.position for target in targets] == [192]
+    assert not checkpoints.counters.counts.ignored
+
+
 def test_a_conversation_that_goes_on_brings_the_ends_of_turns_back(checkpoints):
     singles = Singles(checkpoints)
     singles.end(8)
