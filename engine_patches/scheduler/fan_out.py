@@ -27,8 +27,9 @@ MARGIN = 1.5
 # bought with passes.
 MIN_SAVING_SECONDS = 0.2
 
-# Waiting requests looked at for one decision.
+# Waiting requests looked at for one decision, and decisions in one step: each takes up to some milliseconds.
 MAX_LINE = 128
+MAX_DECISIONS = 16
 
 # A follower waits this much longer than expected before it goes on alone, and as long again if the leader has done half
 # of what was missing: the leader is slow, not stuck, and a follower that left now would compute all of it again.
@@ -119,6 +120,8 @@ class PrefillGate:
         """
         decision = (expected.leader.request_id, expected.position)
         if decision not in self._weighed:
+            if len(self._weighed) >= MAX_DECISIONS:
+                return False
             self._weighed[decision] = self._weigh(expected, scheduler)
         return self._weighed[decision]
 
