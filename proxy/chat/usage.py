@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# More than any engine takes: what a worker reports beyond it is nonsense.
+MAX_TOKENS = 2**40
+
 
 class Usage(NamedTuple):
     """Tokens, as the engine reports them. `cached` is None if the worker does not say."""
@@ -20,17 +23,21 @@ def usage_of(answer: Any) -> Usage | None:
     usage = answer.get("usage") if isinstance(answer, dict) else None
     if not isinstance(usage, dict):
         return None
-    if isinstance(usage.get("prompt_tokens"), int):
-        return Usage(usage["prompt_tokens"], _cached(usage.get("prompt_tokens_details")))
-    if not isinstance(usage.get("input_tokens"), int):
+    if (prompt := _count(usage.get("prompt_tokens"))) is not None:
+        return Usage(prompt, _cached(usage.get("prompt_tokens_details")))
+    if (prompt := _count(usage.get("input_tokens"))) is None:
         return None
     if isinstance(usage.get("input_tokens_details"), dict):
-        return Usage(usage["input_tokens"], _cached(usage["input_tokens_details"]))
+        return Usage(prompt, _cached(usage["input_tokens_details"]))
     # Anthropic's input_tokens are those neither read from the cache nor written to it.
-    read, created = (usage.get(name) for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
-    return Usage(usage["input_tokens"] + (read or 0) + (created or 0), read if isinstance(read, int) else None)
+    read, created = (_count(usage.get(name)) for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
+    return Usage(prompt + (read or 0) + (created or 0), read)
 
 
 def _cached(details: Any) -> int | None:
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) else None
+    return _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens; None for what is none, which a counter would refuse."""
+    return value if type(value) is int and 0 <= value <= MAX_TOKENS else None

@@ -161,7 +161,7 @@ class Accounting:
         """A prefix was computed again on a restarted worker: count its cost at the worker's step times."""
         try:
             usage = usage_of(json.loads(answer))
-        except ValueError:
+        except (ValueError, RecursionError):
             usage = None
         if usage is not None:
             seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)

@@ -170,7 +170,7 @@ class ResponseRelay:
         if request.status == 200 and response.header("content-encoding") is None:
             try:
                 answer = json.loads(body)
-            except ValueError:
+            except (ValueError, RecursionError):
                 answer = None
             usage = usage_of(answer)
             if usage is not None and usage.cached is not None:

@@ -157,7 +157,7 @@ def data_of_last(events: bytes) -> dict[str, Any]:
     """The data of the last of some events; empty if it is no object."""
     for line in reversed(events.splitlines()):
         if line.startswith(b"data:"):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 data = json.loads(line[5:])
                 return data if isinstance(data, dict) else {}
             return {}
@@ -172,7 +172,7 @@ def usage_in_stream(events: bytes) -> Usage | None:
         line = events[start:].partition(b"\n")[0]
         at = start
         if line.startswith(b"data:"):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 if (usage := usage_of(json.loads(line[5:]))) is not None:
                     return usage
     return None
@@ -184,7 +184,7 @@ def _usage_alone(event: bytes) -> dict[str, Any] | None:
         return None
     try:
         data = json.loads(event[5:])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     alone = isinstance(data, dict) and data.get("choices") == [] and isinstance(data.get("usage"), dict)
     return data if alone else None

@@ -368,6 +368,14 @@ def test_an_answer_is_not_lost_for_its_explanation(fleet, worker):
         assert post(gateway, raw.encode()).status_code == 200
 
 
+@pytest.mark.parametrize("nonsense", [{"prompt_tokens": -5}, {"prompt_tokens": 10**400}, {"cached": -3}])
+def test_an_answer_is_not_lost_for_nonsense_in_its_usage(gateway, worker, nonsense):
+    for name, value in nonsense.items():
+        setattr(worker, name, value)
+    answer = post(gateway, chat("Tide?"))
+    assert answer.status_code == 200 and answer.content == worker.answers[-1]
+
+
 def test_a_very_long_request_id_is_replaced(gateway, worker):
     answer = post(gateway, chat("Tide?"), headers={"x-request-id": "x" * 5000})
     assert len(answer.headers["x-request-id"]) == 32

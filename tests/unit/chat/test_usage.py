@@ -32,3 +32,11 @@ def test_events_of_streams_carry_usage_inside(wrapper):
 )
 def test_what_says_nothing_of_tokens_is_no_usage(answer):
     assert usage_of(answer) is None
+
+
+@pytest.mark.parametrize("nonsense", [-1, 10**40, True, 1.5, "9", []])
+def test_what_no_counter_takes_is_no_number_of_tokens(nonsense):
+    assert usage_of({"usage": {"prompt_tokens": nonsense}}) is None
+    assert usage_of({"usage": {"input_tokens": nonsense}}) is None
+    assert usage_of({"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": nonsense}}}) == (9, None)
+    assert usage_of({"usage": {"input_tokens": 9, "cache_read_input_tokens": nonsense}}) == (9, None)

@@ -142,3 +142,10 @@ def test_an_error_says_in_its_headers_what_to_do():
 def test_errors_keep_openais_envelope_in_every_api():
     for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
         assert set(json.loads(error_body(WorkerFailed("x"), path))["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_an_event_nested_beyond_reason_arrives_as_it_came():
+    deep = b'data: {"usage":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n\n"
+    sent, relay = await relayed([deep, DONE], strips=True)
+    assert b"".join(sent) == deep + DONE
+    assert relay.usage is None and relay.response is None
