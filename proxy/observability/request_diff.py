@@ -306,11 +306,29 @@ class _Texts:
         """None are told if there is no room for them; `pair` names them."""
         if (known := self._known.get(pair)) is not None:
             return known
-        if len(new) + len(old) > self._left or len(self._known) == MAX_PAIRS:
+        if not self.has_room(len(new) + len(old)):
             return []
         self._left -= len(new) + len(old)
         known = self._known[pair] = differences(new, old)
         return known
+
+    def has_room(self, characters: int) -> bool:
+        """Whether another pair of so many characters is looked at."""
+        return characters <= self._left and len(self._known) < MAX_PAIRS
+
+    def same_but_for_keys(self, new: RememberedRequest, old: RememberedRequest) -> bool:
+        """Whether the tools of both differ in the order of their keys only; False if there is no room to find out."""
+        if [part.size for part in new.tools] != [part.size for part in old.tools]:
+            return False
+        for number, (one, other) in enumerate(zip(new.tools, old.tools, strict=True)):
+            if one.hash == other.hash:
+                continue
+            if not self.has_room(one.size + other.size):
+                return False
+            self._left -= one.size + other.size
+            if canonical(_sorted(new.raw_tools[number])) != canonical(_sorted(old.raw_tools[number])):
+                return False
+        return True
 
 
 class _Pair:
@@ -353,7 +371,7 @@ class _Pair:
         if self._setting is not None:
             return self._changed_setting(self._setting)
         if self._tool is not None:
-            return self._changed_tool(self._tool)
+            return self._changed_tool(self._tool, texts)
         index = self._message
         if index is None or index >= len(self._new.messages) or index >= len(self._old.messages):
             return None
@@ -369,21 +387,21 @@ class _Pair:
         fresh = new.total - whole
         return PrefixChange("setting", None, name, None, whole, is_salt, fresh=fresh, total=new.total)
 
-    def _changed_tool(self, index: int) -> PrefixChange | None:
+    def _changed_tool(self, index: int, texts: _Texts) -> PrefixChange | None:
         new, old = self._new, self._old
         here, there = list(new.raw_tools), list(old.raw_tools)
         behind = _shared_behind(new.tools, old.tools, index) + _bytes(new.messages[: self._message])
         kind: str | None = None
-        ordered = sorted_by_name(here)
-        if ordered is not None and canonical(ordered) == canonical(sorted_by_name(there)):
+        if sorted(new.tools) == sorted(old.tools) and sorted_by_name(here) is not None:
             kind = "tools_sorted"
-        elif canonical(_sorted(here)) == canonical(_sorted(there)):
+        elif texts.same_but_for_keys(new, old):
             kind = "tool_keys_sorted"
         characters = length = None
         name = _tool_name(here[index]) if index < len(here) else _tool_name(there[index])
-        if kind is None and index < min(len(here), len(there)) and name == _tool_name(there[index]):
+        is_one = index < min(len(here), len(there)) and name == _tool_name(there[index])
+        if kind is None and is_one and texts.has_room(new.tools[index].size + old.tools[index].size):
             one, other = (_as_text(tools[index]) for tools in (here, there))
-            if len(one) + len(other) <= MAX_CHARACTERS and (places := differences(one, other)):
+            if places := texts.differences(one, other, (new.tools[index].hash, old.tools[index].hash)):
                 characters, length, kind = places[0].at, places[0].length, places[0].kind
                 behind += sum(place.alike for place in places)
         if behind < MIN_BEHIND:

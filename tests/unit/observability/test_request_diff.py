@@ -14,6 +14,7 @@ from proxy.chat.canonical import canonical
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import StoredResponses
+from proxy.observability import request_diff
 from proxy.observability.cures import CHANGE_TEXT
 from proxy.observability.request_diff import (
     MAX_BEGINNINGS,
@@ -463,3 +464,27 @@ def test_a_request_that_continues_another_takes_its_place():
     recent.add(longer)
     assert list(recent._requests.values()) == [longer]
     assert recent.held == longer.size
+
+
+def test_tools_that_change_each_time_are_searched_within_bounds(monkeypatch):
+    searched = []
+    for name in ("_sorted", "_as_text"):
+        real = getattr(request_diff, name)
+
+        def counted(value, *depth, real=real):
+            if not depth:
+                searched.append(len(canonical(value)))
+            return real(value, *depth)
+
+        monkeypatch.setattr(request_diff, name, counted)
+    memory = RequestMemory(10**8)
+    for number in range(request_diff.MAX_REQUESTS):
+        functions = [{"name": f"t{index}", "description": "Says when it is high. " * 20} for index in range(50)]
+        functions[0]["description"] = f"Session {number + 10}. " * 200
+        body = {"model": "m", "tools": [{"type": "function", "function": each} for each in functions]}
+        chat = chat_request(json.loads(json.dumps({**body, "messages": [{"role": "user", "content": f"q{number}"}]})))
+        last = RememberedRequest(layout_of(chat, b"r"), 10)
+        memory.add(last)
+    change = memory.change(last)
+    assert change is not None and (change.what, change.position, change.kind) == ("tool", 0, "number")
+    assert sum(searched) <= 2 * request_diff.MAX_CHARACTERS
