@@ -85,6 +85,7 @@ class _Search:
         self._layout, self._positions = layout, positions
         self._facts = facts if not layout.chat.is_bare else None
         self._tools = bool(layout.chat.body.get("tools"))
+        self._moved = layout.first or 0 if self._head_moves() else -1  # nothing up to this message stays in its place
         lengths = [len(text) if text is not None else 0 for text in layout.chat.texts]
         self._behind = [*accumulate(reversed(lengths), initial=0)][::-1]  # characters from message i on
         self._size, self._rate = size, tokens_per_byte
@@ -112,7 +113,7 @@ class _Search:
     def before_dates(self, dates: Dates) -> None:
         """What precedes the first date or time in the system prompt: it will be another one tomorrow."""
         layout, chat = self._layout, self._layout.chat
-        for index in range(min(layout.first or 0, MAX_SYSTEM_MESSAGES)):
+        for index in range(self._moved + 1, min(layout.first or 0, MAX_SYSTEM_MESSAGES)):
             text = chat.texts[index]
             if chat.roles[index] not in REMINDER_ROLES or text is None:
                 continue
@@ -172,7 +173,7 @@ class _Search:
         layout, roles = self._layout, self._layout.chat.roles
         keys: list[bytes] = []
         for index, key in enumerate(layout.keys.after):
-            if roles[index] in OPEN_ROLES:
+            if roles[index] in OPEN_ROLES and index > self._moved:
                 keys.append(layout.opener_key(index))
             keys += self._inside.get(index, ())
             keys.append(key)
@@ -180,7 +181,7 @@ class _Search:
 
     def _add(self, kind: Kind, key: bytes | None, entry: Entry | None, message: int) -> None:
         """A boundary before what message `message` says."""
-        if key is None or any(boundary.key == key for boundary in self._boundaries):
+        if key is None or message <= self._moved or any(boundary.key == key for boundary in self._boundaries):
             return
         tokens = self._positions.get(key)
         if entry is not None:
@@ -192,6 +193,8 @@ class _Search:
 
     def _add_inside(self, kind: Kind, place: Place) -> None:
         """A boundary inside a message, which only positions remembered of this head can tell."""
+        if place.message < self._moved:
+            return
         self._inside.setdefault(place.message, []).append(place.key)
         tokens = self._positions.get(place.key)
         estimate = self._estimate(self._behind[place.message] - len(place.kept))
@@ -235,6 +238,18 @@ class _Search:
         return facts is None or facts.turn_holds(
             self._last_role, later=len(roles) > 1 + system, system=system, tools=self._tools
         )
+
+    def _head_moves(self) -> bool:
+        """Whether the template has moved tools and system prompt since the first question was the last one.
+
+        Some write them into the last user message. Then what was told of this head in a shorter chat is not true here.
+        """
+        layout = self._layout
+        if self._facts is None or layout.alone or not (layout.first or self._tools):
+            return False
+        if self._facts.opener("first", tools=self._tools) is not None:
+            return False
+        return not self._facts.turn_holds("user", later=False, system=bool(layout.first), tools=self._tools)
 
     def _first_opener(self) -> str | None:
         """Behind the opener of the first user text."""

@@ -537,3 +537,18 @@ def test_entries_lie_where_two_chats_really_part(tokenizer):
                 parting = parts_at(tokenizer, body, first if boundary.kind == "system" else len(roles) - 1)
                 assert parting - 1 <= position <= parting, (body, boundary)
     assert kinds == {"system", "history", "turn"}
+
+
+def test_a_head_that_moves_into_the_last_user_message_has_no_place_once_the_conversation_goes_on():
+    dated = {"role": "system", "content": "You pilot ships. " * 40 + "\nToday is 2026-11-22."}
+    moved = TemplateFacts({"user": 5}, broken=frozenset({Turn("user", later=False, system=True, tools=False)}))
+    positions = PositionCache(10**6)
+    alone = find([dated, user("First?")], moved, positions)
+    for boundary in alone.boundaries:
+        positions.put(boundary.key, 90)
+    assert shown(find([dated, user("First?")], moved, positions)) == [("learned", 90), ("system", 90)]
+    later = find([dated, user("First?"), assistant("One."), user("Second?")], moved, positions)
+    assert {boundary.kind for boundary in later.boundaries} == {"history", "turn"}
+    assert not later.unplaced and not {boundary.key for boundary in alone.boundaries} & {*later.prefixes}
+    stays = find([dated, user("First?"), assistant("One."), user("Second?")], TemplateFacts(), positions)
+    assert ("system", 90) in shown(stays) and ("learned", 90) in shown(stays)
