@@ -21,7 +21,7 @@ from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.resolve import Entry, encode_end, encode_opener
 from proxy.boundaries.template_facts import Opener, TemplateFacts
 from proxy.boundaries.template_facts import Place as TextPlace
-from proxy.chat.chat import TOOLS, Chat, Mark, listed
+from proxy.chat.chat import TOOLS, Chat, Mark, last_text_part, listed
 
 # Marks of one request that count; the APIs that have them allow four.
 MAX_MARKS = 8
@@ -90,7 +90,8 @@ class _Search:
         self._behind = [*accumulate(reversed(lengths), initial=0)][::-1]  # characters from message i on
         self._size, self._rate = size, tokens_per_byte
         self._boundaries: list[Boundary] = []
-        self._inside: dict[int, list[bytes]] = {}  # keys of beginnings that end inside a message
+        # Beginnings that end inside a message: content parts and characters before their end, and their key.
+        self._inside: dict[int, list[tuple[int, int, bytes]]] = {}
         self._unplaced: list[Place] = []
         self._result: Result = "none"
 
@@ -148,7 +149,7 @@ class _Search:
         for index, cut in learner.shared_texts(self._layout):
             key = self._layout.cut_key(index, cut.key)
             behind = self._behind[index] - len(cut.text)
-            self._inside.setdefault(index, []).append(key)
+            self._inside.setdefault(index, []).append((_last_text_at(self._layout.chat, index), len(cut.text), key))
             self._boundaries.append(Boundary("learned", key, None, self._positions.get(key), self._estimate(behind)))
 
     def found(self, renderer_id: bytes) -> Found:
@@ -175,7 +176,7 @@ class _Search:
         for index, key in enumerate(layout.keys.after):
             if roles[index] in OPEN_ROLES and index > self._moved:
                 keys.append(layout.opener_key(index))
-            keys += self._inside.get(index, ())
+            keys += (inside for _, _, inside in sorted(self._inside.get(index, ())))
             keys.append(key)
         return keys
 
@@ -195,7 +196,8 @@ class _Search:
         """A boundary inside a message, which only positions remembered of this head can tell."""
         if place.message < self._moved:
             return
-        self._inside.setdefault(place.message, []).append(place.key)
+        before = place.part + 1 if place.part is not None else _last_text_at(self._layout.chat, place.message)
+        self._inside.setdefault(place.message, []).append((before, len(place.kept), place.key))
         tokens = self._positions.get(place.key)
         estimate = self._estimate(self._behind[place.message] - len(place.kept))
         self._boundaries.append(Boundary(kind, place.key, tokens or None, tokens, estimate))
@@ -289,6 +291,13 @@ class _Search:
             return 0
         messages = self._layout.chat.messages[start:end]
         return sum(text.count(opener.text) for message in messages for text in _texts_of(message))
+
+
+def _last_text_at(chat: Chat, index: int) -> int:
+    """Number of content parts before the text of message `index`."""
+    content = chat.messages[index]["content"]
+    last = last_text_part(content)
+    return next((number for number, part in enumerate(listed(content)) if part is last), 0)
 
 
 def _is_one_text(chat: Chat, index: int) -> bool:

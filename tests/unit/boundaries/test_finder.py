@@ -552,3 +552,28 @@ def test_a_head_that_moves_into_the_last_user_message_has_no_place_once_the_conv
     assert not later.unplaced and not {boundary.key for boundary in alone.boundaries} & {*later.prefixes}
     stays = find([dated, user("First?"), assistant("One."), user("Second?")], TemplateFacts(), positions)
     assert ("system", 90) in shown(stays) and ("learned", 90) in shown(stays)
+
+
+def test_beginnings_inside_a_message_come_shortest_first():
+    blocks = [text_part("a" * 600 + "\n", **EPHEMERAL), text_part("b" * 3000 + "\nToday is 2026-11-22.")]
+    body = {"model": "m", "system": blocks, "messages": [user("q")]}
+    found = BoundaryFinder(PositionCache(10**6)).find(chat_in(MESSAGES, body, StoredResponses(0)), None, b"r", 4000)
+    kinds = {boundary.key: boundary.kind for boundary in found.boundaries}
+    assert [kinds[key] for key in found.prefixes if key in kinds] == ["explicit", "learned", "system", "turn"]
+
+
+def test_marked_parts_and_shared_beginnings_of_one_message_come_shortest_first():
+    learner = DivergenceLearner(10**7)
+    use = BoundaryFinder(PositionCache(10**6), learner)
+
+    def ask(text: str) -> Found:
+        parts = [text_part("one"), text_part("two", **EPHEMERAL), text_part(text)]
+        return use.find(chat_request({"messages": [user(parts)]}), None, b"r", 9000, by_texts=True)
+
+    line = "The tide turns at nine.\n"
+    for lines, last in ((300, "a"), (300, "b"), (100, "c"), (100, "d"), (300, "a")):
+        found = ask(line * lines + last * 100)
+    kinds = {boundary.key: (boundary.kind, boundary.estimate) for boundary in found.boundaries}
+    shown_at = [kinds[key] for key in found.prefixes if key in kinds]
+    assert [kind for kind, _ in shown_at[:3]] == ["history", "explicit", "learned"] and len(shown_at) > 4
+    assert shown_at[2:] == sorted(shown_at[2:], key=lambda each: each[1])
