@@ -246,7 +246,8 @@ class RedisSync:
             boot, event = self._waiting.popleft()
             stream = POSITIONS_STREAM if boot is None else holdings_stream(boot)
             records = event if boot is None else self._not_repeated(stream, event, now)
-            if records := list(records):
+            # Others would refuse the whole batch, and what no record can hold would keep all later ones from going out.
+            if records := [record for record in records if record[-1] <= MAX_TOKENS]:
                 self._outgoing.setdefault(stream, []).extend(records)
                 taken += len(records)
 

@@ -375,6 +375,19 @@ async def test_garbage_is_counted_and_changes_nothing(server, client):
     assert other.count("refused") == entries and other.count("heard") == 1
 
 
+@pytest.mark.parametrize("nonsense", [redis_sync.MAX_TOKENS + 1, 2**40])
+async def test_a_number_of_tokens_that_no_prompt_has_does_not_keep_others_from_going_out(server, nonsense):
+    one, other = Tables(server), Tables(server)
+    one.positions.put(key_of(1), nonsense)
+    one.hold(2, tokens=nonsense)
+    one.positions.put(key_of(3), 30)
+    one.hold(4)
+    await one.exchange()
+    await other.exchange()
+    assert (other.positions.get(key_of(1)), other.positions.get(key_of(3))) == (0, 30)
+    assert not other.holds(2) and other.holds(4) and other.count("refused") == 0
+
+
 async def test_a_key_of_another_kind_counts_as_redis_being_down_and_ends_nothing(server, client):
     client.set(redis_sync.POSITIONS_STREAM, "x")
     tables = Tables(server)
