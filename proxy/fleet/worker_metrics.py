@@ -102,4 +102,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _engine(labels: dict[str, str]) -> EngineInfo:
-    return EngineInfo(labels["version"], labels["vllm"], int(labels["match_unit"]), int(labels["block_size"]))
+    match_unit = int(labels["match_unit"])
+    if match_unit < 1:
+        raise ValueError("a match unit has a token at least")
+    return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]))

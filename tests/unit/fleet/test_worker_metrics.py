@@ -46,7 +46,15 @@ def test_the_boot_is_spelled_as_workers_spell_it():
     assert read("process_start_time_seconds 1.7e+09\n").boot == "1.7e+09"
 
 
-@pytest.mark.parametrize("line", ['seamark_engine_info{version="0.1.0"} 1.0', "vllm:prefix_cache_hits_total many"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        'seamark_engine_info{version="0.1.0"} 1.0',
+        INFO.replace('"16"', '"0"') + " 1.0",
+        INFO.replace('"16"', '"-16"') + " 1.0",
+        "vllm:prefix_cache_hits_total many",
+    ],
+)
 def test_samples_that_are_not_what_they_are_named_are_refused(line):
     with pytest.raises((ValueError, KeyError)):
         read(line + "\n")
