@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import Histogram
 
-from proxy.boundaries.boundary import Boundary, Found
+from proxy.boundaries.boundary import Boundary, Found, Place
+from proxy.boundaries.layout import layout_of
+from proxy.chat.reader import chat_request
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
 from proxy.fleet.warmup import WarmupSet
@@ -239,3 +241,16 @@ async def test_a_prefix_that_is_shared_is_kept_for_a_restarted_worker():
     for kept in (0, 1, 1):
         async with scene.dispatcher.lease(scene.request()):
             assert len(scene.warmup) == kept
+
+
+async def test_what_is_kept_for_a_restarted_worker_holds_no_parsed_request():
+    scene = Scene("a")
+    layout = layout_of(chat_request({"messages": [{"role": "user", "content": "Tide?"}]}), RENDERER)
+    for _ in range(2):
+        request = scene.request()
+        request.prediction.found = request.prediction.found._replace(layout=layout, unplaced=(Place(b"s", 0, "Ti"),))
+        async with scene.dispatcher.lease(request):
+            pass
+    (replay,) = scene.warmup.hottest({None})
+    assert replay.found == Found((SYSTEM,), renderer_id=RENDERER)
+    assert scene.workers[0].hint(replay.found) == ("first:1",)
