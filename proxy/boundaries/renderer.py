@@ -26,6 +26,16 @@ PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "probe"}],
 )
 
+# Templates are mended mostly in how they write tools. A position before the change is told again and again behind it.
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Seamark 1",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    },
+}
+
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 
@@ -122,11 +132,22 @@ class WorkerRenderer:
 
 
 async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
-    """A hash of what the first probe that renders becomes; None if neither renders."""
+    """A hash of what the first probe that renders becomes, and that with a tool; None if none renders.
+
+    None, too, if the worker does not answer: by what it rendered so far it would seem to be another one than its like.
+    """
     for messages in PROBES:
         try:
             tokens = await renderer({"model": model, "messages": messages})
-        except RenderFailed:
+        except RenderFailed as error:
+            if error.__cause__ is not None:
+                return None
             continue
-        return xxh3_128_digest(tokens.raw)
+        try:
+            with_tool = (await renderer({"model": model, "messages": messages, "tools": [PROBE_TOOL]})).raw
+        except RenderFailed as error:
+            if error.__cause__ is not None:
+                return None
+            with_tool = b""
+        return xxh3_128_digest(tokens.raw + b";" + with_tool)
     return None

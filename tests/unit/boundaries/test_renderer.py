@@ -24,6 +24,34 @@ async def test_a_template_without_a_system_role_is_identified_by_the_second_prob
     assert await identify_renderer(nothing, "m") is None
 
 
+async def test_templates_that_write_tools_otherwise_are_told_apart():
+    def template(tools_become: int | None):
+        async def rendered(body, path=CHAT):
+            if body.get("tools") and tools_become is None:
+                raise RenderFailed("status 400", b"no tools")
+            return TokenIds.of([1, *([tools_become] if body.get("tools") else []), 2])
+
+        return rendered
+
+    found = [await identify_renderer(template(tools_become), "m") for tools_become in (7, 8, None, 7)]
+    assert None not in found and len(set(found)) == 3 and found[0] == found[3]
+
+
+@pytest.mark.parametrize("silent_at", [0, 1])
+async def test_a_worker_that_does_not_answer_one_probe_is_not_taken_for_another(silent_at):
+    asked = 0
+
+    async def rendered(body, path=CHAT):
+        nonlocal asked
+        asked += 1
+        if asked == silent_at + 1:
+            raise RenderFailed("Unreachable") from Unreachable("refused")
+        return TokenIds.of([1, 2])
+
+    assert await identify_renderer(rendered, "m") is None
+    assert await identify_renderer(rendered, "m") is not None
+
+
 class OneAnswer:
     """An upstream that answers everything alike, or not at all."""
 
