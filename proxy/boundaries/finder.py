@@ -290,7 +290,7 @@ class _Search:
         if not opener.text:
             return 0
         messages = self._layout.chat.messages[start:end]
-        return sum(text.count(opener.text) for message in messages for text in _texts_of(message))
+        return sum(_occurrences(opener.text, text) for message in messages for text in _texts_of(message))
 
 
 def _last_text_at(chat: Chat, index: int) -> int:
@@ -309,13 +309,24 @@ def _is_one_text(chat: Chat, index: int) -> bool:
 
 
 def _texts_of(message: Any) -> Iterator[str]:
-    """All texts in the content of a message."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, str):
-        yield content
-    for part in listed(content):
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            yield part["text"]
+    """All texts in a message: a template may write calls and thinking, too."""
+    rest = [message]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            rest += value.values()
+        elif isinstance(value, list | tuple):
+            rest += value
+
+
+def _occurrences(wanted: str, text: str) -> int:
+    """How often a template may write `wanted` for a `text`: arguments are JSON, and some write what it says."""
+    found = text.count(wanted)
+    if "\n" in wanted and "\\n" in text:
+        return max(found, text.replace("\\n", "\n").count(wanted))
+    return found
 
 
 def _ends_message(chat: Chat, mark: Mark) -> bool:

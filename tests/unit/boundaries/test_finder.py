@@ -577,3 +577,26 @@ def test_marked_parts_and_shared_beginnings_of_one_message_come_shortest_first()
     shown_at = [kinds[key] for key in found.prefixes if key in kinds]
     assert [kind for kind, _ in shown_at[:3]] == ["history", "explicit", "learned"] and len(shown_at) > 4
     assert shown_at[2:] == sorted(shown_at[2:], key=lambda each: each[1])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"t": "<user>"}'}}]},
+        {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "<user>", "arguments": "{}"}}]},
+        {"reasoning": "They say <user>."},
+    ],
+)
+def test_an_opener_in_a_call_or_in_thinking_is_counted_too(fields):
+    marked = assistant("One.", **EPHEMERAL)
+    found = find([SYSTEM, user("First?"), marked, user("Second?"), assistant("Two.", **fields), user("Third?")])
+    assert ("explicit", "last-2:4,5") in shown(found)
+
+
+def test_an_opener_with_a_line_break_is_counted_in_arguments_as_json_writes_it():
+    opener = Opener((4, 5), "<user>\n", per_user=True)
+    facts = TemplateFacts(openers={("user", False): opener})
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"t": "<user>\\n<user>\\n"}'}}
+    marked, calls = assistant("One.", **EPHEMERAL), assistant("", tool_calls=[call])
+    found = find([SYSTEM, user("First?"), marked, user("Second?"), calls, user("Third?")], facts)
+    assert ("explicit", "last-3:4,5") in shown(found)
