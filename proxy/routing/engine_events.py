@@ -112,18 +112,20 @@ class EngineEvents:
 
     def refused(self, worker: Worker, request_id: str) -> None:
         """The worker answered with an error: what was recorded for the request is not held."""
-        self._feed(worker).held_states.refused(request_id)
+        if (feed := self._feeds.get(worker.url)) is not None:  # else the worker was removed meanwhile
+            feed.held_states.refused(request_id)
 
     def left(self, worker: Worker, request_id: str) -> None:
         """The client of a request has left."""
-        feed = self._feed(worker)
-        if feed.follows:
+        feed = self._feeds.get(worker.url)
+        if feed is not None and feed.follows:
             feed.held_states.left(request_id)
 
     def fell_short(self, worker: Worker, prefixes: Sequence[bytes], left: Container[bytes], tokens: int) -> None:
         """A request that starts with `prefixes` found only `tokens`; it has `left` some of them behind."""
         unit = worker.engine.match_unit if worker.engine is not None else 1
-        self._feed(worker).held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
+        if (feed := self._feeds.get(worker.url)) is not None:
+            feed.held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
     async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
         """What the engine says of a request that `worker` has answered; None if it says nothing."""

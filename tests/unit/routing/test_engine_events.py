@@ -295,3 +295,13 @@ async def test_nonsense_about_positions_costs_what_was_believed_and_no_word(nons
 )
 def test_an_outcome_comes_in_the_header_of_a_whole_answer(header, outcome):
     assert outcome_in(header) == outcome
+
+
+async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing():
+    async with reading(Feed(old=False)) as events:
+        events.sent(WORKER, "r", (SYSTEM,), HINT)
+        events.forget(WORKER)
+        for end in (events.refused, events.left):
+            end(WORKER, "r")
+        events.fell_short(WORKER, (b"s",), (), 0)
+        assert not events._feeds
