@@ -89,7 +89,7 @@ class FactsLearner:
         """What is known by now; None: nothing.
 
         For a setting that is not learnt yet: the openers of the default one, which settings do not move, and the
-        longest end known of the template, which is never behind the true one (`TemplateFacts.is_own` is false then).
+        longest end known of the template, seldom behind the true one (`TemplateFacts.is_own` is false then).
         """
         name = _Name(renderer_id, setting.key)
         if setting.is_default:

@@ -34,6 +34,8 @@ SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
 
+MAX_BOOTS = 64  # remembered of one worker; several API servers are told by boots that come again
+
 POLL_SECONDS = 2.0  # the worker holds a read so long if nothing is new; stopping the worker may take as long
 
 READ_TIMEOUT = POLL_SECONDS + 2.0
@@ -207,6 +209,8 @@ class EngineEvents:
             feed.several = True
             feed.held_states.forget_all(worker.boot)
         if boot != feed.boot and feed.boot:
+            if len(feed.former_boots) == MAX_BOOTS:
+                feed.former_boots.clear()
             feed.former_boots.add(feed.boot)
         feed.reports_states = "states" in events
         said: dict[str, tuple[int, tuple[int, ...]]] = {}
