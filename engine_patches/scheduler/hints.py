@@ -191,7 +191,8 @@ def checkpoint_targets(
 
     `hinted` are the positions of its hint, `learned` is where it leaves an earlier prompt, 0 if that is not to be kept.
     Beside them the prompt's tail, if none of them is near it. The end of a turn says nothing of what others share: if
-    no position lies clearly before the tail, the last whole block before them all is kept too, where vLLM itself stops.
+    no position lies clearly before the tail, the last whole block before them all is kept too, where vLLM itself stops;
+    so is the one before a learned position.
     Without a position of either kind the tail is kept only in prompts longer than a block; then, too, the junction, the
     end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
     """
@@ -210,6 +211,8 @@ def checkpoint_targets(
         if junction <= last:
             kinds[junction] = JUNCTION
     if learned:
+        # The next prompt may leave a little earlier. vLLM alone keeps the whole block before such a place.
+        kinds.setdefault(learned // block_size * block_size // match_unit * match_unit, EDGE)
         kinds[learned] = LEARNED
     kinds.update(dict.fromkeys(hinted, HINTED))
     kinds.pop(0, None)

@@ -50,6 +50,7 @@ class Found(NamedTuple):
     renderer_id: bytes = b""  # of the tokenizer and template that the entries are for
     end: int | None = None  # tokens of the prompt behind the end of its last turn; None: not known
     unplaced: tuple[Place, ...] = ()
+    dated: Place | None = None  # the beginning before a date, if the tokenizer has still to be asked what names its end
 
     @property
     def turn_key(self) -> bytes | None:

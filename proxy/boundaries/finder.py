@@ -39,7 +39,7 @@ class BoundaryFinder:
         """With a `learner`, beginnings inside texts that recent requests shared are known to the choice of a worker."""
         self._positions = positions
         self._learner = learner
-        self._dates = Dates()
+        self.dates = Dates()
 
     def find(
         self,
@@ -64,7 +64,7 @@ class BoundaryFinder:
             return Found(failure="no_boundary")
         search = _Search(layout, facts, self._positions, size, tokens_per_byte)
         search.between_messages()
-        search.before_dates(self._dates)
+        search.before_dates(self.dates, renderer_id)
         search.at_marks()
         if by_texts and self._learner is not None:
             search.inside_texts(self._learner)
@@ -93,6 +93,7 @@ class _Search:
         # Beginnings that end inside a message: content parts and characters before their end, and their key.
         self._inside: dict[int, list[tuple[int, int, bytes]]] = {}
         self._unplaced: list[Place] = []
+        self._dated: Place | None = None
         self._result: Result = "none"
 
     def between_messages(self) -> None:
@@ -111,7 +112,7 @@ class _Search:
             tokens = self._end()
             self._add("turn", layout.turn_key, encode_end(tokens) if tokens is not None else None, len(chat.messages))
 
-    def before_dates(self, dates: Dates) -> None:
+    def before_dates(self, dates: Dates, renderer_id: bytes) -> None:
         """What precedes the first date or time in the system prompt: it will be another one tomorrow."""
         layout, chat = self._layout, self._layout.chat
         for index in range(self._moved + 1, min(layout.first or 0, MAX_SYSTEM_MESSAGES)):
@@ -121,7 +122,11 @@ class _Search:
             if characters := dates.cut(layout.keys.after[index], text):
                 head = text[:characters]
                 key = layout.cut_key(index, xxh3_128_digest(head.encode(errors="surrogatepass")))
-                self._add_inside("learned", Place(key, index, kept=head))
+                place = Place(key, index, kept=head)
+                entry = dates.entry(renderer_id, key)
+                self._add_inside("learned", place, entry or None)
+                if entry is None and self._facts is not None and not self._positions.get(key):
+                    self._dated = place
                 return
 
     def at_marks(self) -> None:
@@ -168,6 +173,7 @@ class _Search:
             renderer_id,
             self._reckoned_end(),
             tuple(self._unplaced),
+            self._dated,
         )
 
     def _prefixes(self) -> list[bytes]:
@@ -192,16 +198,16 @@ class _Search:
             self._result = "head" if self._result == "none" else self._result
         self._boundaries.append(Boundary(kind, key, entry, tokens, self._estimate(self._behind[message])))
 
-    def _add_inside(self, kind: Kind, place: Place) -> None:
-        """A boundary inside a message, which only positions remembered of this head can tell."""
+    def _add_inside(self, kind: Kind, place: Place, entry: str | None = None) -> None:
+        """A boundary inside a message, which `entry` or a position remembered of this head tells, or nothing yet."""
         if place.message < self._moved:
             return
         before = place.part + 1 if place.part is not None else _last_text_at(self._layout.chat, place.message)
         self._inside.setdefault(place.message, []).append((before, len(place.kept), place.key))
         tokens = self._positions.get(place.key)
         estimate = self._estimate(self._behind[place.message] - len(place.kept))
-        self._boundaries.append(Boundary(kind, place.key, tokens or None, tokens, estimate))
-        if not tokens:
+        self._boundaries.append(Boundary(kind, place.key, tokens or entry, tokens, estimate))
+        if not tokens and entry is None:
             self._unplaced.append(place)
         elif self._result == "none":
             self._result = "head"

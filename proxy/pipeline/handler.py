@@ -135,7 +135,7 @@ class RequestHandler:
         body.take(parsed, client, self._settings.ask_usage)
         self._check_owner(request)
         if hinted:
-            self._reader.read(request, await self._pool.ready())
+            await self._reader.read(request, await self._pool.ready())
             request.timings.reading_seconds = time.perf_counter() - client.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
 

@@ -1,6 +1,7 @@
 """From the body of any API to the chat in it, and to its boundaries.
 
-Nothing here waits for a worker. A failure here costs the hint, never the request.
+Nothing here waits for a worker, but once for each beginning of a prompt that precedes a date. A failure here costs the
+hint, never the request.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from proxy.boundaries.boundary import Found, resolved_positions
+from proxy.boundaries.boundary import Found, Place, resolved_positions
+from proxy.boundaries.dates import piece_of
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
@@ -45,6 +47,10 @@ NEW_WEIGHT = 0.1
 
 MAX_MODELS = 256
 
+# Seconds that a request waits for the tokens before its date, which its worker's API server has within some hundred
+# microseconds.
+DATE_SECONDS = 0.05
+
 
 class PromptReader:
     """All that is remembered of prompts. One per gateway."""
@@ -66,7 +72,7 @@ class PromptReader:
         self._learning: set[asyncio.Task[None]] = set()
         self._tokens_per_byte: LRUCache[Any, float] = LRUCache(MAX_MODELS)
 
-    def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> None:
+    async def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> None:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds."""
         client, prediction = request.client, request.prediction
         explanation = request.explanation = Explanation(client.request_id, client.endpoint, owner=client.owner)
@@ -82,6 +88,8 @@ class PromptReader:
             if serving:
                 worker = next((each for each in serving if model in each.renderer_ids), serving[0])
                 found = self._find(chat, worker, size, rate, several=len(serving) > 1)
+                if found.dated is not None and worker.engine is not None and worker.engine.takes_entries:
+                    found = await self._with_date(found, found.dated, worker, model)
                 prediction.remembered = self._remember(chat, found, size, client.owner)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
@@ -145,6 +153,16 @@ class PromptReader:
         if facts is not None:
             self._heads.learn(found, worker.renderer)
         return found
+
+    async def _with_date(self, found: Found, place: Place, worker: Worker, model: Any) -> Found:
+        """The same, with an entry for the end of what precedes the date, if the tokenizer tells one in time."""
+        try:
+            ids = await asyncio.wait_for(worker.renderer.tokenize(model, piece_of(place.kept)), DATE_SECONDS)
+        except (RenderFailed, TimeoutError):
+            ids = ()
+        entry = self._finder.dates.learn(found.renderer_id, place.key, ids) or None
+        boundaries = (each._replace(entry=entry) if each.key == place.key else each for each in found.boundaries)
+        return found._replace(boundaries=tuple(boundaries), dated=None)
 
     def _learn_beside(self, learning: Coroutine[Any, Any, None]) -> None:
         """No request waits for that."""

@@ -30,6 +30,8 @@ PAIRS = 8
 
 AT_ONCE = 4
 
+WARM_UP = 10  # requests; `vllm bench serve` wants as many as there are prefixes
+
 ANSWER_TOKENS = 16
 
 LIMIT = 1.05  # of first token and duration, over plain vLLM's, unless two runs of that differ by more
@@ -153,7 +155,7 @@ async def compare(
     async with open_client() as http, ServeClient() as client:
         for case in cases:  # what processes do once, for each kind of prompt
             for contestant in contestants:
-                await contestant.run(http, client, case._replace(prompts=2 * AT_ONCE), model, 10**6)
+                await contestant.run(http, client, case._replace(prompts=min(case.prompts, WARM_UP)), model, 10**6)
         for number in range(pairs):
             for case in cases:
                 say(f"pair {number + 1} of {pairs}: {case.name}")

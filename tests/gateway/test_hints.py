@@ -147,6 +147,18 @@ def test_a_text_that_holds_the_openers_words_does_not_mislead(fleet, worker):
     assert explained(gateway, "one")["positions"][0] == SYSTEM_END
 
 
+def test_what_stands_before_a_date_is_hinted_at_first_sight(fleet, worker):
+    gateway = start_gateway(fleet, worker)
+    rules = "".join(f"Rule {number}: the pilot names the tide before the berth. " for number in range(20))
+    for date in ("2026-11-22", "2026-11-23"):
+        system = {"role": "system", "content": f"{rules}\nToday is {date}."}
+        answer = post(gateway, {**chat("Tide?"), "messages": [system, *chat("Tide?")["messages"][1:]]})
+        (before, *_) = explained(gateway, answer.headers["x-request-id"])["boundaries"]
+        # Three characters before the line with the date: the tokens there may be others in another prompt.
+        assert (before["kind"], before["tokens"]) == ("learned", len(f"<system>{rules}\n") - 3)
+    assert worker.tokenized == 1
+
+
 def test_a_burst_before_any_answer_goes_to_one_worker(fleet):
     with recording_worker() as one, recording_worker() as other, ThreadPoolExecutor(8) as pool:
         gateway = start_gateway(fleet, one, other)

@@ -97,6 +97,7 @@ class RecordingWorker:
     requests: list[Recorded] = field(default_factory=list)
     answers: list[bytes] = field(default_factory=list)  # bodies of what it answered in full
     renders: int = 0
+    tokenized: int = 0  # texts alone
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
     engines: dict[str, FakeEngine] = field(default_factory=dict)  # by boot
 
@@ -139,6 +140,9 @@ class RecordingWorker:
             return None
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
+        if path == "/tokenize" and b'"prompt"' in body:
+            self.tokenized += 1
+            return await _answer(send, json.dumps({"tokens": token_ids(json.loads(body)["prompt"])}).encode())
         if path == "/detokenize" and b'"tokens"' in body:
             text = "".join(map(chr, json.loads(body)["tokens"]))
             return await _answer(send, json.dumps({"prompt": text}).encode())

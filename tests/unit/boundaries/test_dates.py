@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from proxy.boundaries.dates import MIN_CHARACTERS, SEARCHED, Dates
+from proxy.boundaries.dates import MIN_CHARACTERS, PIECE_CHARACTERS, SEARCHED, Dates, piece_of
 
 RULES = "Answer from the harbour's rules alone, and name the rule that decides. " * 10
 
@@ -52,6 +52,18 @@ def test_a_text_is_searched_once() -> None:
     dates = Dates()
     assert dates.cut(b"k", f"{RULES}\n2026-11-22") == len(RULES) + 1
     assert dates.cut(b"k", RULES) == len(RULES) + 1  # by its key, whatever is shown
+
+
+def test_the_place_before_a_date_is_named_by_the_tokens_that_nothing_behind_it_can_change() -> None:
+    dates = Dates()
+    assert dates.entry(b"r", b"k") is None
+    assert dates.learn(b"r", b"k", range(100)) == "first:" + ",".join(map(str, range(33, 97)))
+    assert dates.entry(b"r", b"k") == dates.learn(b"r", b"k", range(100)) != dates.entry(b"other", b"k")
+    assert dates.learn(b"r", b"k", range(9)) == dates.entry(b"r", b"k") == ""  # too few to name a place
+
+
+def test_of_the_text_before_a_date_its_end_alone_is_tokenised() -> None:
+    assert piece_of(f"{RULES}\n") == f"{RULES}\n"[-PIECE_CHARACTERS:]
 
 
 def test_no_text_takes_long() -> None:

@@ -195,6 +195,8 @@ def test_the_end_of_a_turn_alone_leaves_the_last_whole_block():
 
 
 def test_a_learned_position_joins_those_of_a_hint():
-    assert kinds(1500, (1472,), learned=704) == {704: LEARNED, 1472: HINTED}
+    assert kinds(1500, (1472,), learned=704) == {512: EDGE, 704: LEARNED, 1472: HINTED}
+    assert kinds(1500, (512, 1472), learned=704) == {512: HINTED, 704: LEARNED, 1472: HINTED}
+    assert kinds(1500, (1472,), learned=1024) == {1024: LEARNED, 1472: HINTED}
     assert kinds(1500, learned=1488) == {1024: EDGE, 1488: LEARNED}
     assert kinds(400, learned=160) == {160: LEARNED}

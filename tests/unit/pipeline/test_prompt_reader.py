@@ -47,18 +47,18 @@ def worker(name: str = "a", renderer_id: bytes | None = b"one", *, patched: bool
     return found
 
 
-def read(learner: Learner, *workers: Worker, reader: PromptReader | None = None, **body: Any) -> ProxiedRequest:
+async def read(learner: Learner, *workers: Worker, reader: PromptReader | None = None, **body: Any) -> ProxiedRequest:
     parsed = {"model": "m", "messages": MESSAGES, **body}
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     request = request_of(scope, json.dumps(parsed).encode(), "r")
     request.body.parsed = parsed
     reader = reader if reader is not None else PromptReader(Settings(), Metrics(), learner)
-    reader.read(request, workers)
+    await reader.read(request, workers)
     return request
 
 
 async def test_a_request_of_a_known_template_has_its_entries_at_once():
-    request = read(Learner(one=FACTS), worker())
+    request = await read(Learner(one=FACTS), worker())
     found = request.prediction.found
     assert (found.entries(), found.failure, found.renderer_id) == (("last:3", -5), None, b"one")
     explanation = request.explanation
@@ -67,7 +67,7 @@ async def test_a_request_of_a_known_template_has_its_entries_at_once():
 
 async def test_a_template_that_is_not_known_is_learnt_beside_the_request():
     learner = Learner()
-    request = read(learner, worker())
+    request = await read(learner, worker())
     assert (request.prediction.found.entries(), request.prediction.found.failure) == ((), "no_facts")
     assert not learner.asked  # nothing happens on the request's way
     await asyncio.sleep(0)
@@ -76,27 +76,27 @@ async def test_a_template_that_is_not_known_is_learnt_beside_the_request():
 
 async def test_another_setting_has_the_openers_of_the_default_one_until_it_is_learnt():
     learner = Learner(one=FACTS)
-    request = read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
+    request = await read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
     assert (request.prediction.found.entries(), request.prediction.found.end) == (("last:3", -9), None)
     await asyncio.sleep(0)
     assert [setting.fields for setting in learner.asked] == [{"chat_template_kwargs": {"enable_thinking": False}}]
-    read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
+    await read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
     await asyncio.sleep(0)
     assert len(learner.asked) == 1
 
 
 async def test_a_worker_that_has_not_said_what_it_renders_with_is_no_hindrance():
-    found = read(Learner(one=FACTS), worker("a", None), worker("b")).prediction.found
+    found = (await read(Learner(one=FACTS), worker("a", None), worker("b"))).prediction.found
     assert (found.renderer_id, found.entries()) == (b"one", ("last:3", -5))
     learner = Learner(one=FACTS)
-    assert read(learner, worker("a", None)).prediction.found.failure == "no_facts"
+    assert (await read(learner, worker("a", None))).prediction.found.failure == "no_facts"
     await asyncio.sleep(0)
     assert not learner.asked
 
 
 @pytest.mark.parametrize("workers", [(), (worker(patched=False),)])
 async def test_without_a_worker_that_keeps_states_nothing_is_sought(workers):
-    found = read(Learner(one=FACTS), *workers).prediction.found
+    found = (await read(Learner(one=FACTS), *workers)).prediction.found
     assert (found.boundaries, found.failure) == ((), "unpatched")
 
 
@@ -105,7 +105,53 @@ async def test_without_a_worker_that_keeps_states_nothing_is_sought(workers):
     [({"messages": "x"}, "no_boundary"), ({"messages": []}, "no_boundary"), ({"messages": [7]}, "no_boundary")],
 )
 async def test_a_body_that_is_no_chat_has_no_boundary(body, failure):
-    assert read(Learner(one=FACTS), worker(), **body).prediction.found.failure == failure
+    assert (await read(Learner(one=FACTS), worker(), **body)).prediction.found.failure == failure
+
+
+class Tokenizer:
+    """In place of a worker's renderer: a token for each character."""
+
+    def __init__(self, hangs: bool = False) -> None:
+        self.hangs, self.texts = hangs, []
+
+    async def tokenize(self, model: Any, text: str) -> list[int]:
+        self.texts.append(text)
+        if self.hangs:
+            await asyncio.Event().wait()
+        return list(map(ord, text))
+
+
+DATED = [{"role": "system", "content": "Pilots name the tide. " * 40 + "\nToday is 2026-11-22."}, MESSAGES[1]]
+
+
+async def test_what_stands_before_a_date_has_an_entry_at_first_sight_and_its_tokens_are_asked_for_once():
+    serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
+    serving.renderer = tokenizer = Tokenizer()
+    for date in ("2026-11-22", "2026-11-23"):
+        told = [{**DATED[0], "content": DATED[0]["content"].replace("2026-11-22", date)}, DATED[1]]
+        request = await read(Learner(), serving, reader=reader, messages=told)
+        before, system, turn = request.prediction.found.entries()
+        *_, last = map(int, before.removeprefix("first:").split(","))
+        assert chr(last) == "e" and (system, turn) == ("last:3", -5)  # of "the tide. \n" the last three may differ
+        assert request.explanation.boundaries[0] == (before, "learned")
+    (piece,) = tokenizer.texts
+    assert piece.endswith("the tide. \n")
+
+
+async def test_no_request_waits_long_for_the_tokens_before_its_date_and_none_after_it():
+    serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
+    serving.renderer = tokenizer = Tokenizer(hangs=True)
+    for _ in range(2):
+        found = (await read(Learner(), serving, reader=reader, messages=DATED)).prediction.found
+        assert found.entries() == ("last:3", -5)
+    assert len(tokenizer.texts) == 1
+
+
+async def test_an_older_plugin_is_asked_for_no_tokens():
+    serving = worker()
+    serving.renderer, serving.engine = Tokenizer(), EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384)
+    request = await read(Learner(one=FACTS), serving, messages=DATED)
+    assert not serving.renderer.texts and "first" not in str(request.prediction.found.entries())
 
 
 async def test_a_failure_costs_the_hint_and_names_no_text(caplog):
@@ -113,7 +159,7 @@ async def test_a_failure_costs_the_hint_and_names_no_text(caplog):
         def facts(self, renderer_id: bytes, setting: Setting = DEFAULT) -> TemplateFacts | None:
             raise KeyError("You pilot.")
 
-    request = read(Broken(), worker())
+    request = await read(Broken(), worker())
     assert (request.prediction.found.boundaries, request.prediction.found.failure) == ((), "no_facts")
     assert "boundary of request r: KeyError" in caplog.text and "pilot" not in caplog.text
 
@@ -121,13 +167,13 @@ async def test_a_failure_costs_the_hint_and_names_no_text(caplog):
 async def test_answers_tell_how_many_tokens_a_byte_has():
     learner = Learner(one=FACTS)
     reader = PromptReader(Settings(), Metrics(), learner)
-    first = read(learner, worker(), reader=reader).prediction
+    first = (await read(learner, worker(), reader=reader)).prediction
     size = len(json.dumps({"model": "m", "messages": MESSAGES}).encode())
     assert first.prompt == round(size * TOKENS_PER_BYTE)
     for _ in range(200):
         reader.weigh("m", 100, 50)
     reader.weigh("m", 0, 50)
     reader.weigh(["m"], 100, 1)
-    later = read(learner, worker(), reader=reader).prediction
+    later = (await read(learner, worker(), reader=reader)).prediction
     assert later.prompt == pytest.approx(size * 0.5, abs=1)
     assert later.found.boundaries[-1].estimate == later.prompt > first.found.boundaries[-1].estimate
