@@ -28,7 +28,7 @@ MAX_PIPELINED = 8
 UPGRADES = frozenset((b"upgrade", b"http2-settings"))
 
 
-class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]  # compiled, without types
+class _Parser(httptools.HttpRequestParser):
     """Reads a request that offers an upgrade as one without.
 
     httptools takes such a request's head for all of it. Its body would then be read as the next request, which a
@@ -40,7 +40,7 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]  # compiled, w
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         self._protocol = protocol
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # all that uvicorn feeds it
         """Raises `httptools.HttpParserError`."""
         while True:
             try:
