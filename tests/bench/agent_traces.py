@@ -28,6 +28,7 @@ from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model, narrator
 from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.observability.reasons import NEAR_UNITS
 from tests.bench.vllm_serve import HITS
 
 MATCH_UNIT = MATCH_UNITS[NEMOTRON_H]
@@ -61,9 +62,9 @@ WORDS = (
     "oracle: tokens shared with an earlier request of the trace, in whole match units. delivered: of them, from the\n"
     "cache. known: the same without requests that part from all earlier ones where none did before, and not at an\n"
     "earlier one's end. plain: vLLM alone (SEAMARK_ENGINE=reference). below: requests with more than 512 shareable\n"
-    "tokens that got less than from vLLM alone. wrong: a request that got everything and does not say hit, or says\n"
-    "hit and lost something. warm: milliseconds of the request that shares most, again and again, through the gateway\n"
-    "and straight to the worker."
+    "tokens that got less than from vLLM alone. wrong: a request that got everything (but for less than two match\n"
+    "units) and does not say hit, or says hit and lost more. warm: milliseconds of the request that shares most, again\n"
+    "and again, through the gateway and straight to the worker."
 )
 
 
@@ -110,8 +111,8 @@ class Replayed(NamedTuple):
 
     @property
     def reason_wrong(self) -> bool:
-        """Whether its reason contradicts what it got."""
-        return bool(self.oracle) and (self.reason == "hit") == bool(self.lost)
+        """Whether its reason contradicts what it got; states are not kept nearer to each other than `NEAR_UNITS`."""
+        return bool(self.oracle) and (self.reason == "hit") == (self.lost >= NEAR_UNITS * MATCH_UNIT)
 
 
 class Warm(NamedTuple):
@@ -301,7 +302,11 @@ def render(traces: Sequence[Trace]) -> str:
         cells = f"{len(trace.requests):>9}{tokens:>10}{oracle:>10}{shares[0]:>11.1%}{shares[1]:>8.1%}{shares[2]:>8.1%}"
         lines.append(f"{trace.name:<18}{cells}{below:>7}{wrong:>7}  {warm}")
     for trace in traces:
-        lines += [f"  {trace.name} {_loss(each)}" for each in trace.requests if each.lost or each.reason_wrong]
+        lines += [
+            f"  {trace.name} {_loss(each)}"
+            for each in trace.requests
+            if each.lost >= NEAR_UNITS * MATCH_UNIT or each.reason_wrong
+        ]
         reasons = Counter(each.reason for each in trace.requests)
         lines.append(f"  {trace.name}: " + ", ".join(f"{reason} {count}" for reason, count in reasons.most_common()))
     for trace in traces:
