@@ -63,7 +63,7 @@ WORDS = (
     "cache. known: the same without requests that part from all earlier ones where none did before, and not at an\n"
     "earlier one's end. plain: vLLM alone (SEAMARK_ENGINE=reference). below: requests with more than 512 shareable\n"
     "tokens that got less than from vLLM alone. wrong: a request that got everything (but for less than two match\n"
-    "units) and does not say hit, or says hit and lost more. warm: milliseconds of the request that shares most, again\n"
+    "units) and does not say hit, or says hit and lost more. warm: milliseconds of the request that shares most, time\n"
     "and again, through the gateway and straight to the worker."
 )
 
@@ -110,9 +110,14 @@ class Replayed(NamedTuple):
         return self.oracle > SHAREABLE and self.delivered < min(self.plain, self.oracle)
 
     @property
+    def is_short(self) -> bool:
+        """Whether it lost anything that counts: states are not kept nearer to each other than `NEAR_UNITS`."""
+        return self.lost >= NEAR_UNITS * MATCH_UNIT
+
+    @property
     def reason_wrong(self) -> bool:
-        """Whether its reason contradicts what it got; states are not kept nearer to each other than `NEAR_UNITS`."""
-        return bool(self.oracle) and (self.reason == "hit") == (self.lost >= NEAR_UNITS * MATCH_UNIT)
+        """Whether its reason contradicts what it got."""
+        return bool(self.oracle) and (self.reason == "hit") == self.is_short
 
 
 class Warm(NamedTuple):
