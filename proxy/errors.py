@@ -34,8 +34,8 @@ class BadRequest(GatewayError):
         self.param = param
 
 
-class TooDeep(BadRequest):
-    """The body is nested deeper than the gateway reads."""
+class TooComplex(BadRequest):
+    """The body is nested deeper, or has more values, than the gateway reads."""
 
 
 class Unauthorized(GatewayError):

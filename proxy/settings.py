@@ -105,6 +105,11 @@ class Settings(BaseModel):
     admin_host: str = Field("127.0.0.1", description="address for the admin port")
     max_header_bytes: int = Field(65536, gt=0, description="largest request head: target and headers")
     max_json_depth: int = Field(128, gt=0, le=900, description="deepest nesting of a JSON body")
+    max_json_values: int = Field(
+        200_000,
+        gt=0,
+        description="most objects, arrays and named values in a JSON body, and a tenth of the most elements of arrays",
+    )
 
     self_check_interval: float = Field(
         30.0,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.errors import BadRequest, TooDeep
+from proxy.errors import BadRequest, TooComplex
 
 XARGS = "vllm_xargs"
 
@@ -25,14 +25,25 @@ _decode_fast = msgspec.json.Decoder().decode
 
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 
+_ESCAPES = re.compile(rb"\\*")
+
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 # Python's JSON reader gives up at about a thousand levels; no chat, tool or schema comes near this number.
 MAX_DEPTH = 128
 
-# Brackets become steps up (1) and down (-1, as an unsigned byte); quotes stay; anything else is removed.
+# Objects, arrays and named values: each costs the event loop a microsecond or two. The longest chats of agents have
+# some thousand. Other elements of arrays, such as token ids, are counted by the ten.
+MAX_VALUES = 200_000
+ELEMENTS_PER_VALUE = 10
+
+# Of a JSON text, only its structure and the ends of its strings stay.
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'[{]},:"'))
+
+# Then brackets become steps up (1) and down (-1, as an unsigned byte).
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-_NO_STEPS = bytes(set(range(256)) - set(b'[{]}"'))
+
+SLICE = 1 << 20  # bytes looked through at once: one of quotes alone becomes fifty times as many
 
 
 def as_utf8(raw: bytes) -> bytes:
@@ -49,14 +60,52 @@ def as_utf8(raw: bytes) -> bytes:
         raise BadRequest("The request body is not valid JSON.") from None
 
 
-def parse_object(raw: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
-    """The JSON object in a body. Raises `BadRequest` for anything else, and for one nested deeper than `max_depth`."""
-    if raw.count(b"[") + raw.count(b"{") > max_depth and _depth(raw) > max_depth:
-        raise TooDeep(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
+def parse_object(raw: bytes, max_depth: int = MAX_DEPTH, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """The JSON object in a body. Raises `BadRequest` for anything else, and for one deeper or of more values."""
+    _check_size(raw, max_depth, max_values)
     parsed = _loads(raw)
     if not isinstance(parsed, dict):
         raise BadRequest("The request body must be a JSON object.")
     return parsed
+
+
+def _check_size(raw: bytes, max_depth: int, max_values: int) -> None:
+    """Raises `TooComplex` before anything is built of a body. What is no JSON may pass, or be refused as well."""
+    max_elements = ELEMENTS_PER_VALUE * max_values
+    opened = raw.count(b"[") + raw.count(b"{")  # in strings, too
+    is_large = len(raw) > max_values and (opened + raw.count(b":") > max_values or raw.count(b",") > max_elements)
+    if opened <= max_depth and not is_large:
+        return
+    values = elements = depth = 0
+    for structure in _structure(raw):
+        values += structure.count(b"[") + structure.count(b"{") + structure.count(b":")
+        elements += structure.count(b",")
+        if values > max_values or elements > max_elements:
+            raise TooComplex(
+                f"The request body has more than {max_values} objects, arrays and named values, or more than "
+                f"{max_elements} elements in arrays (setting max_json_values)."
+            )
+        steps = structure.translate(_STEPS, b",:")
+        if steps:
+            levels = list(accumulate(memoryview(steps).cast("b"), initial=depth))
+            depth = levels[-1]
+            if max(levels) > max_depth:
+                raise TooComplex(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
+
+
+def _structure(raw: bytes) -> Iterator[bytes]:
+    """The brackets, colons and commas of a JSON text that stand outside strings, slice by slice."""
+    is_string = False
+    start = 0
+    while start < len(raw):
+        end = min(start + SLICE, len(raw))
+        if raw[end - 1] == ord("\\") and (more := _ESCAPES.match(raw, end)):  # a character and its escape stay together
+            end = min(more.end() + 1, len(raw))
+        unescaped = raw[start:end].replace(b"\\\\", b"").replace(b'\\"', b"")
+        pieces = unescaped.translate(None, _NO_STRUCTURE).split(b'"')
+        yield b"".join(pieces[is_string::2])
+        is_string ^= len(pieces) % 2 == 0
+        start = end
 
 
 def _loads(raw: bytes) -> Any:
@@ -73,13 +122,6 @@ def _loads(raw: bytes) -> Any:
         return json.loads(raw)
     except (ValueError, RecursionError):
         raise BadRequest("The request body is not valid JSON.") from None
-
-
-def _depth(raw: bytes) -> int:
-    """The deepest nesting of objects and arrays in a valid JSON text."""
-    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside_strings = unescaped.translate(_STEPS, _NO_STEPS).split(b'"')[::2]
-    return max(accumulate(memoryview(b"".join(outside_strings)).cast("b")), default=0)
 
 
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:

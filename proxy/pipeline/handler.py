@@ -14,7 +14,7 @@ import traceback
 
 from proxy.chat.chat import HINTED
 from proxy.chat.responses import StoredResponses
-from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooDeep
+from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooComplex
 from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
 from proxy.http.auth import KeyRing
@@ -125,10 +125,10 @@ class RequestHandler:
             return
         try:
             raw = as_utf8(body.raw)
-            parsed = parse_object(raw, self._settings.max_json_depth)
+            parsed = parse_object(raw, self._settings.max_json_depth, self._settings.max_json_values)
         except BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
-            if hinted or isinstance(error, TooDeep) or (client.key is not None and client.is_json):
+            if hinted or isinstance(error, TooComplex) or (client.key is not None and client.is_json):
                 raise
             return
         body.raw = raw

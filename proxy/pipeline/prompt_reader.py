@@ -59,7 +59,7 @@ class PromptReader:
         self._metrics = metrics
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
-        self._max_depth = settings.max_json_depth
+        self._limits = settings.max_json_depth, settings.max_json_values
         self._facts = facts
         self.positions = PositionCache(settings.memory_bytes // 2)
         self.learner = DivergenceLearner(settings.text_bytes * 3 // 8)
@@ -181,7 +181,7 @@ class PromptReader:
         if not rewritten.edits:
             return ()
         body.raw = with_edits(body.raw, rewritten.edits)
-        body.take(parse_object(body.raw, self._max_depth), request.client, body.strips_usage)
+        body.take(parse_object(body.raw, *self._limits), request.client, body.strips_usage)
         return rewritten.applied
 
     def _remember(self, chat: Chat | None, found: Found, size: int, owner: str | None) -> RememberedRequest | None:

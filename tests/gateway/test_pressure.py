@@ -364,3 +364,14 @@ def test_the_depth_of_a_body_is_bounded(fleet, worker, depth, status):
     assert answer.status_code == status
     if status == 400:
         assert "max_json_depth" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("filling", [b"{},", b"[],", b'"":0,', b'"",' * 4])
+def test_the_values_of_a_body_are_bounded_and_the_worker_sees_none_of_a_larger_one(fleet, worker, filling):
+    gateway = start_gateway(fleet, worker, flags=("--max-json-values", "1000"))
+    opened, closed = (b"{", b'"z":0}') if b":" in filling else (b"[", b"0]")
+    for times, status in ((200, 200), (3000, 400)):
+        raw = json.dumps(chat("Tide?")).encode()[:-1] + b', "x": ' + opened + filling * times + closed + b"}"
+        answer = post(gateway, raw)
+        assert answer.status_code == status
+    assert "max_json_values" in answer.json()["error"]["message"] and len(worker.requests) == 1

@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from proxy.errors import BadRequest, TooDeep
+from proxy.errors import BadRequest, TooComplex
+from proxy.http import json_body
 from proxy.http.json_body import as_utf8, parse_object, with_hint
 
 ODD_SPELLINGS = [
@@ -129,7 +130,7 @@ def test_random_bodies_are_read_as_pythons_json_reads_them():
 def test_deep_bodies_are_read_as_far_as_the_limit_allows():
     deep = b'{"a":' * 900 + b"1" + b"}" * 900
     assert parse_object(deep, 900) == json.loads(deep)
-    with pytest.raises(TooDeep):
+    with pytest.raises(TooComplex):
         parse_object(deep, 899)
 
 
@@ -145,5 +146,35 @@ def test_deep_bodies_are_read_as_far_as_the_limit_allows():
 def test_brackets_inside_strings_are_no_depth(raw, depth):
     text = b'{"x":%b,"y":[%b]}' % (raw, b",".join([b"[]"] * 200))
     parse_object(text, max(depth + 1, 3))
-    with pytest.raises(TooDeep):
+    with pytest.raises(TooComplex):
         parse_object(text, max(depth + 1, 3) - 1)
+
+
+@pytest.mark.parametrize(
+    ("raw", "values", "elements"),
+    [
+        (rb'{"a":1,"b":[{},{"c":"{[:,\"{[:,"}]}', 7, 2),
+        (b'{"a":[' + b"7," * 99 + b"7]}", 3, 99),
+        (b'{"a":"' + b"{[:," * 99 + b'"}', 2, 0),
+    ],
+)
+def test_values_are_counted_outside_strings(raw, values, elements):
+    enough = max(values, -(-elements // 10))
+    assert parse_object(raw, max_values=enough) == json.loads(raw)
+    with pytest.raises(TooComplex, match="max_json_values"):
+        parse_object(raw, max_values=enough - 1)
+
+
+def test_what_a_body_is_made_of_is_seen_wherever_it_is_cut(monkeypatch):
+    random = Random(16)
+    pieces = ['"', "\\", "\\\\", "{", "[", "}", "]", ":", ",", "x"]
+    for size in (1, 2, 3, 7, 1 << 20):
+        monkeypatch.setattr(json_body, "SLICE", size)
+        for _ in range(500):
+            texts = ["".join(random.choices(pieces, k=random.randint(0, 9))) for _ in range(3)]
+            value = {f"k{texts[0]}": [texts[1], {texts[2]: []}], "": {}}
+            raw = json.dumps(value).encode()
+            assert parse_object(raw, max_depth=4, max_values=8)
+            for limits in ({"max_depth": 3}, {"max_values": 7}):
+                with pytest.raises(TooComplex):
+                    parse_object(raw, **limits)
