@@ -8,7 +8,7 @@ entries.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from xxhash import xxh3_128_digest
@@ -27,6 +27,11 @@ from proxy.chat.chat import TOOLS, Chat, Mark, last_text_part, listed
 MAX_MARKS = 8
 
 MAX_SYSTEM_MESSAGES = 4  # searched for a date
+
+# Questions before the last one at which a prompt may part from one that is seen for the first time: clients that put
+# documents or examples into user messages change the later ones. In a conversation each was the last one once, and has
+# its state already.
+EARLIER_QUESTIONS = 2
 
 # Messages of a chat in which boundaries are sought; a longer one is forwarded without.
 MAX_MESSAGES = 20_000
@@ -66,6 +71,7 @@ class BoundaryFinder:
         search.between_messages()
         search.before_dates(self.dates, renderer_id)
         search.at_marks()
+        search.at_earlier_questions()
         if by_texts and self._learner is not None:
             search.inside_texts(self._learner)
         return search.found(renderer_id)
@@ -148,6 +154,16 @@ class _Search:
                 is_open = chat.roles[following] in OPEN_ROLES
                 key = layout.opener_key(following) if is_open else layout.keys.after[mark.message]
                 self._add("explicit", key, self._opener_of(following) if is_open else None, following)
+
+    def at_earlier_questions(self) -> None:
+        """Before the last few questions but one."""
+        layout, roles = self._layout, self._layout.chat.roles
+        if layout.chat.is_bare or layout.first is None or roles[layout.last] != "user":
+            return
+        earlier = (index for index in range(layout.last - 1, layout.first, -1) if roles[index] == "user")
+        for index in islice(earlier, EARLIER_QUESTIONS):
+            if (entry := self._opener_of(index)) is not None:
+                self._add("history", layout.opener_key(index), entry, index)
 
     def inside_texts(self, learner: DivergenceLearner) -> None:
         """Beginnings of texts after which recent requests diverged."""

@@ -25,6 +25,7 @@ from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model, narrator
 from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT
+from proxy.observability.reasons import NEAR_UNITS
 from tests.bench.agent_turns import tools
 
 MATCH_UNIT = MATCH_UNITS[NEMOTRON_H]
@@ -47,8 +48,8 @@ WORDS = (
     "next day: the first request of a conversation whose prompt differs from an earlier one's in that text alone. It\n"
     "must name the kind of text and the tokens to save, unless the text stands last; it says hit if it shares tokens\n"
     "and got them all, otherwise prefix_changed. later: the next turn of that conversation and another conversation\n"
-    "of that day; both must say hit if they got everything. oracle: tokens shared with an earlier request, in whole\n"
-    "match units."
+    "of that day; both must say hit if they got everything, but for less than two match units. oracle: tokens shared\n"
+    "with an earlier request, in whole match units."
 )
 
 
@@ -124,8 +125,8 @@ class Asked(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether it got all it shares."""
-        return self.delivered >= self.oracle
+        """Whether it got all it shares; states are not kept nearer to each other than `NEAR_UNITS`."""
+        return self.delivered > self.oracle - NEAR_UNITS * MATCH_UNIT
 
 
 class Named(NamedTuple):
@@ -140,7 +141,7 @@ class Named(NamedTuple):
         """What does not hold."""
         found = []
         saves = self.next_day.told.get("would_save", {})
-        wanted = HIT if self.next_day.oracle and self.next_day.complete else CHANGED
+        wanted = HIT if self.next_day.delivered and self.next_day.complete else CHANGED
         if self.next_day.reason != wanted:
             found.append(f"says {self.next_day.reason}, not {wanted}")
         named = any(self.case.text.kind in kind and tokens > 0 for kind, tokens in saves.items())

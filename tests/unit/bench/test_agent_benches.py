@@ -144,7 +144,7 @@ def test_a_changed_head_has_to_be_named_with_its_kind_and_its_cost():
     assert volatile_heads.Named(middle, asked("hit", 160, 160), hits).complaints == ["would save {}"]
     last = volatile_heads.Case("ISO date", volatile_heads.LAST)
     assert volatile_heads.Named(last, asked("hit", 608, 608), hits).complaints == []
-    assert volatile_heads.Named(last, asked("hit", 592, 608), hits).complaints == ["says hit, not prefix_changed"]
+    assert volatile_heads.Named(last, asked("hit", 576, 608), hits).complaints == ["says hit, not prefix_changed"]
 
 
 def test_a_system_prompt_differs_in_its_text_alone():

@@ -518,7 +518,7 @@ def parts_at(tokenizer: Any, body: Mapping[str, Any], index: int) -> int:
 
 def test_entries_lie_where_two_chats_really_part(tokenizer):
     facts, use = facts_of(tokenizer), BoundaryFinder(PositionCache(10**6))
-    kinds = set()
+    kinds, skipped = set(), 0
     for body in chats(random.Random(3)):
         found = use.find(chat_request(body), facts, b"renderer")
         prompt = tokenizer.render(body)
@@ -534,9 +534,20 @@ def test_entries_lie_where_two_chats_really_part(tokenizer):
                 assert tokenizer.render({**body, "messages": going_on})[:position] == prompt[:position]
                 assert len(prompt) - position == facts.end("user")
             else:
-                parting = parts_at(tokenizer, body, first if boundary.kind == "system" else len(roles) - 1)
-                assert parting - 1 <= position <= parting, (body, boundary)
-    assert kinds == {"system", "history", "turn"}
+                earlier = [index for index, role in enumerate(roles[:-1]) if role == "user" and index > first]
+                places = [first] if boundary.kind == "system" else [len(roles) - 1, *earlier[-2:]]
+                partings = [parts_at(tokenizer, body, index) for index in places]
+                assert any(parting - 1 <= position <= parting for parting in partings), (body, boundary)
+                skipped += "last-" in str(boundary.entry)
+    assert kinds == {"system", "history", "turn"} and skipped > 10
+
+
+def test_the_last_questions_before_the_last_one_have_entries_too():
+    questions = [message for number in range(5) for message in (user(f"{number}?"), assistant("Yes."))]
+    wanted = [("history", f"last{skipped}:4,5") for skipped in ("-1", "-2", "")]
+    assert shown(find([SYSTEM, *questions, user("And?")])) == [*wanted, ("system", "first:1,2"), ("turn", -5)]
+    in_loop = find([SYSTEM, *questions, user("And?"), assistant("I will look."), tool("nine")])
+    assert "last-1" not in str(in_loop.entries())  # the questions of a loop's history had their turn
 
 
 def test_a_head_that_moves_into_the_last_user_message_has_no_place_once_the_conversation_goes_on():
