@@ -7,7 +7,7 @@ from tests.bench.boundaries import LIMITS, main, measure
 
 def test_each_request_that_is_timed_gets_a_whole_hint():
     cost = measure(2_000, 4, rounds=3)
-    assert cost.entries == 3  # system prompt, history, turn
+    assert cost.entries == 4  # system prompt, the question before, history, turn
     assert min(cost.new, cost.known, cost.by_texts) > 0
 
 
