@@ -32,11 +32,6 @@ class PromptLayout(NamedTuple):
         return self.first == self.last
 
     @property
-    def last_size(self) -> int:
-        """Characters of the last text."""
-        return len(self.chat.texts[self.last] or "")
-
-    @property
     def turn_key(self) -> bytes | None:
         """Key of the whole chat; None if no turn ends with it."""
         return self.keys.after[-1] if self.generates and self.chat.roles[-1] != "assistant" else None

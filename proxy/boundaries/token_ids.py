@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xxhash import xxh3_128
-
 
 class TokenIds:
     """The ids of one prompt; immutable."""
 
-    __slots__ = ("_count", "_ends", "local", "raw")
+    __slots__ = ("_count", "raw")
 
-    def __init__(self, raw: bytes, local: bool = False) -> None:
-        """`raw` holds decimal ids with a comma between them and nothing else; `local`: no worker was asked."""
+    def __init__(self, raw: bytes) -> None:
+        """`raw` holds decimal ids with a comma between them and nothing else."""
         self.raw = raw
-        self.local = local
         self._count: int | None = None
-        self._ends: dict[int, int] = {}  # offset in `raw` at which so many tokens end; counting is what costs
 
     @classmethod
     def of(cls, ids: Iterable[int]) -> TokenIds:
@@ -61,40 +57,7 @@ class TokenIds:
             if end < 0:
                 return 0
         # The shorter side is counted: what follows is mostly the last text.
-        tokens = len(self) - left.count(b",", end) if 2 * end > len(left) else left.count(b",", 0, end) + 1
-        self._ends[tokens] = other._ends[tokens] = end
-        return tokens
-
-    def key(self, tokens: int, *parts: bytes) -> bytes:
-        """128-bit name of the first `tokens` ids; `parts` is what else tells two such prefixes apart."""
-        hashed = xxh3_128(b"\0".join(parts))
-        hashed.update(memoryview(self.raw)[: self._offset(tokens)])
-        return hashed.digest()
-
-    def tail(self, tokens: int, count: int) -> bytes:
-        """The last `count` ids of the first `tokens`, spelled the same way."""
-        end = self._offset(tokens)
-        return b",".join(self.raw[max(0, end - 12 * (count + 1)) : end].split(b",")[-count:])
-
-    def _offset(self, tokens: int) -> int:
-        """Offset in `raw` at which the first `tokens` ids end, by halving."""
-        if tokens <= 0:
-            return 0
-        if (end := self._ends.get(tokens)) is not None:
-            return end
-        if (end := self._ends.get(tokens + 1)) is not None:
-            return self.raw.rindex(b",", 0, end)
-        if tokens >= len(self):
-            return len(self.raw)
-        low, high, before = 0, len(self.raw), 0  # the wanted comma lies in [low, high); `before` commas before low
-        while high - low > 1:
-            middle = (low + high) // 2
-            inside = self.raw.count(b",", low, middle)
-            if before + inside >= tokens:
-                high = middle
-            else:
-                low, before = middle, before + inside
-        return low
+        return len(self) - left.count(b",", end) if 2 * end > len(left) else left.count(b",", 0, end) + 1
 
 
 COMMA = ord(",")

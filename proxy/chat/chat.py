@@ -73,12 +73,6 @@ class Chat:
             if isinstance(part, dict) and not isinstance(part.get("text"), str)
         )
 
-    def spelled(self, variant: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-        """A variant of this chat as it is to be rendered, and where."""
-        if self.is_bare:
-            return {**self.asked, "prompt": variant["messages"][0]["content"]}, self.path
-        return variant, CHAT
-
     @property
     def asked(self) -> Mapping[str, Any]:
         """The body to render at `path`."""

@@ -238,10 +238,6 @@ class RequestMemory:
             self._beginnings.popitem(last=False)
         return known
 
-    def longest_shared_bytes(self, request: RememberedRequest) -> int:
-        """Bytes of tools and messages at its beginning that some earlier request had, roughly."""
-        return max(request.known_bytes, max((_Pair(request, o).beginning for o in self._earlier(request)), default=0))
-
     def change(self, request: RememberedRequest) -> PrefixChange | None:
         """Where `request` differs from the nearest of those before it; None if it differs from none in the middle.
 
@@ -577,8 +573,3 @@ def _without_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_thinking(message: Any) -> bool:
     return isinstance(message, dict) and any(isinstance(message.get(name), str) and message[name] for name in THINKING)
-
-
-def volatile_text(change: PrefixChange) -> str | None:
-    """The kind of text that this change consists of; None if it is of no known kind."""
-    return change.kind
