@@ -26,6 +26,9 @@ from engine_patches.scheduler.turn_value import TurnValue
 # A hit below this share of a pass is not felt, and its state takes as much room as any other.
 WORTH_OF_A_PASS = 0.05
 
+# Name of the head that chats without a system prompt have in common, for each cache salt.
+HEADLESS = b"headless "
+
 # Tokens that two prompts have to share before the engine by itself keeps a state where they part.
 MIN_SHARED = 128
 
@@ -85,6 +88,7 @@ class Checkpoints:
         if state.hinted:
             state.resolved = hints.resolve(hint, request.prompt_token_ids, request.num_prompt_tokens, ignore)
             state.hinted_positions = hints.usable_positions(state.resolved, self.alignment, ignore)
+            state.turn_end = hints.turn_end(hint, state.resolved) // self.alignment * self.alignment
         # Of a prompt that goes on arriving, only what is there now is looked up and remembered.
         units = request.num_prompt_tokens // self.match_unit
         state.shared = self.seen.deepest(request.block_hashes[:units]) * self.match_unit
@@ -99,15 +103,20 @@ class Checkpoints:
         reach = math.ceil((TURN_REACH + self.alignment) / self.match_unit)
         self.turn_value.came_back(hashes[max(units - reach, 0) : units])
         targets = self.targets(request, state)
-        heads = state.positions
-        if not heads or not targets or not self._ends_a_turn(state, targets[-1]):
+        if not targets:
             return 0
         end = targets[-1].position
-        if end - heads[0] <= TURN_REACH or end > len(hashes) * self.match_unit:
+        if end > len(hashes) * self.match_unit:
+            return 0
+        heads = [position for position in state.positions if position < end - TURN_REACH]
+        if heads and self._ends_a_turn(state, targets[-1]):
+            start, head = heads[0], hashes[heads[0] // self.match_unit - 1]
+        elif state.positions == (end,) == (state.turn_end,):
+            start, head = 0, HEADLESS + str(getattr(request, "cache_salt", None)).encode(errors="surrogatepass")
+        else:
             return 0
         key = hashes[end // self.match_unit - 1]
-        worth = self.turn_value.worth_a_state(hashes[heads[0] // self.match_unit - 1], key)
-        if worth or end - heads[0] >= self.step_time.tokens_per_pass:
+        if self.turn_value.worth_a_state(head, key, end - start, self.step_time.tokens_per_pass):
             return 0
         if end in state.hinted_positions:
             self.counters.hint_ignored(NOT_WORTH_IT)

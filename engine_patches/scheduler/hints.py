@@ -94,6 +94,14 @@ def resolve(
     return tuple(_position(entry, prompt_token_ids, num_prompt_tokens, most, ignore) for entry in entries)
 
 
+def turn_end(hint: Any, resolved: Sequence[int]) -> int:
+    """The position nearest to the prompt's end that a resolved hint counts from there; 0 if it counts none so."""
+    if not isinstance(hint, list):
+        return 0
+    pairs = zip(hint, resolved, strict=False)
+    return max((position for entry, position in pairs if isinstance(entry, int) and entry < 0), default=0)
+
+
 def _position(
     entry: Any, ids: list[int] | None, num_prompt_tokens: int, most: int, ignore: Callable[[str], None]
 ) -> int:

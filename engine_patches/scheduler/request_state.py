@@ -16,6 +16,7 @@ class RequestState:
     hinted_positions: tuple[int, ...] = ()  # usable positions of its hint, ascending
     hinted: bool = False  # it came with a hint, usable or not
     resolved: tuple[int, ...] = ()  # what each entry of its hint names, in the hint's order, exact; 0: not there
+    turn_end: int = 0  # usable position that its hint counts from the prompt's end; 0: none
     shared: int = 0  # a prompt seen before begins like its own up to here, whole match units
     learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it

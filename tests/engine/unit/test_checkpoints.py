@@ -258,10 +258,30 @@ def test_it_does_where_states_lie_farther_apart_than_a_turn_reaches():
     assert singles.ask(310)[1] == [128, 384]
 
 
-def test_a_turn_as_long_as_a_pass_is_always_kept(checkpoints):
+def test_a_long_turn_is_kept_until_more_clients_are_gone(checkpoints):
     singles = Singles(checkpoints)
-    singles.end(8)
-    assert singles.ask(1200)[1] == [192, 1392]
+    singles.end(8)  # a state costs 240 tokens here, so 3,000 are worth one in twelve
+    assert singles.ask(3000)[1] == [192, 3184]
+    for _ in range(5):
+        singles.ask()
+        singles.now += 100.0
+    assert singles.ask(3000)[1] == [192]
+
+
+def test_the_turns_of_chats_without_a_system_prompt_are_one_heads(checkpoints):
+    singles = Singles(checkpoints)
+
+    def asked(entry, salt=None):
+        singles.number += 1
+        question = request(own(singles.number, 200), entry, name=f"s{singles.number}")
+        question.cache_salt = salt
+        singles.now += 100.0
+        return [target.position for target in checkpoints.targets(question)]
+
+    assert [asked([-5]) for _ in range(8)] == [[192]] * 8
+    assert asked([-5]) == [] and asked([-5], "another tenant") == [192]
+    # A place counted from the start may be the end of a system prompt, however short the question is.
+    assert [asked([195]) for _ in range(9)] == [[192]] * 9
 
 
 def test_prompts_that_share_nothing_keep_the_ends_of_their_turns(checkpoints):

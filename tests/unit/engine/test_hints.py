@@ -22,6 +22,7 @@ from engine_patches.scheduler.hints import (
     first_end,
     last_end,
     resolve,
+    turn_end,
     usable_positions,
 )
 
@@ -200,3 +201,17 @@ def test_a_learned_position_joins_those_of_a_hint():
     assert kinds(1500, (1472,), learned=1024) == {1024: LEARNED, 1472: HINTED}
     assert kinds(1500, learned=1488) == {1024: EDGE, 1488: LEARNED}
     assert kinds(400, learned=160) == {160: LEARNED}
+
+
+@pytest.mark.parametrize(
+    ("hint", "resolved", "end"),
+    [
+        ([100, -5, "last:1"], (100, 195, 60), 195),
+        ([-200, -5, -100], (0, 195, 100), 195),
+        ([100, True], (100, 0), 0),
+        ([], (), 0),
+        (7, (), 0),
+    ],
+)
+def test_the_end_of_a_turn_is_what_a_hint_counts_from_the_prompts_end(hint, resolved, end):
+    assert turn_end(hint, resolved) == end

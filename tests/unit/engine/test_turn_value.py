@@ -87,3 +87,11 @@ def test_what_is_remembered_is_bounded(value, clock, monkeypatch):
     assert len(value._heads) == 10 and len(value._ends) <= 20 and len(value._judged) <= 20
     value.came_back([end(number) for number in range(100)])  # of heads forgotten, too
     assert not value._ends and not value._judged
+
+
+@pytest.mark.parametrize(("tokens", "clients"), [(100, 8), (1000, 8), (6000, 25), (24_000, 100)])
+def test_what_saves_more_is_written_for_longer(value, clock, tokens, clients):
+    for number in range(clients):
+        assert value.worth_a_state(HEAD, end(number), tokens, 800.0)
+        clock.now += JUDGED_AFTER_SECONDS
+    assert not value.worth_a_state(HEAD, b"too many", tokens, 800.0)
