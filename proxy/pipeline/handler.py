@@ -12,7 +12,7 @@ import re
 import time
 import traceback
 
-from proxy.chat.chat import HINTED
+from proxy.chat.chat import HINTED, RESPONSES
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooComplex
 from proxy.fleet.pool import WorkerPool
@@ -69,6 +69,7 @@ class RequestHandler:
         if not request_id or len(request_id) > MAX_ID_CHARACTERS or not request_id.isascii():
             request_id = os.urandom(16).hex()
         request: ProxiedRequest | None = None
+        name = ""
         taken = 0
         try:
             key = auth.client(scope, self._keys) if self._keys is not None else None
@@ -78,7 +79,8 @@ class RequestHandler:
             request = request_of(scope, raw, request_id, key)
             if request_id in self._under_way:  # one name for a whole fan-out; the engine must tell them apart
                 request.engine_id = f"{request_id}.{os.urandom(4).hex()}"
-            self._under_way.add(request.engine_id)
+            name = request.engine_id
+            self._under_way.add(name)
             async with asgi.ClientWatch(scope, receive) as watch:
                 await self._serve(request, send, watch)
         except asgi.ClientGone:
@@ -98,7 +100,7 @@ class RequestHandler:
         finally:
             self._bodies.give_back(taken)
             if request is not None:
-                self._under_way.discard(request.engine_id)
+                self._under_way.discard(name)
                 self._accounting.count(request)
 
     async def _refuse(
@@ -134,6 +136,8 @@ class RequestHandler:
         body.raw = raw
         body.take(parsed, client, self._settings.ask_usage)
         self._check_owner(request)
+        if client.endpoint == RESPONSES and not self._settings.shadow:
+            request.name_response(os.urandom(8).hex())
         if hinted:
             await self._reader.read(request, await self._pool.ready())
             request.timings.reading_seconds = time.perf_counter() - client.arrived

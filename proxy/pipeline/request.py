@@ -160,6 +160,15 @@ class ProxiedRequest:
         """The request's identity, as the worker sees it."""
         return (b"x-request-id", self.engine_id.encode("latin-1"))
 
+    def name_response(self, name: str) -> None:
+        """Give a response the id `resp_NAME`, unless the client has given one.
+
+        Else vLLM draws one, and the engine knows the request by that alone: what becomes of it could not be told.
+        """
+        if "request_id" not in self.body.parsed:
+            self.body.put["request_id"] = f"resp_{name}"
+            self.engine_id = f"{name}_0"  # the first of the requests that a response with tools of vLLM's may take
+
     @property
     def model(self) -> Any:
         """What the client wrote as the model's name."""

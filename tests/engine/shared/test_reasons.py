@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import time
 import uuid
 
 import httpx
@@ -48,6 +49,28 @@ def test_cold_then_hit(servers: SharedServers, new):
     assert told["shareable"] == told["predicted"] == told["delivered"] > 64
     # Nothing stands between the system prompt's end and the question.
     assert [boundary["kind"] for boundary in told["boundaries"]] == ["system", "turn"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_says_of_a_response_is_known(servers: SharedServers, new, stream):
+    body = {"model": MODEL_NAME, "instructions": new, "max_output_tokens": 16, "stream": stream}
+    for question, reason in (("High tide?", "cold"), ("And low?", "hit")):
+        answer = httpx.post(servers.gateway.url + "/v1/responses", json={**body, "input": question}, timeout=120)
+        assert answer.status_code == 200 and "resp_" in answer.text
+        told = in_the_end(servers.gateway, answer)
+        assert told["reason"] == reason and all(told["positions"])
+        assert told["positions"][0] > 64  # behind the instructions
+
+
+def in_the_end(gateway: Server, answer: httpx.Response) -> dict:
+    """The explanation of a stream comes when its engine's events do."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        told = httpx.get(f"{gateway.url}/seamark/requests/{answer.headers['x-request-id']}").json()
+        if told.get("reason") is not None:
+            return told
+        time.sleep(0.05)
+    raise AssertionError("never explained")
 
 
 def test_below_unit(servers: SharedServers):

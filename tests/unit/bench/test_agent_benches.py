@@ -121,6 +121,8 @@ def test_ours_may_differ_as_much_as_two_runs_of_vllm_alone():
     assert vllm_serve.Row("case", vllm_serve.OURS, (slower,), (plain,), (noisy,)).complaints == []
     worse = slower._replace(first_token=0.1, renders=1, hits=90)
     assert vllm_serve.Row("case", vllm_serve.OURS, (worse,), (plain,), (plain,)).complaints == ["renders", "hits"]
+    by_chance = vllm_serve.Row("case", vllm_serve.OURS, (worse,), (plain,), (plain,), shares=False)
+    assert by_chance.complaints == ["renders"]
 
 
 def asked(reason, delivered, oracle, **told):
