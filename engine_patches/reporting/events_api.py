@@ -12,7 +12,7 @@ import json
 import re
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
@@ -34,6 +34,11 @@ MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
 _COMPLETION = re.compile(r"(?:\d+_)?cmpl-(.*)-\d+-[0-9a-f]{8}")
 
 _OTHER = re.compile(r"(?:\d+_)?(?:chatcmpl-|resp_)?(.*?)-[0-9a-f]{8}")
+
+# vLLM names the first request of a response after it: `resp_ID_0`. The id stands at the beginning of the answer.
+RESPONSES = "/v1/responses"
+_RESPONSE_ID = re.compile(rb'"id": ?"(?:resp_)?([\w.:-]+)"', re.ASCII)
+ID_WITHIN = 1024  # bytes
 
 # All children of a request but the first: they share its whole prompt, with the first one.
 _LATER_CHILD = re.compile(r"[1-9]\d*_(?:chatcmpl-|cmpl-|resp_)", re.ASCII)
@@ -176,7 +181,7 @@ class EventsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH:
             asked = scope["type"] == "http" and (HEADER, b"1") in scope["headers"]
-            await self._app(scope, receive, _adds_outcome(scope["headers"], send) if asked else send)
+            await self._app(scope, receive, _adds_outcome(scope, send) if asked else send)
             return
         if scope["method"] != "GET":
             await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
@@ -193,21 +198,32 @@ class EventsEndpoint:
         await _answer(send, 200, await feed.wait_after(int(after), query.get("boot", [None])[-1], seconds))
 
 
-def _adds_outcome(request_headers: Iterable[tuple[bytes, bytes]], send: Send) -> Send:
+def _adds_outcome(scope: Scope, send: Send) -> Send:
     """`send`, with the outcome of the request among the headers of its answer.
 
-    An error tells none: what is known under its id is that of an earlier request, perhaps a stream.
+    An error tells none: what is known under its id is that of an earlier request, perhaps a stream. The engine knows a
+    response by the id in its answer, so that answer's head waits for its body, which follows at once.
     """
-    request_id = dict(request_headers).get(b"x-request-id", b"").decode("latin-1")
+    request_id = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    waiting: Message | None = None
+
+    def with_outcome(head: Message, name: str) -> Message:
+        outcome = feed.take_latest(name)
+        return head if outcome is None else {**head, "headers": [*head.get("headers", ()), (HEADER, outcome.header)]}
 
     async def send_with_outcome(message: Message) -> None:
+        nonlocal waiting
         if message["type"] == "http.response.start" and message["status"] == 200:
-            headers = list(message.get("headers", ()))
-            content_type = next((value for name, value in headers if name.lower() == b"content-type"), b"")
-            if not content_type.startswith(b"text/event-stream"):
-                outcome = feed.take_latest(request_id)
-                if outcome is not None:
-                    message = {**message, "headers": [*headers, (HEADER, outcome.header)]}
+            kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
+            if not any(kind.startswith(b"text/event-stream") for kind in kinds):
+                if scope["path"] == RESPONSES:
+                    waiting = message
+                    return
+                message = with_outcome(message, request_id)
+        elif waiting is not None:
+            head, waiting = waiting, None
+            named = _RESPONSE_ID.search(message.get("body", b"")[:ID_WITHIN])
+            await send(with_outcome(head, f"{named[1].decode()}_0") if named else head)
         await send(message)
 
     return send_with_outcome

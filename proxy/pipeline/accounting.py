@@ -108,6 +108,8 @@ class Accounting:
         if worker is None:
             return None
         self._store(request, worker, answer)
+        if request.client.endpoint == RESPONSES:
+            request.answered_as = _name_of_response(answer)
         model = self._model_label(request)
         if worker.engine is None and request.status == 200:
             self._shadow.add(_for_shadow(request, worker, model, usage))
@@ -202,7 +204,8 @@ class Accounting:
 
     async def _ask_engine(self, answered: _Answered) -> str | None:
         try:
-            outcome = await self._engine_events.outcome_of(answered.worker, answered.request.engine_id)
+            name = answered.request.answered_as or answered.request.engine_id
+            outcome = await self._engine_events.outcome_of(answered.worker, name)
             return self._explain(answered, outcome)
         except Exception as error:  # the message might hold prompt text
             logger.error("explaining request %s: %s", answered.request.client.request_id, type(error).__name__)
@@ -299,6 +302,15 @@ class Accounting:
         if request.worker is not None and request.worker.serves(model):
             return str(model)
         return str(model) if any(worker.serves(model) for worker in self._pool.workers) else UNKNOWN_MODEL
+
+
+def _name_of_response(answer: Any) -> str | None:
+    """What an engine calls the request of a response: vLLM names it after the response, whatever the request's id is.
+
+    A response with tools that vLLM itself calls takes several requests; this is the first one.
+    """
+    name = answer.get("id") if isinstance(answer, dict) else None
+    return f"{name.removeprefix('resp_')}_0" if isinstance(name, str) else None
 
 
 def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usage | None) -> AnsweredRequest:

@@ -12,7 +12,7 @@ import re
 import time
 import traceback
 
-from proxy.chat.chat import HINTED, RESPONSES
+from proxy.chat.chat import HINTED
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooComplex
 from proxy.fleet.pool import WorkerPool
@@ -136,8 +136,6 @@ class RequestHandler:
         body.raw = raw
         body.take(parsed, client, self._settings.ask_usage)
         self._check_owner(request)
-        if client.endpoint == RESPONSES and not self._settings.shadow:
-            request.name_response(os.urandom(8).hex())
         if hinted:
             await self._reader.read(request, await self._pool.ready())
             request.timings.reading_seconds = time.perf_counter() - client.arrived

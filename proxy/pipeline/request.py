@@ -152,6 +152,7 @@ class ProxiedRequest:
     timings: Timings = field(default_factory=Timings)
     explanation: Explanation | None = None
     worker: Worker | None = None  # the last one it was given to
+    answered_as: str | None = None  # its engine's name for it, if that is known from the answer alone
     started: bool = False  # the response has begun
     status: int = 0
 
@@ -159,15 +160,6 @@ class ProxiedRequest:
     def engine_id_header(self) -> tuple[bytes, bytes]:
         """The request's identity, as the worker sees it."""
         return (b"x-request-id", self.engine_id.encode("latin-1"))
-
-    def name_response(self, name: str) -> None:
-        """Give a response the id `resp_NAME`, unless the client has given one.
-
-        Else vLLM draws one, and the engine knows the request by that alone: what becomes of it could not be told.
-        """
-        if "request_id" not in self.body.parsed:
-            self.body.put["request_id"] = f"resp_{name}"
-            self.engine_id = f"{name}_0"  # the first of the requests that a response with tools of vLLM's may take
 
     @property
     def model(self) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -155,7 +156,8 @@ class RecordingWorker:
             self.gone.set()
             return None
         headers = dict(scope["headers"])
-        prompt, admitted = self._admit(path, headers.get(b"x-request-id", b"").decode("latin-1"), body)
+        name = headers.get(b"x-request-id", b"").decode("latin-1")
+        prompt, admitted = self._admit(path, self._name_of_response() if path == "/v1/responses" else name, body)
         length = self.prompt_tokens or (len(prompt) if prompt else PROMPT_TOKENS)
         if path in self.streams and json.loads(body).get("stream"):
             counted = b'"prompt_tokens": %d'
@@ -173,6 +175,12 @@ class RecordingWorker:
         more += [(b"location", self.location.encode())] if self.location is not None else []
         await _answer(send, answer, status=self.status, more=more)
         return None
+
+    def _name_of_response(self) -> str:
+        """What vLLM's engine calls the request of a response, by the id in the answer."""
+        first, *_ = self.streams.get("/v1/responses", (b"",))
+        streamed = re.search(rb'"id":"resp_(\w+)"', first)
+        return f"{streamed[1].decode() if streamed else COMPLETION['id']}_0"
 
     def _admit(self, path: str, request_id: str, raw: bytes) -> tuple[str | None, Admitted | None]:
         """The prompt of a request, and what the engine says of it; both None for what it does not compute."""

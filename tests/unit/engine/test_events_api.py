@@ -23,14 +23,16 @@ def feed(monkeypatch) -> Feed:
     return events_api.feed
 
 
-def answered(headers, content_type=b"application/json", scheme="http", path="/v1/chat/completions", status=200):
+def answered(
+    headers, content_type=b"application/json", scheme="http", path="/v1/chat/completions", status=200, body=b"{}"
+):
     """Headers of an application's answer behind the middleware."""
     sent = []
 
     async def app(scope, receive, send):
         start = {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type)]}
         await send(start)
-        await send({"type": "http.response.body", "body": b"{}"})
+        await send({"type": "http.response.body", "body": body})
 
     async def send(message):
         sent.append(message)
@@ -55,6 +57,25 @@ def test_shared_tokens_and_resolved_entries_stand_beside_the_outcomes_in_their_o
 def test_an_answer_carries_its_outcome(feed):
     feed.add_outcome(admitted("a", "hit", 160, 176, (163, 0, 990)))
     assert answered(ASKS) == {b"content-type": b"application/json", HEADER: b"hit,160,176,163:0:990"}
+
+
+RESPONSE = b'{"id":"resp_0af3","created_at":1,"output":[{"id":"msg_1"}]}'
+
+
+@pytest.mark.parametrize("body", [RESPONSE, RESPONSE.replace(b":", b": "), RESPONSE.replace(b"resp_", b"")])
+def test_a_response_carries_the_outcome_of_the_request_that_is_named_after_it(feed, body):
+    feed.add_outcome(AdmittedRequest("resp_0af3_0-00000000", "hit", 160, 176, (163,)))
+    feed.add_outcome(admitted("a"))
+    told = answered(ASKS, path="/v1/responses", body=body)
+    assert told == {b"content-type": b"application/json", HEADER: b"hit,160,176,163"}
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", RESPONSE.replace(b"0af3", b"other"), b" " * 2000 + RESPONSE])
+def test_a_response_of_another_name_carries_none(feed, body):
+    feed.add_outcome(AdmittedRequest("resp_0af3_0-00000000", "hit", 160, 176, (163,)))
+    assert HEADER not in answered(ASKS, path="/v1/responses", body=body)
+    assert HEADER not in answered(ASKS, b"text/event-stream", path="/v1/responses", body=RESPONSE)
+    assert HEADER not in answered(ASKS, path="/v1/responses", body=RESPONSE, status=404)
 
 
 def test_without_a_hint_there_are_no_positions(feed):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from proxy.pipeline.request import affinity_key, request_of
+from proxy.pipeline.request import affinity_key
 
 SESSION = "0b5c9a52-3d5f-4a56-9a0e-6f6f1f6a7b10"
 
@@ -40,23 +38,3 @@ def test_what_the_client_itself_wants_kept_together_comes_first():
 def test_a_request_of_no_session_has_no_key():
     assert affinity_key([(b"x-request-id", b"r"), (b"x-session-id", b"")], {}) is None
     assert affinity_key([(b"x-session-id", b"\xff\xfe")], {}) == "\xff\xfe"  # any bytes make a name
-
-
-def request(body, path="/v1/responses"):
-    scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
-    made = request_of(scope, json.dumps(body).encode(), "r")
-    made.body.take(body, made.client, False)
-    return made
-
-
-def test_a_response_has_a_name_that_its_engine_knows_too():
-    named = request({"model": "m", "input": "Tide?"})
-    named.name_response("0af3")
-    assert json.loads(named.body.encoded(()))["request_id"] == "resp_0af3"
-    assert named.engine_id_header == (b"x-request-id", b"0af3_0") and named.client.request_id == "r"
-
-
-def test_a_response_that_its_client_has_named_keeps_that_name():
-    named = request({"model": "m", "input": "Tide?", "request_id": "resp_mine"})
-    named.name_response("0af3")
-    assert json.loads(named.body.encoded(()))["request_id"] == "resp_mine" and named.engine_id == "r"
