@@ -220,7 +220,9 @@ def checkpoint_targets(
             kinds[junction] = JUNCTION
     if learned:
         # The next prompt may leave a little earlier. vLLM alone keeps the whole block before such a place.
-        kinds.setdefault(learned // block_size * block_size // match_unit * match_unit, EDGE)
+        before = learned // block_size * block_size // match_unit * match_unit
+        if learned - before >= 2 * match_unit:
+            kinds.setdefault(before, EDGE)
         kinds[learned] = LEARNED
     kinds.update(dict.fromkeys(hinted, HINTED))
     kinds.pop(0, None)

@@ -199,6 +199,7 @@ def test_a_learned_position_joins_those_of_a_hint():
     assert kinds(1500, (1472,), learned=704) == {512: EDGE, 704: LEARNED, 1472: HINTED}
     assert kinds(1500, (512, 1472), learned=704) == {512: HINTED, 704: LEARNED, 1472: HINTED}
     assert kinds(1500, (1472,), learned=1024) == {1024: LEARNED, 1472: HINTED}
+    assert kinds(1500, (1472,), learned=1040) == {1040: LEARNED, 1472: HINTED}  # too near
     assert kinds(1500, learned=1488) == {1024: EDGE, 1488: LEARNED}
     assert kinds(400, learned=160) == {160: LEARNED}
 
