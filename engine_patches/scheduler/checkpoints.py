@@ -14,7 +14,15 @@ from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.hints import EDGE, LEARNED, TAIL, TURN_REACH, CheckpointTarget, checkpoint_targets
+from engine_patches.scheduler.hints import (
+    EDGE,
+    LEARNED,
+    NEAR_UNITS,
+    TAIL,
+    TURN_REACH,
+    CheckpointTarget,
+    checkpoint_targets,
+)
 from engine_patches.scheduler.reasons import NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
@@ -127,7 +135,7 @@ class Checkpoints:
         """Where a request leaves the prompts before it, if that is worth a state and none of its hint serves."""
         tail: int = (request.num_prompt_tokens - 1) // self.match_unit * self.match_unit
         shared = min(state.shared, tail)  # the same prompt again can use no more
-        hinted_there = any(shared <= position < shared + 2 * self.match_unit for position in state.resolved)
+        hinted_there = any(shared <= position < shared + NEAR_UNITS * self.match_unit for position in state.resolved)
         position = shared // self.alignment * self.alignment
         if shared < max(MIN_SHARED, self.alignment) or hinted_there or position in state.hinted_positions:
             return 0
@@ -205,7 +213,7 @@ class Checkpoints:
         """Whether a state serves one conversation, rather than whoever shares its prefix."""
         if target.kind == LEARNED:
             # Just behind a state: more likely the template's own words after a turn than what others share.
-            return state.resumed_at > 0 and target.position - state.resumed_at <= 2 * self.match_unit
+            return state.resumed_at > 0 and target.position - state.resumed_at <= NEAR_UNITS * self.match_unit
         hinted = state.hinted_positions
         return target.kind in (TAIL, EDGE) or (len(hinted) > 1 and target.position == hinted[-1])
 

@@ -33,6 +33,9 @@ MAX_COMPARED, MAX_COMPARED_OF_HINT = 4096, 16_384
 # turn, before the words that ask for an answer.
 TURN_REACH = 64
 
+# Two states are not kept so near each other (match units).
+NEAR_UNITS = 2
+
 IGNORED_REASONS = (
     "malformed",
     "out_of_range",
@@ -221,7 +224,7 @@ def checkpoint_targets(
     if learned:
         # The next prompt may leave a little earlier. vLLM alone keeps the whole block before such a place.
         before = learned // block_size * block_size // match_unit * match_unit
-        if learned - before >= 2 * match_unit:
+        if learned - before >= NEAR_UNITS * match_unit:
             kinds.setdefault(before, EDGE)
         kinds[learned] = LEARNED
     kinds.update(dict.fromkeys(hinted, HINTED))

@@ -57,6 +57,10 @@ class Found(NamedTuple):
         """Key of the whole chat; None if no turn ends with it."""
         return self.layout.turn_key if self.layout is not None else None
 
+    def without_request(self) -> Found:
+        """What can be kept for long: the rest would keep the parsed request alive, whose bytes nobody counts."""
+        return self._replace(prefixes=(), layout=None, unplaced=(), dated=None)
+
     def entries(self, *, by_template: bool = True) -> tuple[Entry, ...]:
         """The hint, each entry once. Without `by_template` positions from the start only, which every engine takes."""
         if by_template:

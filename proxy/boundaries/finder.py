@@ -156,7 +156,7 @@ class _Search:
                 self._add("explicit", key, self._opener_of(following) if is_open else None, following)
 
     def at_earlier_questions(self) -> None:
-        """Before the last few questions but one."""
+        """Before the questions that precede the last one."""
         layout, roles = self._layout, self._layout.chat.roles
         if layout.chat.is_bare or layout.first is None or roles[layout.last] != "user":
             return

@@ -108,8 +108,6 @@ class Accounting:
         if worker is None:
             return None
         self._store(request, worker, answer)
-        if request.client.endpoint == RESPONSES:
-            request.answered_as = _name_of_response(answer)
         model = self._model_label(request)
         if worker.engine is None and request.status == 200:
             self._shadow.add(_for_shadow(request, worker, model, usage))
@@ -137,7 +135,7 @@ class Accounting:
         try:
             if outcome is not None or not self._asks_engine(answered):
                 return self._explain(answered, outcome)
-            task = asyncio.create_task(self._ask_engine(answered))
+            task = asyncio.create_task(self._ask_engine(answered, _engine_id(request, answer)))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
             return None if request.timings.is_stream else await asyncio.shield(task)
@@ -202,10 +200,9 @@ class Accounting:
                 self._reader.told(boundary.key, tokens)
                 self._prefix_index.set_length(boundary.key, tokens)
 
-    async def _ask_engine(self, answered: _Answered) -> str | None:
+    async def _ask_engine(self, answered: _Answered, engine_id: str) -> str | None:
         try:
-            name = answered.request.answered_as or answered.request.engine_id
-            outcome = await self._engine_events.outcome_of(answered.worker, name)
+            outcome = await self._engine_events.outcome_of(answered.worker, engine_id)
             return self._explain(answered, outcome)
         except Exception as error:  # the message might hold prompt text
             logger.error("explaining request %s: %s", answered.request.client.request_id, type(error).__name__)
@@ -304,13 +301,13 @@ class Accounting:
         return str(model) if any(worker.serves(model) for worker in self._pool.workers) else UNKNOWN_MODEL
 
 
-def _name_of_response(answer: Any) -> str | None:
-    """What an engine calls the request of a response: vLLM names it after the response, whatever the request's id is.
+def _engine_id(request: ProxiedRequest, answer: Any) -> str:
+    """What the engine calls a request. vLLM names that of a response after the response, whatever the request's id is.
 
     A response with tools that vLLM itself calls takes several requests; this is the first one.
     """
-    name = answer.get("id") if isinstance(answer, dict) else None
-    return f"{name.removeprefix('resp_')}_0" if isinstance(name, str) else None
+    name = answer.get("id") if request.client.endpoint == RESPONSES and isinstance(answer, dict) else None
+    return f"{name.removeprefix('resp_')}_0" if isinstance(name, str) else request.engine_id
 
 
 def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usage | None) -> AnsweredRequest:

@@ -120,8 +120,7 @@ class Dispatcher:
         if found is None or not found.boundaries or self._warmup.used_again(key):
             return
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
-        # What is left out would keep the parsed request alive, whose bytes nobody counts.
-        kept = found._replace(prefixes=(), layout=None, unplaced=())
+        kept = found.without_request()
         replay = WarmupRequest(request.client.endpoint, body.raw, body.names, put, kept, request.model)
         shorter = found.prefixes[: found.prefixes.index(key)] if key in found.prefixes else ()
         self._warmup.add(key, tokens, shorter, replay)

@@ -69,7 +69,6 @@ class RequestHandler:
         if not request_id or len(request_id) > MAX_ID_CHARACTERS or not request_id.isascii():
             request_id = os.urandom(16).hex()
         request: ProxiedRequest | None = None
-        name = ""
         taken = 0
         try:
             key = auth.client(scope, self._keys) if self._keys is not None else None
@@ -79,8 +78,7 @@ class RequestHandler:
             request = request_of(scope, raw, request_id, key)
             if request_id in self._under_way:  # one name for a whole fan-out; the engine must tell them apart
                 request.engine_id = f"{request_id}.{os.urandom(4).hex()}"
-            name = request.engine_id
-            self._under_way.add(name)
+            self._under_way.add(request.engine_id)
             async with asgi.ClientWatch(scope, receive) as watch:
                 await self._serve(request, send, watch)
         except asgi.ClientGone:
@@ -100,7 +98,7 @@ class RequestHandler:
         finally:
             self._bodies.give_back(taken)
             if request is not None:
-                self._under_way.discard(name)
+                self._under_way.discard(request.engine_id)
                 self._accounting.count(request)
 
     async def _refuse(

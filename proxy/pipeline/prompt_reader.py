@@ -1,7 +1,7 @@
 """From the body of any API to the chat in it, and to its boundaries.
 
-Nothing here waits for a worker, but once for each beginning of a prompt that precedes a date. A failure here costs the
-hint, never the request.
+A request waits for a worker only where its system prompt tells a date, and once for each text before one. A failure
+here costs the hint, never the request.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ NEW_WEIGHT = 0.1
 
 MAX_MODELS = 256
 
-# Seconds that a request waits for the tokens before its date, which its worker's API server has within some hundred
-# microseconds.
+# Seconds that a request waits at most for the tokens before its date. A worker's API server usually has them in two
+# milliseconds.
 DATE_SECONDS = 0.05
 
 

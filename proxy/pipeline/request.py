@@ -152,7 +152,6 @@ class ProxiedRequest:
     timings: Timings = field(default_factory=Timings)
     explanation: Explanation | None = None
     worker: Worker | None = None  # the last one it was given to
-    answered_as: str | None = None  # its engine's name for it, if that is known from the answer alone
     started: bool = False  # the response has begun
     status: int = 0
 

@@ -16,6 +16,7 @@ from tests.harness.gateways import (
     CHAT,
     LAST_USER,
     SYSTEM,
+    SYSTEM_END,
     TURN_END,
     chat,
     hint_at,
@@ -26,8 +27,6 @@ from tests.harness.gateways import (
     wait_for,
 )
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
-
-SYSTEM_END = len(f"<system>{SYSTEM['content']}<user>")
 
 
 @pytest.fixture

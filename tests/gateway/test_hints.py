@@ -19,6 +19,7 @@ from tests.harness.gateways import (
     CHAT,
     LAST_USER,
     SYSTEM,
+    SYSTEM_END,
     TURN_END,
     chat,
     hint_at,
@@ -34,8 +35,6 @@ from tests.harness.mock_worker import MODEL, mock_worker
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
 
 COMPLETIONS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
-
-SYSTEM_END = len(f"<system>{SYSTEM['content']}<user>")
 
 OLD = "0.2.0"
 

@@ -19,10 +19,8 @@ from proxy.observability.shadow import MATCH_UNIT
 from proxy.settings import Settings
 from tests.bench.shadow import compare, traffic
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import CHAT, SYSTEM, chat, metric, post, start_gateway, wait_for
+from tests.harness.gateways import CHAT, SYSTEM, SYSTEM_END, chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
-
-SYSTEM_END = len(f"<system>{SYSTEM['content']}<user>")  # tokens, by the recording worker's count
 
 LOST = "seamark_shadow_lost_tokens_total"
 

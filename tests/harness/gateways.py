@@ -24,6 +24,8 @@ CHAT = "/v1/chat/completions"
 
 SYSTEM = {"role": "system", "content": "You are a harbour pilot. " * 20}
 
+SYSTEM_END = len(f"<system>{SYSTEM['content']}<user>")  # tokens, by the recording worker's count
+
 # What a gateway says to the recording worker of a system prompt and a question: behind the opener of the last user
 # message, and before the words that ask for an answer.
 LAST_USER = "last:" + ",".join(str(ord(character)) for character in "<user>")
