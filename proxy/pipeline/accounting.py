@@ -202,7 +202,8 @@ class Accounting:
 
     async def _ask_engine(self, answered: _Answered, engine_id: str) -> str | None:
         try:
-            outcome = await self._engine_events.outcome_of(answered.worker, engine_id)
+            urgent = not answered.request.timings.is_stream
+            outcome = await self._engine_events.outcome_of(answered.worker, engine_id, urgent=urgent)
             return self._explain(answered, outcome)
         except Exception as error:  # the message might hold prompt text
             logger.error("explaining request %s: %s", answered.request.client.request_id, type(error).__name__)

@@ -1,7 +1,8 @@
 """The engines' events, read from each worker's endpoint (`engine_patches/reporting/events_api.py`) in the background.
 
 They give the reason of a request, which the gateway's own reason may hide, and the states that were stored and evicted,
-for the prefix index. A request waits for nothing here, except at most `TIMEOUT` for its explanation.
+for the prefix index. A request waits for nothing here, except at most `TIMEOUT` for its explanation; that of a stream,
+for which nobody waits, comes with the news, so that reading them costs the worker the same however many streams end.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ PATH = "/seamark/outcomes"
 
 TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
 
+PATIENCE = 2.0  # seconds until one for which nobody waits is taken not to come
+
 SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
@@ -40,7 +43,7 @@ POLL_SECONDS = 2.0  # the worker holds a read so long if nothing is new; stoppin
 
 READ_TIMEOUT = POLL_SECONDS + 2.0
 
-READS_PER_SECOND = 20.0  # on the average; more if somebody waits for a reason
+READS_PER_SECOND = 10.0  # on the average; more if a client waits for a reason
 
 READS_AT_ONCE = 10.0  # before the average counts
 
@@ -129,14 +132,19 @@ class EngineEvents:
         if (feed := self._feeds.get(worker.url)) is not None:
             feed.held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
-    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
-        """What the engine says of a request that `worker` has answered; None if it says nothing."""
+    async def outcome_of(self, worker: Worker, request_id: str, *, urgent: bool = True) -> EngineOutcome | None:
+        """What the engine says of a request that `worker` has answered; None if it says nothing.
+
+        If it is not `urgent`, a feed that is read anyway is not read sooner for it.
+        """
         feed = self._feed(worker)
         if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
-            feed.wanted.set()
+            hurries = urgent or not feed.follows
+            if hurries:
+                feed.wanted.set()
             self._ensure_reader(worker, feed)
-            done, _ = await asyncio.wait((reported,), timeout=TIMEOUT)
+            done, _ = await asyncio.wait((reported,), timeout=TIMEOUT if hurries else PATIENCE)
             feed.waiting.pop(request_id, None)
             if not done and not feed.follows:  # an engine that has answered has an outcome to report
                 feed.silent_until = time.monotonic() + SILENT_SECONDS

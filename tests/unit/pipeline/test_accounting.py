@@ -48,7 +48,7 @@ class Events:
         self.asked = 0
         self.short: list[tuple[Any, ...]] = []
 
-    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
+    async def outcome_of(self, worker: Worker, request_id: str, *, urgent: bool) -> EngineOutcome | None:
         self.asked += 1
         return await self.said
 

@@ -242,6 +242,33 @@ async def test_a_word_that_is_still_to_come_is_waited_for(known):
             assert await asking == EngineOutcome("evicted")
 
 
+async def test_a_stream_that_ends_makes_no_read_of_a_feed_that_is_read_anyway(monkeypatch):
+    """Time stands still, so that the reads at once are used up, and the next one is due when the test says so."""
+    feed = Feed(old=False)
+    due, pauses = asyncio.Event(), asyncio.Event()
+
+    async def within(seconds, event):
+        pauses.set()
+        while not due.is_set() and not event.is_set():
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(engine_events, "_within", within)
+    monkeypatch.setattr(engine_events.time, "monotonic", lambda: 0.0)
+    async with reading(feed) as events:
+        events.sent(WORKER, "r", [], ())
+        while not pauses.is_set():
+            feed.tell([["gone", "x"]])
+            await asyncio.sleep(0)
+        read = len(feed.asked)
+        asking = asyncio.create_task(events.outcome_of(WORKER, "r", urgent=False))
+        feed.tell([], outcomes=[["r", "evicted", 0]])
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(feed.asked) == read and not asking.done()
+        due.set()
+        assert await asking == EngineOutcome("evicted")
+
+
 async def test_what_the_engine_made_of_a_hint_is_learnt_before_its_states_are_applied():
     feed, prefix_index, learnt = Feed(old=False), PrefixIndex(10**6), {}
     turn = Boundary("turn", b"t", -5, estimate=90)
