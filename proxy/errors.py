@@ -38,6 +38,12 @@ class TooComplex(BadRequest):
     """The body is nested deeper, or has more values, than the gateway reads."""
 
 
+class BrokenBody(BadRequest):
+    """The body is not framed as HTTP demands."""
+
+    code = "invalid_http"
+
+
 class Unauthorized(GatewayError):
     status = 401
     type = "invalid_request_error"

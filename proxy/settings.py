@@ -74,11 +74,34 @@ class Settings(BaseModel):
     silence_timeout: float = Field(
         900.0, gt=0, description="seconds without a byte from the worker after which the gateway gives a request up"
     )
-    client_timeout: float = Field(60.0, gt=0, description="seconds to wait for the next piece of a client's request")
+    client_timeout: float = Field(
+        60.0, gt=0, description="seconds for the head of a request, and to wait for the next piece of its body"
+    )
+    min_body_rate: float = Field(
+        1024.0,
+        ge=0,
+        description="bytes a second at which a body has to come on the whole, behind client_timeout seconds of grace; "
+        "slower ones are refused with 408; 0: no limit",
+    )
+    send_timeout: float = Field(
+        120.0, gt=0, description="seconds in which a client takes no byte of its answer, after which it is cut off"
+    )
+    max_collected_bytes: int = Field(
+        2**20,
+        ge=0,
+        description="largest JSON answer that the gateway collects, so that its headers say what came from the cache; "
+        "larger ones are passed on as they come, without these headers",
+    )
     ask_usage: bool = Field(
         True, description="ask streams for their token counts even if the client did not; the client does not see them"
     )
     heartbeat: float = Field(15.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: never")
+    stop_delay: float = Field(
+        5.0,
+        ge=0,
+        description="seconds between SIGTERM and the end of listening, in which /ready says 503 and requests are still "
+        "served: load balancers need time to learn it; 0, SIGINT or a second signal: none",
+    )
     drain_timeout: float = Field(60.0, gt=0, description="seconds to finish requests when the gateway stops")
     replay_seconds: float = Field(
         30.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 # More than any engine takes: what a worker reports beyond it is nonsense.
@@ -13,6 +14,37 @@ class Usage(NamedTuple):
 
     prompt: int
     cached: int | None
+
+
+# Not within a text, where a backslash stands before each quote.
+_KEY = b'"usage":'
+
+MOST_USAGE_BYTES = 4096
+
+
+class PassingUsage:
+    """Finds the usage in a JSON answer of which only pieces are at hand, one after the other."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def see(self, piece: bytes) -> None:
+        """The next piece."""
+        text = self._held + piece
+        at = text.rfind(_KEY)
+        self._held = text[at : at + MOST_USAGE_BYTES] if at >= 0 else text[-len(_KEY) :]
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the last usage among the pieces says, if there is one."""
+        if not self._held.startswith(_KEY):
+            return None
+        text = self._held[len(_KEY) :].decode(errors="replace").lstrip()
+        try:
+            found, _ = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            return None
+        return usage_of({"usage": found})
 
 
 def usage_of(answer: Any) -> Usage | None:

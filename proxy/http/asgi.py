@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from proxy.errors import BodyTooLarge, BodyTooSlow, Overloaded
+from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody, Overloaded
 
 Scope = MutableMapping[str, Any]
 
@@ -56,8 +57,23 @@ OWN_RESPONSE = frozenset(
 # ASGI extension of the gateway's own server: a function that registers a callback for when the client leaves.
 ON_DISCONNECT = "seamark.on_disconnect"
 
-# Another: whether the server has received the whole body, so that reading it waits for nothing.
-BODY_IS_HERE = "seamark.body_is_here"
+# Another: a function that says how far the server has come with the body, as a `BodyState`.
+BODY_STATE = "seamark.body_state"
+
+
+class BodyState(enum.Enum):
+    """What the server knows of a request's body."""
+
+    COMING = "coming"
+    HERE = "here"  # all of it, so that reading it waits for nothing
+    BROKEN = "broken"  # what came is no HTTP, so that no more will follow
+
+
+class Pace(NamedTuple):
+    """How slowly a body may come: both are bounds."""
+
+    seconds: float  # of silence, and of grace for the whole
+    rate: float  # bytes a second of the whole, beyond the grace; 0: no bound
 
 
 class ClientGone(Exception):
@@ -81,27 +97,37 @@ class BodyRoom:
         self.held -= size
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float, room: BodyRoom) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room: BodyRoom) -> bytes:
     """The whole request body. Its room is taken; if it is not read to its end, the room is given back.
 
-    Raises `BodyTooLarge` past `limit` bytes, `BodyTooSlow` when a piece takes longer than `timeout` seconds,
-    `Overloaded`, and `ClientGone` when the client leaves before its end.
+    Raises `BodyTooLarge` past `limit` bytes, before anything is read where the client says so; `BodyTooSlow` when it
+    falls behind `pace`; `BrokenBody`, `Overloaded`, and `ClientGone` when the client leaves before its end.
     """
     parts: list[bytes] = []
     size = 0
-    is_here = scope.get("extensions", {}).get(BODY_IS_HERE)
+    state = scope.get("extensions", {}).get(BODY_STATE, _coming)
+    began: float | None = None  # reading had to wait from then on
     try:
         while True:
-            if is_here is not None and is_here():
+            if state() is BodyState.HERE:
                 message = await receive()
             else:
-                async with asyncio.timeout(timeout):
+                now = asyncio.get_running_loop().time()
+                if began is None:
+                    _check_announced(scope, limit)
+                    began = now
+                until = now + pace.seconds
+                if pace.rate:
+                    until = min(until, began + pace.seconds + size / pace.rate)
+                async with asyncio.timeout_at(until):
                     message = await receive()
+                if state() is BodyState.BROKEN:
+                    raise BrokenBody("The request's body is not valid HTTP.")
             if message["type"] == "http.disconnect":
                 raise ClientGone
             part = message.get("body", b"")
             if size + len(part) > limit:
-                raise BodyTooLarge(f"The request body is larger than {limit} bytes (setting max_body_bytes).")
+                raise _too_large(limit)
             room.take(len(part))
             size += len(part)
             parts.append(part)
@@ -110,9 +136,28 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float, 
     except BaseException as error:
         room.give_back(size)
         if isinstance(error, TimeoutError):
-            text = f"The next piece of the request did not come within {timeout:g} seconds (setting client_timeout)."
+            text = (
+                f"The request came too slowly: nothing for {pace.seconds:g} seconds (setting client_timeout), or fewer "
+                f"than {pace.rate:g} bytes a second (setting min_body_rate)."
+            )
             raise BodyTooSlow(text) from None
         raise
+
+
+def _coming() -> BodyState:
+    """Of a server that does not say."""
+    return BodyState.COMING
+
+
+def _check_announced(scope: Scope, limit: int) -> None:
+    """Refuse by its announced length what is still to come: a client that expects `100 Continue` sends none of it."""
+    length = header(scope, b"content-length")
+    if length is not None and length.isdecimal() and int(length) > limit:
+        raise _too_large(limit)
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body is larger than {limit} bytes (setting max_body_bytes).")
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -125,9 +170,9 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
     """The headers that travel on: all but hop-by-hop ones, those that `Connection` names, and `dropped`."""
     listed = [(key.lower(), value) for key, value in headers]
     dropped = _with_hop_by_hop(dropped)
-    for key, value in listed:
-        if key == b"connection":
-            dropped = dropped | {token.strip().lower() for token in value.split(b",")}
+    named = {token.strip().lower() for key, value in listed if key == b"connection" for token in value.split(b",")}
+    if named:
+        dropped = dropped | named
     return [header for header in listed if header[0] not in dropped]
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import REPORTING, RESPONSES
-from proxy.chat.usage import usage_of
+from proxy.chat.usage import PassingUsage, usage_of
 from proxy.errors import GatewayError, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
@@ -42,6 +43,7 @@ class ResponseRelay:
         accounting: Accounting,
         heartbeats: Heartbeats,
     ) -> None:
+        self._most_collected = settings.max_collected_bytes
         self._silence_timeout = settings.silence_timeout
         self._resent = metrics.resent
         self._pool = pool
@@ -163,8 +165,17 @@ class ResponseRelay:
     async def _answer_whole(
         self, request: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
-        """Collect a JSON answer, so that what the engine reports can go into the headers."""
-        body = await response.read()
+        """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
+        chunks = response.chunks()
+        collected: list[bytes] = []
+        size = 0
+        async for chunk in chunks:
+            collected.append(chunk)
+            size += len(chunk)
+            if size > self._most_collected:
+                await self._pass_large(request, response, collected, chunks, send, watch)
+                return
+        body = b"".join(collected)
         request.timings.first_byte = time.perf_counter()
         headers = _response_headers(request, response)
         if request.status == 200 and response.header("content-encoding") is None:
@@ -181,6 +192,35 @@ class ResponseRelay:
                 headers.append((b"x-seamark-reason", reason.encode()))
         request.started = watch.over = True
         await asgi.send_whole(send, request.status, headers, body)
+
+    async def _pass_large(
+        self,
+        request: ProxiedRequest,
+        response: Answer,
+        collected: list[bytes],
+        chunks: AsyncIterator[bytes],
+        send: asgi.Send,
+        watch: asgi.ClientWatch,
+    ) -> None:
+        """Pass on a JSON answer as it comes: a client that does not read holds the worker back and fills no memory."""
+        request.timings.first_byte = time.perf_counter()
+        headers = _response_headers(request, response)
+        if (length := response.header("content-length")) is not None:
+            headers.append((b"content-length", length.encode()))
+        await self._begin(request, headers, send)
+        passing = PassingUsage()
+        collected.reverse()
+        while collected:
+            passing.see(chunk := collected.pop())
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        async for chunk in chunks:
+            passing.see(chunk)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if request.status == 200 and response.header("content-encoding") is None:
+            outcome = outcome_in(response.header(OUTCOME_HEADER))
+            await self._accounting.answered(request, passing.usage, None, outcome)
+        watch.over = True
+        await send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, request: ProxiedRequest, headers: asgi.HeaderList, send: asgi.Send) -> None:
         request.started = True

@@ -21,6 +21,7 @@ from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.handler import RequestHandler
+from proxy.pipeline.preflight import Preflights
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.sse import Heartbeats
 from proxy.routing.engine_events import EngineEvents
@@ -42,6 +43,7 @@ class Gateway:
         """Raises `SettingsError` for a file that cannot be used."""
         self.settings = settings
         self.created = time.time()
+        self.is_stopping = False  # it serves for a while, and is to get no new clients
         self.metrics = metrics = Metrics()
         worker_key = _secret("worker_api_key_file", settings.worker_api_key_file)
         self.upstream = Upstream(settings.connect_timeout, worker_key)
@@ -68,7 +70,16 @@ class Gateway:
         self.heartbeats = Heartbeats(settings.heartbeat, metrics.heartbeats)
         relay = ResponseRelay(settings, metrics, self.pool, self.upstream, self.accounting, self.heartbeats)
         self.handler = RequestHandler(
-            settings, metrics, self.keys, self.pool, reader, reader.stored, dispatcher, relay, self.accounting
+            settings,
+            metrics,
+            self.keys,
+            self.pool,
+            reader,
+            reader.stored,
+            dispatcher,
+            relay,
+            self.accounting,
+            Preflights(self.pool, self.upstream),
         )
         self.redis_sync: RedisSync | None = None  # with other gateways
         metrics.shadow_mode.set(settings.shadow)
@@ -109,9 +120,13 @@ class Gateway:
     async def _watch_files(self) -> None:
         while True:
             await asyncio.sleep(FILES_INTERVAL)
-            self.pool.refresh()
-            if self.keys is not None:
-                self.keys.refresh()
+            self.read_files()
+
+    def read_files(self) -> None:
+        """Read again those files that have changed."""
+        self.pool.refresh()
+        if self.keys is not None:
+            self.keys.refresh()
 
     def _forget(self, worker: Worker) -> None:
         """The worker was removed."""

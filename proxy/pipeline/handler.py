@@ -14,16 +14,18 @@ import traceback
 
 from proxy.chat.chat import HINTED
 from proxy.chat.responses import StoredResponses
-from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooComplex
+from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooComplex, Unauthorized
 from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
 from proxy.http.auth import KeyRing
+from proxy.http.form_body import check_form, is_form
 from proxy.http.json_body import as_utf8, parse_object
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import CLIENT_GONE, Accounting
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.forward import ResponseRelay
+from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.settings import Settings
@@ -51,6 +53,7 @@ class RequestHandler:
         dispatcher: Dispatcher,
         relay: ResponseRelay,
         accounting: Accounting,
+        preflights: Preflights,
     ) -> None:
         self._settings = settings
         self._boundary_seconds = metrics.overhead.labels("boundary")
@@ -61,7 +64,9 @@ class RequestHandler:
         self._dispatcher = dispatcher
         self._relay = relay
         self._accounting = accounting
+        self._preflights = preflights
         self._bodies = asgi.BodyRoom(settings.max_bodies_bytes)
+        self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
         self._under_way: set[str] = set()  # names of requests, as engines know them
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
@@ -71,9 +76,12 @@ class RequestHandler:
         request: ProxiedRequest | None = None
         taken = 0
         try:
+            if is_preflight(scope):
+                await self._preflights.answer(scope, request_id, send)
+                return
             key = auth.client(scope, self._keys) if self._keys is not None else None
             settings = self._settings
-            raw = await asgi.read_body(scope, receive, settings.max_body_bytes, settings.client_timeout, self._bodies)
+            raw = await asgi.read_body(scope, receive, settings.max_body_bytes, self._pace, self._bodies)
             taken = len(raw)
             request = request_of(scope, raw, request_id, key)
             if request_id in self._under_way:  # one name for a whole fan-out; the engine must tell them apart
@@ -108,7 +116,10 @@ class RequestHandler:
             request.status = error.status
             if request.started:
                 return  # returning without the last chunk makes the server close the connection: a visible break
-        await error_responses.send_error(send, error, scope["path"], [(b"x-request-id", request_id.encode("latin-1"))])
+        headers = [(b"x-request-id", request_id.encode("latin-1"))]
+        if asgi.header(scope, b"origin") is not None and not isinstance(error, Unauthorized):
+            headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
+        await error_responses.send_error(send, error, scope["path"], headers)
 
     async def _serve(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         self._check_owner(request)  # of a response in the path, whatever the body is
@@ -121,6 +132,9 @@ class RequestHandler:
         """Parse the body if it is JSON, and find its boundaries."""
         client, body = request.client, request.body
         hinted = client.endpoint in HINTED
+        if not hinted and is_form(client.headers):
+            check_form(client.headers, body.raw)
+            return
         if not hinted and not client.is_json and _OBJECT.match(body.raw) is None:
             return
         try:

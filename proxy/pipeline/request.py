@@ -193,17 +193,23 @@ def affinity_key(headers: asgi.HeaderList, body: Mapping[str, Any]) -> str | Non
     return next((named[name].decode("latin-1") for name in SESSION_HEADERS if name in named), None)
 
 
-def request_of(scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None) -> ProxiedRequest:
-    """The request in an ASGI scope and its body. Raises `NotFound` for a path that clients may not use."""
+def target_of(scope: asgi.Scope) -> str:
+    """Path and query as the client wrote them. Raises `NotFound` for a path that clients may not use."""
     path = scope["path"]
     if "/." in path and not {".", ".."}.isdisjoint(path.split("/")):
         raise NotFound("No such path.")  # the way up leads to routes of the worker that are not for clients
-    target = scope.get("raw_path", path.encode()).decode("latin-1")
+    target: str = scope.get("raw_path", path.encode()).decode("latin-1")
     if scope["query_string"]:
         target += "?" + scope["query_string"].decode("latin-1")
+    return target
+
+
+def request_of(scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None) -> ProxiedRequest:
+    """The request in an ASGI scope and its body. Raises `NotFound` for a path that clients may not use."""
+    path = scope["path"]
     client = ClientRequest(
         scope["method"],
-        target,
+        target_of(scope),
         path,
         path if path in ENDPOINTS else "other",
         asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY),

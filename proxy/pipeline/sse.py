@@ -21,7 +21,7 @@ from proxy.http import asgi
 HEARTBEAT = b": keep-alive\n\n"
 
 # An event this long is passed on in pieces.
-MAX_HELD_BYTES = 2**22
+MAX_HELD_BYTES = 2**20
 
 _ENDS = (b"\n\n", b"\n\r\n")
 
@@ -109,8 +109,8 @@ class SseRelay:
     def _hold(self, chunk: bytes) -> bytes:
         """Keep back the event that is not complete yet; returns what can be sent."""
         cut = _start_of_event(chunk, len(chunk))
-        if len(chunk) - cut > MAX_HELD_BYTES:
-            return chunk
+        if len(chunk) - cut > MAX_HELD_BYTES or (cut == 0 and not self._whole and not self._terminal):
+            cut = len(chunk.rstrip(b"\r\n"))  # what may be half of an event's end stays with the other half
         self._held = chunk[cut:]
         return chunk[:cut]
 

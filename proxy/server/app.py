@@ -13,12 +13,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS
-from proxy.errors import Forbidden, GatewayError, NotFound, NoWorker
+from proxy.errors import Forbidden, GatewayError, NotFound, NoWorker, Stopping
 from proxy.fleet.pool import union_of_models
 from proxy.fleet.worker import Worker
 from proxy.http import auth
 from proxy.pipeline.error_responses import error_headers
 from proxy.pipeline.gateway import Gateway
+from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import live_page
 from proxy.server.status import live, redis_status, self_check_status, worker_status
 from proxy.settings import Settings
@@ -110,6 +111,8 @@ def _with_pages(
 
     @app.get("/ready")
     async def ready() -> Response:
+        if gateway.is_stopping:
+            raise Stopping("The gateway is stopping.")
         return JSONResponse({"status": "ready", "workers": [worker.name for worker in await serving()]})
 
     @app.get("/metrics")
@@ -117,8 +120,9 @@ def _with_pages(
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get(MODELS)
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": union_of_models(await serving())})
+    async def models(request: Request) -> Response:
+        models = union_of_models(await serving())
+        return JSONResponse({"object": "list", "data": models}, headers=_for_pages(request))
 
     @app.get("/seamark/status")
     async def status() -> dict[str, Any]:
@@ -171,13 +175,23 @@ def _with_pages(
 
     @app.exception_handler(GatewayError)
     async def known_error(request: Request, error: GatewayError) -> Response:
-        return error_response(error)
+        response = error_response(error)
+        response.headers.update(_for_pages(request))
+        return response
 
     @app.exception_handler(Exception)
     async def unknown_error(request: Request, error: Exception) -> Response:
         return error_response(GatewayError("The gateway failed to handle this request."))
 
     return app
+
+
+def _for_pages(request: Request) -> dict[str, str]:
+    """The header by which pages of any site may read the answer: of the models alone, as with vLLM."""
+    if request.url.path != MODELS or "origin" not in request.headers:
+        return {}
+    name, value = ANY_SITE
+    return {name.decode(): value.decode()}
 
 
 def _text_held(gateway: Gateway) -> int:

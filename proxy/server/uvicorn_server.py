@@ -1,197 +1,54 @@
-"""uvicorn as the gateway needs it: bounds on a request's head, news of a client that leaves, an address for pages.
-
-This overrides internals of uvicorn, so pyproject.toml caps its version; tests/unit/server lists what is relied on.
-"""
+"""uvicorn as the gateway needs it: its signals, an address for pages, a look at slow clients every second."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from types import FrameType
+from typing import Any
 
-import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from proxy.http import asgi
+from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, build_pages
+from proxy.server.connection import Bounds, State, bounded
 from proxy.settings import Settings
 
-# Requests on one connection that wait for the answer to the one before.
-MAX_PIPELINED = 8
+CHECK_SECONDS = 1.0  # between two looks at all connections; bounds below four times that are looked after more often
 
 
-# Fields of a head by which a client offers another protocol. No other is spoken here, as RFC 9110, 7.8 permits.
-UPGRADES = frozenset((b"upgrade", b"http2-settings"))
+class _Server(uvicorn.Server):
+    """Looks after its clients."""
 
+    def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
+        super().__init__(config)
+        self.server_state: State = State()
+        self._interval = min(CHECK_SECONDS, settings.client_timeout / 4, settings.send_timeout / 4)
+        self._checks: asyncio.Task[None] | None = None
 
-class _Parser(httptools.HttpRequestParser):
-    """Reads a request that offers an upgrade as one without.
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._checks = asyncio.create_task(self._check_clients())
 
-    httptools takes such a request's head for all of it. Its body would then be read as the next request, which a
-    client behind a proxy could make the answer to somebody else's.
-    """
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._checks is not None:
+            self._checks.cancel()
 
-    def __init__(self, protocol: Any) -> None:
-        super().__init__(protocol)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self._protocol = protocol
-
-    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # all that uvicorn feeds it
-        """Raises `httptools.HttpParserError`."""
+    async def _check_clients(self) -> None:
         while True:
-            try:
-                super().feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                data = self._protocol.head_without_upgrade() + data[upgrade.args[0] :]
-            else:
-                return
+            await asyncio.sleep(self._interval)
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                connection.check(now)  # type: ignore[union-attr]  # all are `Connection`
 
 
-class _Request(NamedTuple):
-    cycle: RequestResponseCycle
-    callbacks: list[Callable[[], None]]  # for when the client leaves
-
-
-def bounded(limit: int, timeout: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with bounds on a request's head: `limit` in bytes, `timeout` in seconds of silence.
-
-    Its refusals come in the envelope that clients expect.
-    """
-
-    class Bounded(HttpToolsProtocol):
-        _unfinished = 0  # bytes received while a head was incomplete
-        _in_head = True
-        _head = 0
-        _refused = False  # whatever else comes on this connection
-        _is_upgrade = False  # the request's head is to be read again
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.parser = _Parser(self)
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-            self._requests: deque[_Request] = deque(maxlen=MAX_PIPELINED + 1)  # those that may be under way
-            super().connection_made(transport)
-            self._close_later()
-
-        def _close_later(self) -> None:
-            self.timeout_keep_alive_task = self.loop.call_later(timeout, self.timeout_keep_alive_handler)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._in_head, self._head, self._is_upgrade = True, 0, False
-
-        def on_url(self, url: bytes) -> None:
-            super().on_url(url)
-            self._head += len(url)
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._head += len(name) + len(value) + 4
-            if self._in_head:
-                super().on_header(name, value)
-            elif self._head > limit:  # trailers, which the gateway drops
-                raise ValueError("trailers too large")
-
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            if self._head > limit:
-                raise ValueError("head too large")  # the parser stops, and uvicorn refuses the request
-            if len(self.pipeline) >= MAX_PIPELINED:
-                raise ValueError("too many requests behind each other")
-            if self.parser.should_upgrade():
-                if self.parser.get_method() == b"CONNECT":
-                    raise ValueError("not a proxy of connections")
-                self._is_upgrade = True
-                return
-            super().on_headers_complete()
-            request = _Request(self.cycle, [])
-            extensions: dict[str, Any] = {
-                asgi.ON_DISCONNECT: partial(_on_disconnect, request),
-                asgi.BODY_IS_HERE: lambda: not request.cycle.more_body,
-            }
-            self.scope["extensions"] = extensions
-            self._requests.append(request)
-            self.flow.resume_reading()  # uvicorn pauses behind a request, and would not see the client leave
-
-        def head_without_upgrade(self) -> bytes:
-            """The head just read, as a client that offers no upgrade would have written it."""
-            version = self.parser.get_http_version().encode()
-            lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
-            for name, value in self.headers:
-                if name == b"connection":
-                    options = [option.strip() for option in value.split(b",")]
-                    value = b", ".join(option for option in options if option.lower() not in UPGRADES)
-                if name not in UPGRADES:
-                    lines.append(name + b": " + value)
-            return b"\r\n".join([*lines, b"", b""])
-
-        def on_message_complete(self) -> None:
-            if self._is_upgrade:
-                return
-            super().on_message_complete()
-            self.flow.resume_reading()  # uvicorn pauses behind a large body, too
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            for cycle, callbacks in self._requests:  # uvicorn notifies the last one only
-                if not cycle.response_complete:
-                    cycle.disconnected = True
-                    cycle.message_event.set()
-                    for callback in callbacks:
-                        callback()
-
-        def data_received(self, data: bytes) -> None:
-            if self._refused:
-                return
-            super().data_received(data)
-            # The parser keeps a header until it is complete.
-            self._unfinished = self._unfinished + len(data) if self._in_head else 0
-            if self._in_head and not self.transport.is_closing():
-                if self._unfinished > limit:
-                    self._head = self._unfinished
-                    self.send_400_response("")
-                elif not self._is_busy:
-                    self._close_later()
-
-        @property
-        def _is_busy(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
-
-        def send_400_response(self, msg: str) -> None:
-            if self._is_busy:
-                # A refusal now would look like the answer to an earlier request. Those are answered, then it ends.
-                self._refused = True
-                self.cycle.keep_alive = False
-                return
-            if self._head > limit:
-                status, code = b"431 Request Header Fields Too Large", b"headers_too_large"
-                text = f"The request's target and headers are larger than {limit} bytes (setting max_header_bytes)."
-            else:
-                status, code, text = b"400 Bad Request", b"invalid_http", "This is not a valid HTTP request."
-            body = _ENVELOPE % (text.encode(), code)
-            self.transport.write(_REFUSAL % (status, len(body), body))
-            self.transport.close()
-
-    return Bounded
-
-
-def _on_disconnect(request: _Request, callback: Callable[[], None]) -> None:
-    if request.cycle.disconnected:
-        callback()
-    else:
-        request.callbacks.append(callback)
-
-
-_ENVELOPE = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"%b"}}'
-
-_REFUSAL = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-
-
-class _SideServer(uvicorn.Server):
+class _SideServer(_Server):
     """A server beside another one, which handles the signals."""
 
     @contextlib.contextmanager
@@ -199,12 +56,56 @@ class _SideServer(uvicorn.Server):
         yield
 
 
+class GatewayServer(_Server):
+    """SIGTERM: `stop_delay`, then `drain_timeout`. SIGINT, or a second signal, skips the former. SIGHUP reads files."""
+
+    def __init__(self, config: uvicorn.Config, settings: Settings, gateway: Gateway) -> None:
+        super().__init__(config, settings)
+        self._stop_delay = settings.stop_delay
+        self._gateway = gateway
+        self._stops_at: float | None = None  # time.monotonic()
+        self._rereads = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come; what takes long is left to `on_tick`."""
+        if sig == signal.SIGTERM and self._stops_at is None and self._stop_delay and not self.should_exit:
+            self._captured_signals.append(sig)
+            self._stops_at = time.monotonic() + self._stop_delay
+            self._gateway.is_stopping = self.server_state.is_stopping = True
+        else:
+            super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._rereads:
+            self._rereads = False
+            self._gateway.read_files()
+        if self._stops_at is not None and time.monotonic() >= self._stops_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            if threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            before = signal.signal(signal.SIGHUP, self._read_files_soon)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
+
+    def _read_files_soon(self, sig: int, frame: FrameType | None) -> None:
+        self._rereads = True
+
+
 def server_for(settings: Settings, logging: dict[str, Any]) -> uvicorn.Server:
     """The gateway, ready to run. Raises `SettingsError`."""
     app = build(settings)
     if settings.admin_port is not None:
         _serve_pages(app, settings, logging, settings.admin_port)
-    return uvicorn.Server(_config(app, settings, logging, settings.host, settings.port, settings.drain_timeout))
+    config = _config(app, settings, logging, settings.host, settings.port, settings.drain_timeout)
+    return GatewayServer(config, settings, app.gateway)
 
 
 def _config(
@@ -217,7 +118,7 @@ def _config(
         app,
         host=host,
         port=port,
-        http=bounded(settings.max_header_bytes, settings.client_timeout),
+        http=bounded(Bounds(settings.max_header_bytes, settings.client_timeout, settings.send_timeout)),
         ws="none",
         proxy_headers=False,  # nothing needs to know where a client comes from
         log_config=logging,
@@ -234,7 +135,8 @@ def _serve_pages(app: App, settings: Settings, logging: dict[str, Any], port: in
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
         pages = build_pages(app.gateway)
-        side = _SideServer(_config(pages, settings, logging, settings.admin_host, port, 1.0, lifespan="off"))
+        config = _config(pages, settings, logging, settings.admin_host, port, 1.0, lifespan="off")
+        side = _SideServer(config, settings)
         async with started(app):
             serving = asyncio.create_task(side.serve())
             try:

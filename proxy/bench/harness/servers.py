@@ -125,9 +125,13 @@ class Servers:
         return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
 
     def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
-        """Start `seamark serve` in front of `workers`, without self-checks: they would be measured as well."""
+        """Start `seamark serve` in front of `workers`, without self-checks, which would be measured as well.
+
+        No load balancer has to learn that it stops.
+        """
         port = free_port()
-        command = ["-m", "proxy.cli", "serve", "--port", str(port), "--self-check-interval", "0", *flags]
+        command = ["-m", "proxy.cli", "serve", "--port", str(port)]
+        command += ["--self-check-interval", "0", "--stop-delay", "0", *flags]
         for worker in workers:
             command += ["--worker", worker.url]
         return self._start("gateway", port, command, {})

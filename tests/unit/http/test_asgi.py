@@ -7,14 +7,29 @@ import contextlib
 
 import pytest
 
-from proxy.errors import BodyTooLarge, BodyTooSlow, Overloaded
+from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody, Overloaded
 from proxy.http import asgi
-from proxy.http.asgi import BodyRoom, ClientGone, ClientWatch, end_to_end, header, read_body, send_whole
+from proxy.http.asgi import (
+    BodyRoom,
+    BodyState,
+    ClientGone,
+    ClientWatch,
+    Pace,
+    end_to_end,
+    header,
+    read_body,
+    send_whole,
+)
+from tests.harness.virtual_time import VirtualTimeLoop
 
 
 def piece(body: bytes, more: bool = True) -> dict:
     return {"type": "http.request", "body": body, "more_body": more}
 
+
+SCOPE = {"headers": []}
+
+PACE = Pace(60.0, 0)
 
 GONE = {"type": "http.disconnect"}
 
@@ -37,10 +52,10 @@ def receiver(*messages):
 async def test_a_body_in_pieces_is_put_together_and_keeps_its_room():
     room = BodyRoom(6)
     receive = receiver(piece(b"abc"), piece(b""), piece(b"def", more=False))
-    assert await read_body({}, receive, limit=6, timeout=60, room=room) == b"abcdef"
+    assert await read_body(SCOPE, receive, limit=6, pace=PACE, room=room) == b"abcdef"
     assert room.held == 6
     with pytest.raises(Overloaded, match="max_bodies_bytes"):
-        await read_body({}, receiver(piece(b"x", more=False)), limit=6, timeout=60, room=room)
+        await read_body(SCOPE, receiver(piece(b"x", more=False)), limit=6, pace=PACE, room=room)
     room.give_back(6)
     assert room.held == 0
 
@@ -60,23 +75,61 @@ async def test_bodies_broken_off_give_their_room_back(messages, error):
     room = BodyRoom(1000)
     room.take(10)  # another request's
     for _ in range(3):
-        timeout = 0.001 if error is BodyTooSlow else 60
+        pace = Pace(0.001, 0) if error is BodyTooSlow else PACE
         with pytest.raises(error):
-            await read_body({}, receiver(*messages), limit=6, timeout=timeout, room=room)
+            await read_body(SCOPE, receiver(*messages), limit=6, pace=pace, room=room)
     assert room.held == 10
 
 
 async def test_a_body_for_which_there_is_no_room_gives_back_what_it_had():
     room = BodyRoom(5)
     with pytest.raises(Overloaded):
-        await read_body({}, receiver(piece(b"abc"), piece(b"def")), limit=100, timeout=60, room=room)
+        await read_body(SCOPE, receiver(piece(b"abc"), piece(b"def")), limit=100, pace=PACE, room=room)
     assert room.held == 0
 
 
 async def test_a_body_that_the_server_has_needs_no_time():
-    scope = {"extensions": {asgi.BODY_IS_HERE: lambda: True}}
-    body = await read_body(scope, receiver(piece(b"abc", more=False)), limit=6, timeout=0, room=BodyRoom(6))
+    scope = {**SCOPE, "extensions": {asgi.BODY_STATE: lambda: BodyState.HERE}}
+    body = await read_body(scope, receiver(piece(b"abc", more=False)), limit=6, pace=Pace(0, 0), room=BodyRoom(6))
     assert body == b"abc"
+
+
+async def test_a_body_that_is_no_http_is_refused():
+    scope = {**SCOPE, "extensions": {asgi.BODY_STATE: lambda: BodyState.BROKEN}}
+    room = BodyRoom(6)
+    with pytest.raises(BrokenBody) as raised:
+        await read_body(scope, receiver(piece(b"abc")), limit=6, pace=PACE, room=room)
+    assert (raised.value.status, raised.value.code, room.held) == (400, "invalid_http", 0)
+
+
+async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_asked_for():
+    asked = []
+
+    async def receive():
+        asked.append(True)
+
+    scope = {"headers": [(b"content-length", b"7")]}
+    with pytest.raises(BodyTooLarge, match="max_body_bytes"):
+        await read_body(scope, receive, limit=6, pace=PACE, room=BodyRoom(6))
+    assert not asked
+
+
+@pytest.mark.parametrize(("rate", "is_refused"), [(99, False), (200, True), (0, False)])
+def test_a_body_that_drips_has_to_keep_up_with_the_rate(rate, is_refused):
+    """A hundred bytes a second for five minutes: no piece is late, and the whole may be."""
+
+    async def drip():
+        await asyncio.sleep(1)
+        return piece(b"x" * 100, more=asyncio.get_running_loop().time() < 300)
+
+    reading = read_body(SCOPE, drip, limit=10**9, pace=Pace(60, rate), room=BodyRoom(10**9))
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        if is_refused:
+            with pytest.raises(BodyTooSlow, match="min_body_rate"):
+                runner.run(reading)
+            assert runner.get_loop().time() == pytest.approx(120, abs=2)
+        else:
+            assert len(runner.run(reading)) == 30_000
 
 
 def test_headers_of_a_connection_stay_on_it():
@@ -90,6 +143,22 @@ def test_headers_of_a_connection_stay_on_it():
     assert end_to_end(given, asgi.RECOMPUTED) == [(b"x-y", b"2")]
     assert end_to_end([(b"authorization", b"k")], asgi.RECOMPUTED) == [(b"authorization", b"k")]
     assert end_to_end([(b"authorization", b"k"), (b"x-api-key", b"k")], asgi.RECOMPUTED_WITH_KEY) == []
+
+
+def test_many_headers_of_a_connection_cost_no_more_than_others():
+    """By copies of the set of names, since time depends on the machine."""
+
+    class Counted(frozenset):
+        copies = 0
+
+        def __or__(self, other):
+            Counted.copies += 1
+            return Counted(super().__or__(other))
+
+    given = [(b"connection", b"x-%d" % number) for number in range(5000)]
+    named = [(b"x-%d" % number, b"") for number in range(5000)]
+    assert end_to_end([*given, *named, (b"y", b"")], Counted()) == [(b"y", b"")]
+    assert Counted.copies == 2
 
 
 def test_of_equal_headers_the_first_is_read():

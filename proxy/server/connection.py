@@ -1,0 +1,277 @@
+"""A client's connection: uvicorn's protocol with bounds on a request's head, on slow clients, and on what is no HTTP.
+
+This overrides internals of uvicorn, so pyproject.toml caps its version; tests/unit/server lists what is relied on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from proxy.http import asgi
+
+# Requests on one connection that wait for the answer to the one before.
+MAX_PIPELINED = 8
+
+# For the rest of a body whose request has been answered. Closing at once would make the client's system throw away an
+# answer that it has not read yet.
+LINGER_SECONDS = 5.0
+
+# Fields of a head by which a client offers another protocol. No other is spoken here, as RFC 9110, 7.8 permits.
+UPGRADES = frozenset((b"upgrade", b"http2-settings"))
+
+
+class Bounds(NamedTuple):
+    """What a client may take."""
+
+    head_bytes: int  # of a request's target and headers
+    head_seconds: float  # from the end of the answer before it to the end of the head
+    send_seconds: float  # without taking a byte of what is to be sent
+
+
+class State(ServerState):
+    """What all connections of a server share."""
+
+    is_stopping = False  # answers end their connections, so that clients go elsewhere
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Reads a request that offers an upgrade as one without.
+
+    httptools takes such a request's head for all of it. Its body would then be read as the next request, which a
+    client behind a proxy could make the answer to somebody else's.
+    """
+
+    def __init__(self, protocol: Any) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # all that uvicorn feeds it
+        """Raises `httptools.HttpParserError`."""
+        while True:
+            try:
+                super().feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._protocol.head_without_upgrade() + data[upgrade.args[0] :]
+            else:
+                return
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    cycle: RequestResponseCycle
+    callbacks: list[Callable[[], None]] = field(default_factory=list)  # for when the client leaves
+    is_broken: bool = False  # no HTTP came for its body
+
+    def body_state(self) -> asgi.BodyState:
+        if self.is_broken:
+            return asgi.BodyState.BROKEN
+        return asgi.BodyState.COMING if self.cycle.more_body else asgi.BodyState.HERE
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        if self.cycle.disconnected:
+            callback()
+        else:
+            self.callbacks.append(callback)
+
+
+class Connection(HttpToolsProtocol):
+    """One client. Its refusals come in the envelope that clients expect."""
+
+    bounds: Bounds  # of the server's class, see `bounded`
+    server_state: State
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = _Parser(self)
+        self._unfinished = 0  # bytes received while a head was incomplete
+        self._in_head = True
+        self._in_body = False
+        self._head = 0
+        self._refused = False  # whatever else comes on this connection
+        self._is_upgrade = False  # the request's head is to be read again
+        self._requests: deque[_Request] = deque(maxlen=MAX_PIPELINED + 1)  # those that may be under way
+        self._free_since = self.loop.time()  # the last answer was complete
+        self._taken_at = self._free_since  # the client took some of what is to be sent, or there was nothing
+        self._unsent = 0  # bytes, when it was last looked at
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head, self._is_upgrade = True, 0, False
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._head += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value) + 4
+        if self._in_head:
+            super().on_header(name, value)
+        elif self._head > self.bounds.head_bytes:  # trailers, which the gateway drops
+            raise ValueError("trailers too large")
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._head > self.bounds.head_bytes:
+            raise ValueError("head too large")  # the parser stops, and uvicorn refuses the request
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests behind each other")
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("not a proxy of connections")
+            self._is_upgrade = True
+            return
+        super().on_headers_complete()
+        self._in_body = True
+        request = _Request(self.cycle)
+        self.scope["extensions"] = {
+            asgi.ON_DISCONNECT: request.on_disconnect,  # type: ignore[dict-item]  # any value, by ASGI
+            asgi.BODY_STATE: request.body_state,  # type: ignore[dict-item]
+        }
+        self._requests.append(request)
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
+        if self.server_state.is_stopping:
+            self.cycle.keep_alive = False
+        self.flow.resume_reading()  # uvicorn pauses behind a request, and would not see the client leave
+
+    def head_without_upgrade(self) -> bytes:
+        """The head just read, as a client that offers no upgrade would have written it."""
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(option for option in options if option.lower() not in UPGRADES)
+            if name not in UPGRADES:
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
+
+    def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
+        self._in_body = False
+        super().on_message_complete()
+        self.flow.resume_reading()  # uvicorn pauses behind a large body, too
+
+    def on_response_complete(self) -> None:
+        self._free_since = self.loop.time()
+        super().on_response_complete()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._taken_at = self.loop.time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for request in self._requests:  # uvicorn notifies the last one only
+            cycle = request.cycle
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+                for callback in request.callbacks:
+                    callback()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        super().data_received(data)
+        # The parser keeps a header until it is complete.
+        self._unfinished = self._unfinished + len(data) if self._in_head else 0
+        if self.transport.is_closing():
+            return
+        if self._unfinished > self.bounds.head_bytes:
+            self._head = self._unfinished
+            self.send_400_response("")
+        elif not (self._is_busy or self._in_head or self._in_body):  # the rest of a body whose request was answered
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def check(self, now: float) -> None:
+        """Close the connection if its client is too slow. `now` by the loop's clock; to be called about every second.
+
+        Looking at all connections now and then costs less than a timer for each, and no byte can put it off.
+        """
+        unsent = self.transport.get_write_buffer_size()
+        is_over = self.transport.is_closing() or not self._is_busy  # then nothing more is written
+        if unsent == 0 or unsent < self._unsent or not (self.flow.write_paused or is_over):
+            self._taken_at = now
+        elif now - self._taken_at > self.bounds.send_seconds:
+            self.transport.abort()
+        self._unsent = unsent
+        if is_over and not self.transport.is_closing():
+            free = now - self._free_since
+            if self._in_body and free > LINGER_SECONDS:
+                self.transport.close()
+            elif free > self.bounds.head_seconds:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """No whole head has come in time."""
+        if self._in_head and self._unfinished:
+            text = f"The request's head was not complete within {self.bounds.head_seconds:g} seconds"
+            self._refuse(b"408 Request Timeout", b"request_timeout", f"{text} (setting client_timeout).")
+        else:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._is_busy:
+            # A refusal now would look like the answer to an earlier request. Those are answered, then it ends.
+            self._refused = True
+            self.cycle.keep_alive = False
+            if self._in_body:  # its own request is told, and can say so in its answer
+                self._requests[-1].is_broken = True
+                self.cycle.message_event.set()
+        elif self._in_body:  # its request has been answered
+            self.transport.close()
+        elif self._head > self.bounds.head_bytes:
+            limit = self.bounds.head_bytes
+            text = f"The request's target and headers are larger than {limit} bytes (setting max_header_bytes)."
+            self._refuse(b"431 Request Header Fields Too Large", b"headers_too_large", text)
+        else:
+            self._refuse(b"400 Bad Request", b"invalid_http", "This is not a valid HTTP request.")
+
+    def _refuse(self, status: bytes, code: bytes, text: str) -> None:
+        body = _ENVELOPE % (text.encode(), code)
+        self.transport.write(_REFUSAL % (status, len(body), body))
+        self.transport.close()
+
+
+def bounded(bounds: Bounds) -> type[Connection]:
+    """The connections of a server with these bounds."""
+    return type("BoundedConnection", (Connection,), {"bounds": bounds})
+
+
+def _unchunked(cycle: RequestResponseCycle) -> asgi.Send:
+    """`send` for a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection."""
+    send: asgi.Send = cycle.send  # type: ignore[assignment]  # its messages are dictionaries, too
+    is_open = False  # the length is unknown
+
+    async def unchunked(message: MutableMapping[str, Any]) -> None:
+        nonlocal is_open
+        if message["type"] == "http.response.start":
+            is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if is_open:
+                cycle.chunked_encoding = False
+        elif is_open:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return unchunked
+
+
+_ENVELOPE = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"%b"}}'
+
+_REFUSAL = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
