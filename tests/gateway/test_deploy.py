@@ -183,7 +183,8 @@ def test_the_systemd_unit_is_sound(tmp_path):
     parser.optionxform = str
     parser.read(unit)
     assert parser["Service"]["ExecStart"] == "/opt/seamark/bin/seamark serve"
-    assert int(parser["Service"]["TimeoutStopSec"]) > Settings.model_fields["drain_timeout"].get_default()
+    taken = [Settings.model_fields[name].get_default() for name in ("stop_delay", "drain_timeout")]
+    assert int(parser["Service"]["TimeoutStopSec"]) > sum(taken)
     if shutil.which("systemd-analyze"):
         # It looks whether the program is there.
         copy = tmp_path / unit.name

@@ -96,9 +96,10 @@ def test_a_pod_can_do_little(name):
     }
 
 
-def test_the_gateway_gets_the_time_it_takes_to_drain():
+def test_the_gateway_gets_the_time_it_takes_to_stop():
     seconds = PODS["seamark-gateway"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert seconds > Settings.model_fields["drain_timeout"].get_default()
+    taken = [Settings.model_fields[name].get_default() for name in ("stop_delay", "drain_timeout")]
+    assert seconds > sum(taken)
 
 
 def test_what_asks_for_no_key_is_reached_by_the_gateway_alone():

@@ -271,6 +271,31 @@ def refuses(url: str) -> bool:
     return False
 
 
+def test_a_gateway_that_is_to_stop_says_so_and_serves_on(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--stop-delay", "3600"))
+    with httpx.Client() as kept:
+        assert "connection" not in kept.get(gateway.url + "/health").headers
+        gateway.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(gateway.url + "/ready").status_code == 503)
+        assert httpx.get(gateway.url + "/ready").json()["error"]["code"] == "stopping"
+        assert kept.post(gateway.url + CHAT, json=chat("on the old connection")).headers["connection"] == "close"
+    assert post(gateway, chat("on a new one")).status_code == 200
+    gateway.process.send_signal(signal.SIGTERM)  # whoever is in a hurry
+    assert gateway.process.wait(30) == -signal.SIGTERM
+
+
+def test_a_gateway_stops_by_itself_when_the_delay_is_over(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--stop-delay", "0.5"))
+    gateway.process.send_signal(signal.SIGTERM)
+    assert gateway.process.wait(30) == -signal.SIGTERM
+
+
+def test_a_user_at_the_keyboard_does_not_wait(fleet, worker):
+    gateway = start_gateway(fleet, worker, flags=("--stop-delay", "3600"))
+    gateway.process.send_signal(signal.SIGINT)
+    gateway.process.wait(30)
+
+
 def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool):
     gateway = start_gateway(fleet, worker, flags=("--drain-timeout", "1"))
     worker.hang_in_stream = True

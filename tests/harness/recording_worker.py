@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 
 from tests.harness.fake_engine import (
     VERSION,
@@ -84,6 +85,7 @@ class RecordingWorker:
     status: int = 200  # of whole answers
     reason: str | None = None  # that its engine gives; None: what fits the cached tokens
     location: str | None = None  # header of whole answers
+    allowed_origins: tuple[str, ...] = ("*",)  # when it starts, as vLLM's --allowed-origins
     has_feed: bool = True
     hang: bool = False  # answer nothing until the client goes
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
@@ -246,7 +248,8 @@ async def _answer(
 def recording_worker(**state: Any) -> Iterator[RecordingWorker]:
     """The fake under a real HTTP server, in a thread."""
     worker = RecordingWorker(**state)
-    server = uvicorn.Server(uvicorn.Config(worker, lifespan="off", log_level="critical"))
+    app = CORSMiddleware(worker, allow_origins=worker.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
     listening = socket.create_server(("127.0.0.1", 0))
     worker.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

@@ -1,8 +1,12 @@
 """Tokens that a worker reports, in the spelling of each API."""
 
+from __future__ import annotations
+
+import json
+
 import pytest
 
-from proxy.chat.usage import Usage, usage_of
+from proxy.chat.usage import MOST_USAGE_BYTES, PassingUsage, Usage, usage_of
 
 
 def test_tokens_written_to_a_cache_belong_to_the_prompt():
@@ -40,3 +44,29 @@ def test_what_no_counter_takes_is_no_number_of_tokens(nonsense):
     assert usage_of({"usage": {"input_tokens": nonsense}}) is None
     assert usage_of({"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": nonsense}}}) == (9, None)
     assert usage_of({"usage": {"input_tokens": 9, "cache_read_input_tokens": nonsense}}) == (9, None)
+
+
+ANSWER = json.dumps(
+    {
+        "choices": [{"message": {"content": '"usage":{"prompt_tokens":1}'}, "usage": None}],
+        "usage": {"prompt_tokens": 300, "prompt_tokens_details": {"cached_tokens": 160}},
+        "prompt_logprobs": [{"1": 0.5}] * 1000,
+    },
+    separators=(",", ":"),
+).encode()
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000, 10**6])
+def test_usage_is_found_in_an_answer_that_is_not_kept(size):
+    passing = PassingUsage()
+    for at in range(0, len(ANSWER), size):
+        passing.see(ANSWER[at : at + size])
+        assert len(passing._held) <= MOST_USAGE_BYTES
+    assert passing.usage == Usage(300, 160)
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}", b'{"usage":null}', b'{"usage":{"prompt', b'{"usage":' + b"[" * 10_000])
+def test_an_answer_without_usage_has_none(answer):
+    passing = PassingUsage()
+    passing.see(answer)
+    assert passing.usage is None

@@ -8,6 +8,7 @@ import pytest
 
 from proxy.chat.usage import Usage
 from proxy.errors import RETRY_AFTER_SECONDS, Overloaded, Unauthorized, WorkerFailed
+from proxy.pipeline import sse
 from proxy.pipeline.error_responses import error_body, error_event, error_headers
 from proxy.pipeline.sse import HEARTBEAT, SseRelay
 
@@ -149,3 +150,14 @@ async def test_an_event_nested_beyond_reason_arrives_as_it_came():
     sent, relay = await relayed([deep, DONE], strips=True)
     assert b"".join(sent) == deep + DONE
     assert relay.usage is None and relay.response is None
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("strips", [True, False])
+async def test_an_event_that_is_too_long_to_keep_goes_on_in_pieces(monkeypatch, size, strips):
+    monkeypatch.setattr(sse, "MAX_HELD_BYTES", 300)
+    stream = DELTA + b"data: " + b"x" * 5000 + b"\n\n" + DELTA + USAGE + DONE
+    sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips)
+    assert b"".join(sent) == (stream.replace(USAGE, b"") if strips else stream)
+    assert relay.usage == Usage(9, 0)
+    assert max(map(len, sent)) <= 300 + size  # it is not collected again behind its first piece

@@ -1,0 +1,218 @@
+"""Clients that are slow, do not read, break off within HTTP, or speak an old one: each before a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.server.log_limit import LINES
+from proxy.settings import Settings
+from tests.bench.aborts import started
+from tests.bench.table_memory import resident
+from tests.harness.api_keys import bearer, entry
+from tests.harness.forked_gateways import GatewayForks
+from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
+from tests.harness.raw_http import Connection, request
+from tests.harness.raw_worker import RawWorker, chunk, raw_worker, whole
+from tests.harness.recording_worker import COMPLETION, USAGE
+
+ANSWER_BYTES = 30 * 2**20
+
+UNREAD = 10
+
+POST = b"POST %b HTTP/1.1\r\nhost: x\r\n" % CHAT.encode()
+
+
+def connect(gateway) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", int(gateway.url.rsplit(":", 1)[1])), timeout=30)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    return client
+
+
+def large_json() -> bytes:
+    message = {"role": "assistant", "content": "tide " * (ANSWER_BYTES // 5)}
+    return whole({**COMPLETION, "choices": [{"index": 0, "message": message, "finish_reason": "length"}]})
+
+
+def large_stream(event_bytes: int) -> bytes:
+    event = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"tide " * (event_bytes // 5))
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head + chunk(event * (ANSWER_BYTES // len(event))) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "stream"),
+    [(large_json(), False), (large_stream(100), True), (large_stream(ANSWER_BYTES - 200), True)],
+    ids=["json", "events", "one event"],
+)
+def test_answers_that_nobody_reads_fill_no_memory_and_give_their_slots_back(fleet, answer, stream):
+    with raw_worker(lambda body, served: answer if b"large" in body else whole()) as worker:
+        gateway = start_gateway(fleet, worker, flags=("--send-timeout", "2", "--max-inflight", str(UNREAD)))
+        post(gateway, chat("warm"))
+        before = resident(gateway.process.pid)
+        body = json.dumps(chat("large", stream=stream)).encode()
+        clients = [connect(gateway) for _ in range(UNREAD)]
+        for client in clients:
+            client.sendall(POST + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        wait_for(lambda: metric(gateway, "seamark_inflight{") == UNREAD)
+        most = 0
+        while metric(gateway, "seamark_inflight{"):
+            most = max(most, resident(gateway.process.pid) - before)
+            time.sleep(0.05)
+        assert most < 100 * 2**20  # ten such answers, and what carries them, were 474 MiB
+        assert metric(gateway, 'seamark_requests_total{code="499"') == UNREAD
+        assert post(gateway, chat("afterwards")).status_code == 200
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_large_json_answer_arrives_whole_and_is_counted(fleet, sized):
+    large = large_json()
+    if not sized:
+        head, _, body = large.partition(b"\r\n\r\n")
+        pieces = b"".join(chunk(body[at : at + 10**6]) for at in range(0, len(body), 10**6))
+        large = head.rpartition(b"\r\n")[0] + b"\r\ntransfer-encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n"
+    with raw_worker(lambda body, served: large if b"large" in body else whole()) as worker:
+        gateway = start_gateway(fleet, worker)
+        answer = post(gateway, chat("large"))
+        assert answer.status_code == 200 and answer.content == large_json().partition(b"\r\n\r\n")[2]
+        assert "x-seamark-cached" not in answer.headers and ("content-length" in answer.headers) is sized
+        assert metric(gateway, "seamark_prompt_tokens_total") == USAGE["prompt_tokens"]
+        assert metric(gateway, "seamark_cached_tokens_total") == USAGE["prompt_tokens_details"]["cached_tokens"]
+        assert post(gateway, chat("small")).headers["x-seamark-cached"] == "160"
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"GET /health HTTP/1.1\r\nx: ", POST + b"content-length: 100000\r\n\r\n"],
+    ids=["head", "body"],
+)
+def test_a_request_that_drips_is_given_up(fleet, worker, beginning):
+    gateway = start_gateway(fleet, worker, flags=("--client-timeout", "1", "--min-body-rate", "1000"))
+    with connect(gateway) as slow:
+        slow.sendall(beginning)
+        slow.settimeout(0.1)
+        answer = b""
+        while not answer:  # a byte every tenth of a second would do for ever
+            slow.sendall(b"a")
+            try:
+                answer = slow.recv(4096)
+            except TimeoutError:
+                continue
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"client_timeout" in answer
+        wait_for(lambda: is_closed(slow))
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Whether the server has closed; what it still sends is read."""
+    try:
+        client.sendall(b"a")
+        return client.recv(65536) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_an_answered_body_does_not_hold_its_connection(fleet, worker):
+    fleet.constants["proxy.server.connection.LINGER_SECONDS"] = 0.5
+    gateway = start_gateway(fleet, worker, flags=("--max-body-bytes", "1000", "--client-timeout", "60"))
+    with connect(gateway) as client:
+        client.sendall(POST + b"content-length: 100000\r\nexpect: 100-continue\r\n\r\n")
+        answer = client.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"100 Continue" not in answer
+        client.settimeout(0.1)
+        wait_for(lambda: is_closed(client))  # although a byte comes every tenth of a second
+
+
+@pytest.mark.parametrize("piece", [b"zz\r\n", b"1\r\nab\r\n", b"-1\r\n"])
+def test_a_malformed_chunk_is_refused_at_once(fleet, worker, piece):
+    gateway = start_gateway(fleet, worker)
+    with connect(gateway) as client:
+        client.sendall(POST + b"transfer-encoding: chunked\r\n\r\n" + piece)
+        answer = b""
+        while received := client.recv(4096):
+            answer += received
+        assert answer.startswith(b"HTTP/1.1 400 ") and b'"invalid_http"' in answer
+    assert not worker.requests
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_of_http_1_0_can_read_a_stream(fleet, worker, stream):
+    gateway = start_gateway(fleet, worker)
+    body = json.dumps(chat("Tide?", stream=stream, stream_options={"include_usage": True})).encode()
+    with connect(gateway) as old:
+        old.sendall(POST.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        answer = b""
+        while received := old.recv(65536):
+            answer += received
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and content == worker.answers[-1]
+    assert post(gateway, chat("Tide?", stream=True)).headers["transfer-encoding"] == "chunked"
+
+
+def test_invalid_requests_do_not_fill_the_log(fleet, worker):
+    gateway = start_gateway(fleet, worker)
+    for _ in range(10 * LINES):
+        with connect(gateway) as client:
+            client.sendall(b"nonsense\r\n\r\n")
+            assert b" 400 " in client.recv(4096)
+    assert gateway.log.read_text().count("Invalid HTTP request") == LINES
+
+
+async def test_slow_and_unread_connections_leave_no_files_open(tmp_path):
+    async with RawWorker(lambda body, served: large_stream(100)) as worker:
+        with GatewayForks(tmp_path) as fleet:
+            fleet.constants["proxy.server.connection.LINGER_SECONDS"] = 0.5
+            flags = ("--client-timeout", "1", "--send-timeout", "1", "--max-body-bytes", "1000")
+            gateway = await started(fleet.gateway(worker, flags=flags))
+            files = Path(f"/proc/{gateway.process.pid}/fd")
+            before = len(os.listdir(files))
+            asking = request("POST", CHAT, {}, json.dumps(chat("x", stream=True)).encode()[:900])
+            kinds = (
+                b"",
+                b"GET /",
+                POST + b"content-length: 9\r\n\r\n",
+                POST + b"content-length: 9999\r\n\r\na",
+                asking,
+            )
+            connections = [await Connection.open(gateway) for _ in range(20) for _ in kinds]
+            for connection, sent in zip(connections, kinds * 20, strict=True):
+                await connection.send(sent)
+            async with asyncio.timeout(30):
+                while len(os.listdir(files)) > before + 2:
+                    await asyncio.sleep(0.1)
+            for connection in connections:
+                connection.close()
+
+
+def test_bounds_cost_honest_clients_nothing():
+    fields = Settings.model_fields
+    assert fields["send_timeout"].default >= 60 and fields["client_timeout"].default >= 60
+    # A mebibyte over a slow mobile line, at two kilobytes a second.
+    size, rate = 2**20, 2048
+    assert size / rate < fields["client_timeout"].default + size / fields["min_body_rate"].default
+
+
+def test_a_signal_for_files_reads_them_at_once_and_ends_nothing(fleet, worker, tmp_path):
+    fleet.constants["proxy.pipeline.gateway.FILES_INTERVAL"] = 3600.0
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("ann"))
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
+    assert httpx.post(gateway.url + CHAT, json=chat("x"), headers=bearer("bob")).status_code == 401
+    keys.write_text(entry("ann") + entry("bob"))
+    gateway.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: httpx.post(gateway.url + CHAT, json=chat("x"), headers=bearer("bob")).status_code == 200)
+    keys.write_text("nonsense")
+    gateway.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "previous content stays in force" in gateway.log.read_text())
+    assert httpx.post(gateway.url + CHAT, json=chat("x"), headers=bearer("bob")).status_code == 200

@@ -1,0 +1,51 @@
+"""What any client can cause fills no log; what else there is passes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from proxy.server import log_limit
+from proxy.server.log_limit import LINES, MOST_MESSAGES, PERIOD_SECONDS, LogLimit
+
+
+def record(message: str, *args: object, name: str = "uvicorn.error", level: int = logging.WARNING):
+    return logging.LogRecord(name, level, "", 0, message, args, None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(log_limit.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_few_lines_of_a_message_pass_and_the_next_period_says_how_many_did_not(clock):
+    limit = LogLimit()
+    assert [limit.filter(record("from %s", number)) for number in range(LINES + 7)] == [True] * LINES + [False] * 7
+    assert limit.filter(record("another"))
+    clock[0] += PERIOD_SECONDS
+    again = record("from %s", 3)
+    assert limit.filter(again) and again.getMessage() == "from 3 (7 more of these were left out)"
+    assert limit.filter(record("from %s", 4))
+
+
+def test_a_quiet_period_has_nothing_to_say(clock):
+    limit = LogLimit()
+    assert limit.filter(record("once"))
+    clock[0] += PERIOD_SECONDS
+    again = record("once")
+    assert limit.filter(again) and again.getMessage() == "once"
+
+
+@pytest.mark.parametrize("other", [{"name": "seamark.gateway"}, {"level": logging.INFO}])
+def test_other_lines_are_not_counted(other):
+    limit = LogLimit()
+    assert all(limit.filter(record("x", **other)) for _ in range(100))
+
+
+def test_many_different_messages_fill_no_memory():
+    limit = LogLimit()
+    assert all(limit.filter(record(f"{number}")) for number in range(3 * MOST_MESSAGES))
+    assert len(limit._periods) <= MOST_MESSAGES
