@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv ready for `make demo`: system packages, CPU torch, locked dependencies, Seamark itself. With the argument
-# `tests` also what tests use: Redis, Prometheus and a browser. Does nothing if everything is in place. Says what it does.
+# `tests` also what tests use: Redis, Prometheus, nginx, HAProxy and a browser. Does nothing if everything is in place. Says what it does.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -10,7 +10,7 @@ say() { echo "set-up: $*" >&2; }
 TORCH_CPU_INDEX="${SEAMARK_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 
 # --- what only the system can give: an interpreter with venv, the NUMA library of vLLM's CPU build; and to test with,
-# Redis, Prometheus and a browser ---
+# Redis, Prometheus, nginx, HAProxy and a browser ---
 find_python() {
     for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
@@ -27,6 +27,8 @@ services=()
 if [ "${1:-}" = tests ]; then
     command -v redis-server >/dev/null || services+=(redis-server)
     command -v promtool >/dev/null || services+=(prometheus)
+    PATH=$PATH:/usr/sbin command -v nginx >/dev/null || services+=(nginx-light)
+    PATH=$PATH:/usr/sbin command -v haproxy >/dev/null || services+=(haproxy)
     command -v chromium chromium-browser google-chrome >/dev/null || missing+=(chromium fonts-dejavu-core)
 fi
 missing+=(${services[@]+"${services[@]}"})
@@ -43,7 +45,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     # Tests start their own; only the programs are wanted.
     if [ ${#services[@]} -gt 0 ] && [ -d /run/systemd/system ]; then
         say "switching their services off: ${services[*]}"
-        "${as_root[@]}" systemctl disable --now --quiet "${services[@]}"
+        "${as_root[@]}" systemctl disable --now --quiet "${services[@]/nginx-light/nginx}"
     fi
 fi
 
