@@ -23,7 +23,7 @@ from typing import NamedTuple
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.aborts import started
 from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, case, complaint, name_of
-from tests.bench.fuzz_framing import SMUGGLED
+from tests.bench.fuzz_framing import AT_ONCE, SMUGGLED, TOO_LONG
 from tests.bench.soak import bad_lines, resident_bytes
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.raw_worker import RawWorker
@@ -162,13 +162,16 @@ class Run:
     async def _ended(self, connection: Connection, each: Case) -> str:
         """Read until the server closes, which it must soon after the client has said that nothing more will come."""
         answered = b""
+        is_refused_at_once = each.kind in AT_ONCE
         try:
-            async with asyncio.timeout(QUIET_SECONDS):
+            async with asyncio.timeout(ANSWER_SECONDS if is_refused_at_once else QUIET_SECONDS):
                 while True:
                     answered += await connection.some()
         except (Cut, ConnectionError):
             pass
         except TimeoutError:
+            if is_refused_at_once:
+                return f"it is broken already, and was not refused in {ANSWER_SECONDS:g} s"
             connection.finish()
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
@@ -180,10 +183,18 @@ class Run:
                 return f"the connection is still open {ANSWER_SECONDS:g} s after its end"
         seen = self._worker.pop(name_of(self._seed, each.number))
         self.reached += len(seen)
+        if TOO_LONG in each.data and b"HTTP/1.1 100 " in answered:
+            return "the body is asked for, although it is too long"
         for status, fields in _RESPONSE.findall(answered):
             self.statuses[int(status)] += 1
             if int(status) >= 500 and b"x-mock: answer" not in fields:
                 return f"a {int(status)} of the gateway's own"
+            if status == b"408":
+                return "a 408, although nobody was slow"
+            if b"HTTP/1.1" not in each.data and b"transfer-encoding" in fields.lower():
+                return "chunks, although no HTTP/1.1 was spoken"
+            if status == b"200" and is_refused_at_once:
+                return "it is broken, and was answered with 200"
         if any(it.target.startswith(SMUGGLED) for it in seen) and each.verdict == REFUSED:
             return "the request hidden inside reached the worker"
         if seen and each.verdict == REFUSED:

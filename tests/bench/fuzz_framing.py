@@ -10,6 +10,24 @@ from collections.abc import Mapping
 
 SMUGGLED = b"/v1/smuggled"
 
+# No gateway takes a body of this length.
+TOO_LONG = b"content-length: 99999999999\r\n"
+
+# Ambiguities that show before the request is complete: the answer must not wait for the rest of it.
+AT_ONCE = frozenset(
+    {
+        "chunk size with 0x",
+        "chunk size with a sign",
+        "negative chunk size",
+        "chunk size beyond all bounds",
+        "empty chunk size",
+        "chunk longer than its size",
+        "chunk size with a bare line feed",
+        "chunk with a bare line feed",
+        "chunk extension with a bare line feed",
+    }
+)
+
 
 def inner(name: str) -> bytes:
     """The request that must never arrive."""
@@ -100,6 +118,11 @@ def odd(rng: random.Random, name: str) -> bytes:
             _post(name, b"transfer-encoding: Chunked\r\n", b"0\r\n\r\n"),
             _post(name, length, body, b"HTTP/1.0"),
             _post(name, chunked, b"0\r\n\r\n", b"HTTP/1.0"),
+            _post(name, b"x-mock: stalled\r\n" + length, body, b"HTTP/1.0"),
+            b"GET /v1/x HTTP/1.0\r\n" + named + b"\r\n",
+            _post(name, b"connection: a\r\n" * 4000 + length, body),
+            _post(name, b"expect: 100-continue\r\n" + TOO_LONG, b""),
+            b"OPTIONS /v1/x HTTP/1.1\r\n" + named + b"origin: http://a\r\naccess-control-request-method: PUT\r\n\r\n",
             _post(name, length + length, body),
             _post(name, b"x-folded: a\r\n b\r\n" + length, body),
             _post(name, b"x-huge: " + b"h" * rng.choice((1000, 70_000, 1_000_000)) + b"\r\n" + length, body),

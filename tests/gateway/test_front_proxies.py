@@ -159,9 +159,13 @@ def test_a_stream_arrives_byte_for_byte_and_event_by_event(fleet, worker, tmp_pa
     server = front(fleet, tmp_path, start_gateway(fleet, worker).url)
     asked = chat("Tide?", stream=True, stream_options={"include_usage": True})
     assert post(server, asked).content == worker.answers[-1]
-    worker.hang_in_stream = True
+    worker.hang_in_stream, worker.hang_after = True, 2
     with httpx.stream("POST", server.url + CHAT, json=asked, timeout=30) as answer:
-        assert next(answer.iter_raw()).startswith(b"data: ")  # although no other event follows
+        received = b""
+        for piece in answer.iter_raw():
+            received += piece
+            if received.count(b"\n\n") == worker.hang_after:  # although no other event follows
+                break
     assert worker.gone.wait(30)
 
 

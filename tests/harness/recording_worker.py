@@ -91,6 +91,7 @@ class RecordingWorker:
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
     hang_replays: bool = False  # answer no request for a single token
     hang_in_stream: bool = False
+    hang_after: int = 1  # events
     cut_stream: bool = False  # the connection closes in the middle
     cut_after: int = 1  # events
     streams: dict[str, Sequence[bytes]] = field(default_factory=lambda: {"/v1/chat/completions": EVENTS})  # by path
@@ -225,7 +226,7 @@ class RecordingWorker:
                 await asyncio.sleep(0.01)
             if self.cut_stream and number == self.cut_after:
                 return  # the server closes the connection in the middle
-            if self.hang_in_stream:
+            if self.hang_in_stream and number == self.hang_after:
                 await receive()
                 self.gone.set()
                 return
