@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -18,6 +19,8 @@ from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, build_pages
 from proxy.server.connection import Bounds, State, bounded
 from proxy.settings import Settings
+
+logger = logging.getLogger("seamark.gateway")
 
 CHECK_SECONDS = 1.0  # between two looks at all connections; bounds below four times that are looked after more often
 
@@ -78,7 +81,10 @@ class GatewayServer(_Server):
     async def on_tick(self, counter: int) -> bool:
         if self._rereads:
             self._rereads = False
-            self._gateway.read_files()
+            try:
+                self._gateway.read_files()
+            except Exception as error:  # a signal ends nothing, whatever a file holds
+                logger.error("reading files again: %s", type(error).__name__)
         if self._stops_at is not None and time.monotonic() >= self._stops_at:
             self.should_exit = True
         return await super().on_tick(counter)
@@ -99,17 +105,17 @@ class GatewayServer(_Server):
         self._rereads = True
 
 
-def server_for(settings: Settings, logging: dict[str, Any]) -> uvicorn.Server:
+def server_for(settings: Settings, log_config: dict[str, Any]) -> uvicorn.Server:
     """The gateway, ready to run. Raises `SettingsError`."""
     app = build(settings)
     if settings.admin_port is not None:
-        _serve_pages(app, settings, logging, settings.admin_port)
-    config = _config(app, settings, logging, settings.host, settings.port, settings.drain_timeout)
+        _serve_pages(app, settings, log_config, settings.admin_port)
+    config = _config(app, settings, log_config, settings.host, settings.port, settings.drain_timeout)
     return GatewayServer(config, settings, app.gateway)
 
 
 def _config(
-    app: App, settings: Settings, logging: dict[str, Any], host: str, port: int, drain_seconds: float, **options: Any
+    app: App, settings: Settings, log_config: dict[str, Any], host: str, port: int, drain_seconds: float, **options: Any
 ) -> uvicorn.Config:
     options["timeout_graceful_shutdown"] = drain_seconds  # uvicorn declares an int and takes a float
     # /metrics counts requests; a line in the log for each would cost more than forwarding it.
@@ -121,7 +127,7 @@ def _config(
         http=bounded(Bounds(settings.max_header_bytes, settings.client_timeout, settings.send_timeout)),
         ws="none",
         proxy_headers=False,  # nothing needs to know where a client comes from
-        log_config=logging,
+        log_config=log_config,
         access_log=False,
         server_header=False,
         date_header=False,
@@ -129,13 +135,13 @@ def _config(
     )
 
 
-def _serve_pages(app: App, settings: Settings, logging: dict[str, Any], port: int) -> None:
+def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port: int) -> None:
     started = app.router.lifespan_context
 
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
         pages = build_pages(app.gateway)
-        config = _config(pages, settings, logging, settings.admin_host, port, 1.0, lifespan="off")
+        config = _config(pages, settings, log_config, settings.admin_host, port, 1.0, lifespan="off")
         side = _SideServer(config, settings)
         async with started(app):
             serving = asyncio.create_task(side.serve())
