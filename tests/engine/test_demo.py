@@ -28,9 +28,10 @@ def test_the_demo_holds_reports_and_leaves_nothing_behind(model, tmp_path):
     assert all(line["exact"] for story in report["stories"] for line in story["lines"])
     assert [defect["caught"] for defect in report["planted_defects"]] == [False, True, True, True]
     assert "every story held" in done.stdout and "waited for the leader" in done.stdout
-    for story in report["stories"]:  # states cost no passes
+    # States cost no passes. Requests sent at the same time share passes as they happen to meet, so those say nothing.
+    for story in (system, conversation, twice):
         ours, alone = story["lines"][:2]
-        assert ours["passes_cold"] <= alone["passes_cold"] + ("fan-out" in story["title"]), story["title"]
+        assert ours["passes_cold"] <= alone["passes_cold"], story["title"]
     assert not processes_in(tmp_path)
 
 
