@@ -32,6 +32,8 @@ def read_toml(setting: str, path: Path) -> dict[str, Any]:
         raise SettingsError(f"{setting}: {path} cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{setting}: {path} is not TOML ({error})") from None
+    except RecursionError:
+        raise SettingsError(f"{setting}: {path} is nested too deeply") from None
 
 
 def read_model(setting: str, path: Path, model: type[M]) -> M:
@@ -63,6 +65,7 @@ class WatchedFile(Generic[T]):
         self._read = read
         self._stamp = self._current_stamp()
         self.value: T = read(path)
+        self.is_current = True  # the file could be used when it was last read
 
     def refresh(self) -> bool:
         """Whether there is a new value. A line in the log says so, or says why the old value stays."""
@@ -73,8 +76,10 @@ class WatchedFile(Generic[T]):
         try:
             self.value = self._read(self._path)
         except SettingsError as error:
+            self.is_current = False
             logger.error("%s; its previous content stays in force", error)
             return False
+        self.is_current = True
         logger.info("%s was read again", self._path)
         return True
 

@@ -137,6 +137,18 @@ class Metrics:
         self.shadow_mode = Gauge(
             "seamark_shadow", "1 in shadow mode: nothing is changed and no hint is sent", registry=registry
         )
+        self.task_failures = Counter(
+            "seamark_task_failures_total",
+            "Parts beside the requests that failed and were started again",
+            ["task"],
+            registry=registry,
+        )
+        self.file_current = Gauge(
+            "seamark_file_current",
+            "1 if the settings' file could be used when it was last read, 0 if its previous content is in force",
+            ["setting"],
+            registry=registry,
+        )
         # Workers without the plugin.
         of_loss = ["model", "reason"]
         self.shadow_lost_tokens = Counter(

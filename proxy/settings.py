@@ -46,7 +46,12 @@ class Settings(BaseModel):
         5.0, gt=0, description="seconds a worker gets to render a small chat; no request waits for that"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body")
-    max_bodies_bytes: int = Field(2**30, gt=0, description="largest size of all request bodies in memory together")
+    max_bodies_bytes: int = Field(
+        2**30,
+        gt=0,
+        description="memory for all request bodies together, parsed ones included; one API key may hold twice what is "
+        "free of it",
+    )
     memory_bytes: int = Field(
         128 * 2**20,
         gt=0,
@@ -132,6 +137,12 @@ class Settings(BaseModel):
         200_000,
         gt=0,
         description="most objects, arrays and named values in a JSON body, and a tenth of the most elements of arrays",
+    )
+    max_boundary_values: int = Field(
+        20_000,
+        ge=0,
+        description="values in a JSON body, counted as for max_json_values, up to which boundaries are sought in it; "
+        "a request with more is forwarded without a hint",
     )
 
     self_check_interval: float = Field(

@@ -42,6 +42,8 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 _encode_fast = msgspec.json.Encoder().encode
 
+_decode = msgspec.json.Decoder().decode
+
 
 class Keys(NamedTuple):
     """Keys of one chat, a value per message."""
@@ -160,6 +162,6 @@ def _calls(calls: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             with contextlib.suppress(ValueError, RecursionError):
-                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+                call = {**call, "function": {**function, "arguments": _decode(function["arguments"])}}
         read.append(call)
     return read

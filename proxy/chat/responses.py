@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cachetools import FIFOCache
 
-from proxy.chat.canonical import canonical
 from proxy.chat.chat import RESPONSES, Chat, Mark, listed, marked
+from proxy.http.json_body import memory_of
 
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
-MESSAGE_BYTES = 500  # of a stored message beside its text
+# Responses whose worker and owner are remembered; some 300 bytes each.
+MAX_RESPONSES = 65_536
+
+MAX_ID_CHARACTERS = 256  # of a response; vLLM's have 37
 
 # What vLLM shows a template of a tool that takes free text.
 CUSTOM_PARAMETERS = {
@@ -156,51 +161,74 @@ def _continues(item: Any) -> bool:
 
 class _Stored(NamedTuple):
     messages: list[dict[str, Any]]
-    boot: str
-    owner: str | None
     size: int  # bytes
 
 
-class StoredResponses:
-    """The chat behind each response a client may continue, bounded in bytes; prompt text, in memory only."""
+class _Keeper(NamedTuple):
+    """Where a response is stored, and whose it is."""
 
-    def __init__(self, size: int) -> None:
-        """`size` in bytes, 0 to keep nothing."""
+    boot: str
+    owner: str | None
+
+
+class StoredResponses:
+    """What is known of the responses that workers store, by their ids.
+
+    The chat behind each is prompt text, in memory only and bounded in bytes. Its worker and its owner are remembered
+    for longer.
+    """
+
+    def __init__(self, size: int, most: int = MAX_RESPONSES) -> None:
+        """`size` of the chats in bytes, 0 to keep none; `most` responses have a worker and an owner."""
         self._chats: FIFOCache[str, _Stored] = FIFOCache(size, getsizeof=lambda stored: stored.size)
+        self._keepers: OrderedDict[str, _Keeper] = OrderedDict()  # oldest first
+        self._most = most
+        self._forgotten = False  # a keeper
 
     @property
     def held(self) -> int:
         """Bytes that are kept."""
         return int(self._chats.currsize)
 
-    def put(self, chat: Chat, answer: Any, boot: str, owner: str | None = None) -> None:
-        """Remember the chat of a finished response (`answer`, parsed) of the worker booted as `boot` to `owner`."""
-        if not self._chats.maxsize or not isinstance(answer, dict) or not isinstance(answer.get("id"), str):
+    def put(self, chat: Chat | None, answer: Any, boot: str, owner: str | None = None) -> None:
+        """Remember a finished response (`answer`, parsed) of the worker booted as `boot` to `owner`, and its chat."""
+        response_id = answer.get("id") if isinstance(answer, dict) else None
+        if not isinstance(response_id, str) or len(response_id) > MAX_ID_CHARACTERS:
             return
-        if not self.may_see(answer["id"], owner):
+        known = self._keepers.get(response_id)
+        if known is not None and known.owner != owner:
+            return
+        self._keepers[response_id] = _Keeper(boot, owner)
+        if len(self._keepers) > self._most:
+            self._keepers.popitem(last=False)
+            self._forgotten = True
+        if chat is None or not self._chats.maxsize:
             return
         messages = list(chat.messages)
         for item in listed(answer.get("output")):
             if isinstance(item, dict) and item.get("type") == "message":  # vLLM carries over the texts only
                 messages += [{"role": "assistant", "content": text} for text in _texts(listed(item.get("content")))]
-        size = len(canonical(messages)) + MESSAGE_BYTES * len(messages)
+        size = memory_of(messages, 0, sys.maxsize).size
         with suppress(ValueError):  # larger than all that may be kept
-            self._chats[answer["id"]] = _Stored(messages, boot, owner, size)
+            self._chats[response_id] = _Stored(messages, size)
 
     def chat(self, response_id: Any) -> list[dict[str, Any]] | None:
         """The messages up to the end of that response, None if unknown."""
-        found = self._get(response_id)
+        found = self._chats.get(response_id) if isinstance(response_id, str) else None
         return found.messages if found is not None else None
 
     def boot(self, response_id: Any) -> str | None:
         """The worker that stores that response: another one would not know it."""
-        found = self._get(response_id)
+        found = self._keepers.get(response_id) if isinstance(response_id, str) else None
         return found.boot if found is not None else None
 
     def may_see(self, response_id: Any, owner: str | None) -> bool:
-        """Whether a response is not known to be another's. An unknown one is protected by its random name alone."""
-        found = self._get(response_id)
-        return found is None or found.owner == owner
+        """Whether a response is not known to be another's.
 
-    def _get(self, response_id: Any) -> _Stored | None:
-        return self._chats.get(response_id) if isinstance(response_id, str) else None
+        One that another gateway forwarded, or this one before its start, is protected by its random name alone. One
+        that may have been forgotten is refused.
+        """
+        if not isinstance(response_id, str):
+            return True
+        found = self._keepers.get(response_id)
+        return not self._forgotten if found is None else found.owner == owner

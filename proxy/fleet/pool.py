@@ -51,6 +51,11 @@ class WorkerPool:
         self._reconcile()
 
     @property
+    def is_current(self) -> bool:
+        """Whether the workers file could be used when it was last read."""
+        return self._file is None or self._file.is_current
+
+    @property
     def up(self) -> list[Worker]:
         """Workers that the last health check found well."""
         return [worker for worker in self.workers if worker.up]

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody, Overloaded
+from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody
+from proxy.http.body_memory import BodyHold
 
 Scope = MutableMapping[str, Any]
 
@@ -80,28 +81,11 @@ class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
-class BodyRoom:
-    """The bytes of all bodies that are in memory together."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.held = 0
-
-    def take(self, size: int) -> None:
-        """Raises `Overloaded` if there is no room for so many bytes."""
-        if self.held + size > self._most:
-            raise Overloaded("The gateway holds as many request bodies as it may (setting max_bodies_bytes).")
-        self.held += size
-
-    def give_back(self, size: int) -> None:
-        self.held -= size
-
-
-async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room: BodyRoom) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room: BodyHold) -> bytes:
     """The whole request body. Its room is taken; if it is not read to its end, the room is given back.
 
     Raises `BodyTooLarge` past `limit` bytes, before anything is read where the client says so; `BodyTooSlow` when it
-    falls behind `pace`; `BrokenBody`, `Overloaded`, and `ClientGone` when the client leaves before its end.
+    falls behind `pace`; `BrokenBody`, `Overloaded`, `KeyBusy`, and `ClientGone` when the client leaves before its end.
     """
     parts: list[bytes] = []
     size = 0

@@ -80,6 +80,11 @@ class KeyRing:
         self._by_hash: dict[bytes, ApiKey] = {}
         self._load()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the file could be used when it was last read."""
+        return self._file.is_current
+
     def refresh(self) -> None:
         """Read the file again if it has changed."""
         if self._file.refresh():

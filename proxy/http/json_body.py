@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
+from sys import getsizeof
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +43,26 @@ _NO_STRUCTURE = bytes(set(range(256)) - set(b'[{]},:"'))
 
 # Then brackets become steps up (1) and down (-1, as an unsigned byte).
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+
+_CONTAINERS = frozenset((dict, list))
+
+_NUMBERS = frozenset((int, float))
+
+NUMBERS_PER_VALUE = 100  # in a list of nothing else
+
+NUMBER_BYTES = 32  # of one that is not shared, as small ones are
+
+MOST_PER_BYTE = 32  # bytes that a byte of JSON can become: in objects with one short name
+
+
+class Memory(NamedTuple):
+    """What parsed JSON takes: bytes, and values as `MAX_VALUES` counts them."""
+
+    size: int
+    values: int
+
+
+NOTHING = Memory(0, 0)
 
 SLICE = 1 << 20  # bytes looked through at once: one of quotes alone becomes fifty times as many
 
@@ -91,6 +112,34 @@ def _check_size(raw: bytes, max_depth: int, max_values: int) -> None:
             depth = levels[-1]
             if max(levels) > max_depth:
                 raise TooComplex(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
+
+
+def memory_of(parsed: Any, raw_size: int, most_values: int) -> Memory:
+    """What JSON takes that was parsed from `raw_size` bytes. Of one with more than `most_values`, the most it can take.
+
+    Numbers in a list of numbers, such as token ids, are counted by the hundred.
+    """
+    size, values, elements = getsizeof(parsed), 0, 0
+    containers = [parsed] if type(parsed) in _CONTAINERS else []
+    while containers:
+        container = containers.pop()
+        if type(container) is dict:
+            values += 1 + len(container)
+            size += sum(map(len, container))  # names; short ones are shared
+            inner: Collection[Any] = container.values()
+        elif len(container) >= NUMBERS_PER_VALUE and set(map(type, container)) <= _NUMBERS:
+            values += 1 + len(container) // NUMBERS_PER_VALUE
+            size += len(container) * NUMBER_BYTES
+            inner = ()
+        else:
+            values += 1
+            elements += len(container)
+            inner = container
+        if values + elements // ELEMENTS_PER_VALUE > most_values:
+            return Memory(MOST_PER_BYTE * raw_size, most_values + 1)
+        size += sum(map(getsizeof, inner))
+        containers += [value for value in inner if type(value) in _CONTAINERS]
+    return Memory(size, values + elements // ELEMENTS_PER_VALUE)
 
 
 def _structure(raw: bytes) -> Iterator[bytes]:

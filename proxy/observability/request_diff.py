@@ -149,7 +149,7 @@ class RememberedRequest:
     """One request as remembered; what is compared is computed when a comparison is wanted."""
 
     def __init__(self, layout: PromptLayout, size: int, owner: str | None = None) -> None:
-        """`size` in bytes, of the text it keeps alive; `owner` is the API key it came with."""
+        """`size` in bytes, of the parsed request it keeps alive; `owner` is the API key it came with."""
         self.owner = owner
         self.layout = layout
         held = size * (2 if layout.chat.native is not None else 1)  # converted, and as it came

@@ -52,6 +52,7 @@ class AnsweredRequest(NamedTuple):
     boot: str
     model: str  # label
     size: int  # bytes of its body
+    memory: int  # bytes that it takes parsed
     prompt: int | None  # None if its answer does not say
     cached: int | None  # the same
     seconds: float | None  # to its first token; None if that cannot be seen from outside
@@ -69,8 +70,8 @@ class ReadPrompt(NamedTuple):
     ids: Sequence[int] = ()  # token ids; none if it was not rendered
 
 
-# Finds the boundaries of a chat of so many bytes that a worker has answered to the owner of an API key.
-FindBoundaries = Callable[[Chat, Worker, int, str | None], Awaitable[ReadPrompt]]
+# Finds the boundaries of a chat that a worker has answered: its body's bytes, those it takes parsed, its API key.
+FindBoundaries = Callable[[Chat, Worker, int, int, str | None], Awaitable[ReadPrompt]]
 
 
 @dataclass
@@ -126,11 +127,11 @@ class Shadow:
         if request.cached is not None and request.prompt is not None and request.seconds is not None:
             cost = self._knowledge_of(request.worker).cost
             cost.observe(request.prompt, request.cached, request.seconds, request.alone)
-        if len(self._waiting) >= MAX_WAITING or self.held + request.size > self._room:
+        if len(self._waiting) >= MAX_WAITING or self.held + request.memory > self._room:
             self._count("no_room")
             return
         self._waiting.append(request)
-        self.held += request.size
+        self.held += request.memory
         self._arrived.set()
 
     async def run(self) -> None:
@@ -146,7 +147,7 @@ class Shadow:
                     logger.error("judging a request: %s", type(error).__name__)
                     self._count("failed")
                 finally:
-                    self.held -= request.size
+                    self.held -= request.memory
                 await asyncio.sleep(took * REST)
             self._arrived.clear()
 
@@ -189,7 +190,7 @@ class Shadow:
             self._count("no_usage")
             return 0.0
         began = time.perf_counter()
-        prompt = await self._find_boundaries(request.chat, request.worker, request.size, request.owner)
+        prompt = await self._find_boundaries(request.chat, request.worker, request.size, request.memory, request.owner)
         took = time.perf_counter() - began
         found = prompt.found
         if found.failure is not None:

@@ -169,9 +169,9 @@ class Accounting:
 
     def _store(self, request: ProxiedRequest, worker: Worker, answer: Any) -> None:
         """Remember of a response what a later request may continue."""
-        client, chat = request.client, request.prediction.chat
-        if client.endpoint == RESPONSES and chat is not None and request.body.parsed.get("store", True):
-            self._stored.put(chat, answer, worker.boot, client.owner)
+        client = request.client
+        if client.endpoint == RESPONSES and request.body.parsed.get("store", True):
+            self._stored.put(request.prediction.chat, answer, worker.boot, client.owner)
 
     def _asks_engine(self, answered: _Answered) -> bool:
         """Whether the engine's events are worth a look. A whole answer does not wait for what its headers lack."""
@@ -321,6 +321,7 @@ def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usag
         boot=worker.boot,
         model=model,
         size=len(request.body.raw),
+        memory=request.body.memory.size,
         prompt=usage.prompt if usage is not None else None,
         cached=usage.cached if usage is not None else None,
         seconds=timings.first_byte - timings.leased if timed and timings.first_byte is not None else None,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
 
 # Seconds between two looks at the files that are read again when they change.
 FILES_INTERVAL = 1.0
+
+# Seconds until a part that failed beside the requests is started again.
+RESTART_SECONDS = 1.0
+
+logger = logging.getLogger("seamark.gateway")
 
 
 class Gateway:
@@ -84,6 +91,10 @@ class Gateway:
         self.redis_sync: RedisSync | None = None  # with other gateways
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))
+        if settings.workers_file is not None:
+            metrics.file_current.labels("workers_file").set_function(lambda: self.pool.is_current)
+        if (keys := self.keys) is not None:
+            metrics.file_current.labels("api_keys").set_function(lambda: keys.is_current)
         self.pool.changed = self.queue.wake
         self.pool.warm = self._warm
         self.pool.removed = self._forget
@@ -91,21 +102,21 @@ class Gateway:
 
     def start(self) -> None:
         """Begin what runs beside the requests. Call it inside a running event loop."""
-        parts = [
-            self.pool.watch(),
-            self.heartbeats.run(),
-            self._watch_files(),
-            self.shadow.run(),
-            self.self_check.run(),
-        ]
+        parts = {
+            "workers": self.pool.watch,
+            "heartbeats": self.heartbeats.run,
+            "files": self._watch_files,
+            "shadow": self.shadow.run,
+            "self_check": self.self_check.run,
+        }
         if self.settings.redis is not None:
             from proxy.routing.redis_sync import RedisSync  # and with it redis: not imported if it is not wanted
 
             self.redis_sync = RedisSync(
                 self.settings.redis, self.prefix_index, self.reader.positions, self.metrics, self.pool.boots
             )
-            parts.append(self.redis_sync.run())
-        self._tasks = [asyncio.create_task(part) for part in parts]
+            parts["redis"] = self.redis_sync.run
+        self._tasks = [asyncio.create_task(self._keep_running(name, run)) for name, run in parts.items()]
 
     async def stop(self) -> None:
         """End it, and close all connections."""
@@ -116,6 +127,19 @@ class Gateway:
             await self.redis_sync.aclose()
         await self.engine_events.aclose()
         await self.upstream.aclose()
+
+    async def _keep_running(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Whatever a worker, a file or a server does to it: a part that fails is started again."""
+        failures = self.metrics.task_failures.labels(name)
+        while True:
+            try:
+                await run()
+            except Exception as error:  # the kind alone: the message might hold a secret, or prompt text
+                logger.error("%s failed and is started again: %s", name, type(error).__name__)
+                failures.inc()
+                await asyncio.sleep(RESTART_SECONDS)
+            else:
+                return
 
     async def _watch_files(self) -> None:
         while True:

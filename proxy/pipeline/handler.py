@@ -18,8 +18,9 @@ from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooComple
 from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
 from proxy.http.auth import KeyRing
+from proxy.http.body_memory import BodyHold, BodyMemory
 from proxy.http.form_body import check_form, is_form
-from proxy.http.json_body import as_utf8, parse_object
+from proxy.http.json_body import as_utf8, memory_of, parse_object
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import CLIENT_GONE, Accounting
@@ -34,6 +35,9 @@ logger = logging.getLogger("seamark.gateway")
 
 # A client's own X-Request-Id is kept in memory for a while; longer ones are replaced.
 MAX_ID_CHARACTERS = 256
+
+# Parsing a larger body takes a millisecond and more. Many that arrive together take turns with everything else.
+LARGE_BYTES = 2**18
 
 # How a JSON object begins, in any of its encodings; audio and images do not.
 _OBJECT = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\s\0])*\{")
@@ -65,8 +69,9 @@ class RequestHandler:
         self._relay = relay
         self._accounting = accounting
         self._preflights = preflights
-        self._bodies = asgi.BodyRoom(settings.max_bodies_bytes)
         self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
+        self._bodies = BodyMemory(settings.max_bodies_bytes)
+        self._turns = asyncio.Lock()
         self._under_way: set[str] = set()  # names of requests, as engines know them
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
@@ -74,21 +79,21 @@ class RequestHandler:
         if not request_id or len(request_id) > MAX_ID_CHARACTERS or not request_id.isascii():
             request_id = os.urandom(16).hex()
         request: ProxiedRequest | None = None
-        taken = 0
+        held: BodyHold | None = None
         try:
             if is_preflight(scope):
                 await self._preflights.answer(scope, request_id, send)
                 return
             key = auth.client(scope, self._keys) if self._keys is not None else None
             settings = self._settings
-            raw = await asgi.read_body(scope, receive, settings.max_body_bytes, self._pace, self._bodies)
-            taken = len(raw)
+            held = self._bodies.of(key.name if key is not None else None)
+            raw = await asgi.read_body(scope, receive, settings.max_body_bytes, self._pace, held)
             request = request_of(scope, raw, request_id, key)
             if request_id in self._under_way:  # one name for a whole fan-out; the engine must tell them apart
                 request.engine_id = f"{request_id}.{os.urandom(4).hex()}"
             self._under_way.add(request.engine_id)
             async with asgi.ClientWatch(scope, receive) as watch:
-                await self._serve(request, send, watch)
+                await self._serve(request, held, send, watch)
         except asgi.ClientGone:
             if request is not None:
                 request.status = CLIENT_GONE
@@ -104,7 +109,8 @@ class RequestHandler:
             failure = GatewayError("The gateway failed to handle this request.")
             await self._refuse(request, scope, failure, request_id, send)
         finally:
-            self._bodies.give_back(taken)
+            if held is not None:
+                held.give_back()
             if request is not None:
                 self._under_way.discard(request.engine_id)
                 self._accounting.count(request)
@@ -121,37 +127,47 @@ class RequestHandler:
             headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
         await error_responses.send_error(send, error, scope["path"], headers)
 
-    async def _serve(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def _serve(self, request: ProxiedRequest, held: BodyHold, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         self._check_owner(request)  # of a response in the path, whatever the body is
         if request.client.method == "POST":
-            await self._read(request)
+            await self._read(request, held)
         async with self._dispatcher.lease(request) as lease:
             await self._relay.forward(request, lease, send, watch)
 
-    async def _read(self, request: ProxiedRequest) -> None:
+    async def _read(self, request: ProxiedRequest, held: BodyHold) -> None:
         """Parse the body if it is JSON, and find its boundaries."""
-        client, body = request.client, request.body
+        client, body, settings = request.client, request.body, self._settings
         hinted = client.endpoint in HINTED
         if not hinted and is_form(client.headers):
             check_form(client.headers, body.raw)
             return
         if not hinted and not client.is_json and _OBJECT.match(body.raw) is None:
             return
+        await self._turn(len(body.raw))
         try:
             raw = as_utf8(body.raw)
-            parsed = parse_object(raw, self._settings.max_json_depth, self._settings.max_json_values)
+            parsed = parse_object(raw, settings.max_json_depth, settings.max_json_values)
         except BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
             if hinted or isinstance(error, TooComplex) or (client.key is not None and client.is_json):
                 raise
             return
         body.raw = raw
-        body.take(parsed, client, self._settings.ask_usage)
+        body.memory = memory_of(parsed, len(raw), settings.max_boundary_values)
+        held.take(body.memory.size)
+        body.take(parsed, client, settings.ask_usage)
         self._check_owner(request)
         if hinted:
+            await self._turn(len(raw))
             await self._reader.read(request, await self._pool.ready())
             request.timings.reading_seconds = time.perf_counter() - client.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
+
+    async def _turn(self, size: int) -> None:
+        """Wait until the event loop has turned to all others once since the last large body (`size` in bytes)."""
+        if size > LARGE_BYTES:
+            async with self._turns:
+                await asyncio.sleep(0)
 
     def _check_owner(self, request: ProxiedRequest) -> None:
         client = request.client

@@ -60,6 +60,7 @@ class PromptReader:
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
         self._limits = settings.max_json_depth, settings.max_json_values
+        self._most_values = settings.max_boundary_values
         self._facts = facts
         self.positions = PositionCache(settings.memory_bytes // 2)
         self.learner = DivergenceLearner(settings.text_bytes * 3 // 8)
@@ -83,14 +84,19 @@ class PromptReader:
             size = len(request.body.raw)
             rate = self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
             prediction.prompt = round(size * rate)
-            prediction.chat = chat = chat_in(client.endpoint, request.body.parsed, self.stored)
+            memory = request.body.memory
             serving = [worker for worker in workers if worker.engine is not None and worker.serves(model)]
-            if serving:
+            if memory.values > self._most_values:
+                found = Found(failure="no_boundary")
+            else:
+                prediction.chat = chat_in(client.endpoint, request.body.parsed, self.stored)
+            if serving and found.failure != "no_boundary":
                 worker = next((each for each in serving if model in each.renderer_ids), serving[0])
+                chat = prediction.chat
                 found = self._find(chat, worker, size, rate, several=len(serving) > 1)
                 if found.dated is not None and worker.engine is not None and worker.engine.takes_entries:
                     found = await self._with_date(found, found.dated, worker, model)
-                prediction.remembered = self._remember(chat, found, size, client.owner)
+                prediction.remembered = self._remember(chat, found, memory.size, client.owner)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
             logger.error("boundary of request %s: %s", client.request_id, type(error).__name__)
@@ -101,10 +107,12 @@ class PromptReader:
         self._lookups(found.result).inc()
         self.explanations.add(explanation)
 
-    async def find_boundaries(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> ReadPrompt:
-        """The boundaries of a chat of `size` bytes that `worker`, one without the plugin, has answered already.
+    async def find_boundaries(
+        self, chat: Chat, worker: Worker, size: int, memory: int, owner: str | None
+    ) -> ReadPrompt:
+        """The boundaries of a chat that `worker`, one without the plugin, has answered already.
 
-        `owner` is the API key it came with. Its prompt is rendered for that, once.
+        It came as `size` bytes with the API key `owner`, and takes `memory`. Its prompt is rendered for that, once.
         """
         model = chat.body.get("model")
         if not isinstance(model, str) or not worker.serves(model):
@@ -132,7 +140,7 @@ class PromptReader:
         )
         boundaries = tuple(sorted((each for each in placed if each.tokens), key=lambda boundary: boundary.tokens))
         found = found._replace(boundaries=boundaries)
-        return ReadPrompt(found, self._remember(chat, found, size, owner), prompt)
+        return ReadPrompt(found, self._remember(chat, found, memory, owner), prompt)
 
     def weigh(self, model: Any, size: int, prompt: int) -> None:
         """A request of `size` bytes had a prompt of so many tokens."""
@@ -184,9 +192,9 @@ class PromptReader:
         body.take(parse_object(body.raw, *self._limits), request.client, body.strips_usage)
         return rewritten.applied
 
-    def _remember(self, chat: Chat | None, found: Found, size: int, owner: str | None) -> RememberedRequest | None:
+    def _remember(self, chat: Chat | None, found: Found, memory: int, owner: str | None) -> RememberedRequest | None:
         if chat is None or chat.is_bare or found.layout is None:
             return None
-        remembered = RememberedRequest(found.layout, size, owner)
+        remembered = RememberedRequest(found.layout, memory, owner)
         self.recent.add(remembered)
         return remembered

@@ -17,7 +17,7 @@ from proxy.errors import NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import HINT, TRANSFERS, XARGS, with_fields, with_hint
+from proxy.http.json_body import HINT, NOTHING, TRANSFERS, XARGS, Memory, with_fields, with_hint
 from proxy.observability.reasons import Expectation, Explanation
 from proxy.observability.request_diff import RememberedRequest
 
@@ -70,6 +70,7 @@ class RequestBody:
     put: dict[str, Any] = field(default_factory=dict)  # outermost fields to set in `raw`
     dropped: list[str] = field(default_factory=list)  # outermost fields to leave out
     names: tuple[str, ...] = ()  # outermost fields of `raw`
+    memory: Memory = NOTHING  # that `parsed` takes
     strips_usage: bool = False  # the gateway asked for usage, the client did not
     hint: tuple[Entry, ...] = ()  # as it was last sent
 

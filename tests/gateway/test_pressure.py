@@ -87,7 +87,7 @@ def test_a_model_whose_workers_are_full_holds_up_no_other(fleet, worker, pool):
 
 
 def test_all_bodies_together_are_bounded(fleet, worker, pool):
-    gateway = start_gateway(fleet, worker, flags=("--max-bodies-bytes", "300000"))
+    gateway = start_gateway(fleet, worker, flags=("--max-bodies-bytes", "500000"))
     worker.hold.set()
     first = pool.submit(post, gateway, chat("x" * 200_000))
     wait_for(lambda: chats_at(worker) == 1)
@@ -96,6 +96,30 @@ def test_all_bodies_together_are_bounded(fleet, worker, pool):
     worker.hold.clear()
     assert first.result().status_code == 200
     assert post(gateway, chat("x" * 200_000)).status_code == 200
+
+
+def test_a_body_counts_as_what_it_takes_parsed(fleet, worker, pool):
+    gateway = start_gateway(fleet, worker, flags=("--max-bodies-bytes", "1000000"))
+    many = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "metadata": [{}] * 30_000})
+    refused = post(gateway, many.encode())
+    assert refused.status_code == 503 and "max_bodies_bytes" in refused.json()["error"]["message"]
+    assert chats_at(worker) == 0
+    assert post(gateway, many.replace(", {}" * 29_000, "").encode()).status_code == 200
+
+
+def test_a_key_leaves_room_for_other_keys(fleet, worker, pool, tmp_path):
+    (tmp_path / "keys.toml").write_text(entry("ann") + entry("bob"))
+    flags = ("--max-bodies-bytes", "300000", "--api-keys", str(tmp_path / "keys.toml"))
+    gateway = start_gateway(fleet, worker, flags=flags)
+    worker.hold.set()
+    kept = [pool.submit(post, gateway, chat("x" * 80_000), headers=bearer("ann"))]
+    wait_for(lambda: chats_at(worker) == 1)
+    refused = post(gateway, chat("x" * 80_000), headers=bearer("ann"))
+    assert refused.status_code == 429 and refused.headers["retry-after"]
+    kept.append(pool.submit(post, gateway, chat("x" * 20_000), headers=bearer("bob")))
+    wait_for(lambda: chats_at(worker) == 2)
+    worker.hold.clear()
+    assert [answer.result().status_code for answer in kept] == [200, 200]
 
 
 def test_a_string_without_end_is_refused_at_once(fleet, worker):

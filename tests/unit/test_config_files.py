@@ -25,6 +25,13 @@ def test_a_file_that_is_no_toml_is_refused_by_the_name_of_its_setting(tmp_path, 
         read_toml("config", path)
 
 
+def test_a_file_nested_without_end_is_refused_by_the_name_of_its_setting(tmp_path):
+    path = tmp_path / "file.toml"
+    path.write_text("a = " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(SettingsError, match=rf"^api_keys: {path} is nested too deeply"):
+        read_toml("api_keys", path)
+
+
 def test_a_file_that_is_not_there_is_refused_by_the_name_of_its_setting(tmp_path):
     for read in (read_toml, read_secret):
         with pytest.raises(SettingsError, match=r"^some_setting: .*nowhere cannot be read"):
@@ -79,14 +86,14 @@ def test_a_watched_file_that_becomes_unusable_or_goes_keeps_its_value_and_says_s
     path.write_text("count = 1")
     watched = WatchedFile(path, lambda path: read_model("some_setting", path, Model))
     change(path, "count = 'x'")
-    assert [watched.refresh(), watched.refresh()] == [False, False]
+    assert [watched.refresh(), watched.refresh()] == [False, False] and not watched.is_current
     path.unlink()
     assert [watched.refresh(), watched.refresh()] == [False, False]
     assert watched.value.count == 1
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and all("some_setting" in each and "stays in force" in each for each in messages)
     change(path, "count = 2")
-    assert watched.refresh() and watched.value.count == 2
+    assert watched.refresh() and watched.value.count == 2 and watched.is_current
 
 
 def test_a_watched_file_that_is_unusable_from_the_first_is_refused(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from proxy.chat.chat import RESPONSES, Chat
 from proxy.chat.reader import chat_in
-from proxy.chat.responses import MESSAGE_BYTES, StoredResponses
+from proxy.chat.responses import MAX_ID_CHARACTERS, StoredResponses
 
 
 def asked(text: str, stored: StoredResponses) -> Chat:
@@ -43,7 +45,14 @@ def test_each_message_that_is_kept_counts():
     stored = StoredResponses(10**6)
     chat = chat_in(RESPONSES, {"model": "m", "input": [{"role": "user", "content": ""}] * 100}, stored)
     stored.put(chat, {"id": "r"}, "w#1")
-    assert stored.held >= 100 * MESSAGE_BYTES
+    assert stored.held >= 100 * sys.getsizeof({"role": "user", "content": ""})
+
+
+def test_each_value_inside_a_message_counts():
+    stored = StoredResponses(10**6)
+    items = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 100}]
+    stored.put(chat_in(RESPONSES, {"model": "m", "input": items}, stored), {"id": "r"}, "w#1")
+    assert stored.held >= 100 * sys.getsizeof({"type": "text", "text": ""})
 
 
 def test_a_response_larger_than_the_bound_costs_no_other():
@@ -66,6 +75,33 @@ def test_a_response_is_seen_and_overwritten_by_its_owner_only():
     assert stored.may_see("resp_1", "ann") and not stored.may_see("resp_1", "bob")
     assert stored.chat("resp_1")[0]["content"] == "Tide?"
     assert stored.may_see("resp_2", "bob") and stored.may_see(None, None)
+
+
+def test_worker_and_owner_are_known_of_responses_whose_chats_are_not_kept():
+    for stored, text in ((StoredResponses(0), "x"), (StoredResponses(2000), "x" * 3000)):
+        put(stored, "resp_1", text, owner="ann")
+        assert stored.chat("resp_1") is None and stored.boot("resp_1") == "w#1"
+        assert stored.may_see("resp_1", "ann") and not stored.may_see("resp_1", "bob")
+    stored.put(None, {"id": "resp_2"}, "w#2", "ann")  # of a request that was not read
+    assert stored.boot("resp_2") == "w#2" and not stored.may_see("resp_2", "bob")
+
+
+def test_once_an_owner_is_forgotten_an_unknown_response_is_nobodys():
+    stored = StoredResponses(10**6, most=2)
+    put(stored, "resp_1", owner="ann")
+    put(stored, "resp_2", owner="bob")
+    assert stored.may_see("resp_0", "eve")  # of another gateway, as far as is known
+    put(stored, "resp_3", owner="bob")
+    assert not any(stored.may_see("resp_1", owner) for owner in ("ann", "eve", None))
+    assert stored.may_see("resp_2", "bob") and not stored.may_see("resp_2", "eve")
+
+
+def test_an_answer_without_a_sound_name_is_not_remembered():
+    stored = StoredResponses(10**6)
+    for name in (None, 7, ["r"], "r" * (MAX_ID_CHARACTERS + 1)):
+        stored.put(asked("Tide?", stored), {"id": name}, "w#1", "ann")
+    stored.put(asked("Tide?", stored), None, "w#1", "ann")
+    assert not stored.held and not stored._keepers
 
 
 def test_of_an_answer_only_what_it_says_is_kept():

@@ -10,7 +10,6 @@ import pytest
 from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody, Overloaded
 from proxy.http import asgi
 from proxy.http.asgi import (
-    BodyRoom,
     BodyState,
     ClientGone,
     ClientWatch,
@@ -20,6 +19,7 @@ from proxy.http.asgi import (
     read_body,
     send_whole,
 )
+from proxy.http.body_memory import BodyMemory
 from tests.harness.virtual_time import VirtualTimeLoop
 
 
@@ -50,14 +50,15 @@ def receiver(*messages):
 
 
 async def test_a_body_in_pieces_is_put_together_and_keeps_its_room():
-    room = BodyRoom(6)
+    memory = BodyMemory(6)
+    room = memory.of()
     receive = receiver(piece(b"abc"), piece(b""), piece(b"def", more=False))
     assert await read_body(SCOPE, receive, limit=6, pace=PACE, room=room) == b"abcdef"
-    assert room.held == 6
+    assert memory.held == 6
     with pytest.raises(Overloaded, match="max_bodies_bytes"):
-        await read_body(SCOPE, receiver(piece(b"x", more=False)), limit=6, pace=PACE, room=room)
-    room.give_back(6)
-    assert room.held == 0
+        await read_body(SCOPE, receiver(piece(b"x", more=False)), limit=6, pace=PACE, room=memory.of())
+    room.give_back()
+    assert memory.held == 0
 
 
 @pytest.mark.parametrize(
@@ -72,31 +73,34 @@ async def test_a_body_in_pieces_is_put_together_and_keeps_its_room():
     ],
 )
 async def test_bodies_broken_off_give_their_room_back(messages, error):
-    room = BodyRoom(1000)
-    room.take(10)  # another request's
+    memory = BodyMemory(1000)
+    memory.of().take(10)  # another request's
     for _ in range(3):
         pace = Pace(0.001, 0) if error is BodyTooSlow else PACE
         with pytest.raises(error):
-            await read_body(SCOPE, receiver(*messages), limit=6, pace=pace, room=room)
-    assert room.held == 10
+            await read_body(SCOPE, receiver(*messages), limit=6, pace=pace, room=memory.of())
+    assert memory.held == 10
 
 
 async def test_a_body_for_which_there_is_no_room_gives_back_what_it_had():
-    room = BodyRoom(5)
+    memory = BodyMemory(5)
     with pytest.raises(Overloaded):
-        await read_body(SCOPE, receiver(piece(b"abc"), piece(b"def")), limit=100, pace=PACE, room=room)
-    assert room.held == 0
+        await read_body(SCOPE, receiver(piece(b"abc"), piece(b"def")), limit=100, pace=PACE, room=memory.of())
+    assert memory.held == 0
 
 
 async def test_a_body_that_the_server_has_needs_no_time():
     scope = {**SCOPE, "extensions": {asgi.BODY_STATE: lambda: BodyState.HERE}}
-    body = await read_body(scope, receiver(piece(b"abc", more=False)), limit=6, pace=Pace(0, 0), room=BodyRoom(6))
+    body = await read_body(
+        scope, receiver(piece(b"abc", more=False)), limit=6, pace=Pace(0, 0), room=BodyMemory(6).of()
+    )
     assert body == b"abc"
 
 
 async def test_a_body_that_is_no_http_is_refused():
     scope = {**SCOPE, "extensions": {asgi.BODY_STATE: lambda: BodyState.BROKEN}}
-    room = BodyRoom(6)
+    memory = BodyMemory(6)
+    room = memory.of()
     with pytest.raises(BrokenBody) as raised:
         await read_body(scope, receiver(piece(b"abc")), limit=6, pace=PACE, room=room)
     assert (raised.value.status, raised.value.code, room.held) == (400, "invalid_http", 0)
@@ -110,7 +114,7 @@ async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_ask
 
     scope = {"headers": [(b"content-length", b"7")]}
     with pytest.raises(BodyTooLarge, match="max_body_bytes"):
-        await read_body(scope, receive, limit=6, pace=PACE, room=BodyRoom(6))
+        await read_body(scope, receive, limit=6, pace=PACE, room=BodyMemory(6).of())
     assert not asked
 
 
@@ -122,7 +126,7 @@ def test_a_body_that_drips_has_to_keep_up_with_the_rate(rate, is_refused):
         await asyncio.sleep(1)
         return piece(b"x" * 100, more=asyncio.get_running_loop().time() < 300)
 
-    reading = read_body(SCOPE, drip, limit=10**9, pace=Pace(60, rate), room=BodyRoom(10**9))
+    reading = read_body(SCOPE, drip, limit=10**9, pace=Pace(60, rate), room=BodyMemory(10**9).of())
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         if is_refused:
             with pytest.raises(BodyTooSlow, match="min_body_rate"):

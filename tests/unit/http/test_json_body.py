@@ -1,13 +1,14 @@
 """The hint is spliced in; every other byte stays."""
 
 import json
+import tracemalloc
 from random import Random
 
 import pytest
 
 from proxy.errors import BadRequest, TooComplex
 from proxy.http import json_body
-from proxy.http.json_body import as_utf8, parse_object, with_hint
+from proxy.http.json_body import MOST_PER_BYTE, as_utf8, memory_of, parse_object, with_hint
 
 ODD_SPELLINGS = [
     b'{"model":"m","messages":[]}',
@@ -178,3 +179,37 @@ def test_what_a_body_is_made_of_is_seen_wherever_it_is_cut(monkeypatch):
             for limits in ({"max_depth": 3}, {"max_values": 7}):
                 with pytest.raises(TooComplex):
                     parse_object(raw, **limits)
+
+
+MANY = 10**9
+
+PIECES = (b"{}", b"[[]]", b'{"a":1}', b'{"a":{"b":1.5}}', '{"é":"ü"}'.encode(), b"1.5", b"7.0", b'"tide"', b'["",[1]]')
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_parsed_json_takes_about_what_is_counted(piece):
+    raw = b'{"x":[' + b",".join([piece] * 5000) + b"]}"
+    tracemalloc.start()
+    try:
+        parsed = parse_object(raw)
+        real = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    counted = memory_of(parsed, len(raw), MANY).size
+    assert 0.8 * real < counted < 3 * real
+    assert counted < memory_of(parsed, len(raw), 20).size == MOST_PER_BYTE * len(raw)
+
+
+def test_long_names_and_wide_texts_count():
+    assert memory_of({"x" * 10_000: ["y" * 10_000 + "\U0001f600"]}, 20_000, MANY).size > 50_000
+
+
+@pytest.mark.parametrize(
+    ("value", "values"),
+    [({}, 1), ("x", 0), ({"a": {"b": 1}}, 4), ({"a": [{}] * 30}, 36), ({"a": [7] * 1000}, 13), ({"a": [7] * 99}, 12)],
+)
+def test_values_are_counted_as_the_limit_counts_them(value, values):
+    assert memory_of(value, 1, MANY).values == values
+    assert memory_of(value, 1, values).values == values
+    if values:
+        assert memory_of(value, 1, values - 1) == (MOST_PER_BYTE, values)

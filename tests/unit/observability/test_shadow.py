@@ -28,7 +28,7 @@ class Scene:
         self.worker = Worker("http://w", None, boot="w#1", model_ids=frozenset({"m"}), hits=0, hits_before=0)
         self.shadow = Shadow(Settings(), self.find, RequestMemory(0), Metrics(), lambda: ["w#1"])
 
-    async def find(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> ReadPrompt:
+    async def find(self, chat: Chat, worker: Worker, size: int, memory: int, owner: str | None) -> ReadPrompt:
         return ReadPrompt(FOUND)
 
     async def judge(self, *hits_then: int) -> list[int]:
@@ -42,7 +42,7 @@ class Scene:
     def answered(self, hits: int, cached: int | None = None) -> None:
         at = time.perf_counter()
         self.worker.hits, self.worker.probed_at = hits, at + 1
-        answer = AnsweredRequest(CHAT, self.worker, "w#1", "m", 100, 400, cached, None, False, None, None, at)
+        answer = AnsweredRequest(CHAT, self.worker, "w#1", "m", 100, 100, 400, cached, None, False, None, None, at)
         self.shadow.add(answer)
 
     async def loss(self) -> int:

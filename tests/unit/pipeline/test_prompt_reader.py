@@ -11,6 +11,7 @@ import pytest
 from proxy.boundaries.template_facts import DEFAULT, Opener, Setting, TemplateFacts
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
+from proxy.http.json_body import NOTHING, Memory
 from proxy.metrics import Metrics
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
@@ -47,11 +48,17 @@ def worker(name: str = "a", renderer_id: bytes | None = b"one", *, patched: bool
     return found
 
 
-async def read(learner: Learner, *workers: Worker, reader: PromptReader | None = None, **body: Any) -> ProxiedRequest:
+async def read(
+    learner: Learner,
+    *workers: Worker,
+    reader: PromptReader | None = None,
+    memory: Memory = NOTHING,
+    **body: Any,
+) -> ProxiedRequest:
     parsed = {"model": "m", "messages": MESSAGES, **body}
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     request = request_of(scope, json.dumps(parsed).encode(), "r")
-    request.body.parsed = parsed
+    request.body.parsed, request.body.memory = parsed, memory
     reader = reader if reader is not None else PromptReader(Settings(), Metrics(), learner)
     await reader.read(request, workers)
     return request
@@ -63,6 +70,17 @@ async def test_a_request_of_a_known_template_has_its_entries_at_once():
     assert (found.entries(), found.failure, found.renderer_id) == (("last:3", -5), None, b"one")
     explanation = request.explanation
     assert (explanation.lookup, explanation.boundaries) == ("learnt", (("last:3", "system"), (-5, "turn")))
+
+
+async def test_in_a_body_of_too_many_values_no_boundaries_are_sought():
+    for most, failure in ((9, "no_boundary"), (10, None)):
+        reader = PromptReader(Settings(max_boundary_values=most), Metrics(), Learner(one=FACTS))
+        request = await read(Learner(), worker(), reader=reader, memory=Memory(5000, 10))
+        prediction = request.prediction
+        assert prediction.found.failure == failure
+        assert (prediction.chat is None) == (prediction.remembered is None) == bool(failure)
+        assert prediction.prompt and reader.recent.held == (0 if failure else prediction.remembered.size)
+        assert failure or reader.recent.held > 5000
 
 
 async def test_a_template_that_is_not_known_is_learnt_beside_the_request():

@@ -1,0 +1,74 @@
+"""All bodies share one bound, and no API key can take all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.errors import KeyBusy, Overloaded
+from proxy.http.body_memory import TIMES_WHAT_IS_FREE, BodyHold, BodyMemory
+
+
+def test_what_is_taken_is_given_back_whole_or_in_parts():
+    memory = BodyMemory(100)
+    hold = memory.of()
+    hold.take(60)
+    hold.take(40)
+    assert (hold.size, memory.held) == (100, 100)
+    with pytest.raises(Overloaded, match="max_bodies_bytes"):
+        memory.of().take(1)
+    hold.give_back(30)
+    assert (hold.size, memory.held) == (70, 70)
+    for _ in range(2):
+        hold.give_back()
+        assert (hold.size, memory.held) == (0, 0)
+
+
+def test_a_refused_body_takes_nothing():
+    memory = BodyMemory(100)
+    for owner in (None, "ann"):
+        hold = memory.of(owner)
+        with pytest.raises((Overloaded, KeyBusy)):
+            hold.take(101)
+        assert (hold.size, memory.held) == (0, 0)
+
+
+def check_refusal(refused: KeyBusy) -> None:
+    assert refused.retry_after and refused.status == 429 and "max_bodies_bytes" in str(refused)
+
+
+def fill(hold: BodyHold) -> int:
+    """Take byte by byte until the key has its share; returns that."""
+    for taken in range(10_000):
+        try:
+            hold.take(1)
+        except KeyBusy as refused:
+            check_refusal(refused)
+            return taken
+    raise AssertionError("the share has no end")
+
+
+def test_one_key_leaves_room_for_others_and_they_for_more():
+    most = 900
+    memory = BodyMemory(most)
+    taken = []
+    for owner in ("greedy", "second", "third"):
+        hold = memory.of(owner)
+        taken.append(fill(hold))
+    share = TIMES_WHAT_IS_FREE / (1 + TIMES_WHAT_IS_FREE)
+    assert taken[0] == most * share
+    assert taken[1] == pytest.approx((most - taken[0]) * share, abs=1) and taken[2] > 0
+    assert memory.held == sum(taken)
+
+
+def test_a_key_that_gave_its_memory_back_can_have_it_again():
+    memory = BodyMemory(90)
+    for _ in range(3):
+        first, second = memory.of("ann"), memory.of("ann")
+        first.take(30)
+        second.take(30)
+        with pytest.raises(KeyBusy):
+            memory.of("ann").take(1)
+        first.give_back()
+        memory.of("ann").take(0)
+        second.give_back()
+        assert memory.held == 0 and not memory._of_owners
