@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from proxy.boundaries.template_facts import DEFAULT, Opener, Setting, TemplateFacts
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
-from proxy.http.json_body import NOTHING, Memory
+from proxy.http.json_body import NOTHING, Memory, memory_of, parse_object
 from proxy.metrics import Metrics
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
@@ -195,3 +197,50 @@ async def test_answers_tell_how_many_tokens_a_byte_has():
     later = (await read(learner, worker(), reader=reader)).prediction
     assert later.prompt == pytest.approx(size * 0.5, abs=1)
     assert later.found.boundaries[-1].estimate == later.prompt > first.found.boundaries[-1].estimate
+
+
+def parts(n: int, seed: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": f"{seed}"}, *({"type": "text"} for _ in range(n))]}]
+
+
+SHAPES = {
+    "parts": ("/v1/chat/completions", lambda n, seed: {"messages": parts(n, seed)}),
+    "messages": ("/v1/chat/completions", lambda n, seed: {"messages": [{"role": "user", "content": f"{seed}"}] * n}),
+    "tools": ("/v1/chat/completions", lambda n, seed: {"messages": parts(1, seed), "tools": [{"a": seed}] * n}),
+    "numbers": ("/v1/chat/completions", lambda n, seed: {"messages": parts(1, seed), "tools": [[seed + 1e9] * n * 9]}),
+    "wide": (
+        "/v1/chat/completions",
+        lambda n, seed: {"messages": parts(1, seed), "tools": ["x" * n * 20 + "\U0001f600"]},
+    ),
+    "anthropic": ("/v1/messages", lambda n, seed: {"messages": parts(n, seed), "max_tokens": 1}),
+    "responses": ("/v1/responses", lambda n, seed: {"input": [{"role": "user", "content": f"{seed}"}] * n}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(shape):
+    endpoint, body = SHAPES[shape]
+    most = 2 * 2**20
+    reader = PromptReader(Settings(text_bytes=most), Metrics(), Learner(one=FACTS))
+    scope = {"method": "POST", "path": endpoint, "query_string": b"", "headers": []}
+
+    async def send(seed: int) -> None:
+        raw = json.dumps({"model": "m", **body(600, seed)}).encode()
+        request = request_of(scope, raw, f"{seed}")
+        request.body.parsed = parse_object(raw)
+        request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
+        await reader.read(request, [worker()])
+        reader.stored.put(request.prediction.chat, {"id": f"resp_{seed}"}, "w#1")
+
+    await send(0)  # what stays for ever, such as patterns and interned texts
+    tracemalloc.start()
+    try:
+        for seed in range(1, 60):
+            await send(seed)
+        reader.recent._beginnings.clear()  # keys alone, bounded by their number
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert reader.recent.held or reader.stored.held
+    assert held < 1.5 * most
