@@ -1,0 +1,265 @@
+"""`python -m tests.bench.attacks`: honest streams through one gateway, without attackers and beside attackers.
+
+The attackers have a core of their own, so that what they take of the gateway's is what the gateway gives them. Exit
+status 1 when an honest request fails that would not fail without them, a page or a stream waits too long, memory grows
+past what the settings allow, or connections stay open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from proxy.bench.harness.servers import Server, Servers, narrator
+from proxy.settings import Settings
+from tests.bench.aborts import open_files
+from tests.bench.attackers import KINDS
+from tests.bench.soak import bad_lines, resident_bytes
+from tests.bench.stream_client import Receiver
+from tests.harness.load import request
+from tests.harness.mock_worker import FRAMES_FIELD, MODEL, STEP_FIELD, mock_worker
+from tests.harness.raw_http import Connection, Cut
+from tests.harness.raw_http import request as plain_request
+
+ATTACKERS, STREAMS, SECONDS, QUIET_SECONDS = 16, 64, 1800.0, 60.0
+
+STEP_MS, FRAMES = 50, 100  # of an honest stream
+
+HEALTH_INTERVAL = 0.05
+
+HEALTH_P99, STREAM_GAP = 0.1, 0.25  # seconds, at most
+
+PER_SECOND = 5.0  # attacks of each kind, at least, while it is its turn
+
+SETTLE_SECONDS = 60.0
+
+# Small tables, and so a small bound.
+FLAGS = ("--memory-bytes", "16000000", "--text-bytes", "16000000", "--max-bodies-bytes", "268435456")
+
+CODE_BYTES = 160 * 2**20  # the interpreter with all that it has imported, and what its allocator keeps of freed memory
+
+WORDS = (
+    "late: from the worker's step to the client, of honest streams' frames; most: the worst of all. health: from\n"
+    "asking GET /health to its answer, on one connection. memory: the gateway's resident size, its bound: the three\n"
+    "settings of memory plus the program's own. files: descriptors open before, and once all clients have left.\n"
+    "attacks: three of four attackers send one kind after the other; a rate is that of a kind in its own time."
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Honest clients, beside so many attackers; times in seconds, memory in bytes."""
+
+    attackers: int
+    seconds: float
+    streams: int  # honest ones that began
+    failed: int  # of them: broken off, or refused
+    frames: int
+    late_p99: float
+    late_most: float
+    health_p50: float
+    health_p99: float
+    health_most: float
+    health_failed: int
+    memory_most: int
+    files_before: int
+    files_after: int
+    attacks: Mapping[str, int]  # sent, by kind
+    log: Sequence[str]  # lines that name an error
+
+
+class Honest:
+    """Clients that stream all the time."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.lateness = array("q")  # nanoseconds
+        self.streams = self.failed = 0
+
+    async def stream(self, number: int, until: float) -> None:
+        """One stream after the other."""
+        at = urlsplit(self._url)
+        while time.monotonic() < until:
+            messages = [{"role": "system", "content": "You."}, {"role": "user", "content": f"{number}?"}]
+            body = {"model": MODEL, "messages": messages, "stream": True, STEP_FIELD: STEP_MS, FRAMES_FIELD: FRAMES}
+            receiver = Receiver(request(self._url, json.dumps(body).encode()), self.lateness, 0)
+            self.streams += 1
+            try:
+                await asyncio.get_running_loop().create_connection(lambda made=receiver: made, at.hostname, at.port)
+                whole = await asyncio.wait_for(receiver.ended, FRAMES * STEP_MS / 1000 + 60)
+            except (OSError, TimeoutError):
+                whole = False
+            self.failed += not whole
+
+
+async def ask_health(gateway: Server, until: float, took: list[float]) -> int:
+    """Ask again and again; how often there was no answer."""
+    failed = 0
+    connection = await Connection.open(gateway)
+    while time.monotonic() < until:
+        began = time.perf_counter()
+        try:
+            await connection.send(plain_request("GET", "/health", {}))
+            answer = await asyncio.wait_for(connection.response(), 30)
+        except (Cut, OSError, TimeoutError):
+            answer = None
+        if answer is None or answer.status != 200:
+            failed += 1
+            connection.close()
+            connection = await Connection.open(gateway)
+        else:
+            took.append(time.perf_counter() - began)
+        await asyncio.sleep(HEALTH_INTERVAL)
+    connection.close()
+    return failed
+
+
+async def run(servers: Servers, attackers: int, seconds: float) -> Run:
+    """One gateway before one worker, for so long."""
+    worker = mock_worker(servers)
+    gateway = servers.gateway(worker, flags=FLAGS)
+    for server, path in ((worker, "/health"), (gateway, "/ready")):
+        await asyncio.to_thread(server.wait_until_ready, path)
+    await asyncio.sleep(1)
+    before = open_files(gateway.process.pid)
+    until = time.monotonic() + seconds
+    honest, took, memory = Honest(gateway.url), [], [0]
+
+    async def watch() -> None:
+        while time.monotonic() < until:
+            memory.append(resident_bytes(gateway.process.pid))
+            await asyncio.sleep(0.5)
+
+    parts = [watch(), *(honest.stream(number, until) for number in range(STREAMS))]
+    sent: Mapping[str, int] = {}
+    process = None
+    if attackers:
+        core = max(os.sched_getaffinity(0))
+        flags = ["--attackers", str(attackers), "--seconds", str(seconds), "--core", str(core)]
+        command = [sys.executable, "-m", "tests.bench.attackers", gateway.url, *flags]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        health_failed, *_ = await asyncio.gather(ask_health(gateway, until, took), *parts)
+        if process is not None:
+            sent = json.loads((await process.communicate())[0])
+    finally:
+        if process is not None and process.returncode is None:
+            process.kill()
+    after = await settled_files(gateway, before)
+    late, took = sorted(honest.lateness), sorted(took)
+    return Run(
+        attackers,
+        seconds,
+        honest.streams,
+        honest.failed,
+        len(late),
+        share(late, 0.99) / 1e9,
+        share(late, 1.0) / 1e9,
+        statistics.median(took) if took else math.inf,
+        share(took, 0.99),
+        share(took, 1.0),
+        health_failed,
+        max(memory),
+        before,
+        after,
+        sent,
+        bad_lines(gateway, 0)[:20],
+    )
+
+
+async def settled_files(gateway: Server, wanted: int) -> int:
+    """Open descriptors once all clients have left; kept connections to the worker are closed after some seconds."""
+    for _ in range(round(SETTLE_SECONDS)):
+        if open_files(gateway.process.pid) <= wanted:
+            break
+        await asyncio.sleep(1)
+    return open_files(gateway.process.pid)
+
+
+def share(ordered: Sequence[float], part: float) -> float:
+    """The value below which this part of all lies; infinite if there is none."""
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else math.inf
+
+
+def memory_bound() -> int:
+    """Bytes that the gateway may take with `FLAGS`."""
+    given = dict(zip(FLAGS[::2], FLAGS[1::2], strict=True))
+    return CODE_BYTES + sum(int(value) for value in given.values()) + Settings.model_fields["max_body_bytes"].default
+
+
+def complaints(quiet: Run, beside: Run, per_second: float = PER_SECOND) -> list[str]:
+    """What did not hold."""
+    found = []
+    if beside.failed > quiet.failed or beside.health_failed > quiet.health_failed:
+        found.append(f"{beside.failed} honest streams and {beside.health_failed} questions for the health failed")
+    if beside.health_p99 > HEALTH_P99:
+        found.append(f"p99 of /health {1000 * beside.health_p99:.0f} ms, at most {1000 * HEALTH_P99:.0f} wanted")
+    if beside.late_most - quiet.late_p99 > STREAM_GAP:
+        found.append(f"a frame was {1000 * beside.late_most:.0f} ms late, at most {1000 * STREAM_GAP:.0f} wanted")
+    if beside.memory_most > memory_bound():
+        found.append(f"{beside.memory_most / 2**20:.0f} MiB resident, the bound is {memory_bound() / 2**20:.0f}")
+    if beside.files_after > beside.files_before:
+        found.append(f"{beside.files_after} descriptors open, {beside.files_before} before")
+    rare = [kind for kind in KINDS if beside.attacks.get(kind, 0) < per_second * beside.seconds / len(KINDS)]
+    if rare:
+        found.append(f"less than {per_second:g} a second were sent of: {', '.join(rare)}")
+    return found + [f"log: {line}" for line in beside.log]
+
+
+def render(quiet: Run, beside: Run, wrongs: Sequence[str]) -> str:
+    """Both runs side by side, and the verdict."""
+    lines = [
+        f"{'attackers':>9}{'streams':>9}{'failed':>8}{'late p99':>10}{'most':>8}{'health p50':>12}{'p99':>8}{'most':>8}"
+    ]
+    lines[0] += f"{'memory':>9}{'files':>12}   (ms, MiB)"
+    for each in (quiet, beside):
+        late = f"{1000 * each.late_p99:>10.1f}{1000 * each.late_most:>8.0f}"
+        health = f"{1000 * each.health_p50:>12.1f}{1000 * each.health_p99:>8.1f}{1000 * each.health_most:>8.0f}"
+        files = f"{each.files_before} -> {each.files_after}"
+        memory = f"{each.memory_most / 2**20:>9.0f}"
+        lines.append(f"{each.attackers:>9}{each.streams:>9}{each.failed:>8}{late}{health}{memory}{files:>12}")
+    rates = {kind: count * len(KINDS) / beside.seconds for kind, count in beside.attacks.items()}
+    lines.append(f"attacks a second: {', '.join(f'{kind} {rate:.1f}' for kind, rate in rates.items())}")
+    return "\n".join([*lines, *(wrongs or ["held"])])
+
+
+def report(quiet: Run, beside: Run, wrongs: Sequence[str]) -> dict[str, Any]:
+    """The same for machines."""
+    return {"quiet": asdict(quiet), "beside": asdict(beside), "wrong": list(wrongs), "held": not wrongs}
+
+
+def main(argv: list[str], say: Callable[[str], None] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.attacks", description="honest clients beside attackers"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="beside attackers")
+    parser.add_argument("--attackers", type=int, default=ATTACKERS)
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    say = say or narrator()
+    runs = []
+    for attackers, seconds in ((0, min(QUIET_SECONDS, args.seconds)), (args.attackers, args.seconds)):
+        say(f"{STREAMS} honest streams beside {attackers} attackers, {seconds:g} s")
+        folder = Path(tempfile.mkdtemp(prefix="seamark-attacks-"))
+        with Servers(folder) as servers:
+            runs.append(asyncio.run(run(servers, attackers, seconds)))
+    wrongs = complaints(*runs)
+    print(json.dumps(report(*runs, wrongs), indent=1) if args.json else f"{render(*runs, wrongs)}\n\n{WORDS}")
+    return 1 if wrongs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
