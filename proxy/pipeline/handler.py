@@ -37,7 +37,7 @@ logger = logging.getLogger("seamark.gateway")
 MAX_ID_CHARACTERS = 256
 
 # Parsing a larger body takes a millisecond and more. Many that arrive together take turns with everything else.
-LARGE_BYTES = 2**18
+LARGE_BYTES = 2**16
 
 # How a JSON object begins, in any of its encodings; audio and images do not.
 _OBJECT = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\s\0])*\{")
