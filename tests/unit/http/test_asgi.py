@@ -103,7 +103,7 @@ async def test_a_body_that_is_no_http_is_refused():
     room = memory.of()
     with pytest.raises(BrokenBody) as raised:
         await read_body(scope, receiver(piece(b"abc")), limit=6, pace=PACE, room=room)
-    assert (raised.value.status, raised.value.code, room.held) == (400, "invalid_http", 0)
+    assert (raised.value.status, raised.value.code, memory.held) == (400, "invalid_http", 0)
 
 
 async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_asked_for():
