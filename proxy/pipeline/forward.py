@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit, urlunsplit
@@ -26,6 +27,9 @@ from proxy.pipeline.request import ProxiedRequest
 from proxy.pipeline.sse import Heartbeats, SseRelay
 from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
+
+# How vLLM's answers begin.
+_ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"')
 
 # The worker then says in a whole answer's headers what became of the hint.
 ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
@@ -208,6 +212,7 @@ class ResponseRelay:
         if (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
         await self._begin(request, headers, send)
+        named = _ID.match(collected[0])
         passing = PassingUsage()
         collected.reverse()
         while collected:
@@ -218,7 +223,8 @@ class ResponseRelay:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         if request.status == 200 and response.header("content-encoding") is None:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            await self._accounting.answered(request, passing.usage, None, outcome)
+            answer = {"id": named[1].decode(errors="replace")} if named is not None else None
+            await self._accounting.answered(request, passing.usage, answer, outcome)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 

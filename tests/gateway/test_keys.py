@@ -137,8 +137,10 @@ def test_paths_that_tell_the_salt_are_for_operators(fleet, worker, file):
         assert httpx.post(gateway.url + path, json=chat("Tide?"), headers=bearer("ann")).status_code == 403
 
 
-def test_a_stored_response_is_its_owners(fleet, worker, file):
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+@pytest.mark.parametrize("flags", [(), ("--max-collected-bytes", "10"), ("--max-boundary-values", "1")])
+def test_a_stored_response_is_its_owners(fleet, worker, file, flags):
+    """However large the answer, and whatever was sought in the request."""
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file), *flags))
     url = gateway.url + "/v1/responses"
 
     def ask(name: str, **fields) -> int:
