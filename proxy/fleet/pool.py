@@ -9,13 +9,15 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from xxhash import xxh3_64_intdigest
+
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers
 from proxy.errors import NoWorker
 from proxy.fleet import worker_metrics
 from proxy.fleet.worker import Worker
-from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -75,15 +77,15 @@ class WorkerPool:
         return [worker for worker in self.workers if worker.up and worker.serves(model)]
 
     def for_model(self, model: Any) -> list[Worker]:
-        """Workers to choose from: those that are up and serve `model`.
+        """Workers to choose from: those that are up and serve `model`, without those that fail while others do not.
 
         If no worker ever served it, all that are up: they word the refusal. Raises `NoWorker`.
         """
         if serving := self.serving(model):
-            return [worker for worker in serving if not worker.warming] or serving
+            return _fit([worker for worker in serving if not worker.warming] or serving)
         if any(worker.serves(model) for worker in self.workers) or not (up := self.up):
             raise NoWorker("No worker is ready for this model. It may still be loading it.")
-        return up
+        return _fit(up)
 
     async def watch(self) -> None:
         """Check every worker's health, for ever."""
@@ -111,10 +113,18 @@ class WorkerPool:
         """A connection was refused: no more requests until the next health check finds it well."""
         self._set_up(worker, False)
 
-    def record_failure(self, worker: Worker) -> None:
-        """A worker took a request and gave no byte of an answer: mark it down if its circuit breaker opens."""
-        if worker.breaker.failed():
-            self.mark_down(worker)
+    def record_failure(self, worker: Worker, request: bytes) -> None:
+        """A worker took a request with this body and gave no answer, or said that it failed."""
+        if worker.breaker.failed(xxh3_64_intdigest(request)):
+            logger.warning("worker %s fails: it gets one request at a time until one succeeds", worker.name)
+
+    def record_success(self, worker: Worker) -> None:
+        """A worker began to answer a request, and named no error."""
+        was_open = worker.breaker.is_open
+        worker.breaker.reset()
+        if was_open:
+            logger.info("worker %s answers again", worker.name)
+            self.changed()
 
     def _reconcile(self) -> None:
         """Add and remove workers until they are those wanted now; a removed one finishes the requests it has."""
@@ -138,7 +148,7 @@ class WorkerPool:
     def _new(self, url: str) -> Worker:
         settings = self._settings
         worker = Worker(url, WorkerRenderer(self._upstream, url, settings.render_timeout, self._metrics.renders))
-        self._metrics.worker_up.labels(worker.name).set(0)
+        self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.is_sound)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
         return worker
@@ -146,6 +156,8 @@ class WorkerPool:
     async def _check_health(self, worker: Worker) -> None:
         try:
             up = await self._probe(worker)
+        except Exhausted:  # nothing is known of the worker
+            up = worker.up
         except Broken:  # gone, or too busy for a probe: then its answers speak for it
             up = worker.up and time.monotonic() - worker.answered_at < 2 * self._settings.health_interval
         except (Unreachable, ValueError, KeyError, TypeError):  # gone, or not a vLLM server
@@ -238,12 +250,22 @@ class WorkerPool:
             logger.info("worker %s is %s", worker.name, "up" if up else "down")
             worker.up = up
             self.changed()
-        self._metrics.worker_up.labels(worker.name).set(up)
+        elif worker.breaker.wants_trial:  # with one of those that wait, perhaps
+            self.changed()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _fit(workers: list[Worker]) -> list[Worker]:
+    """Those that do not fail, or one that is to be tried again. If all fail, all: some requests may still succeed."""
+    sound = [worker for worker in workers if not worker.breaker.is_open]
+    if len(sound) == len(workers) or not sound:
+        return workers
+    trial = next((worker for worker in workers if worker.breaker.wants_trial and worker.has_room), None)
+    return sound if trial is None else [trial]
 
 
 def union_of_models(workers: Sequence[Worker]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,26 +15,62 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
 from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes
 
-# Requests in a row that a worker took and gave no byte for; it gets no more until a probe finds it well.
+# Different requests in a row that a worker took and failed. One that fails wherever it goes counts once.
 BREAKER_FAILURES = 3
+
+# Seconds until a worker that was taken out is tried with one request; doubled each time the trial fails.
+TRIAL_SECONDS, MAX_TRIAL_SECONDS = 5.0, 60.0
 
 SALT_BYTES = 16
 
 
 class CircuitBreaker:
-    """Opens after `BREAKER_FAILURES` failures in a row."""
+    """Opens after `BREAKER_FAILURES` failures in a row; then one request at a time is a trial, until one succeeds."""
 
-    def __init__(self) -> None:
-        self._failures = 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` in seconds."""
+        self._clock = clock
+        self._failed: set[int] = set()  # fingerprints of requests, since the last success
+        self._wait = TRIAL_SECONDS
+        self._trial_at = 0.0  # of the clock
+        self._on_trial = False
+        self.is_open = False
 
-    def failed(self) -> bool:
-        """Count a failure; whether the breaker opens with it. The count then starts again."""
-        self._failures = (self._failures + 1) % BREAKER_FAILURES
-        return not self._failures
+    @property
+    def wants_trial(self) -> bool:
+        """Whether it is open, and the next request may be the one that closes it."""
+        return self.is_open and not self._on_trial and self._clock() >= self._trial_at
+
+    def failed(self, request: int) -> bool:
+        """A request with this fingerprint failed; whether the breaker opens with it."""
+        if self.is_open:
+            if self._on_trial:
+                self._wait = min(2 * self._wait, MAX_TRIAL_SECONDS)
+            self._trial_at = self._clock() + self._wait
+            return False
+        self._failed.add(request)
+        self.is_open = len(self._failed) >= BREAKER_FAILURES
+        if self.is_open:
+            self._wait = TRIAL_SECONDS
+            self._trial_at = self._clock() + self._wait
+        return self.is_open
+
+    def begin_trial(self) -> bool:
+        """The worker gets a request; whether that is a trial, to be ended by `end_trial`."""
+        if not self.wants_trial:
+            return False
+        self._on_trial = True
+        return True
+
+    def end_trial(self) -> None:
+        """The request is over, whatever came of it."""
+        self._on_trial = False
 
     def reset(self) -> None:
-        """A request was answered, or the worker has restarted."""
-        self._failures = 0
+        """A request succeeded, or the worker has restarted."""
+        if self._failed:
+            self._failed.clear()
+            self.is_open = False
 
 
 class CacheQuarantine:
@@ -138,9 +174,13 @@ class Worker:
         """Whether it may get another request."""
         return not self.max_inflight or self.inflight < self.max_inflight
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it answers health checks, and requests as well."""
+        return self.up and not self.breaker.is_open
+
     def answered(self) -> None:
         """It began to answer a request."""
-        self.breaker.reset()
         self.answered_at = time.monotonic()
 
     def serves(self, model: Any) -> bool:

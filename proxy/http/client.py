@@ -8,8 +8,10 @@ come through here, too: they share the workers' connections, the workers' API ke
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import select
 import socket
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -26,14 +28,24 @@ Headers = Sequence[tuple[bytes, bytes]]
 # uvicorn, which serves vLLM, closes idle connections after 5 seconds. Closing earlier avoids writing into a closed one.
 KEEPALIVE_SECONDS = 4.0
 
-# Writing to a closed connection fails at once. If it breaks later, the worker has had the request.
-STALE_SECONDS = 0.1
+# Requests without a body by these may be sent once more although the worker may have read them (RFC 9110, 9.2.2).
+SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+
+# A connection that cannot be made for one of these is no fault of the worker: this machine has nothing left for it.
+OWN_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+# Bytes of an answer's header beyond those of the longest request, which a redirect or an error may repeat.
+MORE_HEADER_BYTES = 8192
 
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
 class Unreachable(Exception):
     """No connection to the worker: nothing was sent, so another worker can be tried."""
+
+
+class Exhausted(Unreachable):
+    """This machine has no descriptor, port or memory for another connection. No worker is to blame."""
 
 
 class Broken(Exception):
@@ -45,7 +57,11 @@ class Silent(Broken):
 
 
 class Stale(Broken):
-    """A kept-alive connection was already closed when the request was written: the worker has not read it."""
+    """A kept-alive connection had been closed: the worker has not read the request, or it is one of `SAFE`."""
+
+
+class Malformed(Broken):
+    """The answer is no HTTP, or its head is too long. What the request asked for may be the reason."""
 
 
 class Answer:
@@ -86,9 +102,13 @@ class Answer:
 class Upstream:
     """Connections to all workers. It needs a running event loop; call `aclose` afterwards."""
 
-    def __init__(self, connect_timeout: float, api_key: str | None = None) -> None:
-        """`connect_timeout` in seconds; `api_key` is the workers' key, for the gateway's own requests."""
+    def __init__(self, connect_timeout: float, api_key: str | None = None, max_header_bytes: int = 65536) -> None:
+        """`connect_timeout` in seconds; `api_key` is the workers' key, for the gateway's own requests.
+
+        `max_header_bytes`: of a request's head.
+        """
         self._connect_timeout = connect_timeout
+        self._max_field = max_header_bytes + MORE_HEADER_BYTES
         self._timeouts: dict[float | None, aiohttp.ClientTimeout] = {}
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request opens a new connection
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
@@ -105,31 +125,39 @@ class Upstream:
         """Send a request, on a new connection if `fresh`.
 
         `read_timeout` in seconds between two pieces of the answer; None waits for ever. Raises `Unreachable` if no
-        connection could be made, `Stale` if a kept-alive one had been closed, `Broken` if it failed later.
+        connection could be made (`Exhausted`: for want of descriptors here), `Stale` if a kept-alive one had been
+        closed, `Malformed` if the answer is no HTTP, `Broken` if it failed otherwise: the worker may have read it.
         """
-        started = time.monotonic()
+        payload = _Payload(body) if body or method not in SAFE else None
         try:
             response = await self._session(fresh).request(
                 method,
                 _parsed(url),
                 headers=_as_text(headers),
-                data=BytesPayload(body) if body else None,
+                data=payload,
                 allow_redirects=False,
                 timeout=self._timeout(read_timeout),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(str(error)) from error
+            raise (Exhausted if _is_own_shortage(error) else Unreachable)(str(error)) from error
         except FAILURES as error:
-            closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
-            if closed and _kept_alive.get() and time.monotonic() - started < STALE_SECONDS:
-                raise Stale(str(error)) from error
+            if isinstance(error, aiohttp.ClientResponseError):
+                raise Malformed(str(error)) from error
+            if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError):
+                if payload is not None and not payload.was_written:
+                    raise (Stale if _kept_alive.get() else Unreachable)(str(error)) from error
+                if payload is None and _kept_alive.get():
+                    raise Stale(str(error)) from error
             raise _broken(error) from error
         return Answer(response)
 
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
         """The status and the whole body of one of the gateway's own requests; `timeout` in seconds for each read."""
         headers = [*self.own_headers, *([(b"content-type", b"application/json")] if body else [])]
-        answer = await self.send(method, url, headers, body, read_timeout=timeout)
+        try:
+            answer = await self.send(method, url, headers, body, read_timeout=timeout)
+        except Stale:
+            answer = await self.send(method, url, headers, body, read_timeout=timeout, fresh=True)
         try:
             return answer.status, await answer.read()
         finally:
@@ -143,7 +171,7 @@ class Upstream:
     def _session(self, fresh: bool) -> aiohttp.ClientSession:
         session = self._sessions.get(fresh)
         if session is None:
-            session = self._sessions[fresh] = _new_session(fresh)
+            session = self._sessions[fresh] = _new_session(fresh, self._max_field)
         return session
 
     def _timeout(self, read: float | None) -> aiohttp.ClientTimeout:
@@ -155,15 +183,20 @@ class Upstream:
         return timeout
 
 
-def _new_session(fresh: bool) -> aiohttp.ClientSession:
+def _new_session(fresh: bool, max_field: int) -> aiohttp.ClientSession:
+    """`max_field` in bytes, of a status line and of each header."""
     kept: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": KEEPALIVE_SECONDS}
-    return aiohttp.ClientSession(
+    session = aiohttp.ClientSession(
         connector=_Connector(limit=0, socket_factory=_no_delay, **kept),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         # The worker sees the client's headers and no others.
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        max_line_size=max_field,
+        max_field_size=max_field,
     )
+    session._retry_connection = False  # aiohttp would send again by itself, even on a new connection
+    return session
 
 
 def _no_delay(address: tuple[Any, ...]) -> socket.socket:
@@ -199,8 +232,46 @@ class _Connector(aiohttp.TCPConnector):
     """Records whether a request goes out on a connection that was kept alive."""
 
     async def connect(self, *args: Any, **kwargs: Any) -> Connection:
-        connection = await super().connect(*args, **kwargs)
-        protocol: Any = connection.protocol
-        _kept_alive.set(hasattr(protocol, "seamark_used"))
+        while True:
+            connection = await super().connect(*args, **kwargs)
+            protocol: Any = connection.protocol
+            is_kept = hasattr(protocol, "seamark_used")
+            if not is_kept or not protocol.should_close:
+                break
+            connection.close()  # the worker sent more than one answer, or gave up waiting: it would answer this request
+        _kept_alive.set(is_kept)
         protocol.seamark_used = True
         return connection
+
+
+class _Payload(BytesPayload):
+    """A body that is not written to a connection which the worker has closed. aiohttp writes the head along with it."""
+
+    was_written = False
+
+    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
+        if _is_closed(writer.transport):
+            raise ConnectionResetError(errno.ECONNRESET, "closed while it was idle")
+        self.was_written = True
+        await super().write_with_length(writer, content_length)
+
+
+def _is_closed(transport: asyncio.Transport | None) -> bool:
+    """Whether the other side has closed, or has sent what nobody asked for, even if the event loop has not seen it."""
+    if transport is None or transport.is_closing():
+        return True
+    if not _kept_alive.get():
+        return False
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _is_own_shortage(error: aiohttp.ClientError) -> bool:
+    if isinstance(error, aiohttp.ClientConnectorDNSError):  # a resolver without descriptors knows no names
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as shortage:
+            return shortage.errno in OWN_SHORTAGE
+        return False
+    return isinstance(error, OSError) and error.errno in OWN_SHORTAGE

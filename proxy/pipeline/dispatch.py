@@ -73,14 +73,27 @@ class Dispatcher:
         key = request.client.key
         if key is not None and not key.has_room:
             return None
-        workers = self._pool.for_model(request.model)
-        if (keeper := self._keeper(request, workers)) is not None:
-            workers = [keeper]
-        roomy = [worker for worker in workers if worker.has_room]
+        roomy = self._roomy(request)
         if not roomy:
             return None
         lease.count(self._choose(request, roomy))
         return lease
+
+    def other_worker(self, lease: Lease) -> Worker | None:
+        """A worker that has a slot for the request now, other than the one that has had it; recorded as chosen."""
+        request, refused = lease.request, lease.worker
+        others = [worker for worker in self._roomy(request) if worker is not refused]
+        if not others:
+            return None
+        self.not_computed(request)
+        return self._choose(request, others)
+
+    def _roomy(self, request: ProxiedRequest) -> list[Worker]:
+        """Workers that have a slot for it."""
+        workers = self._pool.for_model(request.model)
+        if (keeper := self._keeper(request)) is not None:
+            workers = [keeper]
+        return [worker for worker in workers if worker.has_room]
 
     def _choose(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Worker:
         """Choose and record it in one go, so that a request arriving right behind already follows."""
@@ -125,23 +138,25 @@ class Dispatcher:
         shorter = found.prefixes[: found.prefixes.index(key)] if key in found.prefixes else ()
         self._warmup.add(key, tokens, shorter, replay)
 
-    def _keeper(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Worker | None:
+    def _keeper(self, request: ProxiedRequest) -> Worker | None:
         """The worker that stores the response which this request continues or asks for; others would not know it."""
         if (response := request.response_id) is None:
             return None
         boot = self._stored.boot(response)
+        workers = self._pool.serving(request.model) or self._pool.up
         return next((worker for worker in workers if worker.boot == boot), None)
 
 
 class Lease:
     """One request's slot. The request is counted at its worker and its key, and un-counted, here and nowhere else."""
 
-    __slots__ = ("_dispatcher", "_is_held", "_prefill_tokens", "_turn", "_was_idle", "request")
+    __slots__ = ("_dispatcher", "_is_held", "_is_trial", "_prefill_tokens", "_turn", "_was_idle", "request")
 
     def __init__(self, dispatcher: Dispatcher, request: ProxiedRequest) -> None:
         self._dispatcher = dispatcher
         self.request = request
         self._is_held = False
+        self._is_trial = False  # of a worker that failed
         self._prefill_tokens = 0  # counted as still to be computed by the worker
         self._turn = 0  # requests that the worker had been given by then, this one included
         self._was_idle = False  # it had no other request then
@@ -172,6 +187,16 @@ class Lease:
         self.never_sent()
         await self._dispatcher.acquire(self)
 
+    def move_now(self) -> bool:
+        """The worker has refused the request: go to another one, if one has a slot now."""
+        worker = self._dispatcher.other_worker(self)
+        if worker is None:
+            return False
+        self._uncount(self.worker)
+        self.count(worker)
+        self._dispatcher.released()
+        return True
+
     def never_sent(self) -> None:
         """The worker never got the request: nothing of it is there."""
         self._dispatcher.not_computed(self.request)
@@ -188,6 +213,7 @@ class Lease:
         worker.prefill_tokens += self._prefill_tokens
         worker.inflight += 1
         worker.dispatched += 1
+        self._is_trial = worker.breaker.is_open and worker.breaker.begin_trial()
         self._turn = worker.dispatched
         request.timings.leased = time.perf_counter()
         if key is not None:
@@ -201,14 +227,18 @@ class Lease:
 
     def release(self) -> None:
         """The worker is done with the request. Does nothing the second time."""
-        if not self._is_held:
-            return
+        if self._is_held:
+            self._uncount(self.worker)
+            self._dispatcher.released()
+
+    def _uncount(self, worker: Worker) -> None:
         self._is_held = False
         self.prefilled()
-        self.worker.inflight -= 1
+        worker.inflight -= 1
+        if self._is_trial:
+            worker.breaker.end_trial()
         if self.request.client.key is not None:
             self.request.client.key.inflight -= 1
-        self._dispatcher.released()
 
 
 def _never_sent(lease: Lease) -> None:

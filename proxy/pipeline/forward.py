@@ -14,11 +14,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import REPORTING, RESPONSES
 from proxy.chat.usage import PassingUsage, usage_of
-from proxy.errors import GatewayError, Stopping, WorkerFailed, WorkerSilent
+from proxy.errors import GatewayError, NoWorker, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
-from proxy.http.client import Answer, Broken, Silent, Stale, Unreachable, Upstream
+from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import CLIENT_GONE, Accounting
@@ -33,6 +33,13 @@ _ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"')
 
 # The worker then says in a whole answer's headers what became of the hint.
 ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
+
+
+# A worker, or a proxy before it, says by these that it has not computed the request.
+NOT_TAKEN = (502, 503)
+
+# Statuses without a body, and without a length to announce.
+BODILESS = (204, 304)
 
 
 class ResponseRelay:
@@ -70,7 +77,11 @@ class ResponseRelay:
             raise _worker_error(lease.worker, error) from None
 
     async def _send(self, request: ProxiedRequest, lease: Lease) -> Answer:
-        """Send to the leased worker. What was not sent at all is sent again: elsewhere, or on a new connection."""
+        """Send to the leased worker, and to another one if that has not taken it.
+
+        Whatever may have been read goes to no other worker, except that one which says that it has not computed the
+        request is believed, once.
+        """
         client = request.client
         headers = [
             *client.headers,
@@ -78,29 +89,54 @@ class ResponseRelay:
             ASK_FOR_OUTCOME,
             *(self._upstream.own_headers if client.key is not None else ()),
         ]
-        resent = False
+        fresh = refused = False
+        unreachable = 0
         while True:
             worker = lease.worker
             raw = self._encoded(request, worker)
             try:
                 response = await self._upstream.send(
-                    client.method, worker.url + client.target, headers, raw, self._silence_timeout, resent
+                    client.method, worker.url + client.target, headers, raw, self._silence_timeout, fresh
                 )
+            except Exhausted:
+                lease.never_sent()
+                raise Overloaded("The gateway has no descriptor or port left for another connection.") from None
             except Unreachable:
-                self._resent.labels(worker.name, "unreachable").inc()
                 self._pool.mark_down(worker)
+                unreachable += 1
+                if unreachable > len(self._pool.workers):
+                    lease.never_sent()
+                    raise NoWorker("No worker could be reached.") from None
+                self._resent.labels(worker.name, "unreachable").inc()
                 await lease.move()
+                fresh = False
             except Stale:
-                if resent:
+                if fresh:
                     raise
-                resent = True
+                fresh = True
                 self._resent.labels(worker.name, "stale").inc()
+            except Malformed:  # what was asked for may be the reason
+                raise
             except Broken:
-                self._pool.record_failure(worker)
+                self._pool.record_failure(worker, client.target.encode("latin-1") + request.body.raw)
                 raise
             else:
-                worker.answered()
-                return response
+                self._judge(request, worker, response.status)
+                if response.status not in NOT_TAKEN or refused or client.method != "POST" or not lease.move_now():
+                    return _with_valid_status(response)
+                response.close()
+                self._resent.labels(worker.name, "refused").inc()
+                refused, fresh = True, False
+
+    def _judge(self, request: ProxiedRequest, worker: Worker, status: int) -> None:
+        """What the head of an answer says of its worker."""
+        worker.answered()
+        if request.client.method != "POST":
+            return
+        if status < 400:
+            self._pool.record_success(worker)
+        elif status >= 500 and status != 501:
+            self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)
 
     def _encoded(self, request: ProxiedRequest, worker: Worker) -> bytes:
         """The body as `worker` gets it."""
@@ -117,7 +153,11 @@ class ResponseRelay:
         kind = response.header("content-type") or ""
         if kind.startswith("text/event-stream"):
             await self._stream_events(request, lease, response, send, watch)
-        elif request.client.endpoint in REPORTING and kind.startswith("application/json"):
+        elif (
+            request.client.endpoint in REPORTING
+            and kind.startswith("application/json")
+            and response.status not in BODILESS
+        ):
             await self._answer_whole(request, response, send, watch)
         else:
             await self._stream(request, lease, response, send, watch)
@@ -127,7 +167,7 @@ class ResponseRelay:
     ) -> None:
         """Pass a body on as it comes."""
         headers = _response_headers(request, response)
-        if (length := response.header("content-length")) is not None:
+        if response.status not in BODILESS and (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
         await self._begin(request, headers, send)
         async for chunk in response.chunks():
@@ -233,6 +273,14 @@ class ResponseRelay:
         await send({"type": "http.response.start", "status": request.status, "headers": headers})
 
 
+def _with_valid_status(response: Answer) -> Answer:
+    """The same answer. Raises `Malformed` for a status that no final answer has; 101 among them."""
+    if 200 <= response.status < 600:
+        return response
+    response.close()
+    raise Malformed(f"status {response.status}")
+
+
 def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderList:
     headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
     if 300 <= response.status < 400 and request.worker is not None:
@@ -284,4 +332,6 @@ def _worker_error(worker: Worker, error: Broken) -> GatewayError:
     """What the client learns of a worker that broke off."""
     if isinstance(error, Silent):
         return WorkerSilent(f"Worker {worker.name} was silent for too long (setting silence_timeout).")
+    if isinstance(error, Malformed):
+        return WorkerFailed(f"Worker {worker.name} gave an answer that is no valid HTTP, or whose head is too long.")
     return WorkerFailed(f"Worker {worker.name} broke off.")

@@ -53,7 +53,7 @@ class Gateway:
         self.is_stopping = False  # it serves for a while, and is to get no new clients
         self.metrics = metrics = Metrics()
         worker_key = _secret("worker_api_key_file", settings.worker_api_key_file)
-        self.upstream = Upstream(settings.connect_timeout, worker_key)
+        self.upstream = Upstream(settings.connect_timeout, worker_key, settings.max_header_bytes)
         self.keys: KeyRing | None = None
         if settings.api_keys is not None:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))

@@ -16,7 +16,6 @@ import pytest
 from tests.bench.table_memory import resident
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
-from tests.harness.raw_worker import raw_worker, whole
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 ENVELOPE = {"message", "type", "param", "code"}
@@ -333,52 +332,6 @@ def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool)
     last = stream.result().content.split(b"\n\n")[-2]
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stopping"
     assert whole_answer.result().status_code == 503
-
-
-def test_a_kept_connection_that_was_closed_is_no_reason_to_fail(fleet):
-    def reply(body: bytes, served: int) -> bytes | None:
-        return None if body and served else whole()  # closes as soon as a chat is written that is not its first request
-
-    with raw_worker(reply) as worker:
-        # Health checks keep a connection warm; without room for texts nothing but chats would find it closed.
-        gateway = start_gateway(fleet, worker, flags=("--text-bytes", "0", "--health-interval", "0.2"))
-        for number in range(5):
-            assert post(gateway, chat(f"{number}")).status_code == 200
-        assert metric(gateway, 'seamark_resent_total{reason="stale"') >= 1
-        assert metric(gateway, "seamark_worker_up") == 1
-
-
-def dies() -> None:
-    """A worker that has worked on a request for a while: what it was sent is not lost on the way."""
-    time.sleep(0.3)
-
-
-def test_what_a_worker_has_read_is_never_sent_again(fleet):
-    with raw_worker(lambda body, served: dies()) as worker:
-        gateway = start_gateway(fleet, worker)
-        failed = post(gateway, chat("once"))
-        assert failed.status_code == 502 and failed.json()["error"]["code"] == "worker_failed"
-        assert len(worker.seen[""]) == 1 and metric(gateway, "seamark_resent_total") == 0
-
-
-def test_after_three_failures_in_a_row_a_worker_is_left_alone(fleet, worker):
-    with raw_worker(lambda body, served: dies()) as broken:
-        gateway = start_gateway(fleet, broken, worker, flags=("--health-interval", "60"))
-        answers = [post(gateway, {"model": "m", "input": "x"}, path="/v1/embeddings") for _ in range(12)]
-        assert sorted(answer.status_code for answer in answers) == [200] * 9 + [502] * 3
-        assert len(broken.seen[""]) == 3
-    with raw_worker(lambda body, served: whole() if b"good" in body else dies()) as shaky:
-        gateway = start_gateway(fleet, shaky, flags=("--health-interval", "60"))
-        words = ("bad", "bad", "good", "bad", "bad", "good")
-        assert [post(gateway, chat(word)).status_code for word in words] == [502, 502, 200, 502, 502, 200]
-
-
-def test_a_worker_that_is_well_again_is_used_again(fleet):
-    replies = iter([None, None, None])
-    with raw_worker(lambda body, served: next(replies, whole()) or dies()) as worker:
-        gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.2"))
-        assert [post(gateway, chat(f"{number}")).status_code for number in range(3)] == [502, 502, 502]
-        wait_for(lambda: post(gateway, chat("again")).status_code == 200)
 
 
 def test_heads_over_the_limit_are_refused_and_those_under_it_pass(fleet, worker):

@@ -6,12 +6,13 @@ import json
 import os
 
 import pytest
+from prometheus_client import generate_latest
 
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.worker import BREAKER_FAILURES
-from proxy.http.client import Broken, Unreachable
+from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
+from proxy.http.client import Broken, Exhausted, Unreachable
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -79,19 +80,47 @@ async def test_a_worker_that_leaves_the_file_is_down_and_whoever_cares_hears_of_
     assert not gone.up and gone not in pool.workers
 
 
-async def test_a_breaker_that_opens_takes_the_worker_out_until_a_check_finds_it_well(file):
-    pool = pool_of(Servers(A), file)
+def fail(pool: WorkerPool, worker: Worker, times: int = BREAKER_FAILURES) -> None:
+    for number in range(times):
+        pool.record_failure(worker, b"%d" % number)
+
+
+async def test_a_worker_that_fails_gets_nothing_while_another_does_not():
+    pool = pool_of(Servers(A, B), worker=(A, B))
     await pool.check_all()
-    (worker,) = pool.workers
-    for _ in range(BREAKER_FAILURES - 1):
-        pool.record_failure(worker)
-        assert worker.up
-    worker.answered()
-    for up in [True] * (BREAKER_FAILURES - 1) + [False]:
-        pool.record_failure(worker)
-        assert worker.up is up
+    first, second = pool.workers
+    fail(pool, first, BREAKER_FAILURES - 1)
+    pool.record_success(first)
+    fail(pool, first, BREAKER_FAILURES - 1)
+    assert pool.for_model("m") == [first, second]
+    fail(pool, first)
+    await pool.check_all()  # its health is well, and says nothing of its requests
+    assert pool.for_model("m") == pool.for_model("unknown") == [second]
+    assert (first.up, first.is_sound) == (True, False)
+    assert 'seamark_worker_up{worker="a:1"} 0.0' in generate_latest(pool._metrics.registry).decode()
+    fail(pool, second)
+    assert pool.for_model("m") == [first, second]  # rather than none
+    pool.record_success(second)
+    assert pool.for_model("m") == [second]
+
+
+async def test_a_worker_that_failed_is_tried_with_one_request_and_is_back_with_its_success():
+    pool = pool_of(Servers(A, B), worker=(A, B))
     await pool.check_all()
-    assert worker.up
+    first, second = pool.workers
+    clock = [0.0]
+    first.breaker = CircuitBreaker(lambda: clock[0])
+    fail(pool, first)
+    clock[0] += TRIAL_SECONDS
+    first.max_inflight = first.inflight = 1
+    assert pool.for_model("m") == [second]  # nobody waits for it
+    first.inflight = 0
+    assert pool.for_model("m") == [first]
+    assert first.breaker.begin_trial() and pool.for_model("m") == [second]
+    woken: list[bool] = []
+    pool.changed = lambda: woken.append(True)
+    pool.record_success(first)
+    assert pool.for_model("m") == [first, second] and woken
 
 
 async def test_failures_from_before_a_restart_do_not_count_after_it(file):
@@ -100,11 +129,19 @@ async def test_failures_from_before_a_restart_do_not_count_after_it(file):
     await pool.check_all()
     (worker,) = pool.workers
     for boot in range(2, 5):
-        for _ in range(BREAKER_FAILURES - 1):
-            pool.record_failure(worker)
-            assert worker.up
+        fail(pool, worker, BREAKER_FAILURES - 1)
+        assert worker.is_sound
         servers.boots[A] = float(boot)
         await pool.check_all()
+
+
+async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker():
+    servers = Servers(A)
+    pool = pool_of(servers, worker=(A, B))
+    await pool.check_all()
+    servers.boots.update({A: Exhausted(), B: Exhausted()})
+    await pool.check_all()
+    assert [worker.up for worker in pool.workers] == [True, False]
 
 
 async def test_a_restart_empties_the_cache_and_leaves_the_worker_in_quarantine(file):

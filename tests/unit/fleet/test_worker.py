@@ -5,23 +5,71 @@ from __future__ import annotations
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.fleet.worker import BREAKER_FAILURES, CacheQuarantine, CircuitBreaker, Worker
+from proxy.fleet.worker import (
+    BREAKER_FAILURES,
+    MAX_TRIAL_SECONDS,
+    TRIAL_SECONDS,
+    CacheQuarantine,
+    CircuitBreaker,
+    Worker,
+)
 from proxy.fleet.worker_metrics import EngineInfo
 
 BODY = {"model": "m"}
 
 
-def test_the_breaker_opens_after_failures_in_a_row_and_counts_again_after_that():
-    breaker = CircuitBreaker()
-    for _ in range(2):
-        assert [breaker.failed() for _ in range(BREAKER_FAILURES)] == [False] * (BREAKER_FAILURES - 1) + [True]
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(clock: Clock) -> CircuitBreaker:
+    breaker = CircuitBreaker(clock)
+    assert [breaker.failed(request) for request in range(BREAKER_FAILURES)] == [False] * (BREAKER_FAILURES - 1) + [True]
+    return breaker
+
+
+def test_the_breaker_opens_after_different_failures_in_a_row_and_a_success_closes_it():
+    breaker = opened(Clock())
+    assert breaker.is_open
+    breaker.reset()
+    assert not breaker.is_open
+    assert not any(breaker.failed(request) for request in range(BREAKER_FAILURES - 1))
 
 
 def test_an_answer_between_failures_keeps_the_breaker_closed():
     breaker = CircuitBreaker()
     for _ in range(3 * BREAKER_FAILURES):
         breaker.reset()
-        assert not any(breaker.failed() for _ in range(BREAKER_FAILURES - 1))
+        assert not any(breaker.failed(request) for request in range(BREAKER_FAILURES - 1))
+
+
+def test_one_request_that_always_fails_does_not_open_the_breaker():
+    breaker = CircuitBreaker()
+    assert not any(breaker.failed(7) for _ in range(10 * BREAKER_FAILURES))
+
+
+def test_an_open_breaker_lets_one_request_through_at_a_time_and_waits_longer_after_each_that_fails():
+    clock = Clock()
+    breaker = opened(clock)
+    for wait in (TRIAL_SECONDS, 2 * TRIAL_SECONDS, 4 * TRIAL_SECONDS):
+        clock.now += wait - 0.1
+        assert not breaker.begin_trial()
+        clock.now += 0.1
+        assert breaker.begin_trial() and not breaker.begin_trial()
+        breaker.failed(9)
+        breaker.end_trial()
+    clock.now += MAX_TRIAL_SECONDS
+    assert breaker.begin_trial()
+    breaker.end_trial()  # its client has left: that says nothing
+    assert breaker.begin_trial()
+    breaker.reset()
+    assert not breaker.is_open
 
 
 def test_a_trusted_worker_gets_the_salt_that_the_request_has():

@@ -1,0 +1,184 @@
+"""Workers that fail: what is sent again, who is taken out, and what reaches the client of an answer that is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+
+from proxy.fleet.worker import BREAKER_FAILURES
+from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
+from tests.harness.raw_worker import RawWorker, raw_worker, whole
+
+Reply = Callable[[bytes, int], bytes | None]
+
+ERROR = {"error": {"message": "failed", "type": "x", "param": None, "code": 500}}
+
+
+def good(body: bytes, served: int) -> bytes | None:
+    return whole()
+
+
+def fails(status: str) -> Reply:
+    return lambda body, served: whole(ERROR, status)
+
+
+def closes_the_second_time(body: bytes, served: int) -> bytes | None:
+    """Reads a request on a connection that was kept alive, and closes at once: the request has killed it."""
+    return None if served else whole()
+
+
+@contextmanager
+def workers(*replies: Reply) -> Iterator[list[RawWorker]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(raw_worker(reply)) for reply in replies]
+
+
+def seen(*workers: RawWorker) -> int:
+    """Requests of clients that workers got."""
+    return sum(len(worker.seen[""]) for worker in workers)
+
+
+def dies() -> None:
+    """A worker that has worked on a request for a while: what it was sent is not lost on the way."""
+    time.sleep(0.3)
+
+
+def test_a_request_that_a_kept_connection_was_closed_upon_is_sent_to_nobody_else(fleet):
+    with workers(closes_the_second_time, closes_the_second_time) as both:
+        # Without room for texts nothing but chats uses the workers' connections.
+        gateway = start_gateway(fleet, *both, flags=("--text-bytes", "0"))
+        sent = statuses = 0
+        for number in range(12):
+            answer = post(gateway, chat(f"{number}"))
+            sent, statuses = sent + 1, statuses + (answer.status_code == 502)
+            assert seen(*both) == sent
+        assert statuses and metric(gateway, "seamark_resent_total") == 0
+        assert metric(gateway, "seamark_worker_up") >= 1
+
+
+def test_a_kept_connection_that_was_closed_is_no_reason_to_fail(fleet):
+    with workers(good) as (worker,):
+        gateway = start_gateway(fleet, worker)
+        for number in range(20):
+            assert post(gateway, chat(f"{number}")).status_code == 200
+            worker.close_idle()
+        assert seen(worker) == 20 and metric(gateway, "seamark_worker_up") == 1
+
+
+def test_what_a_worker_has_read_is_never_sent_again(fleet):
+    with workers(lambda body, served: dies()) as (worker,):
+        gateway = start_gateway(fleet, worker)
+        failed = post(gateway, chat("once"))
+        assert failed.status_code == 502 and failed.json()["error"]["code"] == "worker_failed"
+        assert seen(worker) == 1 and metric(gateway, "seamark_resent_total") == 0
+
+
+@pytest.mark.parametrize("reply", [fails("500 Internal Server Error"), lambda body, served: dies()])
+def test_a_worker_that_fails_while_its_health_is_well_is_taken_out(fleet, reply):
+    with workers(reply, good) as (sick, well):
+        gateway = start_gateway(fleet, sick, well, flags=("--health-interval", "0.2"))
+        answers = [post(gateway, {"model": "m", "input": f"{number}"}, path="/v1/embeddings") for number in range(60)]
+        failed = [answer for answer in answers if answer.status_code != 200]
+        # A slow machine may come to the first trial.
+        assert BREAKER_FAILURES <= len(failed) == seen(sick) <= BREAKER_FAILURES + 2
+        name = sick.url.removeprefix("http://")
+        assert metric(gateway, f'seamark_worker_up{{worker="{name}"}}') == 0
+        status = httpx.get(gateway.url + "/seamark/status").json()
+        states = {each["name"]: each["breaker"] for each in status["workers"]}
+        assert sorted(states.values()) == ["closed", "open"] and states[name] == "open"
+        assert f"worker {name} fails" in gateway.log.read_text()
+
+
+def test_a_worker_that_is_well_again_is_used_again(fleet):
+    fleet.constants["proxy.fleet.worker.TRIAL_SECONDS"] = 0.2
+    replies = iter([whole(ERROR, "500 Internal Server Error")] * (BREAKER_FAILURES + 1))
+    with workers(lambda body, served: next(replies, whole()), good) as (sick, well):
+        gateway = start_gateway(fleet, sick, well)
+        numbers = iter(range(10_000))
+
+        def ask() -> httpx.Response:
+            return post(gateway, {"model": "m", "input": f"{next(numbers)}"}, path="/v1/embeddings")
+
+        wait_for(lambda: ask() and seen(sick) > BREAKER_FAILURES + 1)
+        wait_for(lambda: metric(gateway, "seamark_worker_up") == 2)
+
+
+def test_one_request_that_fails_everywhere_takes_no_worker_out(fleet):
+    with workers(*[lambda body, served: whole(ERROR, "500 Oops") if b"poison" in body else whole()] * 2) as both:
+        gateway = start_gateway(fleet, *both)
+        for _ in range(4 * BREAKER_FAILURES):
+            assert post(gateway, chat("poison")).status_code == 500
+        assert metric(gateway, "seamark_worker_up") == 2
+
+
+def test_the_last_worker_is_not_taken_out(fleet):
+    with workers(lambda body, served: whole() if b"good" in body else whole(ERROR, "500 Oops")) as (shaky,):
+        gateway = start_gateway(fleet, shaky)
+        words = [f"bad {number}" for number in range(2 * BREAKER_FAILURES)] + ["good", "bad", "good"]
+        statuses = [post(gateway, chat(word)).status_code for word in words]
+        assert statuses == [500] * 2 * BREAKER_FAILURES + [200, 500, 200]
+
+
+@pytest.mark.parametrize("status", ["502 Bad Gateway", "503 Service Unavailable"])
+def test_a_request_that_a_worker_did_not_take_goes_to_another_one_and_to_no_third(fleet, status):
+    with workers(fails(status), good) as (closed, open_):
+        gateway = start_gateway(fleet, closed, open_)
+        assert {post(gateway, chat(f"{number}")).status_code for number in range(8)} == {200}
+        assert seen(closed) >= 1 and metric(gateway, 'seamark_resent_total{reason="refused"') == seen(closed)
+        assert seen(open_) == 8 and metric(gateway, "seamark_inflight{") == 0
+    with workers(*[fails(status)] * 3) as all_closed:
+        gateway = start_gateway(fleet, *all_closed)
+        answer = post(gateway, chat("Tide?"))
+        assert answer.status_code == int(status[:3]) and answer.json() == ERROR
+        assert sorted(map(seen, all_closed)) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("status", ["600 Odd", "999 Odd", "099 Odd", "101 Switching Protocols"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/other"])
+def test_a_status_that_is_none_becomes_a_502(fleet, status, path):
+    answers = iter([whole(status=status)])
+    with workers(lambda body, served: next(answers, whole())) as (worker,):
+        gateway = start_gateway(fleet, worker)
+        answer = post(gateway, chat("Tide?"), path=path)
+        assert answer.status_code == 502 and answer.json()["error"]["code"] == "worker_failed"
+        assert metric(gateway, "seamark_worker_up") == 1
+        assert post(gateway, chat("Tide?"), path=path).status_code == 200
+        assert "Error" not in gateway.log.read_text()
+
+
+@pytest.mark.parametrize("status", [204, 304])
+@pytest.mark.parametrize("path", [CHAT, "/v1/other"])
+def test_an_answer_that_has_no_body_announces_none(fleet, status, path):
+    head = b"HTTP/1.1 %d None\r\ncontent-type: application/json\r\ncontent-length: 17\r\n\r\n" % status
+    with workers(lambda body, served: head) as (worker,):
+        gateway = start_gateway(fleet, worker)
+        with httpx.Client() as client:
+            for _ in range(2):
+                answer = client.post(gateway.url + path, json=chat("Tide?"), timeout=30)
+                assert (answer.status_code, answer.content) == (status, b"")
+                assert "content-length" not in answer.headers
+        assert "Error" not in gateway.log.read_text()
+
+
+def test_a_query_that_a_worker_repeats_in_a_header_takes_nobody_out(fleet):
+    query = "a" * 9000
+    redirect = b"HTTP/1.1 307 Moved\r\nlocation: /v1/other?%b\r\ncontent-length: 0\r\n\r\n" % query.encode()
+    with workers(lambda body, served: redirect) as (worker,):
+        gateway = start_gateway(fleet, worker, flags=("--health-interval", "60"))
+        for _ in range(2 * BREAKER_FAILURES):
+            answer = post(gateway, chat("Tide?"), path="/v1/moved?" + query)
+            assert (answer.status_code, answer.headers["location"]) == (307, "/v1/other?" + query)
+        assert metric(gateway, "seamark_worker_up") == 1
+
+
+def test_a_head_that_is_too_long_is_a_502_and_takes_nobody_out(fleet):
+    endless = b"HTTP/1.1 200 OK\r\nx: " + b"a" * 200_000 + b"\r\ncontent-length: 0\r\n\r\n"
+    with workers(lambda body, served: endless if b"long" in body else whole(), good) as both:
+        gateway = start_gateway(fleet, *both, flags=("--health-interval", "60"))
+        for number in range(4 * BREAKER_FAILURES):
+            post(gateway, {"model": "m", "input": f"long {number}"}, path="/v1/embeddings")
+        assert seen(both[0]) == 2 * BREAKER_FAILURES and metric(gateway, "seamark_worker_up") == 2
