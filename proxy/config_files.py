@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError, field_validator
 
@@ -92,10 +93,23 @@ class WatchedFile(Generic[T]):
 
 
 def worker_url(url: object) -> str:
-    """The base URL, checked. Raises `ValueError`."""
+    """The base URL, checked. Raises `ValueError`, which does not show it: it may hold a password."""
     text = str(url).strip()
-    _HTTP_URL.validate_python(text)
+    try:
+        _HTTP_URL.validate_python(text)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from None
     return base_url(text)
+
+
+def without_credentials(url: str) -> tuple[str, str | None]:
+    """A worker's address, which may be shown, and the `user:password` that its URL holds."""
+    parts = urlsplit(url)
+    userinfo, at, host = parts.netloc.rpartition("@")
+    if not at:
+        return url, None
+    user, _, password = userinfo.partition(":")
+    return urlunsplit(parts._replace(netloc=host)), f"{unquote(user)}:{unquote(password)}"
 
 
 def base_url(url: str) -> str:

@@ -86,7 +86,7 @@ class Metrics:
         )
         self.resent = Counter(
             "seamark_resent_total",
-            "Requests sent again: no connection was made, a kept-alive one had been closed, or a worker refused them",
+            "Requests sent again: no connection was made, a kept-alive one was closed, or a worker refused them",
             ["worker", "reason"],
             registry=registry,
         )
@@ -100,7 +100,9 @@ class Metrics:
         self.directory_evictions = Counter(
             "seamark_directory_evictions_total", "Prefixes dropped from the full prefix index", registry=registry
         )
-        self.worker_up = Gauge("seamark_worker_up", "1 while a worker answers, and not with errors alone", ["worker"], registry=registry)
+        self.worker_up = Gauge(
+            "seamark_worker_up", "1 while a worker answers, and not with errors alone", ["worker"], registry=registry
+        )
         self.engine_patched = Gauge(
             "seamark_engine_patched", "1 while a worker's engine keeps checkpoints", ["worker"], registry=registry
         )

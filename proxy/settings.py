@@ -34,7 +34,12 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    worker: tuple[str, ...] = Field((), description="base URL of a vLLM server (repeat for several)")
+    worker: tuple[str, ...] = Field(
+        (),
+        repr=False,
+        description="base URL of a vLLM server (repeat for several); credentials in it (user:password@) are sent as Basic "
+        "authorization in place of any other",
+    )
     workers_file: Path | None = Field(
         None, description="TOML file with [[worker]] entries (url, max_inflight); read again when it changes"
     )
@@ -247,8 +252,8 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
 def _complaints(errors: Sequence[Any]) -> list[str]:
     complaints = []
     for error in errors:
-        # An unknown name may be a misspelt secret.
-        hidden = error["loc"][0] in SECRET or error["type"] == "extra_forbidden"
+        # An unknown name may be a misspelt secret, and a worker's URL may hold a password.
+        hidden = error["loc"][0] in SECRET or error["type"] == "extra_forbidden" or "@" in str(error["input"])
         got = "" if hidden else f" (got {error['input']!r})"
         complaints.append(f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}{got}")
     return complaints

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
-from proxy.config_files import WatchedFile, read_workers
+from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import NoWorker
 from proxy.fleet import worker_metrics
 from proxy.fleet.worker import Worker
@@ -128,10 +128,14 @@ class WorkerPool:
 
     def _reconcile(self) -> None:
         """Add and remove workers until they are those wanted now; a removed one finishes the requests it has."""
-        wanted = dict.fromkeys(self._settings.worker, self._settings.max_inflight)
-        if self._file is not None:
-            for url, limit in self._file.value:
-                wanted[url] = self._settings.max_inflight if limit is None else limit
+        settings = self._settings
+        named: list[tuple[str, int | None]] = [(url, None) for url in settings.worker]
+        named += self._file.value if self._file is not None else ()
+        wanted: dict[str, int] = {}
+        for url, limit in named:
+            address, userinfo = without_credentials(url)
+            wanted[address] = settings.max_inflight if limit is None else limit
+            self._upstream.trust(address, userinfo)
         present = {worker.url: worker for worker in self.workers}
         for url in present.keys() - wanted.keys():
             logger.info("worker %s is removed", present[url].name)
@@ -139,6 +143,7 @@ class WorkerPool:
             for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
                 gauge.remove(present[url].name)
             self._checks.pop(url, None)
+            self._upstream.trust(url, None)
             self._stop_learning(present[url])
             self.removed(present[url])
         self.workers = [present.get(url) or self._new(url) for url in wanted]

@@ -119,7 +119,7 @@ def fresh_salt() -> str:
 class Worker:
     """One vLLM server. `boot` changes when it restarts: what it held before is gone then."""
 
-    url: str
+    url: str  # without credentials
     renderer: WorkerRenderer
     max_inflight: int = 0  # requests at it at once, 0 for no limit
 
@@ -150,7 +150,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """Label in metrics and headers: host and port."""
+        """Label in metrics and headers: host and port, and the path if it has one."""
         return self.url.split("://", 1)[-1]
 
     @property

@@ -12,6 +12,7 @@ import errno
 import os
 import select
 import socket
+from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -111,6 +112,7 @@ class Upstream:
         self._max_field = max_header_bytes + MORE_HEADER_BYTES
         self._timeouts: dict[float | None, aiohttp.ClientTimeout] = {}
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request opens a new connection
+        self._credentials: dict[str, tuple[bytes, bytes]] = {}  # header, by address
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
 
     async def send(
@@ -128,6 +130,8 @@ class Upstream:
         connection could be made (`Exhausted`: for want of descriptors here), `Stale` if a kept-alive one had been
         closed, `Malformed` if the answer is no HTTP, `Broken` if it failed otherwise: the worker may have read it.
         """
+        if self._credentials:
+            headers = self._authorized(url, headers)
         payload = _Payload(body) if body or method not in SAFE else None
         try:
             response = await self._session(fresh).request(
@@ -162,6 +166,18 @@ class Upstream:
             return answer.status, await answer.read()
         finally:
             answer.close()
+
+    def trust(self, address: str, userinfo: str | None) -> None:
+        """Requests to this address carry `userinfo` (`user:password`), and no other authorization."""
+        self._credentials.pop(address, None)
+        if userinfo is not None:
+            self._credentials[address] = (b"authorization", b"Basic " + b64encode(userinfo.encode()))
+
+    def _authorized(self, url: str, headers: Headers) -> Headers:
+        for address, credentials in self._credentials.items():
+            if url.startswith(address + "/"):
+                return [*(each for each in headers if each[0] != credentials[0]), credentials]
+        return headers
 
     async def aclose(self) -> None:
         """Close all connections."""

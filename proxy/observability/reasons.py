@@ -224,15 +224,16 @@ class Explanation:
 
 
 class Explanations:
-    """The last requests, explained; the oldest is forgotten first."""
+    """The last requests, explained; the oldest is forgotten first. Clients choose the ids, so two may be equal."""
 
     def __init__(self, most: int = MAX_REQUESTS) -> None:
         self._most = most
-        self._requests: OrderedDict[str, Explanation] = OrderedDict()
+        self._requests: OrderedDict[tuple[str | None, str], Explanation] = OrderedDict()  # by owner and id
 
     def add(self, explanation: Explanation) -> None:
-        self._requests[explanation.request_id] = explanation
-        self._requests.move_to_end(explanation.request_id)
+        name = (explanation.owner, explanation.request_id)
+        self._requests[name] = explanation
+        self._requests.move_to_end(name)
         if len(self._requests) > self._most:
             self._requests.popitem(last=False)
 
@@ -240,5 +241,11 @@ class Explanations:
         """The last ones, at most so many, the newest first."""
         return list(islice(reversed(self._requests.values()), most))
 
-    def get(self, request_id: str) -> Explanation | None:
-        return self._requests.get(request_id)
+    def get(self, request_id: str, owner: str | None = None) -> Explanation | None:
+        """The last request of this id that came with the API key `owner`."""
+        return self._requests.get((owner, request_id))
+
+    def of_anyone(self, request_id: str) -> Explanation | None:
+        """The last request of this id; for operators."""
+        requests = reversed(self._requests.values())
+        return next((explanation for explanation in requests if explanation.request_id == request_id), None)

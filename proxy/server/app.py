@@ -155,11 +155,11 @@ def _with_pages(
 
     @app.get(auth.EXPLANATIONS + "{request_id}")
     async def request_explained(request: Request, request_id: str) -> Response:
-        explanation = gateway.reader.explanations.get(request_id)
-        key = request.state.key
+        explanations, key = gateway.reader.explanations, request.state.key
         # A client must not even learn that another client's request exists.
         sees_all = key is None or key.entry.admin
-        if explanation is None or not (sees_all or explanation.owner == key.name):
+        explanation = explanations.of_anyone(request_id) if sees_all else explanations.get(request_id, key.name)
+        if explanation is None:
             raise NotFound(f"No request with the id {request_id} is remembered.")
         return _plain_json(explanation.as_json())
 

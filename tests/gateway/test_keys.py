@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from base64 import b64encode
 from pathlib import Path
 
 import httpx
@@ -175,3 +176,34 @@ def test_operators_of_the_gateway_alone_change_a_workers_adapters(fleet, worker,
     assert httpx.post(path, json=adapter, headers=bearer("ann")).status_code == 403
     assert not worker.requests
     assert httpx.post(path, json=adapter, headers=bearer("root")).status_code == 200
+
+
+def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, file):
+    url = worker.url.replace("http://", "http://user:p%40ss@")
+    for flags in ((), ("--api-keys", str(file))):
+        gateway = start_gateway(fleet, flags=("--worker", url, *flags))
+        worker.requests.clear()
+        answer = httpx.post(gateway.url + CHAT, json=chat("Tide?"), headers=bearer("root"), timeout=30)
+        assert answer.status_code == 200
+        sent = [value for name, value in worker.requests[-1].headers if name == b"authorization"]
+        assert sent == [b"Basic " + b64encode(b"user:p@ss")]
+        asked = ("/ready", "/metrics", "/seamark/status", "/seamark/live", f"/seamark/requests/{id_of(answer)}")
+        pages = [httpx.get(gateway.url + path, headers=bearer("root")) for path in asked]
+        assert {page.status_code for page in pages} == {200}
+        said = [gateway.log.read_text(), str(answer.headers), *(page.text for page in pages)]
+        assert answer.headers["x-seamark-worker"] == worker.url.removeprefix("http://")
+        assert not any("p%40ss" in text or "p@ss" in text or "user:" in text for text in said)
+
+
+def test_a_request_is_explained_to_its_key_whatever_others_call_theirs(fleet, worker, file):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    headers = {name: {**bearer(name), "x-request-id": "same"} for name in ("ann", "bob")}
+    httpx.post(gateway.url + CHAT, json=chat("Tide?"), headers=headers["ann"], timeout=30)
+    httpx.post(gateway.url + "/v1/completions", json={"model": "m", "prompt": "x"}, headers=headers["bob"], timeout=30)
+    explained = [httpx.get(gateway.url + "/seamark/requests/same", headers=bearer(name)).json() for name in headers]
+    assert [each["endpoint"] for each in explained] == [CHAT, "/v1/completions"]
+    assert httpx.get(gateway.url + "/seamark/requests/same", headers=bearer("cleo")).status_code == 404
+
+
+def id_of(answer: httpx.Response) -> str:
+    return answer.headers["x-request-id"]

@@ -7,7 +7,16 @@ import os
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from proxy.config_files import WatchedFile, base_url, read_model, read_secret, read_toml, read_workers, worker_url
+from proxy.config_files import (
+    WatchedFile,
+    base_url,
+    read_model,
+    read_secret,
+    read_toml,
+    read_workers,
+    without_credentials,
+    worker_url,
+)
 from proxy.errors import SettingsError
 
 
@@ -130,3 +139,16 @@ def test_an_address_is_given_with_or_without_v1():
     assert worker_url("http://a/prefix/v1") == "http://a/prefix"
     with pytest.raises(ValueError, match="URL"):
         worker_url("nonsense")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host:8000", ("http://host:8000", None)),
+        ("http://host:8000/a", ("http://host:8000/a", None)),
+        ("http://user:p%40ss@host:8000/a", ("http://host:8000/a", "user:p@ss")),
+        ("https://user@[::1]:8000", ("https://[::1]:8000", "user:")),
+    ],
+)
+def test_an_address_that_may_be_shown_has_no_credentials(url, shown):
+    assert without_credentials(url) == shown

@@ -6,6 +6,7 @@ import argparse
 
 import pytest
 
+from proxy.config_files import read_workers
 from proxy.errors import SettingsError
 from proxy.settings import PREFIX, Settings, add_arguments, load
 
@@ -114,3 +115,18 @@ def test_shadow_implies_what_changes_nothing_unless_it_is_said(source, on):
     assert by_variable.shadow and by_variable.ask_usage and not by_variable.heartbeat
     with pytest.raises(SettingsError, match="shadow"):
         parse("--worker", "http://a", "--shadow", "perhaps")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:sesame@ho st:1", "ftp://user:sesame@host", "http://user:sesame@host:99999"]
+)
+def test_credentials_of_a_worker_are_not_told_where_its_url_is_refused(url, tmp_path):
+    with pytest.raises(SettingsError) as refused:
+        parse("--worker", url)
+    assert "worker" in str(refused.value) and "sesame" not in str(refused.value)
+    file = tmp_path / "workers.toml"
+    file.write_text(f'[[worker]]\nurl = "{url}"\n')
+    with pytest.raises(SettingsError) as refused:
+        read_workers(file)
+    assert "url" in str(refused.value) and "sesame" not in str(refused.value)
+    assert "sesame" not in repr(parse("--worker", "http://user:sesame@host"))

@@ -26,6 +26,9 @@ class Servers:
         self.boots: dict[str, object] = dict.fromkeys(urls, 1.0)
         self.asked: list[str] = []
 
+    def trust(self, address: str, userinfo: str | None) -> None:
+        """As `Upstream` does."""
+
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
         self.asked.append(url)
         host, path = url[: len(A)], url[len(A) :]

@@ -186,3 +186,12 @@ def test_the_last_requests_are_explained_the_newest_first():
     explanations.add(Explanation("r3", "/v1/messages"))
     assert [each.request_id for each in explanations.newest(2)] == ["r3", "r4"]
     assert explanations.get("r1") is None and explanations.get("r2") is not None
+
+
+def test_a_name_that_two_clients_gave_is_two_requests():
+    explanations = Explanations()
+    for owner, endpoint in (("ann", "/v1/messages"), ("bob", "/v1/responses"), (None, "/v1/completions")):
+        explanations.add(Explanation("same", endpoint, owner=owner))
+    assert [explanations.get("same", owner).endpoint for owner in ("ann", "bob")] == ["/v1/messages", "/v1/responses"]
+    assert explanations.get("same", "cid") is None
+    assert explanations.of_anyone("same").endpoint == "/v1/completions"
