@@ -37,8 +37,8 @@ class Settings(BaseModel):
     worker: tuple[str, ...] = Field(
         (),
         repr=False,
-        description="base URL of a vLLM server (repeat for several); credentials in it (user:password@) are sent as Basic "
-        "authorization in place of any other",
+        description="base URL of a vLLM server (repeat for several); credentials in it (user:password@) are sent as "
+        "Basic authorization in place of any other",
     )
     workers_file: Path | None = Field(
         None, description="TOML file with [[worker]] entries (url, max_inflight); read again when it changes"
@@ -137,6 +137,12 @@ class Settings(BaseModel):
     )
     admin_host: str = Field("127.0.0.1", description="address for the admin port")
     max_header_bytes: int = Field(65536, gt=0, description="largest request head: target and headers")
+    max_connections: int = Field(
+        0,
+        ge=0,
+        description="connections of clients at once; requests on more are refused with 503; 0: as many as there are "
+        "descriptors for, two each (RLIMIT_NOFILE, which the gateway raises to the hard limit)",
+    )
     max_json_depth: int = Field(128, gt=0, le=900, description="deepest nesting of a JSON body")
     max_json_values: int = Field(
         200_000,

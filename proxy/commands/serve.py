@@ -18,8 +18,10 @@ def main(argv: list[str]) -> int:
     settings_of.add_arguments(parser)
     try:
         settings = settings_of.load(parser.parse_args(argv), os.environ)
+        from proxy.server.descriptors import raise_limit
         from proxy.server.uvicorn_server import server_for
 
+        raise_limit()
         server = server_for(settings, LOGGING)
     except SettingsError as error:
         print(f"seamark serve: {error}", file=sys.stderr)

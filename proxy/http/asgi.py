@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody
+from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody, Overloaded
 from proxy.http.body_memory import BodyHold
 
 Scope = MutableMapping[str, Any]
@@ -77,8 +77,18 @@ class Pace(NamedTuple):
     rate: float  # bytes a second of the whole, beyond the grace; 0: no bound
 
 
+# A third, if there are more connections than fit: the request is to be refused.
+IS_CROWDED = "seamark.is_crowded"
+
+
 class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
+
+
+def check_room(scope: Scope) -> None:
+    """Raises `Overloaded` if the request came on a connection beyond those that fit."""
+    if IS_CROWDED in scope.get("extensions", ()):
+        raise Overloaded("The gateway has as many connections as it may (setting max_connections, or RLIMIT_NOFILE).")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room: BodyHold) -> bytes:

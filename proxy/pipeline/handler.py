@@ -81,6 +81,7 @@ class RequestHandler:
         request: ProxiedRequest | None = None
         held: BodyHold | None = None
         try:
+            asgi.check_room(scope)
             if is_preflight(scope):
                 await self._preflights.answer(scope, request_id, send)
                 return

@@ -5,6 +5,7 @@ This overrides internals of uvicorn, so pyproject.toml caps its version; tests/u
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from proxy.errors import RETRY_AFTER_SECONDS, Overloaded
 from proxy.http import asgi
+from proxy.server.descriptors import SPARE
 
 # Requests on one connection that wait for the answer to the one before.
 MAX_PIPELINED = 8
@@ -33,6 +36,7 @@ class Bounds(NamedTuple):
     head_bytes: int  # of a request's target and headers
     head_seconds: float  # from the end of the answer before it to the end of the head
     send_seconds: float  # without taking a byte of what is to be sent
+    connections: int  # of all clients; the newest of more may ask for pages only
 
 
 class State(ServerState):
@@ -101,6 +105,14 @@ class Connection(HttpToolsProtocol):
         self._free_since = self.loop.time()  # the last answer was complete
         self._taken_at = self._free_since  # the client took some of what is to be sent, or there was nothing
         self._unsent = 0  # bytes, when it was last looked at
+        self._is_crowded = False  # there are more connections than fit
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._is_crowded = len(self.connections) > self.bounds.connections
+        if len(self.connections) > self.bounds.connections + SPARE:
+            transport.write(_CROWDED)
+            transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -135,6 +147,9 @@ class Connection(HttpToolsProtocol):
             asgi.ON_DISCONNECT: request.on_disconnect,  # type: ignore[dict-item]  # any value, by ASGI
             asgi.BODY_STATE: request.body_state,  # type: ignore[dict-item]
         }
+        if self._is_crowded:
+            self.scope["extensions"][asgi.IS_CROWDED] = {}
+            self.cycle.keep_alive = False
         self._requests.append(request)
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
@@ -273,5 +288,15 @@ def _unchunked(cycle: RequestResponseCycle) -> asgi.Send:
 
 
 _ENVELOPE = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"%b"}}'
+
+_CROWDED_BODY = Overloaded("The gateway has as many connections as it may (setting max_connections).").body()
+
+_CROWDED = b"".join(
+    (
+        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n",
+        b"retry-after: %d\r\ncontent-length: %d\r\n\r\n" % (RETRY_AFTER_SECONDS, len(_CROWDED_BODY)),
+        _CROWDED_BODY,
+    )
+)
 
 _REFUSAL = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +19,7 @@ import uvicorn
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, build_pages
 from proxy.server.connection import Bounds, State, bounded
+from proxy.server.descriptors import most_connections
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.gateway")
@@ -110,12 +112,20 @@ def server_for(settings: Settings, log_config: dict[str, Any]) -> uvicorn.Server
     app = build(settings)
     if settings.admin_port is not None:
         _serve_pages(app, settings, log_config, settings.admin_port)
-    config = _config(app, settings, log_config, settings.host, settings.port, settings.drain_timeout)
+    most = most_connections(settings.max_connections)
+    config = _config(app, settings, log_config, settings.host, settings.port, settings.drain_timeout, most)
     return GatewayServer(config, settings, app.gateway)
 
 
 def _config(
-    app: App, settings: Settings, log_config: dict[str, Any], host: str, port: int, drain_seconds: float, **options: Any
+    app: App,
+    settings: Settings,
+    log_config: dict[str, Any],
+    host: str,
+    port: int,
+    drain_seconds: float,
+    most: int = sys.maxsize,
+    **options: Any,
 ) -> uvicorn.Config:
     options["timeout_graceful_shutdown"] = drain_seconds  # uvicorn declares an int and takes a float
     # /metrics counts requests; a line in the log for each would cost more than forwarding it.
@@ -124,7 +134,7 @@ def _config(
         app,
         host=host,
         port=port,
-        http=bounded(Bounds(settings.max_header_bytes, settings.client_timeout, settings.send_timeout)),
+        http=bounded(Bounds(settings.max_header_bytes, settings.client_timeout, settings.send_timeout, most)),
         ws="none",
         proxy_headers=False,  # nothing needs to know where a client comes from
         log_config=log_config,
