@@ -27,6 +27,15 @@ MAX_SETTINGS = 256  # beside the default ones
 # Learnings a minute that clients can cause: by settings not seen before, and by chat templates of their own.
 SETTINGS_PER_MINUTE, TEMPLATES_PER_MINUTE = 30, 4
 
+# As many of these as one API key may cause.
+SETTINGS_PER_KEY, TEMPLATES_PER_KEY = 15, 2
+
+# Seconds that one learning may take, however long each of its renders does.
+LEARNING_SECONDS = 60.0
+
+# Seconds without another learning of clients' for each second of one.
+REST = 4.0
+
 # Bytes of a setting that is learnt: it goes along with each of the renders. Real templates have some 20,000.
 MAX_SETTING_BYTES = 262_144
 
@@ -77,7 +86,9 @@ class FactsLearner:
         self._failed: OrderedDict[_Name, _Failures] = OrderedDict()
         self._running: dict[_Name, asyncio.Future[None]] = {}
         self._locks: WeakKeyDictionary[Renderer, asyncio.Lock] = WeakKeyDictionary()
-        self._started: dict[bool, deque[float]] = {False: deque(), True: deque()}  # whether by a template
+        # When clients caused a learning, and whose key it was; by whether it is of a template of theirs.
+        self._started: dict[bool, deque[tuple[float, str | None]]] = {False: deque(), True: deque()}
+        self._rests_until: dict[bytes, float] = {}  # by renderer id
         self.learnt = 0  # settings
         self.failures = 0  # learnings that gave nothing
         self.renders = 0  # asked for
@@ -102,22 +113,27 @@ class FactsLearner:
             return None
         return default.borrowed(self._longest_ends(renderer_id))
 
-    def wants(self, renderer_id: bytes, setting: Setting = DEFAULT) -> bool:
-        """Whether `learn` would ask the worker anything now."""
-        name = _Name(renderer_id, setting.key)
-        known = renderer_id in self._defaults if setting.is_default else name in self._others
-        if known or name in self._running:
+    def wants(self, renderer_id: bytes, setting: Setting = DEFAULT, owner: str | None = None) -> bool:
+        """Whether `learn` would ask the worker anything now, for a request that came with the API key `owner`."""
+        if not self._is_open(renderer_id, setting):
             return False
-        if (failures := self._failed.get(name)) is not None and self._clock() < failures.retry_at:
-            return False
-        return setting.is_default or self._has_room(setting)
+        if setting.is_default:
+            return True
+        return self._clock() >= self._rests_until.get(renderer_id, 0.0) and self._has_room(setting, owner)
 
-    async def learn(self, renderer: Renderer, renderer_id: bytes, model: Any, setting: Setting = DEFAULT) -> None:
+    async def learn(
+        self,
+        renderer: Renderer,
+        renderer_id: bytes,
+        model: Any,
+        setting: Setting = DEFAULT,
+        owner: str | None = None,
+    ) -> None:
         """Learn a setting through this worker, if that is wanted; waits for one who is learning it."""
-        if self.wants(renderer_id, setting):
+        if self.wants(renderer_id, setting, owner):
             if not setting.is_default:
-                self._started[setting.template].append(self._clock())
-            await self._learn(renderer, renderer_id, model, setting)
+                self._started[setting.template].append((self._clock(), owner))
+            await self._learn(renderer, renderer_id, model, setting, rests=not setting.is_default)
         elif (running := self._running.get(_Name(renderer_id, setting.key))) is not None:
             await asyncio.wait((running,))
 
@@ -125,24 +141,35 @@ class FactsLearner:
         """Learn the default setting, and those that switch thinking: what most requests have."""
         await self.learn(renderer, renderer_id, model)
         for setting in COMMON_SETTINGS if renderer_id in self._defaults else ():
-            if self.wants(renderer_id, setting):
+            if self._is_open(renderer_id, setting):
                 await self._learn(renderer, renderer_id, model, setting)
 
     def forget(self, renderer_id: bytes) -> None:
         """A worker with this renderer has started anew: nothing learnt before holds."""
         self._defaults.pop(renderer_id, None)
+        self._rests_until.pop(renderer_id, None)
         for names in (self._others, self._failed, self._running):
             for name in [name for name in names if name.renderer_id == renderer_id]:
                 del names[name]
 
-    async def _learn(self, renderer: Renderer, renderer_id: bytes, model: Any, setting: Setting) -> None:
+    async def _learn(
+        self, renderer: Renderer, renderer_id: bytes, model: Any, setting: Setting, rests: bool = False
+    ) -> None:
+        """Learn one setting; no client causes another learning for a while after one that `rests`."""
         name = _Name(renderer_id, setting.key)
         done = self._running[name] = asyncio.get_running_loop().create_future()
         facts = None
         try:
             async with self._locks.setdefault(renderer, asyncio.Lock()):
-                facts = await self._learnt(renderer, renderer_id, model, setting)
-        except RenderFailed:
+                began = self._clock()
+                try:
+                    async with asyncio.timeout(LEARNING_SECONDS):
+                        facts = await self._learnt(renderer, renderer_id, model, setting)
+                finally:
+                    if rests:
+                        now = self._clock()
+                        self._rests_until[renderer_id] = now + REST * (now - began)
+        except (RenderFailed, TimeoutError):
             logger.info("The worker did not answer while a chat template was learnt; that is tried again later.")
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold text of a client's template.
@@ -201,13 +228,26 @@ class FactsLearner:
         if len(self._others) > MAX_SETTINGS:
             self._others.popitem(last=False)
 
-    def _has_room(self, setting: Setting) -> bool:
+    def _is_open(self, renderer_id: bytes, setting: Setting) -> bool:
+        """Whether it is unknown, is not being learnt, and has not just failed."""
+        name = _Name(renderer_id, setting.key)
+        known = renderer_id in self._defaults if setting.is_default else name in self._others
+        if known or name in self._running:
+            return False
+        failures = self._failed.get(name)
+        return failures is None or self._clock() >= failures.retry_at
+
+    def _has_room(self, setting: Setting, owner: str | None) -> bool:
         """Whether the setting is small, and clients have caused few enough learnings in the last minute."""
         if setting.size > MAX_SETTING_BYTES or len(self._running) >= MAX_RUNNING:
             return False
         started = self._started[setting.template]
-        while started and started[0] <= self._clock() - MINUTE:
+        while started and started[0][0] <= self._clock() - MINUTE:
             started.popleft()
+        if owner is not None:
+            of_owner = sum(each == owner for _, each in started)
+            if of_owner >= (TEMPLATES_PER_KEY if setting.template else SETTINGS_PER_KEY):
+                return False
         return len(started) < (TEMPLATES_PER_MINUTE if setting.template else SETTINGS_PER_MINUTE)
 
     def _longest_ends(self, renderer_id: bytes) -> dict[Role, int]:

@@ -29,6 +29,11 @@ MAX_KNOWN = 4096
 
 MAX_WAITING = 16
 
+MAX_WAITING_OF_KEY = 4  # that came with one API key
+
+# Seconds that all renders of one head may take.
+HEAD_SECONDS = 30.0
+
 # A longer head is not rendered for this: it would hold up the worker's API server, which streams to everybody.
 MAX_CHARACTERS = 100_000  # of its texts
 
@@ -71,11 +76,14 @@ class HeadPositions:
     def __init__(self, positions: PositionCache) -> None:
         self._positions = positions
         self._seen: OrderedDict[bytes, bool] = OrderedDict()  # by key: whether it was tried
-        self._waiting: deque[tuple[_Head, Renderer]] = deque()
+        self._waiting: deque[tuple[_Head, Renderer, str | None]] = deque()  # and whose
         self._worker: asyncio.Task[None] | None = None
 
-    def learn(self, found: Found, renderer: Renderer) -> None:
-        """Take note of the places of a request whose position nothing tells; those seen before are rendered."""
+    def learn(self, found: Found, renderer: Renderer, owner: str | None = None) -> None:
+        """Take note of the places of a request whose position nothing tells; those seen before are rendered.
+
+        `owner` is the API key it came with.
+        """
         if not found.unplaced or found.layout is None:
             return
         for place in found.unplaced:
@@ -84,21 +92,27 @@ class HeadPositions:
                 self._seen[place.key] = False
                 if len(self._seen) > MAX_KNOWN:
                     self._seen.popitem(last=False)
-            elif not tried and len(self._waiting) < MAX_WAITING:
+            elif not tried and self._has_room(owner):
                 self._seen[place.key] = True
                 head = _head(found.layout, place)
                 if head.is_short:
-                    self._waiting.append((head, renderer))
+                    self._waiting.append((head, renderer, owner))
         if self._waiting and (self._worker is None or self._worker.done()):
             self._worker = asyncio.create_task(self._work())
 
+    def _has_room(self, owner: str | None) -> bool:
+        if owner is not None and sum(each == owner for _, _, each in self._waiting) >= MAX_WAITING_OF_KEY:
+            return False
+        return len(self._waiting) < MAX_WAITING
+
     async def _work(self) -> None:
         while self._waiting:
-            head, renderer = self._waiting.popleft()
+            head, renderer, _ = self._waiting.popleft()
             began = time.monotonic()
             try:
-                tokens = await self._measured(head, renderer)
-            except RenderFailed:
+                async with asyncio.timeout(HEAD_SECONDS):
+                    tokens = await self._measured(head, renderer)
+            except (RenderFailed, TimeoutError):
                 tokens = 0
             except Exception as error:  # the kind alone: the message might hold prompt text
                 logger.error("position of a head: %s", type(error).__name__)

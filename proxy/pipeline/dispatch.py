@@ -57,6 +57,13 @@ class Dispatcher:
         wants = (model if isinstance(model, str) else None, self._stored.boot(request.response_id))
         await self._queue.acquire(request.client.key, wants, lambda: self._take(lease), _never_sent)
 
+    def has_slot(self, request: ProxiedRequest) -> bool:
+        """Whether the request would get a slot now, without waiting."""
+        key = request.client.key
+        if len(self._queue) or (key is not None and not key.has_room):
+            return False
+        return any(worker.has_room for worker in self._pool.serving(request.model))
+
     def released(self) -> None:
         """A slot has become free."""
         if len(self._queue):

@@ -11,6 +11,7 @@ import os
 import re
 import time
 import traceback
+from functools import partial
 
 from proxy.chat.chat import HINTED
 from proxy.chat.responses import StoredResponses
@@ -133,6 +134,7 @@ class RequestHandler:
         if request.client.method == "POST":
             await self._read(request, held)
         async with self._dispatcher.lease(request) as lease:
+            self._reader.learn(request)
             await self._relay.forward(request, lease, send, watch)
 
     async def _read(self, request: ProxiedRequest, held: BodyHold) -> None:
@@ -160,7 +162,8 @@ class RequestHandler:
         self._check_owner(request)
         if hinted:
             await self._turn(len(raw))
-            await self._reader.read(request, await self._pool.ready())
+            workers = await self._pool.ready()
+            await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
             request.timings.reading_seconds = time.perf_counter() - client.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
 

@@ -1,16 +1,16 @@
 """From the body of any API to the chat in it, and to its boundaries.
 
-A request waits for a worker only where its system prompt tells a date, and once for each text before one. A failure
-here costs the hint, never the request.
+A request waits for a worker only where its system prompt tells a date, and once for each text before one; what is asked
+beside it is asked once it has a slot. A failure here costs the hint, never the request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachetools import LRUCache
 
@@ -34,7 +34,7 @@ from proxy.metrics import Metrics
 from proxy.observability.reasons import Explanation, Explanations
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.shadow import ReadPrompt
-from proxy.pipeline.request import ProxiedRequest
+from proxy.pipeline.request import ProxiedRequest, Unlearnt
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
@@ -50,6 +50,17 @@ MAX_MODELS = 256
 # Seconds that a request waits at most for the tokens before its date. A worker's API server usually has them in two
 # milliseconds.
 DATE_SECONDS = 0.05
+
+# Such questions under way at one worker, and for one API key. Requests beyond that go without the answer.
+DATES_PER_WORKER, DATES_PER_KEY = 8, 4
+
+
+class _Dating(NamedTuple):
+    """A worker is being asked for the tokens before a date."""
+
+    worker: Worker
+    owner: str | None  # the API key of the request that asked first
+    asking: asyncio.Task[None]
 
 
 class PromptReader:
@@ -71,10 +82,14 @@ class PromptReader:
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
         self._learning: set[asyncio.Task[None]] = set()
+        self._dating: dict[tuple[bytes, bytes], _Dating] = {}  # by renderer id and key of the text before the date
         self._tokens_per_byte: LRUCache[Any, float] = LRUCache(MAX_MODELS)
 
-    async def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> None:
-        """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds."""
+    async def read(self, request: ProxiedRequest, workers: Sequence[Worker], has_slot: Callable[[], bool]) -> None:
+        """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds.
+
+        A worker is asked nothing for a request that has no slot at one (`has_slot`): it may be refused.
+        """
         client, prediction = request.client, request.prediction
         explanation = request.explanation = Explanation(client.request_id, client.endpoint, owner=client.owner)
         found = Found(failure="unpatched")
@@ -93,9 +108,12 @@ class PromptReader:
             if serving and found.failure != "no_boundary":
                 worker = next((each for each in serving if model in each.renderer_ids), serving[0])
                 chat = prediction.chat
-                found = self._find(chat, worker, size, rate, several=len(serving) > 1)
+                found, prediction.unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
                 if found.dated is not None and worker.engine is not None and worker.engine.takes_entries:
-                    found = await self._with_date(found, found.dated, worker, model)
+                    place = found.dated
+                    found = found._replace(dated=None)
+                    if has_slot():
+                        found = await self._with_date(found, place, worker, model, client.owner)
                 prediction.remembered = self._remember(chat, found, memory.size, client.owner)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
@@ -124,7 +142,7 @@ class PromptReader:
             return ReadPrompt(Found(failure="no_facts"))
         renderer_id = worker.renderer_ids[model]
         setting = setting_of(chat.body)
-        await self._facts.learn(worker.renderer, renderer_id, model, setting)
+        await self._facts.learn(worker.renderer, renderer_id, model, setting, owner)
         found = self._finder.find(chat, self._facts.facts(renderer_id, setting), renderer_id, size)
         if found.layout is None:
             return ReadPrompt(found)
@@ -148,29 +166,61 @@ class PromptReader:
             known = self._tokens_per_byte.get(model, TOKENS_PER_BYTE)
             self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
 
-    def _find(self, chat: Chat | None, worker: Worker, size: int, rate: float, *, several: bool) -> Found:
+    def _find(
+        self, chat: Chat | None, worker: Worker, size: int, rate: float, *, several: bool
+    ) -> tuple[Found, Unlearnt | None]:
         model: Any = chat.body.get("model") if chat is not None else None
         renderer_id = worker.renderer_ids.get(model, b"")
-        facts = None
+        facts = unlearnt = None
         if chat is not None and renderer_id and not chat.is_bare:
             setting = setting_of(chat.body)
             facts = self._facts.facts(renderer_id, setting)
-            if (facts is None or not facts.is_own) and self._facts.wants(renderer_id, setting):
-                self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting))
+            is_missing = facts is None or not facts.is_own
+            unlearnt = Unlearnt(worker, renderer_id, setting, is_missing, facts is not None)
         found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=several)
-        if facts is not None:
-            self._heads.learn(found, worker.renderer)
-        return found
+        return found, unlearnt
 
-    async def _with_date(self, found: Found, place: Place, worker: Worker, model: Any) -> Found:
+    def learn(self, request: ProxiedRequest) -> None:
+        """The request has a slot: have learnt, beside it, what its boundaries lacked."""
+        unlearnt, found, owner = request.prediction.unlearnt, request.prediction.found, request.client.owner
+        if unlearnt is None or found is None:
+            return
+        request.prediction.unlearnt = None
+        worker, renderer_id, setting, is_missing, is_rendered = unlearnt
+        if is_missing and self._facts.wants(renderer_id, setting, owner):
+            self._learn_beside(self._facts.learn(worker.renderer, renderer_id, request.model, setting, owner))
+        if is_rendered:
+            self._heads.learn(found, worker.renderer, owner)
+
+    async def _with_date(self, found: Found, place: Place, worker: Worker, model: Any, owner: str | None) -> Found:
         """The same, with an entry for the end of what precedes the date, if the tokenizer tells one in time."""
-        try:
-            ids = await asyncio.wait_for(worker.renderer.tokenize(model, piece_of(place.kept)), DATE_SECONDS)
-        except (RenderFailed, TimeoutError):
-            ids = ()
-        entry = self._finder.dates.learn(found.renderer_id, place.key, ids) or None
+        name = (found.renderer_id, place.key)
+        dating = self._dating.get(name)
+        if dating is None:
+            under_way = self._dating.values()
+            if sum(each.worker is worker for each in under_way) >= DATES_PER_WORKER or (
+                owner is not None and sum(each.owner == owner for each in under_way) >= DATES_PER_KEY
+            ):
+                return found
+            task = asyncio.create_task(self._ask_date(name, place, worker, model))
+            dating = self._dating[name] = _Dating(worker, owner, task)
+        await asyncio.wait((dating.asking,))  # `DATE_SECONDS` at most; a client that leaves ends it for nobody else
+        entry = self._finder.dates.entry(*name) or None
         boundaries = (each._replace(entry=entry) if each.key == place.key else each for each in found.boundaries)
-        return found._replace(boundaries=tuple(boundaries), dated=None)
+        return found._replace(boundaries=tuple(boundaries))
+
+    async def _ask_date(self, name: tuple[bytes, bytes], place: Place, worker: Worker, model: Any) -> None:
+        ids: Sequence[int] = ()
+        try:
+            async with asyncio.timeout(DATE_SECONDS):
+                ids = await worker.renderer.tokenize(model, piece_of(place.kept))
+        except (RenderFailed, TimeoutError):
+            pass
+        except Exception as error:  # the kind alone: the message might hold prompt text
+            logger.error("tokens before a date: %s", type(error).__name__)
+        finally:
+            del self._dating[name]
+            self._finder.dates.learn(*name, ids)
 
     def _learn_beside(self, learning: Coroutine[Any, Any, None]) -> None:
         """No request waits for that."""

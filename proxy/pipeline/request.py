@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
+from proxy.boundaries.template_facts import Setting
 from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, RESPONSES, Chat
 from proxy.errors import NotFound
 from proxy.fleet.worker import Worker
@@ -119,11 +120,22 @@ class RequestBody:
             self.dropped.append(name)
 
 
+class Unlearnt(NamedTuple):
+    """What a worker can be asked about a request's template once the request has a slot."""
+
+    worker: Worker
+    renderer_id: bytes
+    setting: Setting
+    is_missing: bool  # its own facts are not there
+    is_rendered: bool  # some facts are there, so that places which none of them tells can be looked for
+
+
 @dataclass(slots=True)
 class Prediction:
     """What was known of the prompt before the worker answered."""
 
     chat: Chat | None = None
+    unlearnt: Unlearnt | None = None
     found: Found | None = None  # None: no boundaries are sought in such a request
     remembered: RememberedRequest | None = None
     expected: Expectation | None = None  # of the chosen worker

@@ -102,6 +102,11 @@ class RecordingWorker:
     answers: list[bytes] = field(default_factory=list)  # bodies of what it answered in full
     renders: int = 0
     tokenized: int = 0  # texts alone
+    hold_renders: threading.Event = field(
+        default_factory=threading.Event
+    )  # while set, nothing is rendered or tokenized
+    rendering: int = 0  # asked for and not answered
+    most_rendering: int = 0
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
     engines: dict[str, FakeEngine] = field(default_factory=dict)  # by boot
 
@@ -142,6 +147,8 @@ class RecordingWorker:
         if path == "/v1/chat/completions/render" and self.hang_renders:
             await receive()
             return None
+        if path in ("/v1/chat/completions/render", "/tokenize", "/detokenize"):
+            await self._until_rendered(receive)
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
         if path == "/tokenize" and b'"prompt"' in body:
@@ -205,6 +212,15 @@ class RecordingWorker:
             await asyncio.sleep(0.01)
         events = self.engine.feed(boot, after, self.version)
         await _answer(send, json.dumps(events).encode(), status=200 if self.has_feed else 404)
+
+    async def _until_rendered(self, receive: Any) -> None:
+        self.rendering += 1
+        self.most_rendering = max(self.most_rendering, self.rendering)
+        gone = asyncio.ensure_future(receive())
+        while self.hold_renders.is_set() and not gone.done():
+            await asyncio.sleep(0.001)
+        gone.cancel()
+        self.rendering -= 1
 
     async def _render(self, body: bytes, send: Any) -> None:
         self.renders += 1

@@ -14,6 +14,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self._now = max(self._now, self._scheduled[0].when())
+        if not self._ready and (waiting := [timer.when() for timer in self._scheduled if not timer.cancelled()]):
+            self._now = max(self._now, min(waiting))
         super()._run_once()

@@ -11,17 +11,23 @@ from tokenizers import Tokenizer
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.facts_learner import (
     COMMON_SETTINGS,
+    LEARNING_SECONDS,
     MAX_RENDERED,
     MAX_RUNNING,
     MAX_SETTING_BYTES,
     MAX_SETTINGS,
+    REST,
+    SETTINGS_PER_KEY,
     SETTINGS_PER_MINUTE,
+    TEMPLATES_PER_KEY,
     TEMPLATES_PER_MINUTE,
     FactsLearner,
 )
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.template_facts import DEFAULT, MAX_SCALAR, setting_of
+from proxy.chat.chat import CHAT
 from tests.harness.template_renderer import TemplateRenderer
+from tests.harness.virtual_time import VirtualTimeLoop
 
 ID = b"renderer"
 
@@ -229,6 +235,59 @@ async def test_few_templates_of_clients_are_learnt_in_a_minute(learner, renderer
     assert learner.wants(ID, OFF)  # these do not count together
     clock.now += 61
     assert learner.wants(ID, own[-1])
+
+
+async def test_one_api_key_leaves_learnings_to_the_others(learner, renderer):
+    await learner.learn(renderer, ID, "m")
+    for number in range(SETTINGS_PER_KEY):
+        await learner.learn(renderer, ID, "m", numbered(number), "ann")
+    assert not learner.wants(ID, numbered(-1), "ann")
+    assert learner.wants(ID, numbered(-1), "bob") and learner.wants(ID, numbered(-1))
+    own = [setting_of({"chat_template": f"{number}"}) for number in range(TEMPLATES_PER_KEY + 1)]
+    for setting in own:
+        await learner.learn(renderer, ID, "m", setting, "ann")
+    assert learner.facts(ID, own[-1]) is None
+    assert not learner.wants(ID, own[-1], "ann") and learner.wants(ID, own[-1], "bob")
+
+
+async def test_clients_cause_no_learning_right_behind_a_long_one(learner, renderer, clock):
+    class Slow:
+        async def __call__(self, body: Any, path: str = CHAT) -> Any:
+            clock.now += 0.1
+            return await renderer(body, path)
+
+    slow = Slow()
+    await learner.learn_common(slow, ID, "m")
+    assert all(learner.facts(ID, setting).is_own for setting in COMMON_SETTINGS)
+    began = clock.now
+    await learner.learn(slow, ID, "m", numbered(1))
+    took = clock.now - began
+    assert took > 0.1 and not learner.wants(ID, numbered(2))
+    await learner.learn(slow, b"another", "m")  # a worker that boots does not wait
+    assert learner.facts(b"another") is not None
+    clock.now = began + took * (1 + REST)
+    assert learner.wants(ID, numbered(2))
+
+
+def test_one_learning_has_one_deadline_however_many_renders_it_takes():
+    class Hanging:
+        asked = 0
+
+        async def __call__(self, body: Any, path: str = CHAT) -> Any:
+            self.asked += 1
+            await asyncio.sleep(5.0)
+            raise RenderFailed("planned", b"a template that refuses all")
+
+    async def learnt() -> tuple[float, int]:
+        loop, hanging = asyncio.get_running_loop(), Hanging()
+        learner = FactsLearner(loop.time)
+        await learner.learn(hanging, ID, "m")
+        assert not learner.wants(ID)  # for a while
+        return loop.time(), hanging.asked
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        seconds, asked = runner.run(learnt())
+    assert seconds <= LEARNING_SECONDS and 0 < asked <= LEARNING_SECONDS / 5.0
 
 
 def test_settings_are_those_that_can_recur():

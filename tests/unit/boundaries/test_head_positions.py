@@ -13,7 +13,14 @@ import pytest
 from proxy.boundaries import head_positions
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.head_positions import MAX_BYTES, MAX_CHARACTERS, REST, HeadPositions
+from proxy.boundaries.head_positions import (
+    HEAD_SECONDS,
+    MAX_BYTES,
+    MAX_CHARACTERS,
+    MAX_WAITING_OF_KEY,
+    REST,
+    HeadPositions,
+)
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.sentinel import MERGING, SENTINELS
@@ -67,10 +74,10 @@ class Gateway:
         self.positions = PositionCache(10**6)
         self.heads = HeadPositions(self.positions)
 
-    def ask(self, messages: list[Any], **body: Any) -> Found:
+    def ask(self, messages: list[Any], owner: str | None = None, **body: Any) -> Found:
         chat = chat_request({"messages": messages, **body})
         found = BoundaryFinder(self.positions).find(chat, TemplateFacts(), b"renderer")
-        self.heads.learn(found, self.renderer)
+        self.heads.learn(found, self.renderer, owner)
         return found
 
     async def idle(self) -> None:
@@ -237,3 +244,27 @@ def test_a_request_that_wants_nothing_starts_nothing():
     gateway = Gateway(Characters())  # outside a running event loop
     gateway.heads.learn(Found(), gateway.renderer)
     assert gateway.heads._worker is None
+
+
+async def test_one_api_key_leaves_room_for_the_heads_of_others():
+    gateway = Gateway(Characters())
+    for _ in range(2):
+        for owner in ("ann", "bob"):
+            for number in range(2 * MAX_WAITING_OF_KEY):
+                gateway.ask(chat("a?", f"Head {number} of {owner}."), owner=owner)
+    await gateway.idle()
+    assert len(gateway.renderer.bodies) == 2 * MAX_WAITING_OF_KEY * RENDERS
+
+
+def test_all_renders_of_a_head_have_one_deadline(monkeypatch):
+    async def one_head() -> tuple[int, float]:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(head_positions, "time", SimpleNamespace(monotonic=loop.time))
+        gateway = Gateway(Characters(seconds=HEAD_SECONDS * 0.4))
+        for question in ("a?", "b?"):
+            gateway.ask(chat(question))
+        await gateway.idle()
+        return len(gateway.renderer.bodies), len(gateway.positions)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        assert runner.run(one_head()) == (3, 0)

@@ -15,7 +15,7 @@ from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.json_body import NOTHING, Memory, memory_of, parse_object
 from proxy.metrics import Metrics
-from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
+from proxy.pipeline.prompt_reader import DATES_PER_WORKER, TOKENS_PER_BYTE, PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.settings import Settings
 
@@ -35,10 +35,12 @@ class Learner:
         known = self.known.get(renderer_id)
         return known if known is None or setting.is_default else known.borrowed({"user": 9})
 
-    def wants(self, renderer_id: bytes, setting: Setting = DEFAULT) -> bool:
+    def wants(self, renderer_id: bytes, setting: Setting = DEFAULT, owner: str | None = None) -> bool:
         return setting not in self.asked
 
-    async def learn(self, renderer: Any, renderer_id: bytes, model: Any, setting: Setting = DEFAULT) -> None:
+    async def learn(
+        self, renderer: Any, renderer_id: bytes, model: Any, setting: Setting = DEFAULT, owner: str | None = None
+    ) -> None:
         self.asked.append(setting)
 
 
@@ -54,15 +56,19 @@ async def read(
     learner: Learner,
     *workers: Worker,
     reader: PromptReader | None = None,
+    has_slot: bool = True,
     memory: Memory = NOTHING,
     **body: Any,
 ) -> ProxiedRequest:
+    """A request that has been read, and has got its slot if there is one."""
     parsed = {"model": "m", "messages": MESSAGES, **body}
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     request = request_of(scope, json.dumps(parsed).encode(), "r")
     request.body.parsed, request.body.memory = parsed, memory
     reader = reader if reader is not None else PromptReader(Settings(), Metrics(), learner)
-    await reader.read(request, workers)
+    await reader.read(request, workers, lambda: has_slot)
+    if has_slot:
+        reader.learn(request)
     return request
 
 
@@ -167,6 +173,36 @@ async def test_no_request_waits_long_for_the_tokens_before_its_date_and_none_aft
     assert len(tokenizer.texts) == 1
 
 
+async def test_nothing_is_asked_for_a_request_without_a_slot():
+    serving, reader, learner = worker(), None, Learner(one=FACTS)
+    reader = PromptReader(Settings(), Metrics(), learner)
+    serving.renderer = tokenizer = Tokenizer()
+    fields = {"messages": DATED, "chat_template_kwargs": {"thinking": True}}
+    found = (await read(learner, serving, reader=reader, has_slot=False, **fields)).prediction.found
+    await asyncio.sleep(0)
+    assert found.entries() == ("last:3", -9) and not tokenizer.texts and not learner.asked
+    assert "first:" in str((await read(learner, serving, reader=reader, **fields)).prediction.found.entries())
+    await asyncio.sleep(0)
+    assert tokenizer.texts and learner.asked
+
+
+async def test_as_many_workers_are_asked_for_the_tokens_before_a_date_as_may_be():
+    serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
+    serving.renderer = tokenizer = Tokenizer(hangs=True)
+
+    def told(number: int) -> list[dict[str, str]]:
+        return [{**DATED[0], "content": f"Ship {number}. {DATED[0]['content']}"}, DATED[1]]
+
+    same = [read(Learner(), serving, reader=reader, messages=DATED) for _ in range(20)]
+    await asyncio.gather(*same)
+    assert len(tokenizer.texts) == 1  # one asks for all
+    await asyncio.gather(*(read(Learner(), serving, reader=reader, messages=told(number)) for number in range(40)))
+    assert len(tokenizer.texts) == 1 + DATES_PER_WORKER
+    tokenizer.hangs = False
+    request = await read(Learner(), serving, reader=reader, messages=told(39))  # went without, and is not forgotten
+    assert "first:" in str(request.prediction.found.entries())
+
+
 async def test_an_older_plugin_is_asked_for_no_tokens():
     serving = worker()
     serving.renderer, serving.engine = Tokenizer(), EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384)
@@ -229,7 +265,7 @@ async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(shape):
         request = request_of(scope, raw, f"{seed}")
         request.body.parsed = parse_object(raw)
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
-        await reader.read(request, [worker()])
+        await reader.read(request, [worker()], lambda: True)
         reader.stored.put(request.prediction.chat, {"id": f"resp_{seed}"}, "w#1")
 
     await send(0)  # what stays for ever, such as patterns and interned texts
