@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from proxy.chat.responses import StoredResponses
+from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
@@ -89,7 +90,10 @@ class Dispatcher:
     def other_worker(self, lease: Lease) -> Worker | None:
         """A worker that has a slot for the request now, other than the one that has had it; recorded as chosen."""
         request, refused = lease.request, lease.worker
-        others = [worker for worker in self._roomy(request) if worker is not refused]
+        try:
+            others = [worker for worker in self._roomy(request) if worker is not refused]
+        except NoWorker:
+            return None
         if not others:
             return None
         self.not_computed(request)

@@ -133,7 +133,7 @@ class ResponseRelay:
         worker.answered()
         if request.client.method != "POST":
             return
-        if status < 400:
+        if 200 <= status < 400:
             self._pool.record_success(worker)
         elif status >= 500 and status != 501:
             self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)

@@ -14,7 +14,7 @@ from proxy.chat.reader import chat_request
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
 from proxy.fleet.warmup import WarmupSet
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import BREAKER_FAILURES, CircuitBreaker, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.pipeline.dispatch import Dispatcher
@@ -130,6 +130,45 @@ async def test_a_request_that_never_reached_its_worker_moves_to_another():
         assert scene.events.sent_to == [first.boot, lease.worker.boot]
         assert request.prediction.expected.ever_sent is None  # the first try was not there before
     assert scene.counted() == (0, 0, 0)
+
+
+async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now():
+    scene = Scene("a", "b")
+    async with scene.dispatcher.lease(scene.request()) as lease:
+        first = lease.worker
+        (other,) = (worker for worker in scene.workers if worker is not first)
+        other.inflight = 1
+        assert not lease.move_now() and lease.worker is first
+        other.inflight = 0
+        assert lease.move_now() and lease.worker is other
+        assert (first.inflight, first.prefill_tokens, scene.counted()) == (0, 0, (1, 1, 160))
+        assert scene.events.refused_by == [first.boot]
+        scene.pool.up.clear()
+        assert not lease.move_now() and lease.worker is other
+    assert scene.counted() == (0, 0, 0)
+
+
+async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there():
+    scene = Scene("a")
+    breaker = scene.workers[0].breaker = CircuitBreaker(lambda: 0.0)
+    for request in range(BREAKER_FAILURES):
+        breaker.failed(request)
+    breaker._trial_at = 0.0
+    async with scene.dispatcher.lease(scene.request()):
+        assert not breaker.wants_trial
+    assert breaker.wants_trial  # its client has left without an answer
+
+
+async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room():
+    scene = Scene("a")
+    scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
+    request = scene.request()
+    assert scene.dispatcher.has_slot(request)
+    scene.key.inflight = 1
+    assert not scene.dispatcher.has_slot(request)
+    scene.key.inflight = 0
+    async with scene.dispatcher.lease(request):
+        assert not scene.dispatcher.has_slot(scene.request())
 
 
 async def test_a_request_that_finds_no_other_worker_is_counted_nowhere():
