@@ -135,7 +135,7 @@ class Connection:
     def __init__(self) -> None:
         self.scopes, self.bodies, self.may_answer = [], [], asyncio.Event()
         self.headers, self.pieces = [(b"content-length", b"0")], []
-        protocol = bounded(Bounds(LIMIT, TIMEOUT, SEND_TIMEOUT))
+        protocol = bounded(Bounds(LIMIT, TIMEOUT, SEND_TIMEOUT, 10))
         config = uvicorn.Config(self.app, interface="asgi3", http=protocol, ws="none", log_config=None, lifespan="off")
         config.load()
         self.transport = Transport()
