@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast lint test-deploy soak fuzz bench-gateway check-templates lock
+.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -43,10 +43,19 @@ fuzz:
 	@./set-up.sh
 	@.venv/bin/python -m tests.bench.fuzz $(ARGS)
 
+# Honest streams beside attackers at full speed for half an hour; `make attacks ARGS="--seconds 120"`.
+attacks:
+	@./set-up.sh
+	@.venv/bin/python -m tests.bench.attacks $(ARGS)
+
 # Positions by a folder of chat templates, on vLLM's own renderer with two tokenizers: `make check-templates DIR=...`.
 check-templates:
 	@./set-up.sh
 	@.venv/bin/python -m tests.bench.templates $(DIR) $(ARGS)
+
+# Known vulnerabilities of the locked versions. Needs pipx and the network.
+audit:
+	@pipx run pip-audit --requirement requirements.lock
 
 # Resolve requirements.lock again. Needs uv; UV_FIND_LINKS or UV_INDEX must lead to torch's CPU build.
 lock:

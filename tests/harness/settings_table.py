@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from proxy import errors
+from proxy.errors import GatewayError
 from proxy.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,57 @@ IN_COMPOSE = {
     "vLLM that runs on this machine already, and listens to more than 127.0.0.1: http://host.docker.internal:8000",
     "redis": "Compose: redis://redis:6379/0",
 }
+
+
+LIMITS_BEGIN = "<!-- limits: the same command writes this table from tests/harness/settings_table.py -->\n"
+LIMITS_END = "<!-- /limits -->\n"
+
+
+class Limit(NamedTuple):
+    """What happens when a setting's limit is met."""
+
+    setting: str
+    errors: tuple[type[GatewayError], ...]  # that a client gets, one of them
+    instead: str = ""  # what happens besides, or instead
+
+
+LIMITS = (
+    Limit("max_header_bytes", (), "431 `headers_too_large`, and the connection is closed"),
+    Limit("client_timeout", (errors.BodyTooSlow,), "for a head the connection is closed, too"),
+    Limit("min_body_rate", (errors.BodyTooSlow,)),
+    Limit("send_timeout", (), "the connection is closed, and the worker's slot is free"),
+    Limit("max_connections", (errors.Overloaded,), "the newest are closed; `/health` and `/ready` are answered"),
+    Limit("max_body_bytes", (errors.BodyTooLarge,), "before `100 Continue` if the length is announced"),
+    Limit("max_bodies_bytes", (errors.Overloaded, errors.KeyBusy)),
+    Limit("max_json_depth", (errors.TooComplex,)),
+    Limit("max_json_values", (errors.TooComplex,)),
+    Limit("max_boundary_values", (), "forwarded without a hint (reason `no_boundary`)"),
+    Limit("max_inflight", (errors.Overloaded, errors.KeyBusy), "after waiting for `queue_timeout`"),
+    Limit("max_queue", (errors.Overloaded, errors.KeyBusy)),
+    Limit("queue_timeout", (errors.Overloaded, errors.KeyBusy)),
+    Limit("connect_timeout", (errors.NoWorker,), "if no other worker can take the request"),
+    Limit("silence_timeout", (errors.WorkerSilent,), "in a stream an event says so"),
+    Limit("max_collected_bytes", (), "the answer comes without `x-seamark-cached` and `x-seamark-reason`"),
+    Limit("drain_timeout", (errors.Stopping,), "in a stream an event says so"),
+    Limit("memory_bytes", (), "the oldest is forgotten: a hit is lost"),
+    Limit("text_bytes", (), "the oldest is forgotten: a hit, a reason or a replay is lost"),
+)
+
+
+def limits() -> str:
+    """One row for each limit: what a client gets."""
+    rows = []
+    for limit in LIMITS:
+        field = Settings.model_fields[limit.setting]
+        told = [f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in limit.errors]
+        told[-1:] = [
+            f"{each}; `Retry-After` {limit.errors[-1].retry_after}"
+            for each in told[-1:]
+            if limit.errors[-1].retry_after
+        ] or told[-1:]
+        what = "; ".join(filter(None, (" or ".join(told), limit.instead)))
+        rows.append(f"| `{limit.setting}` | {shown(field.get_default())} | {what} |")
+    return "\n".join(["| setting | default | when it is met |", "|---|---|---|", *rows, ""])
 
 
 def shown(default: Any) -> str:
@@ -46,9 +99,11 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The document with the table of the code."""
-    before, begin, rest = text.partition(BEGIN)
-    return before + begin + table() + END + rest.partition(END)[2]
+    """The document with the tables of the code."""
+    for begin, made, end in ((BEGIN, table, END), (LIMITS_BEGIN, limits, LIMITS_END)):
+        before, _, rest = text.partition(begin)
+        text = before + begin + made() + end + rest.partition(end)[2]
+    return text
 
 
 def with_comments(text: str) -> str:
