@@ -40,6 +40,8 @@ MAX_ID_CHARACTERS = 256
 # Parsing a larger body takes a millisecond and more. Many that arrive together take turns with everything else.
 LARGE_BYTES = 2**16
 
+TURNS = 4  # of the event loop: enough for a page, or for a piece of a stream from worker to client
+
 # How a JSON object begins, in any of its encodings; audio and images do not.
 _OBJECT = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\s\0])*\{")
 
@@ -168,10 +170,11 @@ class RequestHandler:
             self._boundary_seconds.observe(request.timings.reading_seconds)
 
     async def _turn(self, size: int) -> None:
-        """Wait until the event loop has turned to all others once since the last large body (`size` in bytes)."""
+        """Wait until the event loop has turned to all others since the last large body (`size` in bytes)."""
         if size > LARGE_BYTES:
             async with self._turns:
-                await asyncio.sleep(0)
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
 
     def _check_owner(self, request: ProxiedRequest) -> None:
         client = request.client

@@ -16,7 +16,7 @@ from proxy.chat.chat import ENDPOINTS
 from proxy.errors import Forbidden, GatewayError, NotFound, NoWorker, Stopping
 from proxy.fleet.pool import union_of_models
 from proxy.fleet.worker import Worker
-from proxy.http import auth
+from proxy.http import asgi, auth
 from proxy.pipeline.error_responses import error_headers
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.preflight import ANY_SITE
@@ -25,6 +25,12 @@ from proxy.server.status import live, redis_status, self_check_status, worker_st
 from proxy.settings import Settings
 
 MODELS = "/v1/models"
+
+HEALTH = "/health"
+
+_ALIVE = b'{"status":"ok"}'
+
+_JSON = [(b"content-type", b"application/json")]
 
 
 class App(FastAPI):
@@ -38,6 +44,9 @@ class App(FastAPI):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
+            if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):
+                await asgi.send_whole(send, 200, _JSON, _ALIVE)  # at once, however much there is to do
+                return
             if scope["path"].endswith("/"):
                 scope = _without_slash(scope)
             if not self._pages_only and _is_forwarded(scope["path"], scope["method"]):
@@ -104,10 +113,6 @@ def _with_pages(
         except GatewayError as error:
             return error_response(error)
         return await call_next(request)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> Response:
