@@ -7,6 +7,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from proxy.settings import Settings
+
+
 PATHS = (
     *("/v1/chat/completions",) * 4,
     *("/v1/completions", "/v1/responses", "/v1/messages") * 2,
@@ -165,6 +168,22 @@ def nested(rng: random.Random) -> bytes:
         )
     )
     return where.replace(b"%b", deep)
+
+
+def at_a_limit(rng: random.Random, beyond: bool) -> bytes:
+    """A body that has as many values, elements or levels as the settings allow, or one more."""
+    values, depth = (Settings.model_fields[name].default + beyond for name in ("max_json_values", "max_json_depth"))
+    head = (
+        b'{"model":"m","messages":[{"role":"user","content":"{[:,"}],"metadata":'  # 9 values with what opens behind it
+    )
+    return rng.choice(
+        (
+            head + b"[" + b",".join([b"{}"] * (values - 9)) + b"]}",
+            head + b"[" + b",".join([b'{"a":[]}'] * ((values - 9) // 3)) + b",[]" * ((values - 9) % 3) + b"]}",
+            head + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}",
+            head + b'{"a":' * (depth - 1) + b"1" + b"}" * (depth - 1) + b"}",
+        )
+    )
 
 
 def raw(rng: random.Random) -> bytes:

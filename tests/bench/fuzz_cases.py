@@ -73,8 +73,10 @@ def case(seed: int, number: int) -> Case:
         return Case(number, "odd", SURVIVED, cut(rng, fuzz_framing.odd(rng, name)))
     bases = (_request(rng, name)[1], fuzz_framing.odd(rng, name), *fuzz_framing.ambiguous(name).values())
     base = rng.choice(bases[:1] * 20 + bases)
-    if kind < 0.94:
+    if kind < 0.93:
         return Case(number, "mutated", SURVIVED, cut(rng, fuzz_framing.mutated(rng, base)))
+    if kind < 0.94:
+        return _limited(rng, number, name)
     return Case(number, "half", SURVIVED, cut(rng, base[: rng.randrange(1, len(base) + 1)]), leaves=True)
 
 
@@ -95,6 +97,16 @@ def _well_framed(rng: random.Random, number: int, made: Sequence[tuple[Sent, byt
     kind = "well framed" if len(made) == 1 else "pipelined"
     data = b"".join(data for _, data in made)
     return Case(number, kind, ANSWERED, cut(rng, data), [sent for sent, _ in made])
+
+
+def _limited(rng: random.Random, number: int, name: str) -> Case:
+    """What the settings just allow, or just not."""
+    is_beyond = rng.random() < 0.5
+    body, fields = fuzz_bodies.at_a_limit(rng, is_beyond), {"content-type": "application/json", "x-mock-id": name}
+    data = request("POST", "/v1/chat/completions", fields, body)
+    if is_beyond:
+        return Case(number, "beyond a limit", REFUSED, cut(rng, data))
+    return Case(number, "at a limit", ANSWERED, cut(rng, data), [Sent(name, "POST", "/v1/chat/completions", body)])
 
 
 def _request(rng: random.Random, name: str) -> tuple[Sent, bytes]:
