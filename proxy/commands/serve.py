@@ -18,11 +18,16 @@ def main(argv: list[str]) -> int:
     settings_of.add_arguments(parser)
     try:
         settings = settings_of.load(parser.parse_args(argv), os.environ)
+        from proxy.server import memory
         from proxy.server.descriptors import raise_limit
         from proxy.server.uvicorn_server import server_for
 
         raise_limit()
-        server = server_for(settings, LOGGING)
+        fitted = memory.fitted(settings)
+        if fitted is not settings:
+            bounds = ", ".join(f"{name} is {getattr(fitted, name)}" for name in memory.BOUNDS)
+            print(f"seamark serve: this process may not have the memory of the settings: {bounds}", file=sys.stderr)
+        server = server_for(fitted, LOGGING)
     except SettingsError as error:
         print(f"seamark serve: {error}", file=sys.stderr)
         return 2

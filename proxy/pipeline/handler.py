@@ -15,7 +15,7 @@ from functools import partial
 
 from proxy.chat.chat import HINTED
 from proxy.chat.responses import StoredResponses
-from proxy.errors import BadRequest, GatewayError, NotFound, Stopping, TooComplex, Unauthorized
+from proxy.errors import BadRequest, GatewayError, NotFound, Overloaded, Stopping, TooComplex, Unauthorized
 from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
 from proxy.http.auth import KeyRing
@@ -106,6 +106,10 @@ class RequestHandler:
             raise
         except GatewayError as error:
             await self._refuse(request, scope, error, request_id, send)
+        except MemoryError:  # a refusal gives some back
+            logger.error("request %s: out of memory", request_id)
+            lack = Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
+            await self._refuse(request, scope, lack, request_id, send)
         except Exception as error:
             # The place and the kind alone: the message of an unexpected error might hold prompt text.
             place = "".join(traceback.format_tb(error.__traceback__))

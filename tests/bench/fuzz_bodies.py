@@ -9,7 +9,6 @@ from typing import Any
 
 from proxy.settings import Settings
 
-
 PATHS = (
     *("/v1/chat/completions",) * 4,
     *("/v1/completions", "/v1/responses", "/v1/messages") * 2,

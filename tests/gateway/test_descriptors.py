@@ -26,13 +26,17 @@ BODY = json.dumps(chat("Tide?")).encode()
 
 
 def limited_gateway(
-    fleet: Servers, *workers: RecordingWorker, limit: int = LIMIT, flags: tuple[str, ...] = ()
+    fleet: Servers,
+    *workers: RecordingWorker,
+    ulimit: str = "ulimit -n",
+    limit: int = LIMIT,
+    flags: tuple[str, ...] = (),
 ) -> Server:
     """One that may have `limit` descriptors."""
     port = free_port()
     serve = f"{sys.executable} -m proxy.cli serve --port {port} --self-check-interval 0 --health-interval 0.5"
     named = " ".join([*(f"--worker {worker.url}" for worker in workers), *flags])
-    command = ["bash", "-c", f"ulimit -n {limit} && exec {serve} {named}"]
+    command = ["bash", "-c", f"{ulimit} {limit} && exec {serve} {named}"]
     gateway = fleet.start("limited-gateway", port, command, {})
     gateway.wait_until_ready("/ready")
     return gateway
@@ -118,6 +122,35 @@ def test_a_gateway_without_a_descriptor_left_blames_no_worker(fleet):
         assert len(worker.seen[""]) == 1
         wait_for(lambda: post(gateway, chat("afterwards")).status_code == 200)
         assert " is down" not in gateway.log.read_text()
+
+
+def test_bodies_beyond_the_memory_are_refused_and_no_worker_is_blamed(fleet):
+    """512 MiB of address space, of which the program takes most; 200 bodies of 2 MB come at once."""
+    body = json.dumps(chat("x" * 2_000_000)).encode()
+    with recording_worker() as worker:
+        gateway = limited_gateway(fleet, worker, ulimit="ulimit -v", limit=512 * 1024)
+        assert "max_bodies_bytes is" in gateway.log.read_text()
+
+        async def one() -> Response | None:
+            with contextlib.suppress(Cut, OSError):
+                connection = await Connection.open(gateway)
+                await connection.send(request("POST", CHAT, {"content-type": "application/json"}, body))
+                return await connection.response()
+            return None
+
+        async def crowd() -> list[Response | None]:
+            return await asyncio.gather(*(one() for _ in range(200)))
+
+        for _ in range(2):
+            told = [answer for answer in asyncio.run(crowd()) if answer is not None]
+            assert {answer.status for answer in told} == {200, 503}
+            refused = [answer for answer in told if answer.status == 503]
+            assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
+            assert {json.loads(answer.body)["error"]["code"] for answer in refused} == {"overloaded"}
+        wait_for(lambda: post(gateway, chat("afterwards")).status_code == 200)
+        assert gateway.process.poll() is None and metric(gateway, "seamark_worker_up") == 1
+        log = gateway.log.read_text()
+        assert " is down" not in log and "Traceback" not in log and "out of memory" not in log
 
 
 def first_free_descriptor(pid: int) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from unittest.mock import Mock
 
 import pytest
 
+from proxy.http import asgi
 from proxy.metrics import Metrics
 from proxy.pipeline.handler import LARGE_BYTES, TURNS, RequestHandler
 from proxy.settings import Settings
@@ -44,3 +46,21 @@ async def test_small_bodies_wait_for_nothing(handler):
     await handler._turns.acquire()
     async with asyncio.timeout(30):
         await handler._turn(LARGE_BYTES)
+
+
+async def test_without_memory_a_client_is_asked_to_come_again(handler, caplog):
+    handler._dispatcher.lease.side_effect = MemoryError
+    sent = []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    extensions = {asgi.ON_DISCONNECT: lambda callback: None}
+    scope = {"method": "GET", "path": "/v1/x", "query_string": b"", "headers": [], "extensions": extensions}
+    await handler(scope, receive, send)
+    assert sent[0]["status"] == 503 and b"retry-after" in dict(sent[0]["headers"])
+    assert json.loads(sent[1]["body"])["error"]["code"] == "overloaded"
+    assert "Traceback" not in caplog.text and handler._bodies.held == 0

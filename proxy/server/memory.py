@@ -1,0 +1,58 @@
+"""How much memory this process may have, and settings that fit into it."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from proxy.settings import Settings
+
+# What a container may have: control groups of version 2, then of version 1.
+GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+PROCESS = Path("/proc/self/statm")  # pages: of the address space, and resident
+
+# What the program takes from here on: of its resident size, and of its address space, in which the allocator reserves
+# 64 MiB for each of five threads.
+LOADED_BYTES = 32 * 2**20
+RESERVED_BYTES = 5 * 64 * 2**20
+
+# Bounds of what is kept. They get a quarter of what is left, and connections another one. The rest is for copies while
+# a body is read and sent, and for what the allocator does not give back.
+BOUNDS = ("max_bodies_bytes", "memory_bytes", "text_bytes")
+SHARE = 0.25
+
+CONNECTION_BYTES = 2**18  # of a client that sends a large body: what has been read and not been taken yet
+
+
+def fitted(settings: Settings) -> Settings:
+    """The settings, with smaller bounds of memory if this process may have less than they allow."""
+    left = room()
+    wanted = sum(getattr(settings, name) for name in BOUNDS)
+    if left is None or wanted <= left * SHARE:
+        return settings
+    bounds = {name: max(1, round(getattr(settings, name) * left * SHARE / wanted)) for name in BOUNDS}
+    if not settings.text_bytes:
+        bounds["text_bytes"] = 0
+    bounds["max_body_bytes"] = min(settings.max_body_bytes, bounds["max_bodies_bytes"])
+    connections = max(1, round(left * SHARE) // CONNECTION_BYTES)
+    bounds["max_connections"] = min(settings.max_connections or connections, connections)
+    return settings.model_copy(update=bounds)
+
+
+def room() -> int | None:
+    """Bytes that this process may have beside what it has; None if there is no limit, or no way to know it."""
+    try:
+        size, resident = (int(pages) * resource.getpagesize() for pages in PROCESS.read_text().split()[:2])
+    except (OSError, ValueError):
+        return None
+    limits = []
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space - size - RESERVED_BYTES)
+    for path in GROUP_LIMITS:
+        try:
+            limits.append(int(path.read_text()) - resident - LOADED_BYTES)
+        except (OSError, ValueError):  # there is none, or it says "max"
+            continue
+    return max(0, min(limits)) if limits else None

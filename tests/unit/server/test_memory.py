@@ -1,0 +1,80 @@
+"""Bounds of memory fit into what the process may have."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from proxy.server import memory
+from proxy.server.memory import BOUNDS, SHARE, fitted, room
+from proxy.settings import Settings
+
+MIB = 2**20
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Sets the limits of a process of 300 MiB, 60 of them resident; in MiB, None for no limit."""
+
+    def set_to(address_space: int | None, group: int | str | None) -> None:
+        pages = MIB // resource.getpagesize()
+        for name, content in (("statm", f"{300 * pages} {60 * pages} 1 1 0 1 0"), ("group", f"{group}")):
+            (tmp_path / name).write_text(content)
+        if isinstance(group, int):
+            (tmp_path / "group").write_text(f"{group * MIB}\n")
+        monkeypatch.setattr(memory, "RESERVED_BYTES", 0)
+        monkeypatch.setattr(memory, "LOADED_BYTES", 0)
+        monkeypatch.setattr(memory, "PROCESS", tmp_path / "statm")
+        monkeypatch.setattr(memory, "GROUP_LIMITS", (tmp_path / "group", tmp_path / "none"))
+        soft = resource.RLIM_INFINITY if address_space is None else address_space * MIB
+        monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (soft, soft))
+
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("address_space", "group", "left"),
+    [(None, "max", None), (512, "max", 212), (None, 512, 452), (512, 512, 212), (1024, 512, 452), (200, "max", 0)],
+)
+def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, group, left):
+    limits(address_space, group)
+    assert room() == (left if left is None else left * MIB)
+
+
+def test_settings_that_fit_are_left_alone(limits):
+    for address_space, group in ((None, "max"), (None, 8000)):
+        limits(address_space, group)
+        settings = Settings()
+        assert fitted(settings) is settings
+
+
+def test_bounds_are_made_smaller_in_proportion(limits):
+    limits(512, "max")
+    settings = Settings(max_bodies_bytes=600 * MIB, memory_bytes=300 * MIB, text_bytes=100 * MIB)
+    found = fitted(settings)
+    assert sum(getattr(found, name) for name in BOUNDS) == pytest.approx(212 * MIB * SHARE, rel=0.01)
+    assert found.max_bodies_bytes == pytest.approx(2 * found.memory_bytes, rel=0.01)
+    assert found.max_body_bytes == found.max_bodies_bytes < settings.max_body_bytes
+    assert found.max_connections == 212 and found.port == settings.port
+    assert fitted(Settings(max_connections=7)).max_connections == 7
+
+
+def test_what_is_switched_off_stays_off_and_nothing_becomes_nothing(limits):
+    limits(301, "max")
+    found = fitted(Settings(text_bytes=0))
+    assert found.text_bytes == 0 and found.memory_bytes > 0 and found.max_body_bytes > 0
+
+
+def test_what_the_program_takes_later_is_left_to_it(limits, monkeypatch):
+    limits(512, 512)
+    monkeypatch.setattr(memory, "RESERVED_BYTES", 200 * MIB)
+    assert room() == 12 * MIB
+    monkeypatch.setattr(memory, "LOADED_BYTES", 450 * MIB)
+    assert room() == 2 * MIB
+
+
+def test_without_a_way_to_know_nothing_changes(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "PROCESS", tmp_path / "none")
+    assert room() is None
