@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
 import pytest
-import uvicorn
 
 from proxy.bench.harness.servers import Server
-from proxy.commands.render_server import free_port
 from tests.bench.fuzz_framing import SMUGGLED, ambiguous, inner
 from tests.harness.front_proxies import FRONT_PROXIES, HAPROXY, NGINX, installed, nginx
 from tests.harness.gateways import CHAT, chat, post, start_gateway
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.threaded_server import serving
 
 VICTIMS = 1000
 
@@ -54,21 +52,9 @@ class EchoWorker(RecordingWorker):
 @contextmanager
 def echo_worker(http: str) -> Iterator[EchoWorker]:
     """Under uvicorn with `http` (h11 or httptools), in a thread."""
-    port = free_port()
-    worker = EchoWorker(url=f"http://127.0.0.1:{port}")
-    server = uvicorn.Server(
-        uvicorn.Config(worker, port=port, http=http, ws="none", lifespan="off", log_level="critical")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the worker did not start"
-        thread.join(0.01)
-    try:
+    worker = EchoWorker(url="")
+    with serving(worker, http=http) as worker.url:
         yield worker
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
 
 
 def attacks() -> list[list[bytes]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
 
-import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
 from tests.harness.fake_engine import (
@@ -30,6 +28,7 @@ from tests.harness.fake_engine import (
     template,
     token_ids,
 )
+from tests.harness.threaded_server import serving
 
 PROMPT_TOKENS = 300  # of requests that are no chats, and in recorded streams
 
@@ -266,16 +265,5 @@ def recording_worker(**state: Any) -> Iterator[RecordingWorker]:
     """The fake under a real HTTP server, in a thread."""
     worker = RecordingWorker(**state)
     app = CORSMiddleware(worker, allow_origins=worker.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
-    listening = socket.create_server(("127.0.0.1", 0))
-    worker.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the worker did not start"
-        thread.join(0.01)
-    try:
+    with serving(app) as worker.url:
         yield worker
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
