@@ -182,6 +182,10 @@ async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) 
     await send({"type": "http.response.body", "body": body})
 
 
+async def _nothing() -> MutableMapping[str, Any]:
+    return {"type": "http.disconnect"}
+
+
 class ClientWatch:
     """Inside its context, a client that disconnects cancels the task, and leaving the context raises `ClientGone`.
 
@@ -219,6 +223,7 @@ class ClientWatch:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.over = True
+        self._scope, self._receive = {}, _nothing  # which lead back here
         if self._watching is not None:
             self._watching.cancel()
         if self.gone and self._task is not None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ref
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -68,22 +68,40 @@ class _Parser(httptools.HttpRequestParser):
                 return
 
 
-@dataclass(eq=False, slots=True)
 class _Request:
-    cycle: RequestResponseCycle
-    callbacks: list[Callable[[], None]] = field(default_factory=list)  # for when the client leaves
-    is_broken: bool = False  # no HTTP came for its body
+    """What the scope of a request leads to. It holds nothing that leads back.
+
+    A request would otherwise stay in memory, with its head and its body, until the garbage collector comes: that counts
+    objects, of which a large body has one.
+    """
+
+    __slots__ = ("_cycle", "callbacks", "is_broken")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = ref(cycle)
+        self.callbacks: list[Callable[[], None]] = []  # for when the client leaves
+        self.is_broken = False  # no HTTP came for its body
 
     def body_state(self) -> asgi.BodyState:
         if self.is_broken:
             return asgi.BodyState.BROKEN
-        return asgi.BodyState.COMING if self.cycle.more_body else asgi.BodyState.HERE
+        cycle = self._cycle()
+        return asgi.BodyState.COMING if cycle is not None and cycle.more_body else asgi.BodyState.HERE
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
-        if self.cycle.disconnected:
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected:
             callback()
         else:
             self.callbacks.append(callback)
+
+    def client_left(self) -> None:
+        cycle = self._cycle()
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            for callback in self.callbacks:
+                callback()
 
 
 class Connection(HttpToolsProtocol):
@@ -187,12 +205,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         for request in self._requests:  # uvicorn notifies the last one only
-            cycle = request.cycle
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-                for callback in request.callbacks:
-                    callback()
+            request.client_left()
+        self._requests.clear()
+        self.pipeline.clear()
+        self.cycle = None  # type: ignore[assignment]  # as before the first request; it leads back here
 
     def data_received(self, data: bytes) -> None:
         if self._refused:

@@ -6,9 +6,11 @@ uvicorn promises none of these. A version beyond the cap in pyproject.toml is le
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import tomllib
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -145,7 +147,7 @@ class Connection:
     async def app(self, scope, receive, send):
         self.scopes.append(scope)
         await self.may_answer.wait()
-        self.bodies.append((await receive())["body"])
+        self.bodies.append((await receive()).get("body"))
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         for piece in self.pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -362,13 +364,36 @@ async def test_a_client_that_leaves_is_reported_to_each_of_its_requests(connecti
     left = []
     connection.send(GET * 3)
     await turn()
-    for name, request in enumerate(connection.protocol._requests):
-        request.cycle.scope["extensions"][asgi.ON_DISCONNECT](lambda name=name: left.append(name))
+    registers = [request._cycle().scope["extensions"][asgi.ON_DISCONNECT] for request in connection.protocol._requests]
+    for name, register in enumerate(registers):
+        register(lambda name=name: left.append(name))
     connection.protocol.connection_lost(None)
     assert left == [0, 1, 2]
-    late = connection.protocol._requests[0].cycle.scope["extensions"][asgi.ON_DISCONNECT]
-    late(lambda: left.append("late"))
+    registers[0](lambda: left.append("late"))
     assert left[-1] == "late"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_request_leaves_nothing_to_the_garbage_collector(connection, answers):
+    """It counts objects: a hundred large bodies would be few."""
+    gc.collect()
+    gc.disable()
+    try:
+        connection.send(POST + b"content-length: 3\r\n\r\nabc")
+        await turn()
+        async with asgi.ClientWatch(connection.scopes[0], connection.protocol.cycle.receive):
+            body, cycle = connection.protocol._requests[-1], weakref.ref(connection.protocol.cycle)
+        if answers:
+            connection.may_answer.set()
+            await turn()
+        connection.protocol.connection_lost(None)
+        connection.may_answer.set()
+        await turn()
+        connection.scopes.clear()
+        assert cycle() is None
+        assert body.body_state() is asgi.BodyState.HERE
+    finally:
+        gc.enable()
 
 
 async def test_a_client_whose_answer_is_complete_is_not_reported(connection):
@@ -395,7 +420,7 @@ async def test_whether_the_whole_body_is_here_is_known(connection):
 async def test_a_body_that_is_no_http_is_told_to_its_own_request(connection):
     connection.send(GET + POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\nzz\r\n")
     await turn()
-    first, second = (request.cycle.scope["extensions"][asgi.BODY_STATE] for request in connection.protocol._requests)
+    first, second = (request._cycle().scope["extensions"][asgi.BODY_STATE] for request in connection.protocol._requests)
     assert (first(), second()) == (BodyState.HERE, BodyState.BROKEN)
     connection.may_answer.set()
     await turn()
