@@ -118,7 +118,7 @@ class ResponseRelay:
             except Malformed:  # what was asked for may be the reason
                 raise
             except Broken:
-                self._pool.record_failure(worker, client.target.encode("latin-1") + request.body.raw)
+                self._record_failure(request, worker)
                 raise
             else:
                 self._judge(request, worker, response.status)
@@ -136,7 +136,10 @@ class ResponseRelay:
         if 200 <= status < 400:
             self._pool.record_success(worker)
         elif status >= 500 and status != 501:
-            self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)
+            self._record_failure(request, worker)
+
+    def _record_failure(self, request: ProxiedRequest, worker: Worker) -> None:
+        self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)
 
     def _encoded(self, request: ProxiedRequest, worker: Worker) -> bytes:
         """The body as `worker` gets it."""
@@ -166,10 +169,7 @@ class ResponseRelay:
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Pass a body on as it comes."""
-        headers = _response_headers(request, response)
-        if response.status not in BODILESS and (length := response.header("content-length")) is not None:
-            headers.append((b"content-length", length.encode()))
-        await self._begin(request, headers, send)
+        await self._begin_as_announced(request, response, send)
         async for chunk in response.chunks():
             lease.prefilled()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -248,10 +248,7 @@ class ResponseRelay:
     ) -> None:
         """Pass on a JSON answer as it comes: a client that does not read holds the worker back and fills no memory."""
         request.timings.first_byte = time.perf_counter()
-        headers = _response_headers(request, response)
-        if (length := response.header("content-length")) is not None:
-            headers.append((b"content-length", length.encode()))
-        await self._begin(request, headers, send)
+        await self._begin_as_announced(request, response, send)
         named = _ID.match(collected[0])
         passing = PassingUsage()
         collected.reverse()
@@ -267,6 +264,13 @@ class ResponseRelay:
             await self._accounting.answered(request, passing.usage, answer, outcome)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
+
+    async def _begin_as_announced(self, request: ProxiedRequest, response: Answer, send: asgi.Send) -> None:
+        """Begin an answer that is passed on as it comes, with the length that the worker gave."""
+        headers = _response_headers(request, response)
+        if response.status not in BODILESS and (length := response.header("content-length")) is not None:
+            headers.append((b"content-length", length.encode()))
+        await self._begin(request, headers, send)
 
     async def _begin(self, request: ProxiedRequest, headers: asgi.HeaderList, send: asgi.Send) -> None:
         request.started = True

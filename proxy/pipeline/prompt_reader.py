@@ -102,10 +102,10 @@ class PromptReader:
             memory = request.body.memory
             serving = [worker for worker in workers if worker.engine is not None and worker.serves(model)]
             if memory.values > self._most_values:
-                found = Found(failure="no_boundary")
+                found, serving = Found(failure="no_boundary"), []
             else:
                 prediction.chat = chat_in(client.endpoint, request.body.parsed, self.stored)
-            if serving and found.failure != "no_boundary":
+            if serving:
                 worker = next((each for each in serving if model in each.renderer_ids), serving[0])
                 chat = prediction.chat
                 found, prediction.unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)

@@ -17,7 +17,7 @@ from tests.harness.front_proxies import FRONT_PROXIES, HAPROXY, NGINX, installed
 from tests.harness.gateways import CHAT, chat, post, start_gateway
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.recording_worker import RecordingWorker
-from tests.harness.threaded_server import serving
+from tests.harness.threaded_server import serving, whole_body
 
 VICTIMS = 1000
 
@@ -33,12 +33,7 @@ class EchoWorker(RecordingWorker):
         path = scope["path"]
         if scope["type"] != "http" or not path.startswith((ECHO, SMUGGLED.decode())):
             return await super().__call__(scope, receive, send)
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        body = await whole_body(receive)
         if path.startswith(SMUGGLED.decode()):
             self.requests.append(dict(scope["headers"])[b"x-mock-id"].decode())
             await asyncio.sleep(0.2)

@@ -28,7 +28,7 @@ from tests.harness.fake_engine import (
     template,
     token_ids,
 )
-from tests.harness.threaded_server import serving
+from tests.harness.threaded_server import serving, whole_body
 
 PROMPT_TOKENS = 300  # of requests that are no chats, and in recorded streams
 
@@ -122,12 +122,7 @@ class RecordingWorker:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return None
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        body = await whole_body(receive)
         path = scope["path"]
         if path == "/health":
             return await _answer(send, b"", "text/plain")

@@ -26,3 +26,13 @@ def serving(app: Any, **options: Any) -> Iterator[str]:
     finally:
         server.should_exit = server.force_exit = True
         thread.join()
+
+
+async def whole_body(receive: Any) -> bytes:
+    """A request's body, as the application receives it."""
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
