@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Hashable
 
@@ -11,6 +12,12 @@ from proxy.errors import KeyBusy, Overloaded
 # there is always room for one more key (dynamic thresholds: Choudhury and Hahne, 1998).
 TIMES_WHAT_IS_FREE = 2
 
+# glibc gives back to the system only the end of its heap, and large bodies lie between small objects. Once so much has
+# been freed, everything is given back; that takes some milliseconds.
+TRIM_AFTER_BYTES = 32 * 2**20
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # None: another libc
+
 
 class BodyMemory:
     """What all bodies take together, in bytes."""
@@ -18,6 +25,7 @@ class BodyMemory:
     def __init__(self, most: int) -> None:
         self._most = most
         self.held = 0
+        self._freed = 0  # since the heap was given back
         self._of_owners: Counter[Hashable] = Counter()
 
     def of(self, owner: Hashable = None) -> BodyHold:
@@ -42,6 +50,10 @@ class BodyMemory:
             self._of_owners[owner] -= size
             if not self._of_owners[owner]:
                 del self._of_owners[owner]
+        self._freed += size
+        if self._freed >= TRIM_AFTER_BYTES and _trim is not None:
+            self._freed = 0
+            _trim(0)
 
 
 class BodyHold:

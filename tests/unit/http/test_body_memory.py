@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
+
 import pytest
 
 from proxy.errors import KeyBusy, Overloaded
-from proxy.http.body_memory import TIMES_WHAT_IS_FREE, BodyHold, BodyMemory
+from proxy.http.body_memory import TIMES_WHAT_IS_FREE, TRIM_AFTER_BYTES, BodyHold, BodyMemory
 
 
 def test_what_is_taken_is_given_back_whole_or_in_parts():
@@ -72,3 +76,32 @@ def test_a_key_that_gave_its_memory_back_can_have_it_again():
         memory.of("ann").take(0)
         second.give_back()
         assert memory.held == 0 and not memory._of_owners
+
+
+# Large blocks with small ones between them, as bodies come in beside other requests; then the large ones go.
+BODIES_COME_AND_GO = """
+from pathlib import Path
+from proxy.http.body_memory import BodyMemory
+
+memory = BodyMemory(2**30)
+hold = memory.of()
+bytes(2**24)  # from now on the allocator takes blocks of up to 16 MiB from its heap
+large, small = [], []
+for _ in range(600):
+    large.append(b"x" * 200_000)
+    small.append(b"x" * 1000)
+hold.take(%d)
+large.clear()
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])
+before = resident()
+hold.give_back()
+print(before - resident())
+"""
+
+
+@pytest.mark.parametrize(("size", "returns"), [(TRIM_AFTER_BYTES - 1, False), (TRIM_AFTER_BYTES, True)])
+def test_what_large_bodies_took_goes_back_to_the_system(size, returns):
+    script = BODIES_COME_AND_GO % size
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    returned = int(done.stdout) * resource.getpagesize()
+    assert (returned > 100_000_000) is returns
