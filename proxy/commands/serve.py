@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
         from proxy.server.uvicorn_server import server_for
 
         raise_limit()
+        memory.give_large_blocks_back()
         fitted = memory.fitted(settings)
         if fitted is not settings:
             bounds = ", ".join(f"{name} is {getattr(fitted, name)}" for name in memory.BOUNDS)

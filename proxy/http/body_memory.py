@@ -12,6 +12,11 @@ from proxy.errors import KeyBusy, Overloaded
 # there is always room for one more key (dynamic thresholds: Choudhury and Hahne, 1998).
 TIMES_WHAT_IS_FREE = 2
 
+# A body of so many bytes may take what is left. A larger one leaves a sixteenth of all, so that no number of large ones
+# keeps a chat out.
+SMALL_BYTES = 2**16
+LEFT_BY_LARGE = 1 / 16
+
 # glibc gives back to the system only the end of its heap, and large bodies lie between small objects. Once so much has
 # been freed, everything is given back; that takes some milliseconds.
 TRIM_AFTER_BYTES = 32 * 2**20
@@ -32,10 +37,10 @@ class BodyMemory:
         """An empty hold for one request; `owner` is its API key, None without keys."""
         return BodyHold(self, owner)
 
-    def grow(self, owner: Hashable, size: int) -> None:
-        """Raises `Overloaded` or `KeyBusy` if there is no room for so many bytes more."""
+    def grow(self, owner: Hashable, size: int, of_body: int) -> None:
+        """Raises `Overloaded` or `KeyBusy` if there is no room for so many bytes more of a body of `of_body`."""
         held = self.held + size
-        if held > self._most:
+        if held > self._most * (1 if of_body <= SMALL_BYTES else 1 - LEFT_BY_LARGE):
             raise Overloaded("The gateway holds as many request bodies as it may (setting max_bodies_bytes).")
         if owner is not None:
             of_owner = self._of_owners[owner] + size
@@ -67,7 +72,7 @@ class BodyHold:
 
     def take(self, size: int) -> None:
         """So many bytes more. Raises `Overloaded` or `KeyBusy`."""
-        self._memory.grow(self._owner, size)
+        self._memory.grow(self._owner, size, self.size + size)
         self.size += size
 
     def give_back(self, size: int | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import resource
 from pathlib import Path
 
@@ -23,6 +25,19 @@ BOUNDS = ("max_bodies_bytes", "memory_bytes", "text_bytes")
 SHARE = 0.25
 
 CONNECTION_BYTES = 2**18  # of a client that sends a large body: what has been read and not been taken yet
+
+# glibc's name for a setting (mallopt(3)), and what it is set to, in bytes.
+M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**20
+
+
+def give_large_blocks_back() -> None:
+    """Let the allocator give blocks of a megabyte and more back to the system as soon as they are freed.
+
+    glibc raises its limit for blocks of their own to the largest one ever freed, up to 32 MiB: from then on large
+    bodies lie in its heap between small objects. A limit that was set stays.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 def fitted(settings: Settings) -> Settings:

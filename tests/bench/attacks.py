@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ class Run:
     files_before: int
     files_after: int
     attacks: Mapping[str, int]  # sent, by kind
+    failures: Mapping[str, int]  # what failed streams were told
     log: Sequence[str]  # lines that name an error
 
 
@@ -88,6 +90,7 @@ class Honest:
         self._url = url
         self.lateness = array("q")  # nanoseconds
         self.streams = self.failed = 0
+        self.failures: Counter[str] = Counter()  # by the beginning of what came
 
     async def stream(self, number: int, until: float) -> None:
         """One stream after the other."""
@@ -102,7 +105,9 @@ class Honest:
                 whole = await asyncio.wait_for(receiver.ended, FRAMES * STEP_MS / 1000 + 60)
             except (OSError, TimeoutError):
                 whole = False
-            self.failed += not whole
+            if not whole:
+                self.failed += 1
+                self.failures[receiver.first.decode(errors="replace")] += 1
 
 
 async def ask_health(gateway: Server, until: float, took: list[float]) -> int:
@@ -176,6 +181,7 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
         before,
         after,
         sent,
+        honest.failures,
         bad_lines(gateway, 0)[:20],
     )
 
@@ -216,7 +222,8 @@ def complaints(quiet: Run, beside: Run, per_second: float = PER_SECOND) -> list[
     rare = [kind for kind in KINDS if beside.attacks.get(kind, 0) < per_second * beside.seconds / len(KINDS)]
     if rare:
         found.append(f"less than {per_second:g} a second were sent of: {', '.join(rare)}")
-    return found + [f"log: {line}" for line in beside.log]
+    told = [f"{count} failed: {said!r}" for said, count in beside.failures.items()]
+    return found + told + [f"log: {line}" for line in beside.log]
 
 
 def render(quiet: Run, beside: Run, wrongs: Sequence[str]) -> str:

@@ -49,6 +49,7 @@ class Receiver(asyncio.Protocol):
         self._counted_from = counted_from  # time.monotonic_ns()
         self._rest = b""
         self.received = 0
+        self.first = b""  # of what came
         self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # whether with its proper end
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -57,6 +58,7 @@ class Receiver(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic_ns()
+        self.first = self.first or data[:300]
         data = self._rest + data
         whole = data.rfind(_END_OF_FRAME) + len(_END_OF_FRAME)
         if whole < len(_END_OF_FRAME):
