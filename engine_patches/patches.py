@@ -13,21 +13,19 @@ way is in CONTRIBUTING.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine_patches.forward.layers import (
     cpu_gdn_in_segments,
     gdn_in_segments,
-    mamba2_in_segments,
+    mamba2_with_states,
     promise_writes_in_forward,
     require_promise_of_all,
 )
-from engine_patches.forward.segments import (
-    plan_segments,
-    plan_segments_of_group,
-    skip_vllm_exports,
-    track_batch,
-    track_steps,
-)
-from engine_patches.ledger import Patch, Role, Shape, exists
+from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
+from engine_patches.forward.segments import plan_segments, plan_segments_of_group
+from engine_patches.forward.step_writes import skip_vllm_exports, track_batch, track_steps
+from engine_patches.ledger import Function, Patch, Role, Shape, exists
 from engine_patches.reporting.stats_channel import report_with_stats
 from engine_patches.scheduler.cache_keys import (
     avoid_unwritten_rows,
@@ -113,7 +111,14 @@ def _promise_patch(name: str, layer: str, in_every_version: bool = False) -> Pat
     )
 
 
-def _builder_patches(name: str, builder: str, base: str) -> tuple[Patch, ...]:
+def _builder_patches(
+    name: str,
+    builder: str,
+    base: str,
+    build: Callable[[Function], Function],
+    build_of_group: Callable[[Function], Function],
+    relies_on: tuple[Shape, ...] = (),
+) -> tuple[Patch, ...]:
     """A recurrent backend's metadata is made once for a step, and taken over by other cache groups.
 
     `base`: the class that has `update_block_table` if the builder itself has none.
@@ -121,19 +126,20 @@ def _builder_patches(name: str, builder: str, base: str) -> tuple[Patch, ...]:
     taking_over = builder if exists(f"{builder}.update_block_table") else base
     return (
         Patch(
-            f"{name}-segments",
+            f"{name}-states",
             f"{builder}.build",
-            why="a recurrent layer has to know which tokens of a step it runs before it hands out a state",
+            why="a recurrent layer has to know where in a step's tokens the states are that it hands out",
             until=MANY_EXPORTS,
-            build=plan_segments,
+            build=build,
             mentions=("common_prefix_len: int", "common_attn_metadata: CommonAttentionMetadata"),
+            relies_on=relies_on,
         ),
         Patch(
-            f"{name}-segments-of-group",
+            f"{name}-states-of-group",
             f"{taking_over}.update_block_table",
             why="each cache group writes its states into blocks of its own",
             until=MANY_EXPORTS,
-            build=plan_segments_of_group,
+            build=build_of_group,
             parameters="self, metadata, blk_table, slot_mapping",
         ),
     )
@@ -161,7 +167,7 @@ PATCHES: tuple[Patch, ...] = (
         f"{LAYERS}.ops.ssd_combined:_mamba_chunk_scan_combined_fwd",
         role=Role.CURE,
         why="the CPU scan cannot deliver the promised export: a prompt longer than a block kills the engine",
-        upstream="unreported; present in 0.32",
+        upstream="unreported; 0.32 promises it, and no version can",
         until="vLLM's CPU scan returns intermediate states",
         build=states_at_chunk_ends,
         mentions=("return all_states",),  # the CPU's own function, put there at import
@@ -170,9 +176,8 @@ PATCHES: tuple[Patch, ...] = (
                 f"{LAYERS}.ops.cpu.mamba_ssm:_mamba_chunk_scan_combined_fwd_cpu",
                 mentions=("return_intermediate_states=False", "cu_chunk_seqlens=None", "return all_states"),
             ),
-            Shape(f"{MAMBA2}.get_kv_cache_spec", mentions=("num_prefill_checkpoint_blocks=1",)),
         ),
-        applies=promises_export_on_cpu,
+        applies=runs_on_cpu,
     ),
     Patch(
         "cpu-checkpoint-store",
@@ -473,16 +478,44 @@ PATCHES: tuple[Patch, ...] = (
         build=skip_vllm_exports,
         parameters="self, m, request_rows",
     ),
-    *_builder_patches("mamba2", MAMBA2_BUILDER, BASE_BUILDER),
-    *_builder_patches("gdn", GDN_BUILDER, GDN_BUILDER),
+    *_builder_patches(
+        "mamba2",
+        MAMBA2_BUILDER,
+        BASE_BUILDER,
+        plan_scan_states,
+        states_of_group,
+        (
+            Shape(
+                f"{BASE_BUILDER}._compute_chunk_metadata",
+                mentions=("if this_num_computed % chunk_size != 0:", "n_chunks = cdiv(this_new_tokens, chunk_size)"),
+            ),
+        ),
+    ),
+    *_builder_patches("gdn", GDN_BUILDER, GDN_BUILDER, plan_segments, plan_segments_of_group),
     Patch(
         "mamba2-core",
         f"{MAMBA2}.conv_ssm_forward",
-        why="the recurrent core runs segment by segment and keeps the states between",
+        why="the convolution's part of a state is taken from its inputs, and the scan told which states to keep",
         until=MANY_EXPORTS,
-        build=mamba2_in_segments,
+        build=mamba2_with_states,
         parameters="self, projected_states, output",
-        mentions=("attn_metadata = attn_metadata_raw.get(self.prefix)", "self.kv_cache[1]"),
+        mentions=(
+            "attn_metadata = attn_metadata_raw.get(self.prefix)",
+            "self.kv_cache[1]",
+            "projected_states[..., self.tped_intermediate_size :]",
+            "[self.tped_conv_size, self.tped_dt_size]",
+            "[num_decode_tokens, num_prefill_tokens]",
+        ),
+    ),
+    Patch(
+        "mamba2-scan",
+        f"{LAYERS}.ops.ssd_combined:mamba_chunk_scan_combined_varlen",
+        why="a scan has the state at the end of each of its chunks, and gives them away if asked",
+        until=MANY_EXPORTS,
+        build=scan_with_states,
+        mentions=("return_intermediate_states=return_intermediate_states", "last_chunk_indices=last_chunk_indices"),
+        relies_on=(Shape(f"{MAMBA2}.conv_ssm_forward", mentions=("= mamba_chunk_scan_combined_varlen(",)),),
+        rebind=(f"{LAYERS}.mamba_mixer2",),
     ),
     Patch(
         "gdn-core",

@@ -28,7 +28,8 @@ def states_at_chunk_ends(original: Function) -> Function:
     """vLLM promises to export a state from inside one forward pass, but its CPU scan returns final states only: any
     prompt longer than a block kills the engine with an IndexError.
 
-    When asked for intermediate states, the scan runs chunk by chunk and returns the state at each chunk's end.
+    When asked for intermediate states, the scan runs over as many chunks at once as are of different rows, and returns
+    the state at each chunk's end.
     """
     import torch
 
@@ -37,31 +38,40 @@ def states_at_chunk_ends(original: Function) -> Function:
     ) -> Any:
         if not options.get("return_intermediate_states"):
             return original(x, dt, A, B, C, chunk_size, out, **options)
-        starts, rows = options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist()
+        bounds, row_of = options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist()
         initial, z = options.get("initial_states"), options.get("z")
         same = {name: options[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in options}
         states: list[Any] = []
-        previous = None
-        for start, end, row in zip(starts, starts[1:], rows, strict=False):
-            if row != previous:
-                state = None if initial is None else initial[row : row + 1]
-            previous = row
-            part = slice(start, end)
-            state = original(
-                x[part],
-                dt[part],
-                A,
-                B[part],
-                C[part],
-                chunk_size,
-                out[part],
-                z=None if z is None else z[part],
-                initial_states=state,
-                cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
-                state_dtype=torch.float32,
-                **same,
+        first = 0
+        while first < len(row_of):
+            last = first + 1  # a run of chunks: its first may go on with a row, all others begin one
+            while last < len(row_of) and row_of[last] != row_of[last - 1]:
+                last += 1
+            part = slice(bounds[first], bounds[last])
+            if first and row_of[first] == row_of[first - 1]:
+                begun = states[-1][-1:]
+                others = row_of[first + 1 : last]
+                rest = begun.new_zeros(len(others), *begun.shape[1:]) if initial is None else initial[others]
+                begin = torch.cat([begun, rest.float()])
+            else:
+                begin = None if initial is None else initial[row_of[first:last]]
+            states.append(
+                original(
+                    x[part],
+                    dt[part],
+                    A,
+                    B[part],
+                    C[part],
+                    chunk_size,
+                    out[part],
+                    z=None if z is None else z[part],
+                    initial_states=begin,
+                    cu_seqlens=torch.tensor(bounds[first : last + 1], dtype=torch.int32) - bounds[first],
+                    state_dtype=torch.float32,
+                    **same,
+                )
             )
-            states.append(state)
+            first = last
         return torch.cat(states).to(options.get("state_dtype") or x.dtype)
 
     return _mamba_chunk_scan_combined_fwd_cpu

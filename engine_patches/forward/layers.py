@@ -1,4 +1,4 @@
-"""The recurrent layers whose states can be written inside a pass, and how the core of each runs segment by segment."""
+"""The recurrent layers whose states can be written inside a pass, and how the core of each runs when they are."""
 
 from __future__ import annotations
 
@@ -6,24 +6,43 @@ import logging
 from functools import partial
 from typing import Any
 
+from engine_patches.forward.scan_states import SCAN_STATES, run_layer
 from engine_patches.forward.segments import SEGMENTS, Segment
 from engine_patches.ledger import Function
 
 logger = logging.getLogger("vllm.seamark")
 
-WRITES_IN_FORWARD = "seamark_writes_in_forward"  # on a layer's cache spec: its states can be written inside a pass
+
+class PromisedShapes(tuple[tuple[int, ...], ...]):
+    """`shapes` of a layer's cache spec, equal to vLLM's own, with a mark: its states can be written inside a pass.
+
+    The spec travels from the worker to the scheduler, and vLLM copies it on the way (`dataclasses.replace`); what is
+    not in a field would be lost.
+    """
+
+    __slots__ = ()
+
+
+def promise(spec: Any) -> None:
+    """Mark a `MambaSpec`."""
+    object.__setattr__(spec, "shapes", PromisedShapes(spec.shapes))  # frozen
+
+
+def is_promised(spec: Any) -> bool:
+    """Whether the states of a layer with this spec can be written inside a pass."""
+    return isinstance(spec.shapes, PromisedShapes)
 
 
 def promise_writes_in_forward(original: Function) -> Function:
     """Replacement of `get_kv_cache_spec`, of a layer that has its own and of the base class of all recurrent layers.
 
-    The spec travels from the worker to the scheduler, so the promise is made by the process that keeps it.
+    The promise is made by the process that keeps it.
     """
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
-        if spec is not None and _runs_in_segments(self, vllm_config):
-            object.__setattr__(spec, WRITES_IN_FORWARD, True)  # frozen; the mark is no part of its identity
+        if spec is not None and _writes_in_forward(self, vllm_config):
+            promise(spec)
         return spec
 
     return get_kv_cache_spec
@@ -40,17 +59,17 @@ def require_promise_of_all(original: Function) -> Function:
     def get_kv_cache_specs(self: Any) -> Any:
         of_workers = original(self)
         recurrent = [spec for specs in of_workers for spec in specs.values() if isinstance(spec, MambaSpec)]
-        promised = [spec for spec in recurrent if getattr(spec, WRITES_IN_FORWARD, False)]
+        promised = [spec for spec in recurrent if is_promised(spec)]
         if promised and len(promised) < len(recurrent):
             logger.error("seamark: some layers or workers cannot write states inside a pass: none is asked to")
             for spec in promised:
-                object.__setattr__(spec, WRITES_IN_FORWARD, False)
+                object.__setattr__(spec, "shapes", tuple(spec.shapes))
         return of_workers
 
     return get_kv_cache_specs
 
 
-def _runs_in_segments(layer: Any, vllm_config: Any) -> bool:
+def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.platforms import current_platform
@@ -68,11 +87,15 @@ def _runs_in_segments(layer: Any, vllm_config: Any) -> bool:
     return known and isinstance(layer, (MambaMixer2, QwenGatedDeltaNetAttention))
 
 
-def mamba2_in_segments(original: Function) -> Function:
+def mamba2_with_states(original: Function) -> Function:
     """Replacement of `MambaMixer2.conv_ssm_forward(projected_states, output)`, which fills `output` by token."""
 
     def conv_ssm_forward(self: Any, projected_states: Any, output: Any) -> None:
-        if not _ran_in_segments(self, original, (projected_states,), output):
+        metadata = _metadata_of(self)
+        states = getattr(metadata, SCAN_STATES, None)
+        if states is not None:
+            run_layer(self, partial(original, self, projected_states, output), states, metadata, projected_states)
+        elif not _ran_in_segments(self, original, (projected_states,), output):
             original(self, projected_states, output)
 
     return conv_ssm_forward
@@ -105,6 +128,13 @@ def cpu_gdn_in_segments(original: Function) -> Function:
     return _cpu_gdn_attention_nonspec
 
 
+def _metadata_of(layer: Any) -> Any:
+    from vllm.forward_context import get_forward_context
+
+    by_layer = get_forward_context().attn_metadata
+    return by_layer.get(layer.prefix) if isinstance(by_layer, dict) else None
+
+
 def _ran_in_segments(layer: Any, core: Function, inputs: tuple[Any, ...], output: Any) -> bool:
     """Run the core of a layer, `core(layer, *inputs, output)`, segment by segment if the step asks for it.
 
@@ -112,11 +142,11 @@ def _ran_in_segments(layer: Any, core: Function, inputs: tuple[Any, ...], output
     """
     from vllm.forward_context import get_forward_context
 
-    by_layer = get_forward_context().attn_metadata
-    metadata = by_layer.get(layer.prefix) if isinstance(by_layer, dict) else None
+    metadata = _metadata_of(layer)
     segments = getattr(metadata, SEGMENTS, None)
     if segments is None:
         return False
+    by_layer = get_forward_context().attn_metadata
     try:
         for segment in segments:
             by_layer[layer.prefix] = segment.metadata

@@ -6,7 +6,7 @@ Between two segments the layer's running block holds exactly the state of that p
 that the scheduler reserved. Kernels need nothing for this but what chunked prefill needs anyway, so it fits every
 backend at any position, and it computes what a chunk that ended there would have computed, bit for bit.
 
-The way of a step through this module: `track_steps` takes the writes from the scheduler's output; `plan_segments` and
+The way of a step: `step_writes.py` takes the writes from the scheduler's output; `plan_segments` and
 `plan_segments_of_group` cut the step at them and put the segments on each cache group's metadata; the layers
 (`layers.py`) run the segments they find there.
 """
@@ -19,87 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from engine_patches.forward.step_writes import Write, running_step, upload
 from engine_patches.ledger import Function
 
 SEGMENTS = "seamark_segments"  # on the metadata of a recurrent layer: how its tokens are run
 
-WRITES = "seamark_writes"  # on a scheduler's output: the states that the step has to write
-
 _PLAN = "seamark_plan"  # on the metadata of a recurrent layer: what other cache groups need to make their segments
-
-
-class Write(NamedTuple):
-    """One state of one request to be kept."""
-
-    offset: int  # tokens after the start of the request's chunk, 1..its length
-    blocks: Mapping[int, int]  # cache group -> the block that takes the state
-
-
-@dataclass
-class Step:
-    """The writes of the running step, as the worker needs them."""
-
-    writes: Mapping[str, Sequence[Write]]  # by request
-    group_of_layer: Mapping[str, int]
-    req_ids: Sequence[str] = ()  # of the batch's rows, in order
-
-    def writes_by_row(self, num_rows: int) -> dict[int, Sequence[Write]]:
-        """The writes of the batch's first `num_rows` rows, for the rows that have any."""
-        return {row: self.writes[name] for row, name in enumerate(self.req_ids[:num_rows]) if name in self.writes}
-
-
-_step: Step | None = None  # None outside of a step, and if the scheduler leaves the states to vLLM
-
-
-def track_steps(original: Function) -> Function:
-    """Replacement of a model runner's `execute_model`: makes the step's writes known to the layers."""
-
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        global _step
-        writes = getattr(scheduler_output, WRITES, None)
-        if writes is None:
-            return original(self, scheduler_output, *args, **kwargs)
-        _step = Step(writes, _groups_of_layers(self))
-        batch = getattr(self, "input_batch", None)
-        if batch is not None:  # model runner V1: the batch outlives the step, its list of requests is kept up to date
-            _step.req_ids = batch.req_ids
-        try:
-            return original(self, scheduler_output, *args, **kwargs)
-        finally:
-            _step = None
-
-    return execute_model
-
-
-def track_batch(original: Function) -> Function:
-    """Replacement of `prepare_inputs` of model runner V2, which makes a new batch for each step."""
-
-    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = original(self, *args, **kwargs)
-        if _step is not None:
-            _step.req_ids = batch.req_ids
-        return batch
-
-    return prepare_inputs
-
-
-def skip_vllm_exports(original: Function) -> Function:
-    """Replacement of `MambaPrefillCheckpointBuilder.build`: no export of vLLM's own while Seamark writes the states."""
-
-    def build(self: Any, m: Any, request_rows: Any) -> Any:
-        return None if _step is not None else original(self, m, request_rows)
-
-    return build
-
-
-def _groups_of_layers(runner: Any) -> Mapping[str, int]:
-    config = runner.kv_cache_config
-    known = getattr(runner, "_seamark_groups", None)
-    if known is None or known[0] is not config:
-        groups = {name: gid for gid, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
-        known = runner._seamark_groups = (config, groups)
-    of_layers: Mapping[str, int] = known[1]
-    return of_layers
 
 
 @dataclass(frozen=True)
@@ -142,14 +67,15 @@ def plan_segments(original: Function) -> Function:
     def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         # Planned from what vLLM's own build was given: it may clear flags in place.
         metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        if _step is not None and (writes := _step.writes_by_row(common_attn_metadata.num_reqs)):
+        step = running_step()
+        if step is not None and (writes := step.writes_by_row(common_attn_metadata.num_reqs)):
             levels = []
             for level in _levels(common_attn_metadata, writes):
                 part = metadata
                 if not level.whole:
                     part = original(self, 0, _batch_of(level, common_attn_metadata), *args, **kwargs)
                 levels.append((level, part))
-            _attach(metadata, _Plan(levels, _step.group_of_layer), self.layer_names[0])
+            _attach(metadata, _Plan(levels, step.group_of_layer), self.layer_names[0])
         return metadata
 
     return build
@@ -216,18 +142,17 @@ def _batch_of(level: _Level, common: Any) -> Any:
 
     device = common.query_start_loc.device
     starts = torch.tensor([0, *itertools.accumulate(level.lengths)], dtype=torch.int32)
-    ends = torch.tensor(level.ends, dtype=torch.int32)
     rows = torch.tensor(level.rows)
     fields = {field.name for field in dataclasses.fields(common)}
     changes = {
-        "query_start_loc": starts.to(device, non_blocking=True),
+        "query_start_loc": upload(starts, device, torch.int32),
         "query_start_loc_cpu": starts,
-        "seq_lens": ends.to(device, common.seq_lens.dtype, non_blocking=True),
-        "seq_lens_cpu_upper_bound": ends.to(common.seq_lens_cpu_upper_bound.dtype),
+        "seq_lens": upload(level.ends, device, common.seq_lens.dtype),
+        "seq_lens_cpu_upper_bound": torch.tensor(level.ends, dtype=common.seq_lens_cpu_upper_bound.dtype),
         "num_reqs": len(level.rows),
         "num_actual_tokens": sum(level.lengths),
         "max_query_len": max(level.lengths),
-        "block_table_tensor": common.block_table_tensor[rows.to(device, non_blocking=True)],
+        "block_table_tensor": common.block_table_tensor[upload(level.rows, device)],
         "is_prefilling": None if common.is_prefilling is None else common.is_prefilling[rows],
         "positions": None,
         "req_idx": None,
@@ -245,22 +170,15 @@ def _attach(metadata: Any, plan: _Plan, layer: str) -> None:
     for level, part in plan.levels:
         sources = targets = None
         if level.writes:
-            written = _upload([[row, blocks[group]] for row, blocks in level.writes], running.device)
+            written = upload([[row, blocks[group]] for row, blocks in level.writes], running.device)
             sources, targets = running[written[:, 0]].long(), written[:, 1]
         tokens, own = slice(None), metadata
         if not level.whole:
             tokens = _tokens(level, running.device)
-            own = with_running_blocks(part, running[_upload(level.rows, running.device)])
+            own = with_running_blocks(part, running[upload(level.rows, running.device)])
         segments.append(Segment(tokens, own, sources, targets))
     setattr(metadata, SEGMENTS, segments)
     setattr(metadata, _PLAN, plan)
-
-
-def _upload(numbers: Sequence[Any], device: Any) -> Any:
-    """A tensor of (nested) integers on `device`, without waiting for what runs there."""
-    import torch
-
-    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _tokens(level: _Level, device: Any) -> Any:
@@ -270,8 +188,7 @@ def _tokens(level: _Level, device: Any) -> Any:
     runs = list(zip(level.begins, level.lengths, strict=True))
     if all(begin + length == following for (begin, length), (following, _) in itertools.pairwise(runs)):
         return slice(runs[0][0], runs[-1][0] + runs[-1][1])
-    tokens = torch.cat([torch.arange(begin, begin + length) for begin, length in runs])
-    return tokens.to(device, non_blocking=True)
+    return upload(torch.cat([torch.arange(begin, begin + length) for begin, length in runs]), device)
 
 
 def running_blocks(metadata: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.forward.layers import WRITES_IN_FORWARD
+from engine_patches.forward.layers import is_promised
 from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
@@ -62,9 +62,7 @@ def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
         group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in recurrent
     )
     # A connector loads into and stores from the blocks that it knows of; ours are taken after that.
-    checkpoints.writes_in_forward = scheduler.connector is None and all(
-        getattr(spec, WRITES_IN_FORWARD, False) for spec in specs
-    )
+    checkpoints.writes_in_forward = scheduler.connector is None and all(map(is_promised, specs))
     if checkpoints.writes_in_forward:
         checkpoints.alignment = state_alignment(specs, scheduler.vllm_config, checkpoints.match_unit)
         checkpoints.retention = Retention(pool, settings.state_share())

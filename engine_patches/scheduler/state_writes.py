@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine_patches.forward.segments import WRITES, Write
+from engine_patches.forward.step_writes import WRITES, Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys, key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hints import HINTED

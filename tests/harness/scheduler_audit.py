@@ -44,8 +44,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_patches import ledger
-from engine_patches.forward.layers import WRITES_IN_FORWARD
-from engine_patches.forward.segments import WRITES
+from engine_patches.forward.layers import promise
+from engine_patches.forward.step_writes import WRITES
 from engine_patches.patches import PATCHES
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
 
@@ -109,7 +109,7 @@ class Core:
         attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
         states = [MambaSpec(**recurrent), MambaSpec(**recurrent)]
         for spec in states if writes_in_forward else ():
-            object.__setattr__(spec, WRITES_IN_FORWARD, True)
+            promise(spec)
         groups = [
             KVCacheGroupSpec(["m0"], states[0]),
             KVCacheGroupSpec(["a"], attention),

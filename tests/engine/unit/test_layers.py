@@ -1,5 +1,6 @@
 """States are written inside a pass only if every worker and layer does so; a layer runs in its step's segments."""
 
+import pickle
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -9,27 +10,23 @@ from vllm import forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from engine_patches.forward import segments
-from engine_patches.forward.layers import WRITES_IN_FORWARD, _ran_in_segments, require_promise_of_all
+from engine_patches.forward import segments, step_writes
+from engine_patches.forward.layers import _ran_in_segments, is_promised, promise, require_promise_of_all
 from engine_patches.forward.segments import SEGMENTS, Segment
+from engine_patches.forward.step_writes import Step, Write
 
 
 def recurrent(promised: bool) -> MambaSpec:
     spec = MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,))
     if promised:
-        object.__setattr__(spec, WRITES_IN_FORWARD, True)
+        promise(spec)
     return spec
 
 
 def promised_after(*of_workers: dict) -> list[bool]:
     get_kv_cache_specs = require_promise_of_all(lambda self: list(of_workers))
     found = get_kv_cache_specs(None)
-    return [
-        getattr(spec, WRITES_IN_FORWARD, False)
-        for specs in found
-        for spec in specs.values()
-        if isinstance(spec, MambaSpec)
-    ]
+    return [is_promised(spec) for specs in found for spec in specs.values() if isinstance(spec, MambaSpec)]
 
 
 def test_a_promise_of_all_holds():
@@ -41,6 +38,15 @@ def test_one_worker_or_layer_without_it_takes_it_from_all():
     assert promised_after({"m": recurrent(True)}, {"m": recurrent(False)}) == [False, False]
     assert promised_after({"m": recurrent(True), "k": recurrent(False)}) == [False, False]
     assert promised_after({"m": recurrent(False)}) == [False]
+
+
+def test_a_promise_survives_vllms_copies_and_the_way_between_processes():
+    spec = recurrent(True)
+    assert spec == recurrent(False) and hash(spec.shapes) == hash(recurrent(False).shapes)
+    padded = replace(spec, page_size_padded=4096)
+    travelled = pickle.loads(pickle.dumps(padded))  # noqa: S301 - as vLLM's processes do
+    assert is_promised(padded) and is_promised(travelled)
+    assert travelled == replace(recurrent(False), page_size_padded=4096)
 
 
 class Layer:
@@ -85,9 +91,9 @@ def test_the_steps_metadata_stands_again_after_a_segment_that_failed(monkeypatch
 GROUP = 1  # a cache group with one layer
 
 
-def planned(monkeypatch, step: segments.Step | None) -> SimpleNamespace:
+def planned(monkeypatch, step: Step | None) -> SimpleNamespace:
     """Metadata of a step with two prompts, of 4 and 3 tokens, whose states run in the blocks 5 and 6."""
-    monkeypatch.setattr(segments, "_step", step)
+    monkeypatch.setattr(step_writes, "_step", step)
     metadata = SimpleNamespace(state_indices_tensor_d=None, state_indices_tensor_p=torch.tensor([5, 6]))
     batch = SimpleNamespace(
         num_reqs=2,
@@ -100,7 +106,7 @@ def planned(monkeypatch, step: segments.Step | None) -> SimpleNamespace:
 
 
 def test_a_state_is_copied_to_its_block_once_the_segment_before_it_has_run(monkeypatch):
-    step = segments.Step({"b": [segments.Write(3, {GROUP: 9})]}, {"layers.0": GROUP}, ["a", "b"])
+    step = Step({"b": [Write(3, {GROUP: 9})]}, {"layers.0": GROUP}, ["a", "b"])
     (segment,) = getattr(planned(monkeypatch, step), SEGMENTS)
     assert segment.tokens == slice(None)
     blocks = torch.arange(20).reshape(10, 2)
@@ -108,7 +114,7 @@ def test_a_state_is_copied_to_its_block_once_the_segment_before_it_has_run(monke
     assert blocks[9].tolist() == blocks[6].tolist() == [12, 13]
 
 
-@pytest.mark.parametrize("step", [None, segments.Step({}, {"layers.0": GROUP}, ["a", "b"])])
+@pytest.mark.parametrize("step", [None, Step({}, {"layers.0": GROUP}, ["a", "b"])])
 def test_a_step_without_writes_runs_in_one(monkeypatch, step):
     assert not hasattr(planned(monkeypatch, step), SEGMENTS)
 
@@ -153,8 +159,8 @@ PROMPTS = CommonAttentionMetadata(
     ],
 )
 def test_each_cache_group_runs_the_same_segments_on_blocks_of_its_own(monkeypatch, row, offset, tokens, seq_lens, rows):
-    step = segments.Step({row: [segments.Write(offset, {0: 8, 1: 18})]}, LAYERS, ["a", "b"])
-    monkeypatch.setattr(segments, "_step", step)
+    step = Step({row: [Write(offset, {0: 8, 1: 18})]}, LAYERS, ["a", "b"])
+    monkeypatch.setattr(step_writes, "_step", step)
     build = segments.plan_segments(lambda self, _, common: Metadata.of(common))
     first = build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS)
     update = segments.plan_segments_of_group(
@@ -173,8 +179,8 @@ def test_each_cache_group_runs_the_same_segments_on_blocks_of_its_own(monkeypatc
 
 
 def test_tokens_that_follow_each_other_are_read_without_a_copy(monkeypatch):
-    step = segments.Step({"b": [segments.Write(1, {0: 8})]}, LAYERS, ["a", "b"])
-    monkeypatch.setattr(segments, "_step", step)
+    step = Step({"b": [Write(1, {0: 8})]}, LAYERS, ["a", "b"])
+    monkeypatch.setattr(step_writes, "_step", step)
     build = segments.plan_segments(lambda self, _, common: Metadata.of(common))
     made = getattr(build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS), SEGMENTS)
     assert [segment.tokens for segment in made] == [slice(0, 5), slice(5, 7)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine_patches import upstream_fixes
-from engine_patches.upstream_fixes import keep_enlarged_block_size, resets_block_size
+from engine_patches.upstream_fixes import keep_enlarged_block_size, resets_block_size, states_at_chunk_ends
 
 PLATFORM_DEFAULT = 128
 
@@ -34,3 +36,65 @@ def test_an_enlarged_block_size_outlives_the_platforms_default(before, mode, aft
 def test_away_from_a_cpu_no_block_size_is_reset(monkeypatch):
     monkeypatch.setattr(upstream_fixes, "runs_on_cpu", lambda: False)
     assert resets_block_size() is False
+
+
+HEADS, HEAD_SIZE, STATE_SIZE = 2, 4, 8
+
+# Four rows, of chunks of so many tokens.
+ROWS = [[5, 3, 9], [4], [7], [2, 6]]
+
+
+def scan_inputs(tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator) - 0.5
+
+    x, dt = random(tokens, HEADS, HEAD_SIZE), random(tokens, HEADS)
+    return [x, dt, -random(HEADS).abs(), random(tokens, 1, STATE_SIZE), random(tokens, 1, STATE_SIZE)]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed):
+    from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu as scan
+
+    lengths = [sum(chunks) for chunks in ROWS]
+    inputs = scan_inputs(sum(lengths))
+    starts = [0, *itertools.accumulate(lengths)]
+    initial = torch.rand(len(ROWS), HEADS, HEAD_SIZE, STATE_SIZE) if resumed else None
+    how = {"D": torch.rand(HEADS), "dt_bias": torch.rand(HEADS), "dt_softplus": True, "state_dtype": torch.float32}
+    calls = []
+
+    def counted(x, *args, **options):
+        calls.append(len(x))
+        return scan(x, *args, **options)
+
+    def run(scan, part: slice, of_rows: slice, bounds: list[int], **options):
+        x, dt, A, B, C = inputs
+        out = torch.zeros(len(x[part]), HEADS, HEAD_SIZE)
+        begun = None if initial is None else initial[of_rows]
+        states = scan(
+            x[part], dt[part], A, B[part], C[part], 8, out,
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32), initial_states=begun, **how, **options,
+        )  # fmt: skip
+        return states, out
+
+    chunks = [length for row in ROWS for length in row]
+    _, whole = run(scan, slice(None), slice(None), starts)
+    states, out = run(
+        states_at_chunk_ends(counted),
+        slice(None),
+        slice(None),
+        starts,
+        cu_chunk_seqlens=torch.tensor([0, *itertools.accumulate(chunks)]),
+        seq_idx=torch.tensor([number for number, row in enumerate(ROWS) for _ in row]),
+        return_intermediate_states=True,
+    )
+    assert torch.allclose(out, whole, atol=1e-6)
+    expected = []
+    for number, row in enumerate(ROWS):
+        for end in itertools.accumulate(row):
+            part = slice(starts[number], starts[number] + end)
+            expected.append(run(scan, part, slice(number, number + 1), [0, end])[0])
+    assert torch.allclose(states, torch.cat(expected), atol=1e-6)
+    assert calls == [5, 3, 9 + 4 + 7 + 2, 6]  # chunks of different rows run at once

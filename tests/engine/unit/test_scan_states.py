@@ -1,0 +1,225 @@
+"""States read from a whole scan are those of a chunk that ends there, wherever they lie, and the scan is not cut."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.platforms
+from vllm import forward_context
+
+from engine_patches.forward import step_writes
+from engine_patches.forward.layers import mamba2_with_states
+from engine_patches.forward.scan_states import SCAN_STATES, plan_scan_states, scan_with_states, states_of_group
+from engine_patches.forward.segments import SEGMENTS
+from engine_patches.forward.step_writes import Step, Write
+
+CHUNK = 8  # tokens
+
+WIDTH = 3  # inputs that a convolution's state holds
+
+CHANNELS, GATE, BLOCKS = 2, 1, 40
+
+
+def scan(x: Any, dt: Any, A: Any, B: Any, C: Any, **options: Any) -> Any:
+    """vLLM's scan for the recurrence `state = state / 2 + x`, exact in float64; counts its calls."""
+    calls.append(len(x))
+    bounds, row_of = options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist()
+    initial = options["initial_states"]
+    states, previous = [], None
+    for begin, end, row in zip(bounds, bounds[1:], row_of, strict=False):
+        if row != previous:
+            state = torch.zeros(1, CHANNELS, 1, dtype=x.dtype) if initial is None else initial[row]
+        previous = row
+        for token in range(begin, end):
+            state = state / 2 + x[token].reshape(1, CHANNELS, 1)
+            options["out"][token] = state.reshape(options["out"][token].shape)
+        states.append(state)
+    all_states = torch.stack(states)
+    if options["return_intermediate_states"]:
+        assert "final_states_out" not in options  # as vLLM's
+        return all_states
+    final = all_states[options["last_chunk_indices"]]
+    if (slots := options.get("final_states_out")) is None:
+        return final
+    slots[options["final_state_indices"]] = final
+    return None
+
+
+calls: list[int] = []
+
+
+class Layer:
+    """A Mamba2 layer whose convolution passes its inputs on."""
+
+    prefix, tped_intermediate_size, tped_conv_size = "layers.0", GATE, CHANNELS
+
+    def __init__(self, blocks: dict[tuple[int, int], int]) -> None:
+        self.blocks = blocks  # that take the states, by row and offset
+        generator = torch.Generator().manual_seed(1)
+        self.conv_state = torch.rand(BLOCKS, CHANNELS, WIDTH, generator=generator, dtype=torch.float64)
+        self.ssm_state = torch.rand(BLOCKS, 1, CHANNELS, 1, generator=generator, dtype=torch.float64)
+        self.kv_cache = (self.conv_state.transpose(1, 2), self.ssm_state)
+        self.metadata: Any = None
+
+    def conv_ssm_forward(self, projected_states: Any, output: Any) -> None:
+        """As vLLM's: read the running states, run, write them. Decodes are left out."""
+        metadata = self.metadata
+        first = metadata.num_decode_tokens
+        inputs = projected_states[first:, GATE : GATE + CHANNELS]
+        blocks, resumed = metadata.state_indices_tensor_p, metadata.has_initial_states_p
+        bounds = metadata.query_start_loc_p.tolist()
+        for (begin, end), block, has_state in zip(itertools.pairwise(bounds), blocks, resumed, strict=True):
+            old = self.conv_state[block] if has_state else torch.zeros(CHANNELS, WIDTH, dtype=torch.float64)
+            self.conv_state[block] = torch.cat([old, inputs[begin:end].T], 1)[:, -WIDTH:]
+        options = {
+            "chunk_size": metadata.chunk_size,
+            "cu_seqlens": metadata.query_start_loc_p,
+            "cu_chunk_seqlens": metadata.cu_chunk_seqlen_p,
+            "seq_idx": metadata.seq_idx_p,
+            "last_chunk_indices": metadata.last_chunk_indices_p,
+            "initial_states": torch.where(resumed[:, None, None, None], self.ssm_state[blocks], 0),
+            "out": output[first:],
+            "return_intermediate_states": False,
+        }
+        if metadata.writes_into_slots:
+            options |= {"final_states_out": self.ssm_state, "final_state_indices": blocks}
+        final = traced_scan(inputs[:, None], inputs, None, inputs, inputs, **options)
+        if not metadata.writes_into_slots:
+            self.ssm_state[blocks] = final
+
+
+traced_scan = scan_with_states(scan)
+
+Row = tuple[int, int]  # tokens computed before, tokens of the chunk
+
+
+def metadata_of(rows: list[Row], decodes: int, slots: bool) -> Any:
+    """What vLLM's backend makes of these prefills behind so many decodes: chunks end at multiples of their size."""
+    bounds, seq_idx, last = [0], [], []
+    for number, (computed, tokens) in enumerate(rows):
+        done = 0
+        while done < tokens:
+            take = min(CHUNK - (computed + done) % CHUNK, tokens - done)
+            done += take
+            bounds.append(bounds[-1] + take)
+            seq_idx.append(number)
+        last.append(len(seq_idx) - 1)
+    return SimpleNamespace(
+        num_prefills=len(rows),
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        num_prefill_tokens=sum(tokens for _, tokens in rows),
+        chunk_size=CHUNK,
+        query_start_loc_p=torch.tensor([0, *itertools.accumulate(tokens for _, tokens in rows)]),
+        cu_chunk_seqlen_p=torch.tensor(bounds),
+        seq_idx_p=torch.tensor(seq_idx),
+        last_chunk_indices_p=torch.tensor(last),
+        state_indices_tensor_p=torch.arange(len(rows)),
+        has_initial_states_p=torch.tensor([computed > 0 for computed, _ in rows]),
+        writes_into_slots=slots,
+    )
+
+
+def run(monkeypatch, rows: list[Row], writes: dict[int, list[int]], *, decodes=0, on_cpu=False, slots=False) -> Layer:
+    """One step of a layer; rows and offsets of `writes` count the prefills only."""
+    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    places = [(row, offset) for row, offsets in writes.items() for offset in offsets]
+    blocks = {place: block for block, place in enumerate(places, 10)}
+    of_rows = {
+        str(row + decodes): [Write(offset, {0: blocks[row, offset]}) for offset in offsets]
+        for row, offsets in writes.items()
+    }
+    lengths = [1] * decodes + [tokens for _, tokens in rows]
+    monkeypatch.setattr(step_writes, "_step", Step(of_rows, {"layers.0": 0}, [str(n) for n in range(len(lengths))]))
+    starts = torch.tensor([0, *itertools.accumulate(lengths)])
+    common = SimpleNamespace(
+        num_reqs=len(lengths),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu_upper_bound=torch.tensor([9] * decodes + [computed + tokens for computed, tokens in rows]),
+    )
+    layer = Layer(blocks)
+    build = plan_scan_states(lambda *_: metadata_of(rows, decodes, slots))
+    layer.metadata = build(SimpleNamespace(layer_names=["layers.0"]), 0, common)
+    context = SimpleNamespace(attn_metadata={"layers.0": layer.metadata})
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.rand(sum(lengths), GATE + CHANNELS, generator=generator, dtype=torch.float64)
+    layer.output = torch.zeros(sum(lengths), CHANNELS, dtype=torch.float64)
+    calls.clear()
+    mamba2_with_states(Layer.conv_ssm_forward)(layer, tokens, layer.output)
+    return layer
+
+
+# Rows that begin new, inside a chunk, at one's end, two tokens before one; states at chunk ends, inside, at the row's
+# end, and so near its start that a part of the convolution's state is older.
+ROWS = [(0, 30), (5, 20), (8, 17), (14, 12)]
+
+WRITES = {0: [8, 9, 16, 30], 1: [1, 2, 3, 19], 2: [8], 3: [2, 12]}
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("decodes", [0, 3])
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_each_state_is_that_of_a_chunk_that_ends_there(monkeypatch, row, decodes, on_cpu, slots):
+    rows = ROWS[row:] + ROWS[:row]  # the row's tokens are the first in the step, whatever its length
+    writes = {(number - row) % len(ROWS): offsets for number, offsets in WRITES.items()}
+    layer = run(monkeypatch, rows, writes, decodes=decodes, on_cpu=on_cpu, slots=slots)
+    for offset in WRITES[row]:
+        block = layer.blocks[0, offset]
+        conv, ssm = layer.conv_state[block], layer.ssm_state[block]
+        shorter = [(rows[0][0], offset), *rows[1:]]
+        expected = run(monkeypatch, shorter, {}, decodes=decodes, on_cpu=on_cpu, slots=slots)
+        assert torch.equal(conv, expected.conv_state[0]) and torch.equal(ssm, expected.ssm_state[0])
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_outputs_and_running_states_are_those_of_a_step_without_writes(monkeypatch, on_cpu):
+    written = run(monkeypatch, ROWS, WRITES, on_cpu=on_cpu)
+    plain = run(monkeypatch, ROWS, {}, on_cpu=on_cpu)
+    assert torch.equal(written.output, plain.output)
+    rows = len(ROWS)
+    assert torch.equal(written.ssm_state[:rows], plain.ssm_state[:rows])
+    assert torch.equal(written.conv_state[:rows], plain.conv_state[:rows])
+
+
+def test_the_scan_is_not_cut_and_only_what_lies_inside_a_chunk_is_scanned_again(monkeypatch):
+    whole = sum(tokens for _, tokens in ROWS)
+    run(monkeypatch, ROWS, {0: [8, 16, 30], 2: [8]})
+    assert calls == [whole]
+    run(monkeypatch, ROWS, {0: [9], 1: [2, 13]})
+    assert calls == [whole, 1 + 2 + 2]
+
+
+def test_another_cache_group_takes_the_same_states_into_its_own_blocks(monkeypatch):
+    layer = run(monkeypatch, ROWS[:1], {0: [9]})
+    states = getattr(layer.metadata, SCAN_STATES)
+    states.plan.group_of_layer["layers.1"] = 1
+    states.plan.targets[0][1] = 33
+    other = SimpleNamespace(state_indices_tensor_p=torch.tensor([7]))
+    updated = states_of_group(lambda *_: other)(SimpleNamespace(layer_names=["layers.1"]), layer.metadata)
+    of_other = getattr(updated, SCAN_STATES)
+    assert (of_other.blocks.tolist(), of_other.running.tolist()) == ([33], [7])
+    assert of_other.plan is states.plan
+
+
+def test_a_step_that_is_divided_otherwise_runs_in_segments(monkeypatch):
+    def build(self, prefix, common):
+        metadata = metadata_of([(0, 30)], 0, False)
+        metadata.seq_idx_p = torch.zeros(9)  # vLLM made nine chunks of them
+        metadata.state_indices_tensor_d = None
+        return metadata
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(step_writes, "_step", Step({"0": [Write(30, {0: 10})]}, {"layers.0": 0}, ["0"]))
+    starts = torch.tensor([0, 30])
+    common = SimpleNamespace(
+        num_reqs=1, query_start_loc=starts, query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=torch.tensor([30])
+    )
+    made = plan_scan_states(build)(SimpleNamespace(layer_names=["layers.0"]), 0, common)
+    assert not hasattr(made, SCAN_STATES) and len(getattr(made, SEGMENTS)) == 1
