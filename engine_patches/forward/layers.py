@@ -8,6 +8,7 @@ from typing import Any
 
 from engine_patches.forward.scan_states import SCAN_STATES, run_layer
 from engine_patches.forward.segments import SEGMENTS, Segment
+from engine_patches.forward.step_writes import wrote_states
 from engine_patches.ledger import Function
 
 logger = logging.getLogger("vllm.seamark")
@@ -95,6 +96,7 @@ def mamba2_with_states(original: Function) -> Function:
         states = getattr(metadata, SCAN_STATES, None)
         if states is not None:
             run_layer(self, partial(original, self, projected_states, output), states, metadata, projected_states)
+            wrote_states(self.prefix)
         elif not _ran_in_segments(self, original, (projected_states,), output):
             original(self, projected_states, output)
 
@@ -124,6 +126,7 @@ def cpu_gdn_in_segments(original: Function) -> Function:
         for segment in segments:
             _run(segment, partial(original, layer, segment.metadata), (mixed_qkv, b, a), core_attn_out)
             segment.keep_states(layer.kv_cache)
+        wrote_states(layer.prefix)
 
     return _cpu_gdn_attention_nonspec
 
@@ -154,6 +157,7 @@ def _ran_in_segments(layer: Any, core: Function, inputs: tuple[Any, ...], output
             segment.keep_states(layer.kv_cache)
     finally:
         by_layer[layer.prefix] = metadata
+    wrote_states(layer.prefix)
     return True
 
 

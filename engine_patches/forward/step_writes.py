@@ -1,14 +1,27 @@
-"""The states that the running step has to write, as the scheduler's output brings them to the layers."""
+"""The states that the running step has to write, as the scheduler's output brings them to the layers.
+
+The scheduler has registered their keys. So a step that leaves one unwritten, because vLLM runs a layer or a batch in a
+way that the patches do not know, must not end as if nothing had happened: somebody would resume from it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine_patches.ledger import Function
 
+WHAT_NOW = (
+    "Their keys are registered, so the engine stops before anybody resumes from them. "
+    "SEAMARK_ENGINE=0 runs vLLM without Seamark; please report vLLM's version and flags."
+)
+
 WRITES = "seamark_writes"  # on a scheduler's output: the states that the step has to write
+
+
+class StatesNotWritten(RuntimeError):
+    """States whose keys are registered were not written; the engine must not go on with them."""
 
 
 class Write(NamedTuple):
@@ -25,13 +38,36 @@ class Step:
     writes: Mapping[str, Sequence[Write]]  # by request
     group_of_layer: Mapping[str, int]
     req_ids: Sequence[str] = ()  # of the batch's rows, in order
+    _planned: set[str] = field(default_factory=set)  # requests
+    _written: set[str] = field(default_factory=set)  # layers
 
     def writes_by_row(self, num_rows: int) -> dict[int, Sequence[Write]]:
         """The writes of the batch's first `num_rows` rows, for the rows that have any."""
-        return {row: self.writes[name] for row, name in enumerate(self.req_ids[:num_rows]) if name in self.writes}
+        names = self.req_ids[:num_rows]
+        self._planned.update(names)
+        return {row: self.writes[name] for row, name in enumerate(names) if name in self.writes}
+
+    def wrote(self, layer: str) -> None:
+        """A layer has written its part of all states."""
+        self._written.add(layer)
+
+    def check(self) -> None:
+        """Raises `StatesNotWritten` if a request was not planned, or a layer did not write."""
+        groups = {group for of_request in self.writes.values() for write in of_request for group in write.blocks}
+        layers = {layer for layer, group in self.group_of_layer.items() if group in groups}
+        if layers and (missing := self.writes.keys() - self._planned):
+            raise StatesNotWritten(f"seamark: {len(missing)} requests of this step were not in its batch. {WHAT_NOW}")
+        if missing := layers - self._written:
+            raise StatesNotWritten(f"seamark: {', '.join(sorted(missing))} kept no states in this step. {WHAT_NOW}")
 
 
 _step: Step | None = None
+
+
+def wrote_states(layer: str) -> None:
+    """A layer of the running step has written its part of all states."""
+    if _step is not None:
+        _step.wrote(layer)
 
 
 def running_step() -> Step | None:
@@ -52,7 +88,9 @@ def track_steps(original: Function) -> Function:
         if batch is not None:  # model runner V1: the batch outlives the step, its list of requests is kept up to date
             _step.req_ids = batch.req_ids
         try:
-            return original(self, scheduler_output, *args, **kwargs)
+            result = original(self, scheduler_output, *args, **kwargs)
+            _step.check()
+            return result
         finally:
             _step = None
 
