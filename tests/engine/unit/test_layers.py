@@ -1,5 +1,6 @@
 """States are written inside a pass only if every worker and layer does so; a layer runs in its step's segments."""
 
+import inspect
 import pickle
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -7,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm import forward_context
+from vllm.config import CompilationConfig
+from vllm.model_executor.layers.mamba import mamba_mixer2
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -184,3 +188,20 @@ def test_tokens_that_follow_each_other_are_read_without_a_copy(monkeypatch):
     build = segments.plan_segments(lambda self, _, common: Metadata.of(common))
     made = getattr(build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS), SEGMENTS)
     assert [segment.tokens for segment in made] == [slice(0, 5), slice(5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("op", "module", "calls"),
+    [
+        ("mamba_mixer2", mamba_mixer2, "self.conv_ssm_forward("),
+        ("qwen_gdn_attention_core", qwen_gdn_linear_attn, "self._forward_core("),
+        ("qwen_gdn_attention_core_fused_norm_packed", qwen_gdn_linear_attn, "self._forward_core_fused_norm_packed("),
+    ],
+)
+def test_the_layers_run_between_graphs_that_are_captured(op, module, calls):
+    """A compiled model is split at these ops, and a breakable capture breaks at them: they run as Python each time."""
+    assert f"vllm::{op}" in CompilationConfig._attention_ops
+    function = getattr(module, op)
+    assert calls in inspect.getsource(function)
+    before = inspect.getsource(module).split(f"def {op}(")[0].rstrip()
+    assert before.endswith("@eager_break_during_capture")
