@@ -13,11 +13,8 @@ def print_patches(argv: list[str]) -> int:
     if argv:
         print("usage: python -m engine_patches patches", file=sys.stderr)
         return 0 if argv in (["-h"], ["--help"]) else 2
-    try:
-        from engine_patches.patches import PATCHES
-    except ModuleNotFoundError as error:
-        print(f"python -m engine_patches: {error.name} is not installed here: {worker.INSTALL}", file=sys.stderr)
-        return 1
+    from engine_patches.patches import PATCHES
+
     for patch in PATCHES:
         print(f"{patch.name} ({patch.role.value})\n  target    {patch.target}\n  why       {patch.why}")
         print(f"  upstream  {patch.upstream}\n  until     {patch.until}\n")

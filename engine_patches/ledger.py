@@ -2,6 +2,10 @@
 
 vLLM's internals move with every release. So each patch states the shape of what it replaces, every shape is checked
 before the first patch is applied, and the first surprise leaves vLLM untouched (fail closed).
+
+No module is imported for that: many of them load kernels or start CUDA, and most processes never run a model. A module
+that is not there yet is read from its file, and patched when vLLM imports it. If it then differs from what was read,
+all patches of the process are taken back; and if others rely on them already, the import fails, and with it the engine.
 """
 
 from __future__ import annotations
@@ -9,11 +13,17 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from engine_patches import module_source
+from engine_patches.import_hook import ImportHook
+
+logger = logging.getLogger("vllm.seamark")
 
 MARK = "__seamark_original__"  # on a replacement: the function that it replaced
 
@@ -21,8 +31,6 @@ NAME = "__seamark_patch__"  # on a replacement: the name of its patch
 
 # vLLM's functions, and what replaces them. vLLM is untyped at this seam: its parameters change between releases.
 Function = Callable[..., Any]
-
-_live = False
 
 
 class Role(enum.Enum):
@@ -45,20 +53,31 @@ class Shape:
     mentions: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise `ShapeMismatch` if vLLM differs."""
-        original = _chain(resolve(self.target).value)[-1]
-        if self.parameters is not None:
-            actual = ", ".join(inspect.signature(original).parameters)
-            if actual != self.parameters:
-                raise ShapeMismatch(f"{self.target} takes ({actual}), expected ({self.parameters})")
-        if self.mentions:
-            try:
-                source = inspect.getsource(original)
-            except (OSError, TypeError) as error:
-                raise ShapeMismatch(f"{self.target}: {error}") from error
-            missing = [text for text in self.mentions if text not in source]
-            if missing:
-                raise ShapeMismatch(f"{self.target} no longer mentions {', '.join(missing)}")
+        """Raise `ShapeMismatch` if vLLM differs: the function itself, or its source if nobody has imported it yet."""
+        if _module_of(self.target) in sys.modules:
+            original = _chain(resolve(self.target).value)[-1]
+            if self.parameters is not None:
+                self._compare_parameters(", ".join(inspect.signature(original).parameters))
+            if self.mentions:
+                try:
+                    source = inspect.getsource(original)
+                except (OSError, TypeError) as error:
+                    raise ShapeMismatch(f"{self.target}: {error}") from error
+                self._compare_source(source)
+            return
+        for definition in _definitions(self.target):
+            if self.parameters is not None:
+                self._compare_parameters(definition.parameters)
+            self._compare_source(definition.source)
+
+    def _compare_parameters(self, actual: str) -> None:
+        if actual != self.parameters:
+            raise ShapeMismatch(f"{self.target} takes ({actual}), expected ({self.parameters})")
+
+    def _compare_source(self, source: str) -> None:
+        missing = [text for text in self.mentions if text not in source]
+        if missing:
+            raise ShapeMismatch(f"{self.target} no longer mentions {', '.join(missing)}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,8 @@ class Patch:
 
     `build` receives the original function and returns its replacement (if the target is a classmethod, both take
     `cls`). `rebind` lists modules that import the function by name: a module that is already loaded is rebound, any
-    other finds the replacement when it imports the function.
+    other finds the replacement when it imports the function. It must not import modules of vLLM in `build`, which runs
+    while the target's module is being imported: the replacement does, when it is called.
     """
 
     name: str
@@ -120,19 +140,44 @@ def resolve(path: str) -> Target:
 
 
 def exists(path: str) -> bool:
-    """Whether a "module:Class.function" path leads to a function here: vLLM moves methods between classes."""
+    """Whether a "module:Class.function" path leads to a function here: vLLM moves methods between classes.
+
+    A module that nobody has imported is read and not imported.
+    """
     try:
-        resolve(path)
+        if _module_of(path) in sys.modules:
+            resolve(path)
+        else:
+            _definitions(path)
     except ShapeMismatch:
         return False
     return True
 
 
 def is_applied(patch: Patch) -> bool:
-    """Whether the target already holds this patch's replacement."""
+    """Whether the target holds this patch's replacement, or is going to once vLLM imports its module."""
+    module = _module_of(patch.target)
+    if module not in sys.modules:
+        return any(patch.name == awaited.name for awaited in _awaited.get(module, ()))
     if not exists(patch.target):
         return False
     return any(getattr(function, NAME, None) == patch.name for function in _chain(resolve(patch.target).value))
+
+
+def _module_of(path: str) -> str:
+    return path.partition(":")[0]
+
+
+def _definitions(path: str) -> list[module_source.Definition]:
+    """What a module that is not imported defines under a path, at least one; `ShapeMismatch` if it is missing."""
+    module, _, attributes = path.partition(":")
+    try:
+        found = module_source.definitions(module, attributes)
+    except (ImportError, SyntaxError) as error:
+        raise ShapeMismatch(f"{module} cannot be imported ({error})") from error
+    if not found:
+        raise ShapeMismatch(f"{path} does not exist")
+    return found
 
 
 def _chain(function: Any) -> list[Any]:
@@ -143,43 +188,121 @@ def _chain(function: Any) -> list[Any]:
     return chain
 
 
+class _Replaced(NamedTuple):
+    """One attribute that holds a replacement."""
+
+    owner: Any
+    name: str
+    original: Any
+
+
+_awaited: dict[str, list[Patch]] = {}  # by a module that is not imported: the patches with a shape there
+
+_replaced: list[_Replaced] = []  # in this process, in order
+
+_live = False
+
+_relied_on = False
+
+
 def apply(patches: Sequence[Patch]) -> int:
     """Apply every patch that applies here, or none. Returns how many were applied.
 
-    Patches already in place are left as they are, so a second call changes nothing. Raises `ShapeMismatch` with vLLM
-    untouched when anything differs from what a patch expects.
+    A patch of a module that is not imported counts as applied; it is put in place when vLLM imports the module. Patches
+    already in place are left as they are, so a second call changes nothing. Raises `ShapeMismatch` with vLLM untouched
+    when anything differs from what a patch expects.
     """
     global _live
     _live = False
-    wanted = [patch for patch in patches if patch.applies()]
-    missing = [patch for patch in wanted if not is_applied(patch)]
+    try:
+        wanted = [patch for patch in patches if patch.applies()]
+        missing = [patch for patch in wanted if not is_applied(patch)]
+        for patch in missing:
+            for shape in patch.shapes:
+                shape.check()
+    finally:
+        module_source.forget()
+    before = len(_replaced)
     for patch in missing:
-        for shape in patch.shapes:
-            shape.check()
-    replaced: list[tuple[Any, str, Any]] = []
+        for module in {_module_of(shape.target) for shape in patch.shapes} - sys.modules.keys():
+            _awaited.setdefault(module, []).append(patch)
+            _hook.install()
     try:
         for patch in missing:
-            target = resolve(patch.target)
-            replacement: Any = patch.build(target.value)
-            setattr(replacement, MARK, target.value)
-            setattr(replacement, NAME, patch.name)
-            stored = classmethod(replacement) if isinstance(target.stored, classmethod) else replacement
-            for owner in (target.owner, *_loaded(patch.rebind)):
-                if vars(owner).get(target.name) is target.stored:
-                    replaced.append((owner, target.name, target.stored))
-                    setattr(owner, target.name, stored)
+            if _module_of(patch.target) in sys.modules:
+                _replace(patch)
     except Exception:
-        for owner, name, original in reversed(replaced):
-            setattr(owner, name, original)
+        _put_back(before)
+        for module in list(_awaited):
+            _awaited[module] = [patch for patch in _awaited[module] if patch not in missing]
         raise
     _live = any(patch.role is Role.FEATURE for patch in wanted)
     return len(missing)
 
 
 def patches_live() -> bool:
-    """Whether checkpoints work in this process: the last `apply` was asked for them and succeeded."""
+    """Whether checkpoints work in this process: the last `apply` was asked for them, and nothing differed since."""
     return _live
+
+
+def rely_on_patches() -> bool:
+    """Whether checkpoints work in this process, asked by who then makes another part of the engine count on them.
+
+    After a yes the patches can no longer be taken back: a module that differs when it is imported stops the engine.
+    """
+    global _relied_on
+    _relied_on = _relied_on or _live
+    return _live
+
+
+def _imported(module: str) -> None:
+    """A module that patches wait for has been imported: check it as it is now, and patch it."""
+    awaited = _awaited.pop(module, [])
+    try:
+        for patch in awaited:
+            for shape in patch.shapes:
+                if _module_of(shape.target) == module:
+                    shape.check()
+        for patch in awaited:
+            if _module_of(patch.target) == module:
+                _replace(patch)
+    except Exception as error:
+        _withdraw(error)
+
+
+def _withdraw(reason: Exception) -> None:
+    """Take all patches of this process back; if others rely on them, fail the import that showed the difference."""
+    global _live
+    _live = False
+    _put_back(0)
+    _awaited.clear()
+    if _relied_on:
+        raise ShapeMismatch(f"{reason}; the engine already counts on Seamark's patches and cannot go on") from reason
+    logger.error("seamark: vLLM is left untouched, no checkpoints: %s", reason)
+
+
+def _replace(patch: Patch) -> None:
+    """Put the replacement into its place, and wherever a loaded module holds the original by name."""
+    target = resolve(patch.target)
+    replacement: Any = patch.build(target.value)
+    setattr(replacement, MARK, target.value)
+    setattr(replacement, NAME, patch.name)
+    stored = classmethod(replacement) if isinstance(target.stored, classmethod) else replacement
+    for owner in (target.owner, *_loaded(patch.rebind)):
+        if vars(owner).get(target.name) is target.stored:
+            _replaced.append(_Replaced(owner, target.name, target.stored))
+            setattr(owner, target.name, stored)
+
+
+def _put_back(length: int) -> None:
+    """Undo all replacements but the first `length`, the last one first."""
+    while len(_replaced) > length:
+        owner, name, original = _replaced.pop()
+        setattr(owner, name, original)
 
 
 def _loaded(names: Sequence[str]) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules]
+
+
+_hook = ImportHook(_awaited, _imported)

@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine_patches.forward.layers import (
+    GDN,
+    LAYERS,
+    MAMBA2,
     cpu_gdn_in_segments,
     gdn_in_segments,
     mamba2_with_states,
@@ -62,12 +65,6 @@ POOL = "vllm.v1.core.block_pool:BlockPool"
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-
-LAYERS = "vllm.model_executor.layers.mamba"
-
-MAMBA2 = f"{LAYERS}.mamba_mixer2:MambaMixer2"
-
-GDN = f"{LAYERS}.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
 
 CPU_PLATFORM = "vllm.platforms.cpu:CpuPlatform"
 
@@ -170,7 +167,7 @@ PATCHES: tuple[Patch, ...] = (
         upstream="unreported; 0.32 promises it, and no version can",
         until="vLLM's CPU scan returns intermediate states",
         build=states_at_chunk_ends,
-        mentions=("return all_states",),  # the CPU's own function, put there at import
+        mentions=("return_intermediate_states",),  # also of the GPU's function, in whose place the CPU's own is put
         relies_on=(
             Shape(
                 f"{LAYERS}.ops.cpu.mamba_ssm:_mamba_chunk_scan_combined_fwd_cpu",

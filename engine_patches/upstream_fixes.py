@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from engine_patches.ledger import Function, exists
+from engine_patches.ledger import Function, ShapeMismatch, exists
 
 
 def copy_largest_view_first(original: Function) -> Function:
@@ -32,6 +32,9 @@ def states_at_chunk_ends(original: Function) -> Function:
     the state at each chunk's end.
     """
     import torch
+
+    if original.__name__ != "_mamba_chunk_scan_combined_fwd_cpu":
+        raise ShapeMismatch(f"the scan on a CPU is {original.__name__}, expected the CPU's own")
 
     def _mamba_chunk_scan_combined_fwd_cpu(
         x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: Any, out: Any, **options: Any

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import partial
 from typing import Any
 
+from engine_patches import ledger
 from engine_patches.forward.scan_states import SCAN_STATES, run_layer
 from engine_patches.forward.segments import SEGMENTS, Segment
 from engine_patches.forward.step_writes import wrote_states
 from engine_patches.ledger import Function
 
 logger = logging.getLogger("vllm.seamark")
+
+LAYERS = "vllm.model_executor.layers.mamba"
+
+MAMBA2 = f"{LAYERS}.mamba_mixer2:MambaMixer2"
+
+GDN = f"{LAYERS}.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
 
 
 class PromisedShapes(tuple[tuple[int, ...], ...]):
@@ -42,7 +50,10 @@ def promise_writes_in_forward(original: Function) -> Function:
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
-        if spec is not None and _writes_in_forward(self, vllm_config):
+        if spec is None or not _writes_in_forward(self, vllm_config):
+            return spec
+        self.get_attn_backend()  # imports what makes the layer's metadata, the last module that is patched
+        if ledger.rely_on_patches():
             promise(spec)
         return spec
 
@@ -55,9 +66,10 @@ def require_promise_of_all(original: Function) -> Function:
     vLLM goes on with the first worker's spec of a layer. A state is only right if every worker writes its part, so a
     worker that promises nothing (not patched, or failed closed) takes the promise from all.
     """
-    from vllm.v1.kv_cache_interface import MambaSpec
 
     def get_kv_cache_specs(self: Any) -> Any:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
         of_workers = original(self)
         recurrent = [spec for specs in of_workers for spec in specs.values() if isinstance(spec, MambaSpec)]
         promised = [spec for spec in recurrent if is_promised(spec)]
@@ -71,8 +83,6 @@ def require_promise_of_all(original: Function) -> Function:
 
 
 def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.platforms import current_platform
 
     # Speculative decoding keeps several states per request. ReplaySSM keeps part of a state as inputs to replay.
@@ -84,8 +94,14 @@ def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
     if current_platform.is_cpu():  # model runner V2, with a Triton for CPUs, is not patched there
         known = not getattr(vllm_config, "use_v2_model_runner", False)
     else:
-        known = current_platform.is_cuda() or isinstance(layer, MambaMixer2)  # ROCm has a GDN core of its own
-    return known and isinstance(layer, (MambaMixer2, QwenGatedDeltaNetAttention))
+        known = current_platform.is_cuda() or _is_a(MAMBA2, layer)  # ROCm has a GDN core of its own
+    return known and (_is_a(MAMBA2, layer) or _is_a(GDN, layer))
+
+
+def _is_a(path: str, layer: Any) -> bool:
+    """Whether the layer is one of a "module:Class"; a class that nobody has imported has no layers."""
+    module, _, name = path.partition(":")
+    return module in sys.modules and isinstance(layer, getattr(sys.modules[module], name))
 
 
 def mamba2_with_states(original: Function) -> Function:

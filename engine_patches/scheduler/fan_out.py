@@ -13,8 +13,6 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from engine_patches.scheduler.forecast import Engine, Job, first_tokens
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import StepTime
@@ -200,6 +198,8 @@ def _left(request: Any) -> int:
 
 
 def _is_coming(expected: ExpectedState) -> bool:
+    from vllm.v1.request import RequestStatus
+
     leader = expected.leader
     return bool(leader.status == RequestStatus.RUNNING and leader.num_computed_tokens < expected.position)
 
@@ -208,6 +208,8 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
     """Replacement of `Scheduler._handle_blocked_waiting_request`: False keeps one request waiting, and only that."""
 
     def _handle_blocked_waiting_request(self: Any, request: Any) -> bool:
+        from vllm.v1.request import RequestStatus
+
         if not original(self, request):
             return False
         checkpoints = self.seamark

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from engine_patches import settings
+from engine_patches import ledger, settings
 from engine_patches.forward.layers import is_promised
 from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -21,9 +21,10 @@ logger = logging.getLogger("vllm.seamark")
 
 def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement of `Scheduler.__init__`: every scheduler and its cache managers share one `Checkpoints`."""
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
+
         original(self, *args, **kwargs)
         self.seamark = checkpoints = Checkpoints(match_unit=self.hash_block_size, block_size=self.block_size)
         managers = self.kv_cache_manager.coordinator.single_type_managers
@@ -32,7 +33,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             # A draft model shifts what a prefix must cover; a checkpoint at the exact end would never match.
             checkpoints.refuse_all = "speculative"
             logger.warning("seamark: speculative decoding is on: hints are refused, vLLM caches as it does alone")
-        elif recurrent and self.mamba_partial_cache_hit and _preflight_passes():
+        elif recurrent and self.mamba_partial_cache_hit and _preflight_passes() and ledger.rely_on_patches():
             checkpoints.enabled = True
             checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
             checkpoints.attention_managers = [m for m in managers if isinstance(m, FullAttentionManager)]

@@ -21,6 +21,8 @@ DEFAULT = 16  # tokens
 
 GDN_CHUNK = 64  # tokens, of every kernel vLLM has for it
 
+GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `model_type`
+
 
 def expected(vllm_config: Any) -> int:
     """The match unit (tokens) an engine with this configuration is going to use, before it has said so itself."""
@@ -30,7 +32,7 @@ def expected(vllm_config: Any) -> int:
     block_size: int = vllm_config.cache_config.block_size
     if not vllm_config.model_config.is_hybrid or vllm_config.num_speculative_tokens:
         return block_size
-    gdn = vllm_config.model_config.hf_text_config.model_type.startswith(("qwen3_next", "qwen3_5"))
+    gdn = vllm_config.model_config.hf_text_config.model_type.startswith(GDN_MODEL_TYPES)
     return GDN_CHUNK if gdn and block_size % GDN_CHUNK == 0 else DEFAULT
 
 
@@ -56,9 +58,10 @@ def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
 
     It is the finest that states are placed on, or `DEFAULT` if that one does not divide the model's cache blocks.
     """
-    from vllm.v1.kv_cache_interface import MambaSpec
 
     def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Any:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
         cache_config = vllm_config.cache_config
         coarse = original(kv_cache_config, vllm_config)
         groups = kv_cache_config.kv_cache_groups

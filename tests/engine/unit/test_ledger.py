@@ -26,12 +26,17 @@ def replaced():
     return [patch.name for patch in PATCHES if ledger.is_applied(patch)]
 """
 
-# Importing vLLM takes longer than what the cases do with it, so it is imported once and each case runs in a fork.
+# Importing vLLM takes longer than what the cases do with it, so all that is patched is imported once and each case runs
+# in a fork. How it is patched when it comes later is shown at the end of this module.
 FORKING = """
 import contextlib, gc, io, json, os, sys, traceback
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
+from engine_patches import ledger
 from engine_patches.patches import PATCHES
+for patch in PATCHES:
+    if patch.applies():
+        ledger.resolve(patch.target)
 gc.freeze()
 for line in sys.stdin:
     mode, code = json.loads(line)
@@ -231,3 +236,109 @@ print(ledger.patches_live())
 """
     )
     assert out.split() == ["True"]
+
+
+# What a process of vLLM has done before it loads plugins, with a CUDA that must not be started and a search for modules
+# of vLLM that finds none. `PLATFORM` is what vLLM believes to run on.
+FRONT_END = """
+import sys, types
+import torch, vllm, vllm.platforms, vllm.plugins
+on_cpu = PLATFORM == "cpu"
+if not on_cpu:
+    vllm.platforms.current_platform = types.SimpleNamespace(
+        is_cpu=lambda: False, is_cuda=lambda: True, is_cuda_alike=lambda: True
+    )
+assert vllm.platforms.current_platform.is_cpu() is on_cpu
+
+def started(*args, **kwargs):
+    raise AssertionError("CUDA was started")
+
+names = {"_cuda_init", *(name for name in dir(torch._C) if name.startswith("_cuda_"))}
+for name in names:
+    setattr(torch._C, name, started)
+torch.cuda._lazy_init = started
+
+class NoModules:
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in ("vllm", "triton", "transformers"):
+            raise AssertionError(f"{name} was imported")
+
+sys.meta_path.insert(0, NoModules())
+before = set(sys.modules)
+"""
+
+
+def in_front_end(platform: str, code: str) -> str:
+    """What `code` prints in a new process, once it has got as far as `FRONT_END`."""
+    command = [sys.executable, "-c", f"PLATFORM = {platform!r}\n" + FRONT_END + PRELUDE + code]
+    done = subprocess.run(command, env={**environment(), "VLLM_PLUGINS": "none"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_process_that_runs_no_model_imports_nothing_of_vllm_and_starts_no_cuda(platform):
+    out = in_front_end(
+        platform,
+        """
+wanted = [patch.name for patch in applicable()]
+plugin.register()
+new = {name for name in set(sys.modules) - before if not name.startswith("engine_patches")}
+print(ledger.patches_live(), replaced() == wanted, len(wanted) > 30)
+print(len([name for name in new if "vllm" in name or "triton" in name]), len(log.getvalue().splitlines()))
+""",
+    )
+    assert out.split() == ["True", "True", "True", "0", "1"]
+
+
+def test_each_module_is_patched_when_it_is_imported_and_functions_taken_from_it_by_name_are_the_patched_ones():
+    out = in_front_end(
+        "cpu",
+        """
+wanted = applicable()
+plugin.register()
+del sys.meta_path[[type(finder).__name__ for finder in sys.meta_path].index("NoModules")]
+assert "vllm.model_executor.layers.mamba.mamba_mixer2" not in sys.modules
+import vllm.v1.worker.gpu_model_runner as runner, vllm.v1.worker.utils as utils, vllm.v1.engine.core as core
+import vllm.v1.core.kv_cache_utils as cache
+print(hasattr(runner.copy_kv_cache_blocks_inplace, ledger.MARK))
+print(runner.copy_kv_cache_blocks_inplace is utils.copy_kv_cache_blocks_inplace)
+print(core.resolve_kv_cache_block_sizes is cache.resolve_kv_cache_block_sizes)
+for patch in wanted:
+    function = ledger.resolve(patch.target).value
+    names = []
+    while hasattr(function, ledger.MARK):
+        names.append(getattr(function, ledger.NAME))
+        function = getattr(function, ledger.MARK)
+    assert patch.name in names, patch.name
+print(ledger.patches_live(), log.getvalue().splitlines())
+""",
+    )
+    assert out.split()[:4] == ["True"] * 4 and "untouched" not in out
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_whichever_source_differs_vllm_stays_untouched_with_one_line(platform):
+    """Every shape in turn is asked for a word that its source does not hold, before anything is imported."""
+    out = in_front_end(
+        platform,
+        """
+import dataclasses
+from engine_patches import patches
+wanted, whole = applicable(), patches.PATCHES
+for number, patch in enumerate(whole):
+    if patch not in wanted:
+        continue
+    changed = dataclasses.replace(patch, mentions=(*patch.mentions, "a word that is not there"))
+    patches.PATCHES = (*whole[:number], changed, *whole[number + 1 :])
+    plugin.register()
+    lines = log.getvalue().splitlines()
+    log.truncate(0); log.seek(0)
+    assert replaced() == [] and not ledger.patches_live(), patch.name
+    assert len(lines) == 1 and patch.target in lines[0] and "untouched" in lines[0], (patch.name, lines)
+patches.PATCHES = whole
+plugin.register()
+print(ledger.patches_live(), len(replaced()) == len(wanted))
+""",
+    )
+    assert out.split() == ["True", "True"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -65,6 +66,7 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed):
     how = {"D": torch.rand(HEADS), "dt_bias": torch.rand(HEADS), "dt_softplus": True, "state_dtype": torch.float32}
     calls = []
 
+    @functools.wraps(scan)
     def counted(x, *args, **options):
         calls.append(len(x))
         return scan(x, *args, **options)

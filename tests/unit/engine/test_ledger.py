@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,9 +38,18 @@ USER = "from toy_vllm import greet\n"
 
 
 @pytest.fixture(autouse=True)
+def fresh(monkeypatch) -> Iterator[None]:
+    """A process in which the ledger has done nothing yet."""
+    monkeypatch.setattr(ledger, "_live", False)
+    monkeypatch.setattr(ledger, "_relied_on", False)
+    yield
+    ledger._put_back(0)
+    ledger._awaited.clear()
+
+
+@pytest.fixture
 def toy(tmp_path, monkeypatch) -> Iterator[Any]:
     """A module `toy_vllm`, and two that import its function by name."""
-    monkeypatch.setattr(ledger, "_live", False)
     for name, source in (("toy_vllm", SOURCE), ("toy_user", USER), ("toy_other", USER)):
         file = tmp_path / f"{name}.py"
         file.write_text(source)
@@ -147,3 +158,142 @@ def test_checkpoints_are_live_with_features_not_with_cures_alone_nor_after_a_fai
     with pytest.raises(ShapeMismatch):
         ledger.apply([dataclasses.replace(STEP, name="other", parameters="self")])
     assert not ledger.patches_live()
+
+
+LATE = """
+from late_vllm import names
+
+def greet(name, loud=False):
+    return "hello " + name
+
+class Engine:
+    def step(self, tokens):
+        return ["step"]
+
+    @classmethod
+    def make(cls, size):
+        return [cls.__name__, size]
+
+if names.changed:
+    Engine.step = lambda self, something_else: ["changed"]
+"""
+
+LATE_STEP = dataclasses.replace(STEP, target="late_vllm.engine:Engine.step", mentions=('return ["step"]',))
+
+LATE_GREETING = Patch(
+    "greet", "late_vllm.engine:greet", "why", "until", lambda _: lambda name: "patched", parameters="name, loud"
+)
+
+
+@pytest.fixture
+def late(tmp_path, monkeypatch) -> Iterator[Any]:
+    """Imports a module of the package `late_vllm`, of which none is imported yet."""
+    folder = tmp_path / "late_vllm"
+    folder.mkdir()
+    for name, source in {
+        "__init__": "",
+        "names": "changed = False\n",
+        "engine": LATE,
+        "other": "def check(prompt):\n    return prompt\n",
+        "user": "from late_vllm.engine import greet\n",
+    }.items():
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda name: importlib.import_module(f"late_vllm.{name}")
+    for name in [name for name in sys.modules if name.startswith("late_vllm")]:
+        del sys.modules[name]
+
+
+def loaded() -> list[str]:
+    return [name for name in sys.modules if name.startswith("late_vllm")]
+
+
+def test_a_module_is_patched_when_it_is_imported_and_not_imported_for_that(late):
+    second = dataclasses.replace(LATE_STEP, name="second", build=added("second"))
+    assert ledger.apply([LATE_STEP, second, LATE_GREETING]) == 3
+    assert ledger.patches_live() and ledger.is_applied(second) and not loaded()
+    assert not ledger.is_applied(dataclasses.replace(LATE_STEP, name="third"))
+    assert late("user").greet("x") == "patched"
+    assert late("engine").Engine().step([]) == ["step", "patched", "second"]
+    assert ledger.is_applied(LATE_STEP) and ledger.is_applied(second)
+
+
+def test_a_second_call_before_the_import_changes_nothing(late):
+    assert ledger.apply([LATE_STEP]) == 1
+    assert ledger.apply([LATE_STEP]) == 0
+    assert ledger.apply([LATE_STEP, LATE_GREETING]) == 1
+    assert late("engine").Engine().step([]) == ["step", "patched"]
+    assert late("engine").greet("x") == "patched"
+
+
+def test_a_classmethod_stays_one_in_a_module_that_comes_later(late):
+    ledger.apply(
+        [Patch("make", "late_vllm.engine:Engine.make", "why", "until", added("patched"), parameters="cls, size")]
+    )
+    assert late("engine").Engine.make(3) == ["Engine", 3, "patched"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [
+        (Shape("late_vllm.engine:Engine.step", "self, prompt"), "takes (self, tokens), expected (self, prompt)"),
+        (Shape("late_vllm.engine:greet", mentions=("hello", "goodbye")), "late_vllm.engine:greet no longer mentions"),
+        (Shape("late_vllm.engine:Engine.gone"), "late_vllm.engine:Engine.gone does not exist"),
+        (Shape("late_vllm.engine:Gone.step"), "late_vllm.engine:Gone.step does not exist"),
+        (Shape("late_vllm.gone:greet"), "late_vllm.gone cannot be imported"),
+    ],
+)
+def test_a_difference_in_the_source_of_one_module_leaves_all_untouched(toy, late, shape, named):
+    original = toy.Engine.step
+    with pytest.raises(ShapeMismatch) as error:
+        ledger.apply([STEP, LATE_GREETING, dataclasses.replace(LATE_STEP, relies_on=(shape,))])
+    assert named in str(error.value) and not ledger.patches_live()
+    assert toy.Engine.step is original and late("engine").greet("x") == "hello x"
+
+
+def test_a_failure_with_a_loaded_module_leaves_nothing_to_be_done_later(toy, late):
+    with pytest.raises(RuntimeError, match="planned"):
+        ledger.apply([LATE_STEP, dataclasses.replace(STEP, name="fails", build=failing)])
+    assert not ledger.is_applied(LATE_STEP)
+    assert late("engine").Engine().step([]) == ["step"]
+
+
+@pytest.mark.parametrize("patch", [LATE_STEP, dataclasses.replace(LATE_GREETING, name="fails", build=failing)])
+def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_line(toy, late, caplog, patch):
+    original = toy.Engine.step
+    ledger.apply([STEP, LATE_GREETING, patch])
+    late("names").changed = patch is LATE_STEP
+    with caplog.at_level(logging.ERROR, "vllm.seamark"):
+        engine = late("engine")
+    assert toy.Engine.step is original and engine.greet("x") == "hello x"
+    assert not ledger.patches_live() and not ledger.rely_on_patches()
+    (line,) = caplog.messages
+    assert "vLLM is left untouched" in line
+
+
+def test_what_a_patch_relies_on_is_checked_again_too_when_it_is_imported(toy, late, monkeypatch):
+    original = toy.Engine.step
+    ledger.apply([dataclasses.replace(STEP, relies_on=(Shape("late_vllm.engine:Engine.step", "self, tokens"),))])
+    assert toy.Engine.step is not original
+    late("names").changed = True
+    late("engine")
+    assert toy.Engine.step is original and not ledger.patches_live()
+
+
+def test_a_module_that_differs_when_others_rely_on_the_patches_cannot_be_imported(toy, late):
+    ledger.apply([STEP, LATE_STEP])
+    assert ledger.rely_on_patches()
+    late("names").changed = True
+    with pytest.raises(ShapeMismatch, match=r"takes \(self, something_else\).*cannot go on"):
+        late("engine")
+    assert "late_vllm.engine" not in sys.modules and not ledger.patches_live()
+
+
+def test_nobody_relies_on_cures_alone(late):
+    ledger.apply([dataclasses.replace(LATE_STEP, role=Role.CURE)])
+    assert not ledger.rely_on_patches()
+
+
+def test_a_module_that_is_not_imported_is_searched_for_without_importing_it(late):
+    assert ledger.exists("late_vllm.engine:Engine.step") and not ledger.exists("late_vllm.engine:Engine.gone")
+    assert not ledger.exists("late_vllm.gone:greet") and not loaded()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from importlib import metadata
 
@@ -38,11 +39,12 @@ def test_a_model_needs_torch(monkeypatch, capsys, tmp_path):
     assert line.startswith("seamark model: torch is not installed here") and not (tmp_path / "model").exists()
 
 
-def test_the_ledger_needs_vllm(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "engine_patches.patches", None)
-    assert plugin.main(["patches"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is not installed here" in line and "pip install --no-deps vllm-seamark" in line
+def test_the_ledger_can_be_read_without_vllm_and_torch():
+    without = "import sys; sys.modules.update(vllm=None, torch=None); from engine_patches.__main__ import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", without + "sys.exit(main(['patches']))"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "block-copy (cure)" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["patches", "x"], 2)])
