@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine_patches import ledger, settings
@@ -51,6 +51,17 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def warn_of_narrow_states(specs: Iterable[Any]) -> None:
+    """Say so if recurrent layers, by their cache specs, keep states in fewer than 32 bits."""
+    narrow = sorted({str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if spec.dtypes[-1].itemsize < 4})
+    if narrow:
+        logger.warning(
+            "seamark: recurrent states are kept in %s: an answer that resumes from one is rounded otherwise than one "
+            "without a cache, with vLLM's own prefix caching too; --mamba-ssm-cache-dtype float32 avoids it",
+            ", ".join(narrow),
+        )
+
+
 def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     checkpoints.state_events = pool.seamark_events = StateEvents(
@@ -64,6 +75,7 @@ def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
     )
     # A connector loads into and stores from the blocks that it knows of; ours are taken after that.
     checkpoints.writes_in_forward = scheduler.connector is None and all(map(is_promised, specs))
+    warn_of_narrow_states(specs)
     if checkpoints.writes_in_forward:
         checkpoints.alignment = state_alignment(specs, scheduler.vllm_config, checkpoints.match_unit)
         checkpoints.retention = Retention(pool, settings.state_share())

@@ -92,7 +92,7 @@ class Difference:
         n, z = self.answers, 1.96
         share = self.other / n
         middle, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-        return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+        return max(0.0, middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
 def prompts_of(count: int) -> list[Prompt]:

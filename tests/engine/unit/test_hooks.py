@@ -1,0 +1,32 @@
+"""What the scheduler says of a model's states when it starts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from engine_patches.scheduler.hooks import warn_of_narrow_states
+
+
+def spec(states: torch.dtype) -> MambaSpec:
+    """Of a layer that keeps its convolution's inputs in bfloat16, and the state itself in `states`."""
+    return MambaSpec(block_size=64, shapes=((1,), (1,)), dtypes=(torch.bfloat16, states))
+
+
+@pytest.mark.parametrize(
+    ("states", "named"),
+    [
+        ([torch.float32], None),
+        ([torch.float32, torch.bfloat16, torch.bfloat16], "kept in bfloat16:"),
+        ([torch.float16, torch.bfloat16], "kept in bfloat16, float16:"),
+    ],
+)
+def test_states_that_are_rounded_are_named_once_with_the_flag_that_keeps_them_whole(caplog, states, named):
+    with caplog.at_level(logging.WARNING, "vllm.seamark"):
+        warn_of_narrow_states([spec(each) for each in states])
+    assert len(caplog.messages) == (named is not None)
+    for line in caplog.messages:
+        assert named in line and "--mamba-ssm-cache-dtype float32" in line
