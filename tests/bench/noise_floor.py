@@ -58,11 +58,9 @@ ALONE = "vLLM alone, one at a time"
 
 CELLS = (
     Cell(ALONE, "reference", UNCACHED, parallel=1),
-    Cell("vLLM alone, once more", "reference", UNCACHED, parallel=1),
     Cell("vLLM alone, eight at once", "reference", UNCACHED),
     Cell("vLLM alone, steps of 200 tokens", "reference", (*UNCACHED, "--max-num-batched-tokens", "200"), parallel=1),
     Cell("vLLM alone, its own cache", "reference", CACHED, parallel=1, warmed=True),
-    Cell("Seamark, its default", "1", CACHED, parallel=1, warmed=True, hinted=True),
     Cell("Seamark, unit 16", "1", (*CACHED, "--prefix-match-unit", "16"), {"SEAMARK_CHUNK_ENDS": "0"}, 1, True, True),
     Cell("Seamark, unit 64", "1", (*CACHED, "--prefix-match-unit", "64"), {"SEAMARK_CHUNK_ENDS": "0"}, 1, True, True),
     Cell("Seamark, chunk ends", "1", CACHED, {"SEAMARK_CHUNK_ENDS": "1"}, 1, True, True),
