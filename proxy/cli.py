@@ -22,7 +22,7 @@ COMMANDS = {
     "boundary": Command("proxy.commands.boundary", "where the shared part of a chat request ends, as JSON"),
     "doctor": Command("proxy.commands.doctor", "whether a worker's patches are live, and what to change"),
     "gpu-check": Command(
-        "engine_patches.gpu_check.command", "whether this machine's GPU answers exactly from the cache"
+        "engine_patches.gpu_check.command", "whether this machine's GPU answers exactly from the cache, and sooner"
     ),
     "bench": Command("proxy.bench.menu", "stories against real engines, measured side by side"),
 }

@@ -1,4 +1,4 @@
-"""`seamark gpu-check`: tiny hybrid models show whether this machine's vLLM has right states, answers and passes.
+"""`seamark gpu-check`: whether this machine's vLLM has right states, answers and passes, and whether hits save time.
 
 The command needs no gateway and no network. It is the same on a GPU and on a CPU: a CPU answers for the logic, only a
 GPU for its kernels.
@@ -7,107 +7,253 @@ GPU for its kernels.
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import os
 import shutil
 import signal
 import sys
 import tempfile
-import textwrap
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from engine_patches.commands.model import why_not, write_model
-from engine_patches.commands.worker import INSTALL, is_cpu_build
-from engine_patches.gpu_check.lanes import Engines, Lane, lanes_of, run_lane
-from engine_patches.gpu_check.verdicts import EXACTNESS, NOT_RUN, OK, WRONG, Check
+from engine_patches.commands.worker import INSTALL, cpu_flags, is_cpu_build, model_type_of
+from engine_patches.gpu_check import report
+from engine_patches.gpu_check.lanes import Lane, Runner, lanes_of
+from engine_patches.gpu_check.processes import Engines
+from engine_patches.gpu_check.report import UNPROVEN, LaneReport
+from engine_patches.gpu_check.verdicts import NOT_RUN, OK, WRONG, Check
 
-SECONDS = 280.0  # for the whole check
+MINUTES, OWN_MINUTES = 20.0, 60.0  # a model of real size is loaded three times
 
-SIDE_BY_SIDE = 2  # lanes
+SIDE_BY_SIDE = 2  # lanes on a GPU whose speed nobody asks for
 
-INDENT = 9  # columns before the text under a verdict
+REPORT = Path("seamark-gpu-check.json")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+EPILOG = """\
+Lanes run in the order of their value: first what `seamark worker` runs (compiled, CUDA graphs, vLLM's own choice of
+model runner and kernels; Mamba2, then gated delta nets), then the other model runner, eager, float32, other backends.
+Each is printed as soon as it is known. Everything after -- are flags of vLLM for --model, as for `seamark worker`.
+
+exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM), so
+nothing is proven by it; 2 wrong usage. Ctrl-C, SIGTERM and SIGHUP end the engines, print and write what is known so
+far, and exit with 130, 143 and 129, or 1 if something was WRONG already. Speed is told and never WRONG.
+"""
+
+
+class Interrupted(BaseException):
+    """A signal asks for the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="seamark gpu-check",
-        description="tiny hybrid models on this machine's vLLM: are answers exact, hits found, passes no more than one",
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the one vLLM is built for"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer cases, no second model runner")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for the whole check (%(default)g)")
-    parser.add_argument("--attention-backend", metavar="NAME", help="for qwen3_next, as in `vllm serve`")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file too")
-    args = parser.parse_args(argv)
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        parser.error(f"--json: {args.json} cannot be written: a file in an existing folder is needed")
-    began = time.monotonic()
+    own, flags = argv, []
+    if "--" in argv:
+        split = argv.index("--")
+        own, flags = argv[:split], argv[split + 1 :]
+    args = _parsed(own, flags)
     try:
         device = "cpu" if is_cpu_build() else "cuda"
     except ModuleNotFoundError as error:
-        print(f"seamark gpu-check: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
-        return 1
+        return _nothing_ran(f"{error.name} is not installed here: {INSTALL}")
     if args.device not in ("auto", device):
-        parser.error(f"--device {args.device}: the vLLM installed here is built for {device}")
-    # `kill` ends the engines too, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+        print(f"seamark gpu-check: --device {args.device}: the vLLM here is built for {device}", file=sys.stderr)
+        return 2
     folder = Path(tempfile.mkdtemp(prefix="seamark-gpu-check-"))
+    status = UNPROVEN
     try:
-        engines = Engines(folder, device == "cpu", args.seconds)
-        checks = run(lanes_of(device, args.quick, args.attention_backend), engines, folder)
+        if device == "cuda" and not _sees_gpu():
+            return _nothing_ran(
+                "vLLM is built for CUDA, but torch sees no GPU here: look at nvidia-smi, and in a container at --gpus"
+            )
+        status = _check(args, flags, device, folder)
     except ModuleNotFoundError as error:  # while the models were written
-        shutil.rmtree(folder)
-        print(f"seamark gpu-check: {why_not(error)}", file=sys.stderr)
-        return 1
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    if device == "cpu":
-        checks.append(
-            Check("model runner V2", NOT_RUN, "model runner V2 needs Triton, which a vLLM for CPUs does not have")
-        )
-    seconds = time.monotonic() - began
-    wrong = sum(check.verdict == WRONG for check in checks)
-    unproved = not any(check.verdict == OK and check.name.startswith(EXACTNESS) for check in checks)
-    print(report(checks, seconds))
-    if args.json is not None:
-        content = {"seconds": seconds, "wrong": wrong, "device": device}
-        args.json.write_text(json.dumps({**content, "checks": [check._asdict() for check in checks]}, indent=1) + "\n")
-    if wrong or unproved:
-        print(f"the engines' logs: {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
+        return _nothing_ran(why_not(error))
+    finally:
+        if status in (UNPROVEN, report.FAILED) and list(folder.glob("*.log")):
+            print(f"the engines' logs, with this machine's names in them: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return status
 
 
-def run(lanes: tuple[Sequence[Lane], Sequence[Lane]], engines: Engines, folder: Path) -> list[Check]:
-    """The checks of all lanes: the first sequence runs side by side, then the second one by one."""
-    together, alone = lanes
-    models = {lane.family: write_model(folder / lane.family, lane.family) for lane in (*together, *alone)}
+def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="seamark gpu-check",
+        description="on this machine's vLLM: are answers exact, hits found, passes no more than needed, and do hits "
+        "save time",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="NAME", help="this model (a folder or a name) instead of the tiny ones")
+    parser.add_argument(
+        "--minutes", type=float, help=f"for the whole check ({MINUTES:g}, with --model {OWN_MINUTES:g})"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases, and only the first lanes")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the one vLLM is built for"
+    )
+    parser.add_argument("--attention-backend", metavar="NAME", help="for qwen3_next, as in `vllm serve`")
+    parser.add_argument(
+        "--report", type=Path, default=REPORT, metavar="FILE", help="to attach to a bug report: %(default)s"
+    )
+    args = parser.parse_args(own)
+    if args.minutes is None:
+        args.minutes = MINUTES if args.model is None else OWN_MINUTES
+    if flags and args.model is None:
+        parser.error("flags of vLLM (after --) are for --model")
+    if args.model is not None and args.attention_backend is not None:
+        parser.error("--attention-backend is for the tiny models; with --model it is a flag of vLLM, after --")
+    parent = args.report.parent
+    if args.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        parser.error(f"--report: {args.report} cannot be written: a file in a folder that can be written is needed")
+    return args
 
-    def checks_of(lane: Lane) -> list[Check]:
-        print(f"{lane.name}: running", file=sys.stderr, flush=True)
-        return run_lane(lane, engines, models[lane.family])
 
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+def _nothing_ran(why: str) -> int:
+    print(f"seamark gpu-check: not proven: {why}", file=sys.stderr)
+    return UNPROVEN
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: Path) -> int:
+    """Run the lanes, print and write what they show; the exit status."""
+    began = time.monotonic()
+    lanes = lanes_of(device, args.quick, args.attention_backend)
+    if args.model is not None:
+        lanes = [own_lane(args.model, flags, device, args.quick)]
+    options = {
+        "model": None if args.model is None else lanes[0].family,
+        "minutes": args.minutes,
+        "quick": args.quick,
+        "flags": report.without_secrets(flags),
+    }
+    found: dict[Lane, LaneReport] = {}
+    so_far: dict[Lane, list[Check]] = {}
+
+    def write(signal_number: int | None = None) -> tuple[int, str]:
+        every = [found.get(lane) or _unfinished(lane, so_far.get(lane, [])) for lane in lanes]
+        status = report.exit_status(every, signal_number)
+        verdict = report.sentence(every, device, status)
+        seconds = time.monotonic() - began
+        report.write(args.report, report.content(every, device, seconds, verdict, status, options))
+        return status, verdict
+
+    def came(lane: Lane, lane_report: LaneReport) -> None:
+        found[lane] = lane_report
+        print(report.lane_text(lane_report, len(found), len(lanes)), flush=True)
+        write()
+
+    number = None
+    with _signals_raise():
         try:
-            checks = [check for found in pool.map(checks_of, together) for check in found]
-        except BaseException:
-            engines.end()
-            raise
-    return checks + [check for lane in alone for check in checks_of(lane)]
+            engines = Engines(folder, device == "cpu", args.minutes * 60, offline=args.model is None)
+            side_by_side = 1 if device == "cpu" else SIDE_BY_SIDE
+            run(lanes, engines, lambda lane: _model_of(lane, args.model, folder), so_far, came, side_by_side)
+        except Interrupted as interrupted:
+            number = interrupted.number
+            print(f"ended by {signal.Signals(number).name}\n", flush=True)
+        for lane in lanes:
+            if lane not in found and so_far.get(lane):
+                print(report.lane_text(_unfinished(lane, so_far[lane])), flush=True)
+        status, verdict = write(number)
+    verdicts = [lane_report.verdict for lane_report in found.values()]
+    right, wrong = verdicts.count(OK), verdicts.count(WRONG)
+    lanes_word = "1 lane" if len(lanes) == 1 else f"{len(lanes)} lanes"
+    counts = f"{right} ok, {wrong} WRONG, {len(lanes) - right - wrong} not run"
+    print(f"{lanes_word}: {counts} ({time.monotonic() - began:.0f} s); report: {args.report}")
+    print(verdict, flush=True)
+    return status
 
 
-def report(checks: Sequence[Check], seconds: float) -> str:
-    """The report as text: a paragraph for each check, and a line that sums up."""
-    lines = []
-    for check in checks:
-        lines.append(f"{check.verdict:<{INDENT}}{check.name}")
-        lines += textwrap.wrap(check.says, 110, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT)
-    wrong = sum(check.verdict == WRONG for check in checks)
-    not_run = sum(check.verdict == NOT_RUN for check in checks)
-    return "\n".join([*lines, "", f"{len(checks)} checks: {wrong} WRONG, {not_run} not run ({seconds:.0f} s)"])
+def own_lane(model: str, flags: Sequence[str], device: str, quick: bool) -> Lane:
+    """The lane of a user's own model, with the flags that `seamark worker` would add."""
+    needed = cpu_flags(model_type_of(model)) if device == "cpu" else {}
+    added = [part for flag, value in needed.items() for part in ((flag,) if value is None else (flag, value))]
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    return Lane(name, timed=True, few=quick, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
+
+
+def _model_of(lane: Lane, model: str | None, folder: Path) -> Path | str:
+    """The user's model, or a tiny one, which is written when it is first needed."""
+    if model is not None:
+        return model
+    target = folder / lane.family
+    return target if target.is_dir() else write_model(target, lane.family)
+
+
+def run(
+    lanes: Sequence[Lane],
+    engines: Any,
+    model_of: Callable[[Lane], Path | str],
+    so_far: dict[Lane, list[Check]],
+    came: Callable[[Lane, LaneReport], None],
+    side_by_side: int,
+) -> None:
+    """Run the lanes and hand each one's report on as soon as it is known; `engines` are ended on every way out.
+
+    `so_far` takes the checks of each lane while it runs. Lanes that are timed have the machine to themselves; the rest
+    runs `side_by_side`.
+    """
+    runner = Runner(engines)
+
+    def report_of(lane: Lane, model: Path | str) -> LaneReport:
+        print(f"{lane.name}: running", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        checks = so_far.setdefault(lane, [])
+        try:
+            checks.extend(runner.run(lane, model))
+        except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
+            checks.append(Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}"))
+        return LaneReport(lane.name, checks, time.monotonic() - began)
+
+    try:
+        for lane in (lane for lane in lanes if lane.timed):
+            came(lane, report_of(lane, model_of(lane)))
+        rest = [lane for lane in lanes if not lane.timed]
+        models = [model_of(lane) for lane in rest]
+        with ThreadPoolExecutor(side_by_side) as pool:
+            try:
+                futures = {pool.submit(report_of, *pair): pair[0] for pair in zip(rest, models, strict=True)}
+                for future in as_completed(futures):
+                    came(futures[future], future.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                engines.end()
+                raise
+    finally:
+        engines.end()
+
+
+def _unfinished(lane: Lane, checks: Sequence[Check]) -> LaneReport:
+    return LaneReport(lane.name, [*checks, Check(lane.name, NOT_RUN, "not run, or not to its end")], 0.0)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Inside this context the first signal raises `Interrupted`; later ones do not disturb the end."""
+
+    def stop(number: int, frame: Any) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {each: signal.signal(each, stop) for each in SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

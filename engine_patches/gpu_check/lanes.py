@@ -1,27 +1,24 @@
-"""The lanes of `seamark gpu-check`, and the processes in which their engines run.
+"""The lanes of `seamark gpu-check`: one model in one configuration each, the most valuable first.
 
-A lane is one model in one precision. Several engines answer it in turn: with the patches, the reference without any
-cache, and beside them another model runner or vLLM alone.
+Several engines answer a lane in turn: with the patches, the reference without any cache, and beside them vLLM alone. A
+lane with the other model runner, which vLLM has but does not choose, is held to the reference of the lane before it.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from engine_patches.commands.worker import vllm_environment
-from engine_patches.gpu_check.engine import Job, Result
-from engine_patches.gpu_check.questions import EXACT, PARALLEL, RESEND
+from engine_patches.gpu_check.job import Job, Result
+from engine_patches.gpu_check.processes import Outcome
+from engine_patches.gpu_check.questions import EXACT, PARALLEL, RESEND, SHARED_LENGTHS, length_section
 from engine_patches.gpu_check.verdicts import (
+    BLOCK_COPY,
     EXACTNESS,
+    LEFT_OUT,
     NOT_RUN,
+    SPEED,
     STRICT,
     WRONG,
     Check,
@@ -30,12 +27,10 @@ from engine_patches.gpu_check.verdicts import (
     judge_block_copy,
     judge_environment,
     judge_passes,
+    judge_speed,
     rule_from,
-    timing_check,
 )
-from engine_patches.settings import FULL, MODE_VARIABLE, OFF, REFERENCE
-
-UNTOUCHED, OTHER_RUNNER = "vLLM alone, match unit 16", "the other model runner"
+from engine_patches.settings import FULL, OFF, REFERENCE
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -43,15 +38,11 @@ MAX_LENGTH = 4096  # tokens of a prompt and its answer
 
 BUDGET = 2048  # tokens that an engine with a cache computes in a step
 
-MIN_SECONDS = 15.0  # no engine is started with less time left
+ODD_BUDGET = 250  # tokens, no multiple of any chunk
 
-# The engine runs in the process itself, answers nobody else and asks nobody.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "HF_HUB_OFFLINE": "1",
-}
+OWN_ODD_BUDGET = 1000  # the same for long prompts, which would take too many steps of 250
+
+NEMOTRON, QWEN = "nemotron_h", "qwen3_next"
 
 # Small enough to find room beside a server that is running on the same GPU.
 ARGUMENTS: Mapping[str, Any] = {
@@ -68,168 +59,261 @@ ARGUMENTS: Mapping[str, Any] = {
 
 
 class Lane(NamedTuple):
-    """One model in one precision, and the engines that answer it besides the patched one and the reference."""
+    """One model in one configuration, and the engines that answer it besides the patched one and the reference."""
 
-    family: str
-    dtype: str
-    beside: Sequence[str] = ()
-    eager: bool = True
+    family: str  # of the tiny model; for a user's own, its name
+    dtype: str | None = None  # None: as the flags say
+    eager: bool = False
     strict: bool = False  # float32 kernels that compute every token alike, however a prompt is cut
-    timed: bool = False
+    other_runner: bool = False  # the model runner that vLLM does not choose by itself
+    timed: bool = False  # speed beside vLLM alone; such lanes have the machine to themselves
+    block_copy: bool = False  # ask vLLM alone whether its copy of a partial block loses something here
     few: bool = False  # fewer cases
-    attention_backend: str | None = None
+    attention: str | None = None  # backend
+    gdn_prefill: str | None = None  # backend
+    on_cpu: bool = False
+    own_model: bool = False
+    flags: Sequence[str] = ()  # of vLLM
 
     @property
     def name(self) -> str:
         """The lane's name in the report."""
-        return f"{self.family} {self.dtype}{'' if self.eager else ' compiled'}"
+        parts = [self.family, self.dtype, None if self.own_model or self.on_cpu else self._mode]
+        more = [
+            self.other_runner and "other model runner",
+            self.attention and f"attention {self.attention}",
+            self.gdn_prefill and f"GDN prefill {self.gdn_prefill}",
+        ]
+        return ", ".join([" ".join(filter(None, parts)), *filter(None, more)])
 
-    def arguments(self, model: Path, **more: Any) -> Mapping[str, Any]:
-        """The arguments of `vllm.LLM`."""
-        backend = {"attention_backend": self.attention_backend} if self.attention_backend else {}
-        own = {"model": str(model), "dtype": self.dtype, "enforce_eager": self.eager}
-        return {**ARGUMENTS, **own, **backend, **more}
+    @property
+    def _mode(self) -> str:
+        return "eager" if self.eager else "compiled"
+
+    @property
+    def base(self) -> Lane:
+        """The lane whose questions and reference answers this one uses."""
+        return self._replace(other_runner=False)
+
+    def job(self, model: Path | str, prefix_caching: bool, **more: Any) -> Job:
+        """What an engine of this lane does, as far as all of them do the same."""
+        own: dict[str, Any] = {"model": str(model), "enable_prefix_caching": prefix_caching, **more}
+        if self.own_model:
+            return Job(own, self.flags, own_model=True, quick=self.few)
+        if self.attention:
+            own["attention_backend"] = self.attention
+        if self.gdn_prefill:
+            own["gdn_prefill_backend"] = self.gdn_prefill
+        arguments = {**ARGUMENTS, "dtype": self.dtype, "enforce_eager": self.eager, **own}
+        return Job(arguments, self.flags, quick=self.few, budget=BUDGET if prefix_caching else None)
 
 
-def lanes_of(device: str, quick: bool, attention_backend: str | None) -> tuple[Sequence[Lane], Sequence[Lane]]:
-    """Lanes that may run side by side, and those that want the machine for themselves."""
+def lanes_of(device: str, quick: bool, attention: str | None = None) -> list[Lane]:
+    """The lanes with tiny models on `cpu` or `cuda`, the most valuable first."""
     if device == "cpu":
-        tiny = Lane("nemotron_h", "float32", (UNTOUCHED,), strict=True, timed=True, few=quick)
-        return (), (tiny,) if quick else (tiny, Lane("qwen3_next", "bfloat16", few=True))
-    beside = () if quick else (OTHER_RUNNER,)
-    # Every attention backend takes heads of its size (64).
-    delta = Lane("qwen3_next", "bfloat16", (*beside, UNTOUCHED), few=quick, attention_backend=attention_backend)
-    sharp = Lane("nemotron_h", "float32", beside)
-    # As users run it: half precision, compiled, with CUDA graphs.
-    served = Lane("nemotron_h", "bfloat16", (UNTOUCHED,), eager=False, timed=True, few=quick)
-    return ((delta,), (served,)) if quick else ((delta, sharp), (served,))
+        mamba = Lane(
+            NEMOTRON, "float32", eager=True, strict=True, timed=True, block_copy=not quick, few=quick, on_cpu=True
+        )
+        return [mamba] if quick else [mamba, Lane(QWEN, "bfloat16", eager=True, few=True, on_cpu=True)]
+    # As users run them: half precision, compiled, with CUDA graphs, model runner and kernels by vLLM's own choice.
+    mamba = Lane(NEMOTRON, "bfloat16", timed=True, few=quick)
+    delta = Lane(QWEN, "bfloat16", timed=True, few=quick, attention=attention)
+    if quick:
+        return [mamba, delta]
+    others = [] if attention else [Lane(QWEN, "bfloat16", attention=each) for each in ("FLASHINFER", "TRITON_ATTN")]
+    return [
+        mamba,
+        delta,
+        mamba._replace(other_runner=True, timed=False),
+        delta._replace(other_runner=True, timed=False),
+        mamba._replace(eager=True, timed=False, block_copy=True),
+        delta._replace(eager=True, timed=False, block_copy=True),
+        Lane(NEMOTRON, "float32", eager=True),
+        *others,
+        delta._replace(timed=False, gdn_prefill="triton"),
+    ]
 
 
-class Outcome(NamedTuple):
-    """The end of one engine's job."""
+class Starts(Protocol):
+    """What starts an engine and waits for its end."""
 
-    result: Result | None  # as far as it came; None if the engine never came up
-    fault: str | None = None  # why it did not finish
-    late: bool = False  # the time was too short for it
+    def run(self, name: str, job: Job, mode: str, changes: Mapping[str, str] = ..., /) -> Outcome: ...
 
 
-class Engines:
-    """Starts engines one by one; usable from several threads."""
+class Truth(NamedTuple):
+    """What other engines of the same model are held to."""
 
-    def __init__(self, folder: Path, on_cpu: bool, seconds: float) -> None:
-        self._folder, self._deadline = folder, time.monotonic() + seconds
-        threads = {"OMP_NUM_THREADS": "1"} if on_cpu else {}  # a model this small gains nothing from more
-        self._environment = {**vllm_environment(os.environ, on_cpu), **threads, **ENVIRONMENT}
-        self._running: set[subprocess.Popen[bytes]] = set()
-
-    def end(self) -> None:
-        """End the engines that run and start no more."""
-        self._deadline = 0.0
-        for process in list(self._running):
-            _kill(process)
-
-    def run(self, name: str, job: Job, mode: str, changes: Mapping[str, str] = {}) -> Outcome:
-        """Do one job in an engine with `SEAMARK_ENGINE=mode` and further `changes` of its environment."""
-        left = self._deadline - time.monotonic()
-        if left < MIN_SECONDS:
-            return Outcome(None, "no time was left to start the engine (more with --seconds)", late=True)
-        stem = self._folder / name.replace(" ", "-")
-        job_file, result_file, log_file = (stem.with_suffix(end) for end in (".job", ".result", ".log"))
-        job_file.write_bytes(pickle.dumps(job))
-        environment = {**self._environment, MODE_VARIABLE: mode, **changes}
-        command = [sys.executable, "-m", "engine_patches.gpu_check.engine", str(job_file), str(result_file)]
-        with log_file.open("w") as log:
-            # A process group of its own, so that whatever vLLM starts ends with it.
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-            self._running.add(process)
-            late = False
-            try:
-                status = process.wait(left)
-                fault = (_last_error(log_file) or f"exit status {status}") if status else None
-            except subprocess.TimeoutExpired:
-                fault, late = f"the engine was ended after {left:.0f} s (more with --seconds)", True
-            finally:
-                _kill(process)
-                process.wait()
-                self._running.discard(process)
-        return Outcome(pickle.loads(result_file.read_bytes()) if result_file.exists() else None, fault, late)
+    patched: Result
+    reference: Result
+    rule: Rule
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+class Runner:
+    """Runs lanes; usable from several threads, once the lanes that others are held to have run."""
 
+    def __init__(self, engines: Starts) -> None:
+        self._engines = engines
+        self._truths: dict[tuple[Any, ...], Truth] = {}
 
-def _last_error(log: Path) -> str:
-    """The last exception that a log names, with the line after it; empty if it names none."""
-    lines = log.read_text(errors="replace").splitlines()
-    named = [number for number, line in enumerate(lines) if "Error: " in line or "Exception: " in line]
-    return " ".join(line.strip() for line in lines[named[-1] : named[-1] + 2]) if named else ""
+    def run(self, lane: Lane, model: Path | str) -> Iterator[Check]:
+        """All checks of one lane, each as soon as it is known."""
+        if lane.other_runner:
+            yield from self._other_runner(lane, model)
+            return
+        caching = lane.job(model, True)
+        patched = self._engines.run(f"{lane.name} patched", caching._replace(passes=True, timed=lane.timed), FULL)
+        mine = patched.result
+        uncached = lane.job(model, False)
+        if mine is None:
+            yield self._never_came_up(lane, patched, uncached._replace(sections={}))
+            return
+        yield judge_environment(lane.name, mine.facts, lane.own_model)
+        unfit = _unfit(lane, mine.facts)
+        if unfit is not None:
+            yield unfit
+            return
+        if not _answered(lane, mine) or (patched.fault and not patched.from_outside):
+            yield _unfinished(EXACTNESS + lane.name, patched, WRONG)
+            return
+        yield from self._against_reference(lane, mine, uncached)
+        truth = self._truths.get(_key(lane))
+        passes = {"Seamark": mine} | ({"without a cache": truth.reference} if truth else {})
+        if lane.timed:
+            alone, name = self._alone(lane, model)
+            if alone.result is not None:
+                passes[name] = alone.result
+            yield _speed(lane, mine, alone, name)
+        if mine.passes:
+            yield judge_passes(lane.name, passes)
+        if lane.block_copy and truth is not None:
+            yield self._block_copy(lane, model, truth)
+        if lane.own_model:
+            yield from _left_out(lane, mine)
+        if patched.fault:
+            yield _unfinished(f"all of it, {lane.name}", patched, NOT_RUN)
 
+    def _never_came_up(self, lane: Lane, patched: Outcome, uncached: Job) -> Check:
+        name = EXACTNESS + lane.name
+        if patched.from_outside:
+            return _unfinished(name, patched, NOT_RUN)
+        alive = self._engines.run(f"{lane.name} reference", uncached, REFERENCE)
+        if alive.result is not None:
+            return Check(name, WRONG, f"the engine starts without the patches, but not with them: {patched.fault}")
+        if alive.from_outside:
+            says = f"the engine does not start: {patched.fault}; without the patches it was not seen: {alive.fault}"
+            return Check(name, NOT_RUN, says)
+        return Check(name, NOT_RUN, f"vLLM does not run this model here, with or without patches: {patched.fault}")
 
-def run_lane(lane: Lane, engines: Engines, model: Path) -> list[Check]:
-    """All checks of one lane."""
-    caching = Job(lane.arguments(model, enable_prefix_caching=True), budget=BUDGET)
-    patched = engines.run(f"{lane.name} patched", caching._replace(quick=lane.few, timed=lane.timed), FULL)
-    uncached = Job(lane.arguments(model, enable_prefix_caching=False), {})
-    mine = patched.result
-    if mine is None:
-        return [_never_came_up(lane, patched, lambda: engines.run(f"{lane.name} reference", uncached, REFERENCE))]
-    checks = [judge_environment(lane.name, mine.facts)]
-    if patched.fault or EXACT not in mine.answers:
-        return [*checks, _missing(EXACTNESS + lane.name, patched, WRONG)]
-    inside_chunks = mine.facts["alignment"] % mine.facts["chunk"] != 0
-    job = uncached._replace(sections=mine.sections, again=not lane.strict, odd_steps=inside_chunks)
-    reference = engines.run(f"{lane.name} reference", job, REFERENCE)
-    truth = reference.result
-    if truth is None or reference.fault:
-        return [*checks, _missing(EXACTNESS + lane.name, reference, WRONG)]
-    rule = STRICT if lane.strict else rule_from(truth)
-    checks += judge_answers(lane.name, mine, truth, rule)
-    passes = {"Seamark": mine, "without a cache": truth}
-    if OTHER_RUNNER in lane.beside:
-        runner = "V1" if mine.facts["runner"] == "V2" else "V2"
-        name = f"{lane.name} runner {runner}"
-        changes = {RUNNER_VARIABLE: str(int(runner == "V2"))}
-        outcome = engines.run(name, caching._replace(sections=mine.sections), FULL, changes)
-        checks += _judge_runner(name, runner, outcome, truth, rule)
-    if UNTOUCHED in lane.beside:
-        # On a CPU, untouched vLLM dies of a prompt longer than a cache block.
-        longest = mine.facts["block"] if mine.facts["device"] == "CPU" else None
-        arguments = {**caching.arguments, "prefix_match_unit": 16}
-        job = caching._replace(arguments=arguments, sections={RESEND: mine.sections[RESEND]}, longest=longest)
-        untouched = engines.run(f"{lane.name} untouched", job, OFF)
-        if untouched.result is None or untouched.fault:
-            checks.append(_missing(f"block copy, {lane.name}", untouched, NOT_RUN))
+    def _against_reference(self, lane: Lane, mine: Result, uncached: Job) -> list[Check]:
+        asked = {name: waves for name, waves in mine.sections.items() if name in mine.answers}
+        odd = OWN_ODD_BUDGET if lane.own_model else ODD_BUDGET
+        inside_chunks = mine.facts["alignment"] % mine.facts["chunk"] != 0
+        strict = lane.strict or (lane.on_cpu and mine.facts["dtype"] == "torch.float32")
+        again_budget = odd if inside_chunks else None
+        job = uncached._replace(sections=asked, passes=True, again=not strict, again_budget=again_budget)
+        reference = self._engines.run(f"{lane.name} reference", job, REFERENCE)
+        truth = reference.result
+        if truth is None or reference.fault:
+            return [_unfinished(EXACTNESS + lane.name, reference, NOT_RUN, "the reference engine")]
+        rule = STRICT if strict else rule_from(truth)
+        self._truths[_key(lane)] = Truth(mine, truth, rule)
+        return judge_answers(lane.name, mine, truth, rule, own_model=lane.own_model)
+
+    def _other_runner(self, lane: Lane, model: Path | str) -> Iterator[Check]:
+        name = EXACTNESS + lane.name
+        truth = self._truths.get(_key(lane.base))
+        if truth is None:
+            yield Check(name, NOT_RUN, f"there are no answers to compare with: {lane.base.name} did not finish")
+            return
+        runner = "V1" if truth.patched.facts["runner"] == "V2" else "V2"
+        job = lane.job(model, True)._replace(sections=truth.patched.sections, passes=True)
+        outcome = self._engines.run(f"{lane.name} patched", job, FULL, {RUNNER_VARIABLE: str(int(runner == "V2"))})
+        result = outcome.result
+        if result is None:
+            yield _unfinished(name, outcome, NOT_RUN, f"model runner {runner}")
+            return
+        yield judge_environment(lane.name, result.facts)
+        if result.facts["runner"] != runner:
+            yield Check(name, NOT_RUN, f"vLLM ran model runner {result.facts['runner']} instead")
+        elif outcome.fault:
+            yield _unfinished(name, outcome, WRONG)
         else:
-            passes[UNTOUCHED] = untouched.result
-            checks.append(judge_block_copy(lane.name, untouched.result, mine, truth, rule))
-    checks.append(judge_passes(lane.name, passes))
-    if mine.timing is not None:
-        checks.append(timing_check(lane.name, mine.timing))
+            yield from judge_answers(lane.name, result, truth.reference, truth.rule)
+            yield judge_passes(lane.name, {"Seamark": result})
+
+    def _alone(self, lane: Lane, model: Path | str) -> tuple[Outcome, str]:
+        """vLLM alone with its own defaults; on a CPU it dies of a prompt longer than a block unless that is cured."""
+        job = lane.job(model, True)._replace(sections={}, passes=True, timed=True)
+        mode, name = (REFERENCE, "vLLM alone, its crash cured") if lane.on_cpu else (OFF, "vLLM alone")
+        return self._engines.run(f"{lane.name} alone", job, mode), name
+
+    def _block_copy(self, lane: Lane, model: Path | str, truth: Truth) -> Check:
+        sections = {RESEND: truth.patched.sections[RESEND]}
+        job = lane.job(model, True, prefix_match_unit=16)._replace(sections=sections)
+        untouched = self._engines.run(f"{lane.name} block copy", job, OFF)
+        if untouched.result is None or untouched.fault:
+            return _unfinished(BLOCK_COPY + lane.name, untouched, NOT_RUN, "vLLM alone")
+        return judge_block_copy(lane.name, untouched.result, truth.patched, truth.reference, truth.rule)
+
+
+def _key(lane: Lane) -> tuple[Any, ...]:
+    """Lanes of one key have the same questions and the same reference."""
+    return lane.family, lane.dtype, lane.eager, lane.attention, lane.gdn_prefill
+
+
+def _answered(lane: Lane, result: Result) -> bool:
+    first = length_section(SHARED_LENGTHS[0]) if lane.own_model else EXACT
+    return first in result.answers and (lane.own_model or result.answers.keys() == result.sections.keys())
+
+
+def _unfit(lane: Lane, facts: Mapping[str, Any]) -> Check | None:
+    """Why this engine is not what the lane is for, if it is not."""
+    name = EXACTNESS + lane.name
+    ran = [*facts["backends"], *facts["gdn_prefill"]]
+    missed = [wanted for wanted in (lane.attention, lane.gdn_prefill) if wanted and wanted not in ran]
+    if missed:
+        return Check(name, NOT_RUN, f"vLLM ran {', '.join(ran)} instead of {', '.join(missed)}")
+    if not (lane.on_cpu or lane.own_model or lane.eager) and facts["graphs"] == "NONE":
+        return Check(name, NOT_RUN, "vLLM ran without CUDA graphs, which this lane is for")
+    if not facts["recurrent"]:
+        return Check(name, NOT_RUN, "the model has no recurrent layers: vLLM caches its prefixes by itself")
+    if facts["drafts"]:
+        return Check(name, NOT_RUN, "hints are refused beside speculative decoding: check the model without drafts")
+    return None
+
+
+def _speed(lane: Lane, mine: Result, alone: Outcome, name: str) -> Check:
+    theirs = alone.result
+    if theirs is None or not theirs.first_tokens:
+        return _unfinished(SPEED + lane.name, alone, NOT_RUN, "vLLM alone")
+    if not mine.first_tokens:
+        return Check(SPEED + lane.name, NOT_RUN, "no time was left to measure it (more with --minutes)")
+    return judge_speed(lane.name, mine, theirs, name)
+
+
+def _left_out(lane: Lane, mine: Result) -> list[Check]:
+    """Which shared lengths were not checked, and why; too long for the model is no fault."""
+    wanted = SHARED_LENGTHS
+    answered = [shared for shared in wanted if length_section(shared) in mine.answers]
+    timed = {each.shared for each in mine.first_tokens}
+    checks = []
+    for shared in wanted:
+        if shared in answered and (shared in timed or not lane.timed):
+            continue
+        name = f"{shared:,} shared tokens, {lane.name}"
+        if shared + 64 > mine.facts["longest"] - 32:
+            checks.append(Check(name, LEFT_OUT, f"the model's length is {mine.facts['longest']:,} tokens"))
+        elif lane.few and length_section(shared) not in mine.sections:
+            checks.append(Check(name, LEFT_OUT, "by --quick"))
+        else:
+            missing = "not timed" if shared in answered else "neither compared nor timed"
+            checks.append(Check(name, NOT_RUN, f"{missing}: no time was left (more with --minutes)"))
     return checks
 
 
-def _never_came_up(lane: Lane, patched: Outcome, without_patches: Callable[[], Outcome]) -> Check:
-    name = EXACTNESS + lane.name
-    if patched.late:
-        return _missing(name, patched, NOT_RUN)
-    if without_patches().result is None:
-        return Check(name, NOT_RUN, f"vLLM does not run this model here, with or without patches: {patched.fault}")
-    return Check(name, WRONG, f"the engine starts without the patches, but not with them: {patched.fault}")
-
-
-def _judge_runner(name: str, runner: str, outcome: Outcome, truth: Result, rule: Rule) -> list[Check]:
-    result = outcome.result
-    if result is None:
-        return [_missing(EXACTNESS + name, outcome, NOT_RUN)]
-    if outcome.fault:
-        return [_missing(EXACTNESS + name, outcome, WRONG)]
-    if result.facts["runner"] != runner:
-        return [Check(EXACTNESS + name, NOT_RUN, f"vLLM ran model runner {result.facts['runner']} instead")]
-    return [*judge_answers(name, result, truth, rule), judge_passes(name, {"Seamark": result})]
-
-
-def _missing(name: str, outcome: Outcome, verdict: str) -> Check:
-    fault = outcome.fault or "the engine kept no checkpoints"
-    return Check(name, NOT_RUN if outcome.late else verdict, f"the engine did not finish: {fault}")
+def _unfinished(name: str, outcome: Outcome, verdict: str, who: str = "the engine with the patches") -> Check:
+    return Check(
+        name,
+        NOT_RUN if outcome.from_outside else verdict,
+        f"{who} did not finish: {outcome.fault or 'it kept no states to ask for'}",
+    )

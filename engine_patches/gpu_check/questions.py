@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from engine_patches.commands.model import SPECIAL_TOKENS, VOCABULARY
 
+SHARED_LENGTHS = (163, 2000, 8000, 32000)  # tokens that prompts for a user's own model, and timed ones, share
+
 NEW_TOKENS = 32  # greedy tokens of every compared answer
 
 PARALLEL = 8  # questions asked at once
@@ -45,14 +47,24 @@ class Question(NamedTuple):
 Wave = list[Question]  # asked at once; waves follow each other
 
 
-class Prompts:
-    """Draws prompts: the same seed, the same prompts."""
+class TokenRange(NamedTuple):
+    """The token ids that prompts are drawn from."""
 
-    def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
+    first: int = len(SPECIAL_TOKENS)
+    end: int = VOCABULARY
+
+
+TINY_IDS = TokenRange()
+
+
+class Prompts:
+    """Draws prompts: the same seed and ids, the same prompts."""
+
+    def __init__(self, seed: int, ids: TokenRange = TINY_IDS) -> None:
+        self._draw, self._ids = random.Random(seed), ids
 
     def tokens(self, count: int) -> list[int]:
-        return [self._draw.randrange(len(SPECIAL_TOKENS), VOCABULARY) for _ in range(count)]
+        return [self._draw.randrange(*self._ids) for _ in range(count)]
 
     def between(self, low: int, high: int) -> int:
         return self._draw.randint(low, high)
@@ -71,6 +83,28 @@ def sections(geometry: Geometry, quick: bool, seed: int = 0) -> dict[str, list[W
         RESEND: _resend(prompts, geometry, (5, 9) if quick else (3, 5, 7, 9)),
     }
     return asked | {defect: _for_defect(prompts, geometry, 2 if quick else 3) for defect in DEFECTS}
+
+
+def length_section(shared: int) -> str:
+    """The section of the questions that share so many tokens."""
+    return f"{EXACT}, {shared} shared tokens"
+
+
+def own_sections(geometry: Geometry, lengths: Sequence[int], ids: TokenRange) -> dict[str, list[Wave]]:
+    """Questions for a user's own model, a section for each shared length, shortest first; then the planted defects."""
+    prompts, asked = Prompts(0, ids), {}
+    for shared in sorted(lengths):
+        prefix, hit = prompts.tokens(shared), _floor(shared, geometry)
+        again = [*prefix, *prompts.tokens(29)]
+        asked[length_section(shared)] = [
+            [Question(f"cold, {shared} shared", [*prefix, *prompts.tokens(37)], [shared], 0)],
+            [
+                Question(f"warm, {shared} shared", again, [shared, len(again) - 1], hit),
+                Question(f"warm, {shared} shared, another end", [*prefix, *prompts.tokens(3)], [shared], hit),
+            ],
+            [Question(f"resent, {len(again)} tokens", again, [shared], _floor(len(again) - 1, geometry))],
+        ]
+    return asked | {defect: _for_defect(prompts, geometry, 2) for defect in DEFECTS}
 
 
 def _parts(wave: Wave) -> list[Wave]:

@@ -11,12 +11,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.engine import Answer, Passes, Result, Timing
+from engine_patches.gpu_check.engine import Answer
+from engine_patches.gpu_check.job import Result
 from engine_patches.gpu_check.questions import ALIGNED, DEFECTS, EXACT, RESEND, Question
+from engine_patches.gpu_check.speed import WARM, FirstTokens, Passes
 
-OK, WRONG, NOT_RUN = "ok", "WRONG", "not run"
+OK, WRONG, NOT_RUN, LEFT_OUT = "ok", "WRONG", "not run", "left out"
 
-EXACTNESS = "exactness, "  # the beginning of a check's name
+EXACTNESS, SPEED, BLOCK_COPY = "exactness, ", "speed, ", "block copy, "  # the beginnings of checks' names
+
+SAVING = 1.05  # times as fast as vLLM alone: less is noise
 
 STRICT_BOUND = 1e-4  # of a logprob
 
@@ -105,28 +109,48 @@ def _parted(differences: Sequence[Difference]) -> int:
     return sum(difference.token is not None for difference in differences)
 
 
-def judge_answers(lane: str, patched: Result, reference: Result, rule: Rule) -> list[Check]:
-    """Exactness, the chunk-aligned case on its own, and whether the planted defects are noticed."""
+def judge_answers(lane: str, patched: Result, reference: Result, rule: Rule, own_model: bool = False) -> list[Check]:
+    """Exactness, the chunk-aligned case on its own, and whether the planted defects are noticed.
+
+    Only answers that are not the reference's are wrong on a user's own model. A hit that is missing there, as where
+    the cache has no room for a state, and a planted defect that the model does not show, prove nothing either way.
+    """
     asked = {name: [q for wave in waves for q in wave] for name, waves in patched.sections.items()}
-    differences = {name: compare_all(patched.answers[name], reference.answers[name]) for name in patched.answers}
-    questions = asked[EXACT] + asked[RESEND]
-    answers = patched.answers[EXACT] + patched.answers[RESEND]
-    checks = [_exactness(EXACTNESS + lane, questions, answers, differences[EXACT] + differences[RESEND], rule)]
-    aligned = _exactness(f"chunk-aligned, {lane}", asked[ALIGNED], patched.answers[ALIGNED], differences[ALIGNED], rule)
-    checks.append(aligned)
-    warm = {defect: differences[defect][len(asked[defect]) // 2 :] for defect in DEFECTS if defect in differences}
+    both = [name for name in patched.answers if name in reference.answers]
+    differences = {name: compare_all(patched.answers[name], reference.answers[name]) for name in both}
+    exact = [name for name in both if name.startswith(EXACT) or name == RESEND]
+
+    def exactness(name: str, names: Sequence[str]) -> Check:
+        questions = [question for each in names for question in asked[each]]
+        answers = [answer for each in names for answer in patched.answers[each]]
+        found = [difference for each in names for difference in differences[each]]
+        return _exactness(name, questions, answers, found, rule, NOT_RUN if own_model else WRONG)
+
+    checks = [exactness(EXACTNESS + lane, exact)]
+    if ALIGNED in both:
+        checks.append(exactness(f"chunk-aligned, {lane}", [ALIGNED]))
+    warm = {defect: differences[defect][len(asked[defect]) // 2 :] for defect in DEFECTS if defect in both}
     unseen = [defect for defect, found in warm.items() if rule.accepts_all(found)]
     largest = {defect: max(difference.error for difference in found) for defect, found in warm.items()}
     errors = ", ".join(f"{defect} is off by {error:.2g}" for defect, error in largest.items())
     says = f"planted defects noticed: {errors}"
+    verdict = OK
     if unseen:
         says = f"planted defects not noticed: {', '.join(unseen)} ({errors})"
-    checks.append(Check(f"the check can see, {lane}", WRONG if unseen else OK, says, largest))
+        verdict = NOT_RUN if own_model else WRONG
+    if len(warm) < len(DEFECTS):
+        says, verdict = "no time was left to plant defects (more with --minutes)", NOT_RUN
+    checks.append(Check(f"the check can see, {lane}", verdict, says, largest))
     return checks
 
 
 def _exactness(
-    name: str, questions: Sequence[Question], answers: Sequence[Answer], differences: Sequence[Difference], rule: Rule
+    name: str,
+    questions: Sequence[Question],
+    answers: Sequence[Answer],
+    differences: Sequence[Difference],
+    rule: Rule,
+    missed_verdict: str,
 ) -> Check:
     missed = [
         f"{question.case}: {answer.cached} tokens from the cache instead of {question.hit}"
@@ -161,7 +185,8 @@ def _exactness(
         "wrong_answers": wrong,
         "rule": rule._asdict(),
     }
-    return Check(name, OK if not missed and rule.accepts_all(differences) else WRONG, says, numbers)
+    verdict = WRONG if not rule.accepts_all(differences) else missed_verdict if missed else OK
+    return Check(name, verdict, says, numbers)
 
 
 def _description(difference: Difference) -> str:
@@ -174,10 +199,15 @@ def _description(difference: Difference) -> str:
 
 
 def judge_passes(lane: str, results: dict[str, Result]) -> Check:
-    """The patched engine, the first of `results`, takes one pass for every prompt; the others stand beside it."""
+    """The patched engine, the first of `results`, takes no pass more than its tokens need; the others stand beside it.
+
+    Where states are not written inside a pass, each costs one of its own: then the passes are only told.
+    """
     says = "cold / warm: " + "; ".join(f"{engine} {_passes(result.passes)}" for engine, result in results.items())
-    patched = next(iter(results.values())).passes
-    verdict = OK if patched and all(each.passes == 1 for each in patched) else WRONG
+    first = next(iter(results.values()))
+    free = first.facts.get("writes_in_forward", True)
+    right = bool(first.passes) and all(each.passes <= each.needed for each in first.passes)
+    verdict = OK if right or not free else WRONG
     numbers = {engine: [each._asdict() for each in result.passes] for engine, result in results.items()}
     return Check(f"forward passes, {lane}", verdict, says, numbers)
 
@@ -205,25 +235,58 @@ def judge_block_copy(lane: str, untouched: Result, patched: Result, reference: R
     works = rule.accepts_all(cured)
     says = f"vLLM alone gives {effect}; with the patches they are {'right' if works else 'WRONG'}; {layout}"
     numbers = {"untouched_wrong": bad, "resent": hits, "pages_at_one_address": pages, "cured": works}
-    return Check(f"block copy, {lane}", OK if works and hits else WRONG, says, numbers)
+    return Check(BLOCK_COPY + lane, OK if works and hits else WRONG, says, numbers)
 
 
-def timing_check(lane: str, timing: Timing) -> Check:
-    """Numbers for the record; they cannot fail."""
-    says = (
-        f"a pass takes {_ms(timing.decode_pass)}, a further prompt token {_ms(timing.prompt_token)}; first token of "
-        f"{timing.prompt} tokens {_ms(timing.first_token_cold)} cold, {_ms(timing.first_token_warm)} warm; "
-        f"a state written inside the pass {_ms(timing.state)}"
+def judge_speed(lane: str, mine: Result, alone: Result, name: str) -> Check:
+    """Seamark beside vLLM alone (`name`), for the record: speed is never wrong. Ratios above 1 are in its favour."""
+    theirs = {(each.case, each.shared): each for each in alone.first_tokens}
+    pairs = [(each, theirs[each.case, each.shared]) for each in mine.first_tokens if (each.case, each.shared) in theirs]
+    lengths = sorted({each.shared for each, _ in pairs})
+    says = [f"{name} / with Seamark, until the last first token"]
+    for shared in lengths:
+        cases = [_beside(each, other) for each, other in pairs if each.shared == shared]
+        says.append(f"{shared:,} shared tokens: " + ", ".join(cases))
+    numbers: dict[str, Any] = {
+        "alone": [each._asdict() for each in alone.first_tokens],
+        "seamark": [each._asdict() for each in mine.first_tokens],
+        "ratios": {f"{each.case}, {each.shared}": other.seconds / each.seconds for each, other in pairs},
+    }
+    if mine.pace is not None and alone.pace is not None:
+        decode = alone.pace.decode / mine.pace.decode
+        says.append(f"decode: {_ms(alone.pace.decode)} / {_ms(mine.pace.decode)} a token ({decode:.2f}x)")
+        numbers |= {"decode_ratio": decode, "pace_alone": alone.pace._asdict()}
+    if mine.pace is not None:
+        learnt = "not yet known"
+        state = _ms(mine.pace.state) if mine.pace.state > 0 else "too little to measure"
+        if mine.pace.token:
+            learnt = f"{_ms(mine.pace.floor)} a pass and {_ms(mine.pace.token)} a token"
+        says.append(f"pace learnt: {learnt}; a state written inside a pass: {state}")
+        numbers["pace"] = mine.pace._asdict()
+    warm = next(((each, other) for each, other in reversed(pairs) if each.case == WARM), None)
+    if warm is not None:
+        each, other = warm
+        ratio = other.seconds / each.seconds
+        saves = bool(each.cached) and ratio >= SAVING
+        verb = "save" if saves else "do not save"
+        numbers |= {"hits_save_time": saves, "warm_shared": each.shared, "warm_ratio": ratio}
+        says.append(f"hits {verb} time here")
+    return Check(SPEED + lane, OK, "; ".join(says), numbers)
+
+
+def _beside(mine: FirstTokens, alone: FirstTokens) -> str:
+    return (
+        f"{mine.case} {_ms(alone.seconds)} / {_ms(mine.seconds)} ({alone.seconds / mine.seconds:.2f}x; "
+        f"{alone.cached:,} / {mine.cached:,} cached, {alone.passes} / {mine.passes} passes)"
     )
-    return Check(f"timing, {lane}", OK, says, timing._asdict())
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def judge_environment(lane: str, facts: dict[str, Any]) -> Check:
-    """What runs here, and whether the patches are live."""
+def judge_environment(lane: str, facts: dict[str, Any], own_model: bool = False) -> Check:
+    """What runs here, and whether the patches are live; an own model may be of a family whose states cost passes."""
     parts = [
         facts["device"],
         facts["machine"],
@@ -233,11 +296,15 @@ def judge_environment(lane: str, facts: dict[str, Any]) -> Check:
         f"torch {facts['torch']}",
         f"vLLM {facts['vllm']}",
         f"model runner {facts['runner']}",
+        f"compiled {facts['compiled']}, CUDA graphs {facts['graphs']}" if facts["device"] != "CPU" else None,
+        "asynchronous scheduling" if facts["asynchronous"] else "synchronous scheduling",
         f"attention {', '.join(facts['backends'])}",
         facts["gdn_prefill"] and f"GDN prefill {', '.join(facts['gdn_prefill'])}",
         f"cache block {facts['block']}, match unit {facts['match_unit']}, states every {facts['alignment']} tokens",
     ]
-    if not facts["patches_live"]:
+    if not facts["recurrent"]:
+        verdict = "the model has no recurrent layers, so the patches have nothing to do"
+    elif not facts["patches_live"]:
         verdict = (
             'the patches are not live: run "pip install --no-deps vllm-seamark" in this environment, and read the '
             "lines with seamark in the engine's log"
@@ -246,5 +313,6 @@ def judge_environment(lane: str, facts: dict[str, Any]) -> Check:
         verdict = "the patches are live, but states are not written inside the pass: each costs a pass of its own"
     else:
         verdict = "the patches are live, states are written inside the pass"
-    fine = facts["patches_live"] and facts["writes_in_forward"]
+    fine = facts["patches_live"] and (facts["writes_in_forward"] or own_model)
+    fine = fine or not facts["recurrent"]
     return Check(f"environment, {lane}", OK if fine else WRONG, ", ".join([*filter(None, parts), verdict]), facts)

@@ -20,14 +20,15 @@ def absent(name: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("missing", ["vLLM", "torch"])
-def test_what_starts_vllm_says_that_it_or_torch_is_missing(monkeypatch, capsys, command, missing):
+def test_what_starts_vllm_says_that_it_or_torch_is_missing(monkeypatch, capsys, tmp_path, command, missing):
+    monkeypatch.chdir(tmp_path)
     if missing == "vLLM":
         monkeypatch.setattr(metadata, "version", absent)
         monkeypatch.setattr(metadata, "distributions", lambda **_: [])
     else:
         monkeypatch.setattr(metadata, "version", lambda name: "0.32.0")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert plugin.main(command) == 1
+    assert plugin.main(command) == (3 if command == ["gpu-check"] else 1)  # nothing was proven
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{missing} is not installed here" in line and "pip install --no-deps vllm-seamark" in line
 
@@ -57,5 +58,5 @@ def test_an_unknown_command_is_answered_with_the_usage(capsys, arguments, status
 def test_a_report_that_cannot_be_written_is_refused_before_the_check(monkeypatch, capsys, tmp_path, file):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as error:
-        plugin.main(["gpu-check", "--json", file])
-    assert error.value.code == 2 and "--json: " in capsys.readouterr().err
+        plugin.main(["gpu-check", "--report", file])
+    assert error.value.code == 2 and "--report: " in capsys.readouterr().err

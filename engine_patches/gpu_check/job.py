@@ -1,0 +1,144 @@
+"""What one engine of `seamark gpu-check` is asked to do, and what it hands back.
+
+`python -m engine_patches.gpu_check.job JOB RESULT` (pickles). Each engine has a process of its own, because patches are
+applied once per process and `SEAMARK_ENGINE` decides which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_patches.gpu_check.engine import Answer, Engine, planted
+from engine_patches.gpu_check.facts import facts_of
+from engine_patches.gpu_check.questions import (
+    DEFECTS,
+    SHARED_LENGTHS,
+    TINY_IDS,
+    TokenRange,
+    Wave,
+    own_sections,
+    sections,
+)
+from engine_patches.gpu_check.speed import (
+    OWN_TOKENS,
+    FirstTokens,
+    Pace,
+    Passes,
+    count_passes,
+    measure_pace,
+    time_first_tokens,
+    time_state,
+)
+
+FEW_LENGTHS = 2  # the shared lengths that are timed when there are to be fewer cases
+
+ORDINARY_TOKENS = 1000  # the first ids of many vocabularies are special tokens, the last ones too
+
+
+class Job(NamedTuple):
+    """What one engine has to do."""
+
+    arguments: Mapping[str, Any]  # of `vllm.LLM`
+    flags: Sequence[str] = ()  # as for `vllm serve`; those of its server have no effect
+    own_model: bool = False  # the user's, not a tiny one: its own token ids and shared lengths
+    sections: Mapping[str, Sequence[Wave]] | None = None  # the questions; None: made for the engine's own geometry
+    quick: bool = False  # makes fewer of them
+    budget: int | None = None  # tokens of a step; None: as many as vLLM was given room for
+    again: bool = False  # answer everything a second time, in other batches
+    again_budget: int | None = None  # the second time, tokens of a step: prompts are cut inside the kernels' chunks
+    passes: bool = False  # count them
+    timed: bool = False
+
+
+@dataclass
+class Result:
+    """The result of a job, as far as it has come; written again whenever something was added."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Sequence[Wave]] = field(default_factory=dict)
+    answers: dict[str, list[Answer]] = field(default_factory=dict)  # by section, in the order of its questions
+    answers_again: dict[str, list[Answer]] = field(default_factory=dict)
+    passes: list[Passes] = field(default_factory=list)
+    first_tokens: list[FirstTokens] = field(default_factory=list)
+    pace: Pace | None = None
+
+
+def run(job: Job, save: Callable[[Result], None]) -> None:
+    """Do the job; `save` is called after each part of it."""
+    engine = Engine(job.arguments, job.flags)
+    if job.budget is not None:
+        engine.scheduler.max_num_scheduled_tokens = job.budget
+    result = Result(facts=facts_of(engine))
+    save(result)
+    ids = _ordinary_ids(engine.config.model_config.get_vocab_size()) if job.own_model else TINY_IDS
+    wanted = SHARED_LENGTHS[: FEW_LENGTHS if job.quick else None]
+    lengths = [shared for shared in wanted if shared + 2 * OWN_TOKENS <= engine.longest]
+    if job.sections is not None:
+        result.sections = job.sections
+    elif result.facts["patches_live"] and result.facts["recurrent"]:
+        geometry = engine.geometry
+        result.sections = own_sections(geometry, lengths, ids) if job.own_model else sections(geometry, job.quick)
+    for name, waves in result.sections.items():
+        result.answers[name] = _ask_section(engine, name, waves)
+        save(result)
+    if job.passes:
+        result.passes = count_passes(engine, ids)
+        save(result)
+    if job.again:
+        again_budget, usual = job.again_budget, engine.budget
+        if again_budget is not None:
+            engine.scheduler.max_num_scheduled_tokens = again_budget
+        for name, waves in result.sections.items():
+            result.answers_again[name] = engine.ask([question for wave in waves for question in wave])
+            save(result)
+        engine.scheduler.max_num_scheduled_tokens = usual
+    if job.timed:
+        repeats = 1 if job.quick else 3
+        state = time_state(engine, repeats, ids)
+        if job.own_model:
+            engine.serve_as_usual()
+        for measured in time_first_tokens(engine, lengths, repeats, ids):
+            result.first_tokens += measured
+            save(result)
+        result.pace = measure_pace(engine, repeats, ids, state)
+    save(result)
+
+
+def _ordinary_ids(vocabulary: int) -> TokenRange:
+    return TokenRange(min(ORDINARY_TOKENS, vocabulary // 4), vocabulary // 2)
+
+
+def _ask_section(engine: Engine, name: str, waves: Sequence[Wave]) -> list[Answer]:
+    answers: list[Answer] = []
+    for wave in waves:
+        # Only an engine with checkpoints can resume from a wrong one; the reference answers as always.
+        spoiled = name in DEFECTS and wave is waves[-1] and engine.checkpoints is not None
+        with planted(engine.scheduler, name) if spoiled else contextlib.nullcontext():
+            answers += engine.ask(wave)
+    return answers
+
+
+def main(argv: list[str]) -> int:
+    asked = pickle.loads(Path(argv[0]).read_bytes())
+    target = Path(argv[1])
+
+    def save(result: Result) -> None:
+        unfinished = target.with_suffix(".new")
+        unfinished.write_bytes(pickle.dumps(result))
+        unfinished.replace(target)
+
+    run(asked, save)
+    return 0
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what is pickled here can be read elsewhere.
+    from engine_patches.gpu_check import job
+
+    sys.exit(job.main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""The report of `seamark gpu-check`: on the screen lane by lane, and one file that can go into a bug report.
+
+The file names no host, no user and no folder, and holds no prompt. It is written again after each lane, so that it
+says what is known even if the check is killed.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import platform
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_patches.gpu_check.verdicts import LEFT_OUT, NOT_RUN, OK, SPEED, WRONG, Check
+
+RIGHT, FAILED, UNPROVEN = 0, 1, 3  # exit statuses
+
+INDENT = 9  # columns before the text under a verdict
+
+SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)  # in the name of a flag
+
+URL = re.compile(r"\b\w+://[^\s'\",;]+")
+
+HOME = re.compile(r"/(?:home|Users)/[^\s/'\",:;()]+")
+
+FOLDER = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\",:;()\[\]]+[/\\])+")
+
+ADDRESS = re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b(?=:\d|/)|\b[\w.-]+@[\w.-]+\b")
+
+
+class LaneReport(NamedTuple):
+    """What one lane showed."""
+
+    lane: str
+    checks: Sequence[Check]
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """The worst of its checks; a lane without any did not run."""
+        verdicts = {check.verdict for check in self.checks}
+        return WRONG if WRONG in verdicts else NOT_RUN if NOT_RUN in verdicts or OK not in verdicts else OK
+
+
+def lane_text(report: LaneReport, number: int | None = None, of: int = 0) -> str:
+    """A lane as paragraphs, one for each check, and an empty line; `number` is its place among those that ended."""
+    place = f"lane {number} of {of}" if number is not None else "unfinished lane"
+    lines = [f"{place}: {report.lane}: {report.verdict} ({report.seconds:.0f} s)"]
+    for check in report.checks:
+        lines.append(f"  {check.verdict:<{INDENT}}{check.name}")
+        space = " " * (INDENT + 2)
+        lines += textwrap.wrap(check.says, 110, initial_indent=space, subsequent_indent=space)
+    return "\n".join([*lines, ""])
+
+
+def exit_status(lanes: Sequence[LaneReport], signal: int | None) -> int:
+    """1 if anything is wrong, 128 + the signal that ended the check, 3 if a lane did not run, 0 if all are right."""
+    verdicts = {lane.verdict for lane in lanes}
+    if WRONG in verdicts:
+        return FAILED
+    if signal is not None:
+        return 128 + signal
+    return RIGHT if verdicts == {OK} else UNPROVEN
+
+
+def sentence(lanes: Sequence[LaneReport], device: str, status: int) -> str:
+    """The verdict in one sentence."""
+    wrong = [lane.lane for lane in lanes if lane.verdict == WRONG]
+    if wrong:
+        return f"WRONG: {'; '.join(wrong)}; do not use Seamark here, and please report it with the file above."
+    unproven = [f"{lane.lane} ({_reason(lane)})" for lane in lanes if lane.verdict == NOT_RUN]
+    right = sum(lane.verdict == OK for lane in lanes)
+    if status != RIGHT:
+        so_far = f"{right} of {len(lanes)} lanes are right" if right else "no lane ran to its end"
+        return f"not proven: {'; '.join(unproven) or 'no lane was started'}; {so_far}{_speed_words(lanes)}."
+    where = "on this CPU, which says nothing about a GPU's kernels" if device == "cpu" else "on this GPU"
+    lanes_word = "the lane" if right == 1 else f"all {right} lanes"
+    return f"right: {lanes_word} ran and found exact answers {where}{_speed_words(lanes)}."
+
+
+def _reason(lane: LaneReport) -> str:
+    return next((check.says for check in lane.checks if check.verdict == NOT_RUN), "did not run")
+
+
+def _speed_words(lanes: Sequence[LaneReport]) -> str:
+    for check in (check for lane in lanes for check in lane.checks):
+        numbers = check.numbers or {}
+        if check.name.startswith(SPEED) and "hits_save_time" in numbers:
+            verb = "save" if numbers["hits_save_time"] else "do not save"
+            warm = f"a first token behind {numbers['warm_shared']:,} shared tokens comes {numbers['warm_ratio']:.2f}x"
+            return f"; hits {verb} time here ({warm} as fast as with vLLM alone)"
+    return "; speed was not compared"
+
+
+def content(
+    lanes: Sequence[LaneReport], device: str, seconds: float, verdict: str, status: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The report for the file, without what could name a person or a machine."""
+    counts = {word: sum(lane.verdict == word for lane in lanes) for word in (OK, WRONG, NOT_RUN)}
+    found: dict[str, Any] = anonymous(
+        {
+            "verdict": verdict,
+            "exit": status,
+            "device": device,
+            "seconds": round(seconds, 1),
+            "lanes": {**counts, "left out": _left_out(lanes)},
+            "options": options,
+            "results": [
+                {
+                    "lane": lane.lane,
+                    "verdict": lane.verdict,
+                    "seconds": round(lane.seconds, 1),
+                    "checks": [check._asdict() for check in lane.checks],
+                }
+                for lane in lanes
+            ],
+        }
+    )
+    return found
+
+
+def _left_out(lanes: Sequence[LaneReport]) -> list[str]:
+    return [f"{c.name}: {c.says}" for lane in lanes for c in lane.checks if c.verdict == LEFT_OUT]
+
+
+def write(file: Path, report: Mapping[str, Any]) -> None:
+    """Replace the file as a whole."""
+    unfinished = file.with_name(file.name + ".new")
+    unfinished.write_text(json.dumps(report, indent=1) + "\n")
+    unfinished.replace(file)
+
+
+def anonymous(value: Any) -> Any:
+    """JSON without folders (of a path its last part stays), addresses, this host's name and this user's."""
+    if isinstance(value, str):
+        return _anonymous_text(value)
+    if isinstance(value, Mapping):
+        return {anonymous(key): anonymous(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [anonymous(each) for each in value]
+    return value
+
+
+def _anonymous_text(text: str) -> str:
+    text = ADDRESS.sub("ADDRESS", FOLDER.sub("", HOME.sub("~", URL.sub("URL", text))))
+    for word, stands_for in ((platform.node(), "HOST"), (_user(), "USER")):
+        if len(word) > 1 and word not in ("root", "localhost"):
+            text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", stands_for, text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no entry for this id, as in many containers
+        return ""
+
+
+def without_secrets(flags: Sequence[str]) -> list[str]:
+    """vLLM's flags as the report shows them: what a flag for tokens, keys or passwords is given becomes `...`."""
+    shown: list[str] = []
+    hide = False
+    for flag in flags:
+        name, equals, _ = flag.partition("=")
+        if flag.startswith("--"):
+            hide = SECRET.search(name) is not None
+            shown.append(f"{name}=..." if hide and equals else flag)
+        else:
+            shown.append("..." if hide else flag)
+    return shown
