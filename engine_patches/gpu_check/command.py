@@ -126,7 +126,7 @@ def _nothing_ran(why: str) -> int:
 def _sees_gpu() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: Path) -> int:
@@ -215,7 +215,7 @@ def run(
         began = time.monotonic()
         checks = so_far.setdefault(lane, [])
         try:
-            checks.extend(runner.run(lane, model))
+            checks.extend(runner.run(lane, model))  # one by one: a signal may come between
         except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
             checks.append(Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}"))
         return LaneReport(lane.name, checks, time.monotonic() - began)

@@ -36,6 +36,8 @@ from engine_patches.gpu_check.speed import (
     time_state,
 )
 
+REPEATS = 3  # of what is timed; the median counts
+
 FEW_LENGTHS = 2  # the shared lengths that are timed when there are to be fewer cases
 
 ORDINARY_TOKENS = 1000  # the first ids of many vocabularies are special tokens, the last ones too
@@ -99,14 +101,13 @@ def run(job: Job, save: Callable[[Result], None]) -> None:
             save(result)
         engine.scheduler.max_num_scheduled_tokens = usual
     if job.timed:
-        repeats = 1 if job.quick else 3
-        state = time_state(engine, repeats, ids)
+        state = time_state(engine, REPEATS, ids)
         if job.own_model:
             engine.serve_as_usual()
-        for measured in time_first_tokens(engine, lengths, repeats, ids):
+        for measured in time_first_tokens(engine, lengths, REPEATS, ids):
             result.first_tokens += measured
             save(result)
-        result.pace = measure_pace(engine, repeats, ids, state)
+        result.pace = measure_pace(engine, REPEATS, ids, state)
     save(result)
 
 

@@ -78,17 +78,15 @@ class Lane(NamedTuple):
     @property
     def name(self) -> str:
         """The lane's name in the report."""
-        parts = [self.family, self.dtype, None if self.own_model or self.on_cpu else self._mode]
-        more = [
-            self.other_runner and "other model runner",
-            self.attention and f"attention {self.attention}",
-            self.gdn_prefill and f"GDN prefill {self.gdn_prefill}",
-        ]
-        return ", ".join([" ".join(filter(None, parts)), *filter(None, more)])
-
-    @property
-    def _mode(self) -> str:
-        return "eager" if self.eager else "compiled"
+        mode = "eager" if self.eager else "compiled"
+        name = " ".join(filter(None, [self.family, self.dtype, None if self.own_model or self.on_cpu else mode]))
+        if self.other_runner:
+            name += ", other model runner"
+        if self.attention:
+            name += f", attention {self.attention}"
+        if self.gdn_prefill:
+            name += f", GDN prefill {self.gdn_prefill}"
+        return name
 
     @property
     def base(self) -> Lane:

@@ -48,8 +48,9 @@ class LaneReport(NamedTuple):
 
 def lane_text(report: LaneReport, number: int | None = None, of: int = 0) -> str:
     """A lane as paragraphs, one for each check, and an empty line; `number` is its place among those that ended."""
-    place = f"lane {number} of {of}" if number is not None else "unfinished lane"
-    lines = [f"{place}: {report.lane}: {report.verdict} ({report.seconds:.0f} s)"]
+    lines = [f"lane {number} of {of}: {report.lane}: {report.verdict} ({report.seconds:.0f} s)"]
+    if number is None:
+        lines = [f"unfinished lane: {report.lane}: {report.verdict}"]
     for check in report.checks:
         lines.append(f"  {check.verdict:<{INDENT}}{check.name}")
         space = " " * (INDENT + 2)
