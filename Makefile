@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast test-gpu-path lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock
+.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -22,11 +22,6 @@ test-fast: lint
 test: lint
 	@./set-up.sh tests
 	@.venv/bin/python -m pytest -n 2 $(ARGS)
-
-# Layers on a GPU's kernels, in Triton's interpreter, on the source of another vLLM; `make test` runs the installed one.
-test-gpu-path:
-	@./set-up.sh
-	@SEAMARK_TEST_GPU_PATH=$${SEAMARK_TEST_GPU_PATH:-0.33.0} .venv/bin/python -m pytest tests/engine/gpu_path $(ARGS)
 
 # The images of deploy/ built and its stack up on a CPU, in a container engine of its own (Debian, root; no registry).
 test-deploy:
