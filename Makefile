@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock
+.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -22,6 +22,12 @@ test-fast: lint
 test: lint
 	@./set-up.sh tests
 	@.venv/bin/python -m pytest -n 2 $(ARGS)
+
+# What of a GPU's path takes minutes on a CPU: the kernels of more versions and dtypes in Triton's interpreter, model
+# runner V2, vLLM 0.33 as an engine. Fetches two wheels (some 700 MB) into .cache once.
+test-gpu-path:
+	@./set-up.sh
+	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/gpu_path $(ARGS)
 
 # The images of deploy/ built and its stack up on a CPU, in a container engine of its own (Debian, root; no registry).
 test-deploy:

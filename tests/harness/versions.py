@@ -9,17 +9,22 @@ a model. Prints one line per version; exit 1 if anything is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from proxy.bench.harness.servers import CACHE, generated_model
 from tests.harness.situation_table import differences
 
 ROOT = Path(__file__).parents[2]
+
+TRITON = "3.9.0"
 
 
 def source_of(version: str) -> Path:
@@ -37,6 +42,50 @@ def source_of(version: str) -> Path:
         metadata.mkdir(exist_ok=True)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     return folder
+
+
+def triton() -> Path:
+    """Folder with Triton, for its interpreter: vLLM's CPU build comes without. Some 290 MB to fetch."""
+    folder = (CACHE / f"triton-{TRITON}").resolve()
+    if not folder.exists():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="triton-") as incomplete:
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
+            fetched = subprocess.run(
+                [*install, "--target", f"{incomplete}/site", f"triton=={TRITON}"], capture_output=True, text=True
+            )
+            if fetched.returncode:
+                raise RuntimeError(
+                    f"Triton {TRITON}, which these tests run kernels with, could not be fetched. Give pip a package "
+                    f"index that has it, or unpack its wheel into {folder}:\n{fetched.stderr[-2000:]}"
+                )
+            with contextlib.suppress(OSError):  # another process was faster
+                Path(incomplete, "site").rename(folder)
+    return folder
+
+
+def interpreted(module: str, *arguments: str, version: str | None = None, seconds: float = 900) -> Any:
+    """The JSON that a module of the harness prints last, run with Triton's interpreter.
+
+    `version`: of the vLLM that it runs on, by its Python source; None for the installed one.
+    """
+    paths = [triton(), ROOT] if version is None else [source_of(version), triton(), ROOT]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # vLLM then admits a Triton without a driver
+        "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # a kernel is tuned on a device
+        "VLLM_PLUGINS": "none",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", f"tests.harness.{module}", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run(source: Path, module: str, *arguments: str) -> object:

@@ -1,0 +1,73 @@
+"""vLLM's kernels for CUDA in Triton's interpreter: a state written inside a pass is that of a chunk that ends there.
+
+Bit for bit, with the metadata of both model runners; and planted defects are seen. How fast a GPU is, or in which order
+it adds, it does not say.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.versions import interpreted
+
+NEWEST = "0.33.0"
+
+MAMBA2, GDN = "mamba2", "gdn"
+
+LAYOUTS = ("V1: block tables", "V2: aligned indices")
+
+OF_BOTH = {
+    "a state one unit early",
+    "a piece missing",
+    "a wrong index column",
+    "a float32 cache written in bfloat16",
+}
+
+# Mamba2 takes the blocks of its running states from the block tables with either runner.
+DEFECTS = {MAMBA2: OF_BOTH, GDN: {*OF_BOTH, "V2's aligned indices shifted"}}
+
+# Gated delta kernels take no float32 inputs, and convert none.
+CASES = [
+    pytest.param(MAMBA2, "bfloat16", "bfloat16", None),
+    pytest.param(MAMBA2, "bfloat16", "float32", None, marks=pytest.mark.on_request),
+    pytest.param(GDN, "bfloat16", "bfloat16", None, marks=pytest.mark.on_request),
+    *(
+        pytest.param(family, dtype, cache, NEWEST, marks=pytest.mark.on_request)
+        for family, dtype, cache in (
+            (MAMBA2, "float32", "float32"),
+            (MAMBA2, "bfloat16", "float32"),
+            (MAMBA2, "bfloat16", "bfloat16"),
+            (GDN, "bfloat16", "float32"),
+            (GDN, "bfloat16", "bfloat16"),
+        )
+    ),
+]
+
+
+def wrong(differences: dict[str, dict[str, int]]) -> dict[str, int]:
+    """What differs, with the number of values that do."""
+    return {f"{kind}: {name}": many for kind, found in differences.items() for name, many in found.items() if many}
+
+
+def check_exact(found: dict[str, dict[str, dict[str, int]]]) -> None:
+    for layout in LAYOUTS:
+        assert wrong(found[layout]) == {}
+        # Four states, in two cache groups, of two parts each; outputs and running states of three rows.
+        assert {kind: len(of_kind) for kind, of_kind in found[layout].items()} == {
+            "states": 16,
+            "outputs": 6,
+            "running": 6,
+        }
+
+
+@pytest.mark.parametrize(("family", "dtype", "cache", "version"), CASES)
+def test_states_outputs_and_running_states_are_bit_equal(family, dtype, cache, version):
+    check_exact(interpreted("gpu_kernels", family, dtype, cache, version=version))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [(MAMBA2, "float32"), (GDN, "bfloat16")])
+def test_with_a_float32_cache_they_are_equal_and_every_planted_defect_is_seen(family, dtype):
+    found = interpreted("gpu_kernels", family, dtype, "float32", "defects")
+    check_exact(found)
+    assert found.keys() == {*LAYOUTS, *DEFECTS[family]}
+    assert {defect for defect in DEFECTS[family] if not wrong(found[defect])} == set()
