@@ -218,7 +218,9 @@ def run(
             checks.extend(runner.run(lane, model))  # one by one: a signal may come between
         except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
             checks.append(Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}"))
-        return LaneReport(lane.name, checks, time.monotonic() - began)
+        job = lane.job(model, True)
+        arguments = {**job.arguments, "flags": report.without_secrets(job.flags)}
+        return LaneReport(lane.name, checks, time.monotonic() - began, arguments)
 
     try:
         for lane in (lane for lane in lanes if lane.timed):

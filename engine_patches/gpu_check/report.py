@@ -38,6 +38,7 @@ class LaneReport(NamedTuple):
     lane: str
     checks: Sequence[Check]
     seconds: float
+    arguments: Mapping[str, Any] = {}  # of vLLM
 
     @property
     def verdict(self) -> str:
@@ -115,6 +116,7 @@ def content(
                     "lane": lane.lane,
                     "verdict": lane.verdict,
                     "seconds": round(lane.seconds, 1),
+                    "arguments": lane.arguments,
                     "checks": [check._asdict() for check in lane.checks],
                 }
                 for lane in lanes

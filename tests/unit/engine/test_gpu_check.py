@@ -162,6 +162,8 @@ def test_when_all_lanes_are_right_the_last_line_says_so_and_the_status_is_0(gpu_
     assert last_line(printed) == written["verdict"]
     assert written["verdict"].startswith("right: all 10 lanes ran and found exact answers on this GPU; hits save time")
     assert written["lanes"] == {"ok": 10, "WRONG": 0, "not run": 0, "left out": []}
+    first = written["results"][0]["arguments"]
+    assert first["dtype"] == "bfloat16" and first["enforce_eager"] is False and first["model"] == "nemotron_h"
     assert engines.ended
 
 
