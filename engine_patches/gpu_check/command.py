@@ -42,7 +42,8 @@ Each is printed as soon as it is known. Everything after -- are flags of vLLM fo
 
 exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM), so
 nothing is proven by it; 2 wrong usage. Ctrl-C, SIGTERM and SIGHUP end the engines, print and write what is known so
-far, and exit with 130, 143 and 129, or 1 if something was WRONG already. Speed is told and never WRONG.
+far, and exit with 130, 143 and 129, or 1 if something was WRONG already. Speed is told and never WRONG; the engines
+are timed one after the other, so it means something only on a machine that does nothing else meanwhile.
 """
 
 
