@@ -10,8 +10,10 @@ a model. Prints one line per version; exit 1 if anything is wrong.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,8 @@ from tests.harness.situation_table import differences
 ROOT = Path(__file__).parents[2]
 
 TRITON = "3.9.0"
+
+NEEDED_BY_NEWER = ("orjson",)  # imported by a vLLM that is newer than requirements.lock, and not in there
 
 
 def source_of(version: str) -> Path:
@@ -41,6 +45,29 @@ def source_of(version: str) -> Path:
         metadata = folder / f"vllm-{version}.dist-info"
         metadata.mkdir(exist_ok=True)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return folder
+
+
+def engine_of(version: str) -> Path:
+    """Folder with a vLLM that runs on a CPU: the Python files of `version`, the installed CPU build's compiled ones.
+
+    An engine takes it if the folder is first on `PYTHONPATH`. An op that those lack is an error when called.
+    """
+    folder = (CACHE / f"vllm-{version}-cpu").resolve()
+    if not folder.exists():
+        source = source_of(version)
+        (installed,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="vllm-") as incomplete:
+            whole = Path(incomplete, "site")
+            shutil.copytree(source, whole)
+            for compiled in Path(installed).rglob("*.so*"):
+                link = whole / "vllm" / compiled.relative_to(installed)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(compiled)
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
+            subprocess.run([*install, "--target", str(whole), *NEEDED_BY_NEWER], check=True)
+            with contextlib.suppress(OSError):  # another process was faster
+                whole.rename(folder)
     return folder
 
 
