@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
+
 SERVER = "vllm.entrypoints.openai.api_server"
 
 INSTALL = (
@@ -44,8 +46,6 @@ CPU_GDN_FLAGS: Mapping[str, str | None] = {
     "--dtype": "bfloat16",
     "--mamba-ssm-cache-dtype": "float32",
 }
-
-GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `model_type`
 
 # Without the last, a few helpers of the sampler are compiled in eager mode too: a C++ compiler and 20 seconds.
 CPU_ENVIRONMENT = {
@@ -131,9 +131,18 @@ def main(argv: list[str]) -> int:
         "states only at the ends of a kernel's chunks.",
     )
     parser.add_argument("--model", help="model folder or name (or `model` in the file of vLLM's --config, after --)")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, help="required, unless --explain")
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument(
+        "--explain",
+        nargs="?",
+        choices=("here", "gpu"),
+        const="here",
+        help="say what the model's states cost in memory, and start nothing; `gpu`: as on a GPU, on a machine without",
+    )
     args = parser.parse_args(own)
+    if args.port is None and not args.explain:
+        parser.error("the following arguments are required: --port")
     if args.model is None and "--config" not in extra:  # `--config=FILE` is no spelling vLLM knows
         parser.error("the following arguments are required: --model")
     try:
@@ -141,8 +150,13 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"seamark worker: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
         return 1
+    on_cpu = on_cpu and args.explain != "gpu"
     os.environ.update(vllm_environment(os.environ, on_cpu))
     flags = cpu_flags(model_type_of(args.model) if args.model else "") if on_cpu else {}
+    if args.explain:
+        from engine_patches.commands import explain
+
+        return explain.main(vllm_arguments(args.model, args.host, args.port or 0, extra, flags), args.explain)
     sys.argv = [SERVER, *vllm_arguments(args.model, args.host, args.port, extra, flags)]
     # The server runs inside this process and not as its main module: the engine's processes import the main module
     # again, and this one is light, while the server's takes ten seconds.

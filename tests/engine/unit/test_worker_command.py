@@ -28,6 +28,12 @@ def test_a_model_must_be_named_somewhere(capsys):
     assert "--model" in capsys.readouterr().err
 
 
+def test_a_port_is_needed_unless_nothing_is_started(capsys):
+    with pytest.raises(SystemExit):
+        main(["--model", "m"])
+    assert "--port" in capsys.readouterr().err
+
+
 def test_a_cpu_gets_float32_and_no_compilation():
     arguments = vllm_arguments("model", "127.0.0.1", 8000, [], cpu_flags("nemotron_h"))
     assert "--enforce-eager" in arguments and arguments[arguments.index("--dtype") + 1] == "float32"
