@@ -91,12 +91,12 @@ def triton() -> Path:
     return folder
 
 
-def interpreted(module: str, *arguments: str, version: str | None = None, seconds: float = 900) -> Any:
+def interpreted(module: str, *arguments: str, source: Path | None = None, seconds: float = 900) -> Any:
     """The JSON that a module of the harness prints last, run with Triton's interpreter.
 
-    `version`: of the vLLM that it runs on, by its Python source; None for the installed one.
+    `source`: folder with the vLLM that it runs on; None for the installed one.
     """
-    paths = [triton(), ROOT] if version is None else [source_of(version), triton(), ROOT]
+    paths = [triton(), ROOT] if source is None else [source, triton(), ROOT]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
