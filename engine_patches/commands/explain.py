@@ -253,8 +253,8 @@ def _gpu_kernels() -> Iterator[None]:
     here = vllm.platforms.current_platform
 
     class WithGpuKernels(type(here)):  # type: ignore[misc]
-        check_and_update_config = classmethod(Platform.check_and_update_config.__func__)
-        update_block_size_for_backend = classmethod(Platform.update_block_size_for_backend.__func__)
+        check_and_update_config: Any = classmethod(Platform.check_and_update_config.__func__)
+        update_block_size_for_backend: Any = classmethod(Platform.update_block_size_for_backend.__func__)
 
         @classmethod
         def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
