@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -34,7 +35,7 @@ def test_doctor_shows_a_key_where_one_is_wanted(fleet, worker, tmp_path):
         *("doctor", "--worker", guarded.url, "--worker-api-key-file", str(key)),
         *("--gateway", guarded.url, "--gateway-key-file", str(key)),
     )
-    assert "serves m" in done.stdout and "lost in 0 minutes" in done.stdout
+    assert "serves m" in done.stdout and re.search(r"lost in \d+ minutes", done.stdout)
     done = seamark("doctor", "--worker", guarded.url, "--worker-api-key-file", str(tmp_path / "none"))
     assert done.returncode == 2 and "worker_api_key_file" in done.stderr and "Traceback" not in done.stderr
 

@@ -253,6 +253,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.timeout(300)  # tracemalloc takes its time on a busy machine
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(shape):
     endpoint, body = SHAPES[shape]
