@@ -19,6 +19,7 @@ from engine_patches.forward.layers import (
     GDN,
     LAYERS,
     MAMBA2,
+    cpu_gdn_beside_drafts_in_segments,
     cpu_gdn_in_segments,
     gdn_in_segments,
     mamba2_with_states,
@@ -532,5 +533,15 @@ PATCHES: tuple[Patch, ...] = (
         parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out",
         mentions=("state_indices_tensor = attn_metadata_i.non_spec_state_indices_tensor", "layer.kv_cache[1]"),
         applies=runs_on_cpu,
+    ),
+    Patch(
+        "gdn-core-cpu-drafts",
+        f"{LAYERS}.ops.cpu.gdn_attention:_cpu_gdn_attention_spec_aware",
+        why="the same where drafts are configured",
+        until=MANY_EXPORTS,
+        build=cpu_gdn_beside_drafts_in_segments,
+        parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, width, state_len",
+        mentions=("spec_sequence_masks = attn_metadata_i.spec_sequence_masks", "conv_buf = _conv_buffer_view(layer)"),
+        applies=lambda: runs_on_cpu() and exists(f"{LAYERS}.ops.cpu.gdn_attention:_cpu_gdn_attention_spec_aware"),
     ),
 )

@@ -19,6 +19,13 @@ STATE_SHARE = "SEAMARK_STATE_SHARE"  # part of the cache's blocks that states ma
 
 CHUNK_ENDS = "SEAMARK_CHUNK_ENDS"  # 1: states only at the ends of a kernel's chunks; 0: on any match unit
 
+DRAFTS = "SEAMARK_DRAFTS"  # 1: hints are used beside speculative decoding, too
+
+
+def drafts() -> bool:
+    """Whether hints are used beside speculative decoding."""
+    return _switch(DRAFTS, False)
+
 
 def fan_out() -> bool:
     """Whether requests may wait for a prefix that another one computes."""

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from engine_patches import ledger
+from engine_patches import ledger, speculation
 from engine_patches.forward.scan_states import SCAN_STATES, run_layer
 from engine_patches.forward.segments import SEGMENTS, Segment
 from engine_patches.forward.step_writes import wrote_states
@@ -85,9 +85,8 @@ def require_promise_of_all(original: Function) -> Function:
 def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
     from vllm.platforms import current_platform
 
-    # Speculative decoding keeps several states per request. ReplaySSM keeps part of a state as inputs to replay.
-    # Micro-batches are built from a part of the step's rows.
-    if vllm_config.num_speculative_tokens or getattr(vllm_config.cache_config, "use_replayssm", False):
+    # ReplaySSM keeps part of a state as inputs to replay. Micro-batches are built from a part of the step's rows.
+    if speculation.refusal(vllm_config) is not None or getattr(vllm_config.cache_config, "use_replayssm", False):
         return False
     if vllm_config.parallel_config.use_ubatching:
         return False
@@ -145,6 +144,25 @@ def cpu_gdn_in_segments(original: Function) -> Function:
         wrote_states(layer.prefix)
 
     return _cpu_gdn_attention_nonspec
+
+
+def cpu_gdn_beside_drafts_in_segments(original: Function) -> Function:
+    """Replacement of the same where drafts are configured: its convolution keeps a window of `state_len` tokens."""
+
+    def _cpu_gdn_attention_spec_aware(
+        layer: Any, attn_metadata_i: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, width: Any, state_len: Any
+    ) -> None:
+        segments = getattr(attn_metadata_i, SEGMENTS, None)
+        if segments is None:
+            original(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, width, state_len)
+            return
+        for segment in segments:
+            core = partial(original, layer, segment.metadata, width=width, state_len=state_len)
+            _run(segment, core, (mixed_qkv, b, a), core_attn_out)
+            segment.keep_states(layer.kv_cache)
+        wrote_states(layer.prefix)
+
+    return _cpu_gdn_attention_spec_aware
 
 
 def _metadata_of(layer: Any) -> Any:

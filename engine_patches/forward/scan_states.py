@@ -111,8 +111,9 @@ class ScanStates(NamedTuple):
     def keep_conv(self, inputs: Any, conv_state: Any) -> None:
         """Keep the convolution's part: its last inputs before each position.
 
-        `inputs`: (tokens, channels). `conv_state`: by block, channel and width. To be called before the layer runs,
-        since that overwrites the running states, of which a state near its row's start has a part.
+        `inputs`: (tokens, channels). `conv_state`: by block, channel and width, without the room for drafts behind. To
+        be called before the layer runs, since that overwrites the running states, of which a state near its row's start
+        has a part.
         """
         import torch
 
@@ -207,6 +208,7 @@ def run_layer(layer: Any, core: Function, states: ScanStates, metadata: Any, pro
     channels = slice(layer.tped_intermediate_size, layer.tped_intermediate_size + layer.tped_conv_size)
     conv_state, ssm_state = layer.kv_cache[:2]
     conv_state = conv_state if is_conv_state_dim_first() else conv_state.transpose(-1, -2)
+    conv_state = conv_state[..., : layer.conv_kernel_size - 1]
     states.keep_conv(projected_states[first : first + tokens, channels], conv_state)
     _scan = states, ssm_state
     try:

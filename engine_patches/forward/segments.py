@@ -6,6 +6,8 @@ Between two segments the layer's running block holds exactly the state of that p
 that the scheduler reserved. Kernels need nothing for this but what chunked prefill needs anyway, so it fits every
 backend at any position, and it computes what a chunk that ended there would have computed, bit for bit.
 
+Rows that verify drafts are never cut. They keep a state for each of their tokens, and run in the first segment.
+
 The way of a step: `step_writes.py` takes the writes from the scheduler's output; `plan_segments` and
 `plan_segments_of_group` cut the step at them and put the segments on each cache group's metadata; the layers
 (`layers.py`) run the segments they find there.
@@ -49,7 +51,8 @@ class _Level(NamedTuple):
     rows: list[int]
     begins: list[int]  # first token of each row's run, in the step
     lengths: list[int]
-    ends: list[int]  # sequence length of each row after its run
+    ends: list[int]  # sequence length of each row after its run, an upper bound for rows with drafts
+    left: list[int]  # tokens of each row's chunk behind its run
     writes: list[tuple[int, Mapping[int, int]]]  # (row, blocks) of the states that are complete after it
     whole: bool  # all tokens of the step, in order
 
@@ -59,6 +62,7 @@ class _Plan(NamedTuple):
 
     levels: Sequence[tuple[_Level, Any]]  # with the metadata that the backend made for the level's tokens
     group_of_layer: Mapping[str, int]
+    drafting: Sequence[int] = ()  # rows that verify drafts, ascending
 
 
 def plan_segments(original: Function) -> Function:
@@ -70,12 +74,14 @@ def plan_segments(original: Function) -> Function:
         step = running_step()
         if step is not None and (writes := step.writes_by_row(common_attn_metadata.num_reqs)):
             levels = []
-            for level in _levels(common_attn_metadata, writes):
+            drafting = _drafting_rows(kwargs, common_attn_metadata.num_reqs)
+            for level in _levels(common_attn_metadata, writes, drafting):
                 part = metadata
                 if not level.whole:
-                    part = original(self, 0, _batch_of(level, common_attn_metadata), *args, **kwargs)
+                    options = _of_rows(kwargs, level.rows, drafting)
+                    part = original(self, 0, _batch_of(level, common_attn_metadata), *args, **options)
                 levels.append((level, part))
-            _attach(metadata, _Plan(levels, step.group_of_layer), self.layer_names[0])
+            _attach(metadata, _Plan(levels, step.group_of_layer, drafting), self.layer_names[0])
         return metadata
 
     return build
@@ -95,7 +101,27 @@ def plan_segments_of_group(original: Function) -> Function:
     return update_block_table
 
 
-def _levels(common: Any, writes: Mapping[int, Sequence[Write]]) -> list[_Level]:
+def _drafting_rows(options: Mapping[str, Any], num_rows: int) -> list[int]:
+    """Rows that verify drafts; `options`: what vLLM gives a builder besides the batch."""
+    drafts = options.get("num_decode_draft_tokens_cpu")  # -1 for all other rows
+    return [] if drafts is None else [row for row, count in enumerate(drafts[:num_rows].tolist()) if count >= 0]
+
+
+def _of_rows(options: dict[str, Any], rows: Sequence[int], drafting: Sequence[int]) -> dict[str, Any]:
+    """What vLLM gives a builder besides the batch, for some of its rows."""
+    import torch
+
+    chosen = dict(options)
+    if (drafts := options.get("num_decode_draft_tokens_cpu")) is not None:
+        chosen["num_decode_draft_tokens_cpu"] = drafts[torch.tensor(rows)]
+    if (accepted := options.get("num_accepted_tokens")) is not None:
+        verifies = upload([int(row in drafting) for row in rows], accepted.device, torch.bool)
+        accepted = accepted[upload(rows, accepted.device)]
+        chosen["num_accepted_tokens"] = torch.where(verifies, accepted, torch.ones_like(accepted))  # 1: nothing to undo
+    return chosen
+
+
+def _levels(common: Any, writes: Mapping[int, Sequence[Write]], drafting: Sequence[int] = ()) -> list[_Level]:
     """Cut the rows of a step at their writes. `common`: what vLLM tells a backend about the batch."""
     starts: list[int] = common.query_start_loc_cpu.tolist()
     seq_lens: list[int] = common.seq_lens_cpu_upper_bound.tolist()
@@ -117,11 +143,11 @@ def _levels(common: Any, writes: Mapping[int, Sequence[Write]]) -> list[_Level]:
     def takes_many_tokens(run: tuple[int, tuple[int, int]]) -> bool:
         row, (begin, end) = run
         has_state = begin > 0 or seq_lens[row] > chunks[row]
-        return not (has_state and end - begin == 1)
+        return row not in drafting and not (has_state and end - begin == 1)
 
     levels = []
     for of_rows, states in zip(runs, written, strict=True):
-        # Backends expect rows that are one step of decoding before all others.
+        # Backends expect rows that are one step of generation before all others.
         ordered = sorted(of_rows.items(), key=takes_many_tokens)
         levels.append(
             _Level(
@@ -129,6 +155,7 @@ def _levels(common: Any, writes: Mapping[int, Sequence[Write]]) -> list[_Level]:
                 begins=[starts[row] + begin for row, (begin, _) in ordered],
                 lengths=[end - begin for _, (begin, end) in ordered],
                 ends=[seq_lens[row] - chunks[row] + end for row, (_, end) in ordered],
+                left=[chunks[row] - end for row, (_, end) in ordered],
                 writes=states,
                 whole=len(runs) == 1,
             )
@@ -147,7 +174,8 @@ def _batch_of(level: _Level, common: Any) -> Any:
     changes = {
         "query_start_loc": upload(starts, device, torch.int32),
         "query_start_loc_cpu": starts,
-        "seq_lens": upload(level.ends, device, common.seq_lens.dtype),
+        # The device's own: what is known here of rows with drafts in flight is an upper bound.
+        "seq_lens": common.seq_lens[upload(level.rows, device)] - upload(level.left, device, common.seq_lens.dtype),
         "seq_lens_cpu_upper_bound": torch.tensor(level.ends, dtype=common.seq_lens_cpu_upper_bound.dtype),
         "num_reqs": len(level.rows),
         "num_actual_tokens": sum(level.lengths),
@@ -165,7 +193,7 @@ def _batch_of(level: _Level, common: Any) -> Any:
 def _attach(metadata: Any, plan: _Plan, layer: str) -> None:
     """Put the segments of the cache group that `layer` is in on the group's metadata."""
     group = plan.group_of_layer[layer]
-    running = running_blocks(metadata)  # by row of the whole step
+    running = running_blocks(metadata, plan.drafting)  # by row of the whole step
     segments = []
     for level, part in plan.levels:
         sources = targets = None
@@ -176,6 +204,8 @@ def _attach(metadata: Any, plan: _Plan, layer: str) -> None:
         if not level.whole:
             tokens = _tokens(level, running.device)
             own = with_running_blocks(part, running[upload(level.rows, running.device)])
+            if plan.drafting:
+                own = _with_drafting_rows(own, metadata, level.rows, plan.drafting)
         segments.append(Segment(tokens, own, sources, targets))
     setattr(metadata, SEGMENTS, segments)
     setattr(metadata, _PLAN, plan)
@@ -191,27 +221,57 @@ def _tokens(level: _Level, device: Any) -> Any:
     return upload(torch.cat([torch.arange(begin, begin + length) for begin, length in runs]), device)
 
 
-def running_blocks(metadata: Any) -> Any:
-    """The block that holds each row's running state, shape (rows,)."""
+def running_blocks(metadata: Any, drafting: Sequence[int] = ()) -> Any:
+    """The block that holds each row's running state, shape (rows,); `drafting`: rows that verify drafts."""
     import torch
 
     if hasattr(metadata, "state_indices_tensor_p"):  # Mamba1, Mamba2 and others on the common builder
         parts = (metadata.state_indices_tensor_d, metadata.state_indices_tensor_p)
         flat = [part[:, 0] if part.dim() == 2 else part for part in parts if part is not None]
         return torch.cat(flat)
-    return metadata.non_spec_state_indices_tensor  # GDN
+    plain = metadata.non_spec_state_indices_tensor  # GDN
+    if not drafting:
+        return plain
+    # GDN keeps rows that verify drafts apart, and a block for each of their tokens.
+    count = len(drafting) + len(plain)
+    others = [row for row in range(count) if row not in drafting]
+    place = {row: number for number, row in enumerate((*drafting, *others))}
+    blocks = torch.cat([metadata.spec_state_indices_tensor[: len(drafting), 0], plain])
+    return blocks[upload([place[row] for row in range(count)], blocks.device)]
 
 
 def with_running_blocks(metadata: Any, blocks: Any) -> Any:
     """`metadata` of a segment, working on the states in `blocks`: the whole chunk's, not its own end's."""
     decodes = metadata.num_decodes
     if hasattr(metadata, "state_indices_tensor_p"):
-        return dataclasses.replace(
-            metadata, state_indices_tensor_d=blocks[:decodes].unsqueeze(-1), state_indices_tensor_p=blocks[decodes:]
-        )
+        running = metadata.state_indices_tensor_d
+        # Further columns belong to drafts. A row that verifies them is not cut, so they are right as they are.
+        running = blocks[:decodes].unsqueeze(-1) if running is None else running.clone()
+        running[:, 0] = blocks[:decodes]
+        return dataclasses.replace(metadata, state_indices_tensor_d=running, state_indices_tensor_p=blocks[decodes:])
     changes = {"non_spec_state_indices_tensor": blocks}
     if metadata.prefill_state_indices is not None:
         changes["prefill_state_indices"] = blocks[decodes:]
     # Batches without a prefill are given as views of a buffer that the next segment would fill again.
     changes["non_spec_query_start_loc"] = metadata.non_spec_query_start_loc.clone()
+    return dataclasses.replace(metadata, **changes)
+
+
+def _with_drafting_rows(metadata: Any, whole: Any, rows: Sequence[int], drafting: Sequence[int]) -> Any:
+    """`metadata` of a segment of GDN layers with these `rows` of a step, of which those `drafting` verify drafts.
+
+    `whole`: the metadata of the step. `metadata` has the running blocks of all its rows as if none verified drafts.
+    """
+    if getattr(metadata, "spec_sequence_masks", None) is None:
+        return metadata
+    device = whole.spec_state_indices_tensor.device
+    places = upload([drafting.index(row) for row in rows if row in drafting], device)
+    others = upload([number for number, row in enumerate(rows) if row not in drafting], device)
+    plain = metadata.non_spec_state_indices_tensor[others]
+    changes = {
+        "spec_state_indices_tensor": whole.spec_state_indices_tensor[places],
+        "non_spec_state_indices_tensor": plain,
+    }
+    if metadata.prefill_state_indices is not None:
+        changes["prefill_state_indices"] = plain
     return dataclasses.replace(metadata, **changes)

@@ -26,7 +26,7 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
     Every step carries the two lengths, which show the API server that the patches are live; most carry no more.
     """
     carrier: dict[str, int] = stats.waiting_lora_adapters
-    carrier[PREFIX + "match_unit"] = checkpoints.match_unit
+    carrier[PREFIX + "match_unit"] = checkpoints.alignment  # what a hit is a multiple of
     carrier[PREFIX + "block_size"] = checkpoints.block_size
     counters, events = checkpoints.counters, checkpoints.state_events
     if not (counters.report_due or (events is not None and events.pending)):

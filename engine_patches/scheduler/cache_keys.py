@@ -68,7 +68,8 @@ def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
             # This step's copies fill a private copy; a request that finds it in this very step would copy it empty.
             return position == num_tokens or blocks[index].block_id not in copies
 
-        keep_attention_keys(self, request, filter(needs_key, checkpoints.positions_with_keys(state, num_tokens)))
+        positions = checkpoints.positions_with_keys(state, self, num_tokens)
+        keep_attention_keys(self, request, filter(needs_key, positions))
 
     return cache_blocks
 
@@ -112,7 +113,8 @@ def _avoids_unwritten_rows(manager: Any, request: Any, blocks: Any, hit: int) ->
             continue
         if hit <= checkpoints.unwritten.get(copied[-1].block_id, hit):
             continue
-        key = key_at(request, hit, checkpoints.match_unit, attention.kv_cache_group_id)
+        reached = hit + checkpoints.drop_in(attention)
+        key = key_at(request, reached, checkpoints.match_unit, attention.kv_cache_group_id)
         written = _block_other_than(manager.block_pool, key, checkpoints.unwritten)
         if written is None:
             return False

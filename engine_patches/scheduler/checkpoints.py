@@ -53,6 +53,9 @@ class Checkpoints:
     block_sizes: dict[int, int] = field(default_factory=dict)  # by recurrent cache group
     attention_managers: Sequence[Any] = ()
     alignment: int = 0  # states are placed on multiples of it; the match unit if a kernel asks for no more
+    drop: int = 0  # past a state, up to which attention keys have to reach: vLLM takes so much off again
+    ahead: int = 0  # past a state, up to which a prefix has to be shared
+    verified: int = 1  # of one request in a step of generation, at most: itself and its drafts
     counters: Counters = field(default_factory=Counters)
     step_time: StepTime = field(default_factory=StepTime)
     gate: PrefillGate | None = None  # holds followers back; None if fan-out is switched off
@@ -63,9 +66,14 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self.alignment = self.alignment or self.match_unit
-        self.outcomes = Outcomes(self.match_unit, self.alignment)
+        self.outcomes = Outcomes(self.match_unit, self.alignment, self.drop)
         self.seen = SeenPrefixes()
         self.turn_value = TurnValue()
+
+    def place_states_on(self, alignment: int) -> None:
+        """States are placed on multiples of so many tokens, themselves a multiple of the match unit."""
+        self.alignment = alignment
+        self.outcomes = Outcomes(self.match_unit, alignment, self.drop)
 
     @property
     def recurrent_groups(self) -> Iterable[int]:
@@ -95,8 +103,8 @@ class Checkpoints:
         ignore = self.counters.hint_ignored
         if state.hinted:
             state.resolved = hints.resolve(hint, request.prompt_token_ids, request.num_prompt_tokens, ignore)
-            state.hinted_positions = hints.usable_positions(state.resolved, self.alignment, ignore)
-            state.turn_end = hints.turn_end(hint, state.resolved) // self.alignment * self.alignment
+            state.hinted_positions = hints.usable_positions(state.resolved, self.alignment, ignore, self.ahead)
+            state.turn_end = self._aligned(hints.turn_end(hint, state.resolved) - self.ahead)
         # Of a prompt that goes on arriving, only what is there now is looked up and remembered.
         units = request.num_prompt_tokens // self.match_unit
         state.shared = self.seen.deepest(request.block_hashes[:units]) * self.match_unit
@@ -108,7 +116,7 @@ class Checkpoints:
         """The end of a request's turn if nobody is going to come back to it; 0 if somebody may."""
         hashes, units = request.block_hashes, state.shared // self.match_unit
         # The end of the turn before is as far from what is shared as a hint may be, and rounded down to the alignment.
-        reach = math.ceil((TURN_REACH + self.alignment) / self.match_unit)
+        reach = math.ceil((TURN_REACH + self.alignment + self.ahead) / self.match_unit)
         self.turn_value.came_back(hashes[max(units - reach, 0) : units])
         targets = self.targets(request, state)
         if not targets:
@@ -136,21 +144,32 @@ class Checkpoints:
         tail: int = (request.num_prompt_tokens - 1) // self.match_unit * self.match_unit
         shared = min(state.shared, tail)  # the same prompt again can use no more
         hinted_there = any(shared <= position < shared + NEAR_UNITS * self.match_unit for position in state.resolved)
-        position = shared // self.alignment * self.alignment
+        position = self._aligned(min(state.shared - self.drop, request.num_prompt_tokens - max(self.ahead, 1)))
         if shared < max(MIN_SHARED, self.alignment) or hinted_there or position in state.hinted_positions:
             return 0
         return position
 
+    def _aligned(self, num_tokens: int) -> int:
+        """The last position up to `num_tokens` on which a state can be placed, 0 if there is none."""
+        return max(num_tokens, 0) // self.alignment * self.alignment
+
     def targets(self, request: Any, state: RequestState | None = None) -> list[CheckpointTarget]:
         """Positions of a request whose states are to be kept, ascending."""
         state = state or self.state_of(request)
-        wanted = checkpoint_targets(request, state.hinted_positions, self.alignment, self.block_size, state.learned)
+        wanted = checkpoint_targets(
+            request, state.hinted_positions, self.alignment, self.block_size, state.learned, self.ahead
+        )
         return [target for target in wanted if target.position != state.worthless_turn]
 
-    def positions_with_keys(self, state: RequestState, num_tokens: int) -> list[int]:
-        """Positions up to `num_tokens` at which the request's attention blocks carry keys of ours."""
-        positions = state.keys if self.writes_in_forward else state.positions
-        return [position for position in positions if position <= num_tokens]
+    def drop_in(self, manager: Any) -> int:
+        """Tokens that vLLM takes off a match in an attention manager's group: only where a draft head has its rows."""
+        return self.drop if getattr(manager, "use_eagle", True) else 0
+
+    def positions_with_keys(self, state: RequestState, manager: Any, num_tokens: int) -> list[int]:
+        """Positions up to `num_tokens` at which the request's blocks in an attention manager carry keys of ours."""
+        drop = self.drop_in(manager)
+        positions = state.states if self.writes_in_forward else state.positions
+        return [position + drop for position in positions if position + drop <= num_tokens]
 
     def begin_step(self, pool: Any, requests: Container[str]) -> None:
         """A step is going to be planned; `requests` are alive."""

@@ -28,6 +28,16 @@ def run_to_the_budget(request: Any, start: int, num_new_tokens: int, alignment: 
     return num_new_tokens
 
 
+def no_short_replay(request: Any, start: int, num_new_tokens: int, verified: int) -> int:
+    """Tokens of a chunk beside drafts: not so few that model runner V1 takes a preempted request's replay for drafts.
+
+    It tells a request that generates from a prompt by the prompt's length. What was generated before a preemption is
+    computed again; of at most `verified` tokens of that it would keep a state each, and go on from the first one's.
+    """
+    replays = request.num_prompt_tokens <= start < request.num_tokens - 1
+    return 1 if replays and 1 < num_new_tokens <= verified else num_new_tokens
+
+
 def next_stop(state: RequestState, start: int, block_size: int, tokens_per_pass: float) -> int:
     """The next position (tokens) after `start` at which a chunk has to end, 0 if there is none.
 
@@ -61,7 +71,8 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         if checkpoints.writes_in_forward:
             if start < request.num_prompt_tokens:
                 checkpoints.expect_states(request, start)
-            return run_to_the_budget(request, start, num_new_tokens, checkpoints.alignment)
+            tokens = run_to_the_budget(request, start, num_new_tokens, checkpoints.alignment)
+            return no_short_replay(request, start, tokens, checkpoints.verified)
 
         def split() -> int:
             return original(self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)

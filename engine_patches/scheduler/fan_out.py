@@ -47,8 +47,14 @@ class ExpectedState:
     """A state that a running request is going to write."""
 
     leader: Any
-    position: int
+    position: int  # tokens that a follower has to share, and the leader to compute
     start: int  # tokens that the leader itself found in the cache
+    drop: int = 0  # of `position`, tokens past the state
+
+    @property
+    def saved(self) -> int:
+        """Tokens that a follower need not compute."""
+        return self.position - self.drop - self.start
 
 
 @dataclass
@@ -65,8 +71,11 @@ class Wait:
 class PrefillGate:
     """Knows what running requests will write, and which requests wait for it. One per scheduler."""
 
-    def __init__(self, step_time: StepTime, match_unit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._step_time, self._unit, self._clock = step_time, match_unit, clock
+    def __init__(
+        self, step_time: StepTime, match_unit: int, clock: Callable[[], float] = time.monotonic, drop: int = 0
+    ) -> None:
+        """`drop`: tokens past a state that a prefix has to share to be found."""
+        self._step_time, self._unit, self._clock, self._drop = step_time, match_unit, clock, drop
         self._expected: dict[bytes, ExpectedState] = {}  # by the hash of the prefix
         self._positions: list[int] | None = []  # of all expected, deepest first; None: to be sorted
         self._paused_until = 0.0
@@ -75,11 +84,12 @@ class PrefillGate:
 
     def expect(self, request: Any, start: int, positions: Iterable[int]) -> None:
         """`request` is about to run from token `start` and to write states at `positions`."""
-        for position in positions:
+        for state in positions:
+            position = state + self._drop
             key = request.block_hashes[position // self._unit - 1]
             known = self._expected.get(key)
-            if position > start and (known is None or not _is_coming(known)):
-                self._expected[key] = ExpectedState(request, position, start)
+            if state > start and (known is None or not _is_coming(known)):
+                self._expected[key] = ExpectedState(request, position, start, self._drop)
                 self._positions = None
 
     def drop_gone(self, requests: Container[str]) -> None:
@@ -105,7 +115,7 @@ class PrefillGate:
         if self._positions is None:
             self._positions = sorted({known.position for known in self._expected.values()}, reverse=True)
         for position in self._positions:
-            if position < request.num_tokens:
+            if _can_resume(request, position, self._drop):
                 known = self._expected.get(request.block_hashes[position // self._unit - 1])
                 if known is not None and known.leader is not request and _is_coming(known):
                     yield known
@@ -157,9 +167,9 @@ class PrefillGate:
         line = itertools.islice(itertools.chain(held, scheduler.waiting), MAX_LINE)
         for request in {request.request_id: request for request in line}.values():
             hashes = request.block_hashes
-            follows = request.num_tokens > expected.position and hashes[expected.position // self._unit - 1] == key
-            if follows:
-                jobs.append(Job(request.num_tokens - expected.start, expected.position - expected.start))
+            long_enough = _can_resume(request, expected.position, expected.drop)
+            if long_enough and hashes[expected.position // self._unit - 1] == key:
+                jobs.append(Job(request.num_tokens - expected.start, expected.saved))
             else:
                 cached = scheduler.seamark.state_of(request).shared  # at most
                 jobs.append(Job(max(_left(request) - cached, 1)))
@@ -195,6 +205,11 @@ class PrefillGate:
 def _left(request: Any) -> int:
     """Tokens that a request has yet to compute before it gives one; 1 if it generates already."""
     return int(request.num_tokens - request.num_computed_tokens)
+
+
+def _can_resume(request: Any, shared: int, drop: int) -> bool:
+    """Whether a request has `shared` tokens, and one more than the state that lies `drop` tokens before them."""
+    return bool(request.num_tokens >= shared + (drop == 0))
 
 
 def _is_coming(expected: ExpectedState) -> bool:

@@ -180,23 +180,25 @@ def _rarest(pattern: list[int]) -> tuple[int, int]:
     return rare, pattern.index(rare)
 
 
-def usable_positions(resolved: Sequence[int], alignment: int, ignore: Callable[[str], None]) -> tuple[int, ...]:
+def usable_positions(
+    resolved: Sequence[int], alignment: int, ignore: Callable[[str], None], ahead: int = 0
+) -> tuple[int, ...]:
     """Positions (tokens, ascending, multiples of `alignment`) at which states are kept for a resolved hint.
 
-    `ignore` is called with `below_unit` for each that is too short. Several positions in one unit become one, and none
-    of them counts as dropped.
+    Who resumes from a state has to share `ahead` tokens more. `ignore` is called with `below_unit` for each that is too
+    short. Several positions in one unit become one, and none of them counts as dropped.
     """
     positions = set()
     for position in resolved:
-        if position >= alignment:
-            positions.add(position // alignment * alignment)
+        if position - ahead >= alignment:
+            positions.add((position - ahead) // alignment * alignment)
         elif position:
             ignore("below_unit")
     return tuple(sorted(positions))
 
 
 def checkpoint_targets(
-    request: Any, hinted: Sequence[int], match_unit: int, block_size: int, learned: int = 0
+    request: Any, hinted: Sequence[int], match_unit: int, block_size: int, learned: int = 0, ahead: int = 0
 ) -> list[CheckpointTarget]:
     """Where the states of a vLLM `Request` are kept, in ascending order.
 
@@ -207,7 +209,8 @@ def checkpoint_targets(
     Without a position of either kind the tail is kept only in prompts longer than a block; then, too, the junction, the
     end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
     """
-    last = request.num_prompt_tokens - 1  # the last token is always computed, for its logits
+    # The last token is always computed, for its logits; the same prompt again shares no more than all of it.
+    last = max(request.num_prompt_tokens - max(ahead, 1), 0)
     kinds: dict[int, str] = {}
     tail = last // match_unit * match_unit
     known = (*hinted, learned) if learned else tuple(hinted)

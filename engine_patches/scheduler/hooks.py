@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from engine_patches import ledger, settings
+from engine_patches import ledger, settings, speculation
 from engine_patches.forward.layers import is_promised
 from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -26,13 +26,21 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
         original(self, *args, **kwargs)
-        self.seamark = checkpoints = Checkpoints(match_unit=self.hash_block_size, block_size=self.block_size)
+        # vLLM 0.32 takes a unit off what a draft head may use; 0.33 has hashes that cover what the head reads instead.
+        drop = self.hash_block_size if self.use_eagle_block_drop else 0
+        self.seamark = checkpoints = Checkpoints(
+            match_unit=self.hash_block_size,
+            block_size=self.block_size,
+            drop=drop,
+            ahead=drop or getattr(self, "num_hash_lookahead_tokens", 0),
+            verified=1 + self.num_spec_tokens,
+        )
         managers = self.kv_cache_manager.coordinator.single_type_managers
         recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
-        if recurrent and (self.num_spec_tokens or self.use_eagle_block_drop):
-            # A draft model shifts what a prefix must cover; a checkpoint at the exact end would never match.
+        refusal = _refusal_of_drafts(self, recurrent) if recurrent else None
+        if refusal is not None:
             checkpoints.refuse_all = "speculative"
-            logger.warning("seamark: speculative decoding is on: hints are refused, vLLM caches as it does alone")
+            logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal)
         elif recurrent and self.mamba_partial_cache_hit and _preflight_passes() and ledger.rely_on_patches():
             checkpoints.enabled = True
             checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
@@ -51,6 +59,20 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _refusal_of_drafts(scheduler: Any, recurrent: Sequence[Any]) -> str | None:
+    """Why hints are refused beside a scheduler's drafts; None if they are not, and without drafts."""
+    if not (scheduler.num_spec_tokens or scheduler.use_eagle_block_drop):
+        return None
+    refusal = speculation.refusal(scheduler.vllm_config)
+    if refusal is None and scheduler.kv_cache_manager.coordinator.num_reprefillable_tokens:
+        refusal = "the draft head leaves its last rows unfinished"
+    groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    specs = [groups[manager.kv_cache_group_id].kv_cache_spec for manager in recurrent]
+    if refusal is None and not all(map(is_promised, specs)):
+        refusal = "beside drafts, states have to be written inside a pass, which this model's layers cannot do here"
+    return refusal
+
+
 def warn_of_narrow_states(specs: Iterable[Any]) -> None:
     """Say so if recurrent layers, by their cache specs, keep states in fewer than 32 bits."""
     narrow = sorted({str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if spec.dtypes[-1].itemsize < 4})
@@ -65,7 +87,11 @@ def warn_of_narrow_states(specs: Iterable[Any]) -> None:
 def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     checkpoints.state_events = pool.seamark_events = StateEvents(
-        pool, checkpoints.match_unit, checkpoints.recurrent_groups, checkpoints.attention_managers
+        pool,
+        checkpoints.match_unit,
+        checkpoints.recurrent_groups,
+        checkpoints.attention_managers,
+        [checkpoints.drop_in(manager) for manager in checkpoints.attention_managers],
     )
     groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     recurrent = [groups[group] for group in checkpoints.recurrent_groups]
@@ -77,10 +103,10 @@ def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
     checkpoints.writes_in_forward = scheduler.connector is None and all(map(is_promised, specs))
     warn_of_narrow_states(specs)
     if checkpoints.writes_in_forward:
-        checkpoints.alignment = state_alignment(specs, scheduler.vllm_config, checkpoints.match_unit)
+        checkpoints.place_states_on(state_alignment(specs, scheduler.vllm_config, checkpoints.match_unit))
         checkpoints.retention = Retention(pool, settings.state_share())
         if settings.fan_out():
-            checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.match_unit)
+            checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.match_unit, drop=checkpoints.drop)
     logger.info(
         "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens",
         "inside the pass" if checkpoints.writes_in_forward else "at the ends of chunks, one pass each",

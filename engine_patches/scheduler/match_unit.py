@@ -1,12 +1,12 @@
 """The match unit: how finely a prefix can be found again, in tokens; and how finely states are placed.
 
 vLLM's default is the cache block, 500 to 8,000 tokens on a hybrid model; a checkpoint between two blocks could not be
-found. Pure-attention models keep their default, and so do engines that decode speculatively: with drafts a prefix has
-to reach further than its state, which only vLLM itself accounts for.
+found. Pure-attention models keep their default, and so do engines whose drafts keep them from using hints.
 
 A gated delta net is computed in chunks of 64 tokens from where a pass begins. A state taken inside a chunk is right,
 but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 0.16 in logprob,
-17 of 42 greedy answers; on chunk ends 1 of 42). So the unit of such a model is the chunk.
+17 of 42 greedy answers; on chunk ends 1 of 42). So the unit of such a model is the chunk. With a draft head vLLM takes
+a unit off each match, so there the unit is fine, and states stay on chunk ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_patches import settings
+from engine_patches import settings, speculation
 
 DEFAULT = 16  # tokens
 
@@ -25,15 +25,13 @@ GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `mode
 
 
 def expected(vllm_config: Any) -> int:
-    """The match unit (tokens) an engine with this configuration is going to use, before it has said so itself."""
+    """Tokens of which a hit in an engine with this configuration is a multiple, before it has said so itself."""
     configured: int | None = vllm_config.cache_config.prefix_match_unit
-    if configured is not None:
-        return configured
-    block_size: int = vllm_config.cache_config.block_size
-    if not vllm_config.model_config.is_hybrid or vllm_config.num_speculative_tokens:
-        return block_size
+    if not vllm_config.model_config.is_hybrid or speculation.refusal(vllm_config) is not None:
+        return configured or int(vllm_config.cache_config.block_size)
+    unit = configured or DEFAULT
     gdn = vllm_config.model_config.hf_text_config.model_type.startswith(GDN_MODEL_TYPES)
-    return GDN_CHUNK if gdn and block_size % GDN_CHUNK == 0 else DEFAULT
+    return math.lcm(unit, GDN_CHUNK) if gdn and settings.chunk_ends(default=True) else unit
 
 
 def kernel_chunk(spec: Any, vllm_config: Any) -> int:
@@ -69,12 +67,13 @@ def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
         if (
             cache_config.prefix_match_unit is not None
             or not cache_config.enable_prefix_caching
-            or vllm_config.num_speculative_tokens
+            or speculation.refusal(vllm_config) is not None
             or not recurrent
             or len(groups) < 2
         ):
             return coarse
-        for unit in sorted({state_alignment(recurrent, vllm_config, DEFAULT), DEFAULT}, reverse=True):
+        coarsest = DEFAULT if speculation.drops(vllm_config) else state_alignment(recurrent, vllm_config, DEFAULT)
+        for unit in sorted({coarsest, DEFAULT}, reverse=True):
             cache_config.prefix_match_unit = unit
             try:
                 return original(kv_cache_config, vllm_config)

@@ -25,15 +25,19 @@ MAX_COMPUTED = 65_536
 class Outcomes:
     """Remembers which prefixes that were to have a state were computed before, and what became of their states."""
 
-    def __init__(self, match_unit: int, alignment: int | None = None) -> None:
-        """`alignment`: states are placed on multiples of it (tokens), of the match unit if None."""
+    def __init__(self, match_unit: int, alignment: int | None = None, drop: int = 0) -> None:
+        """`alignment`: states are placed on multiples of it (tokens), of the match unit if None.
+
+        `drop`: tokens that a prefix has to share past its state, and by which it is named.
+        """
         self._unit = match_unit
         self._alignment = alignment or match_unit
+        self._drop = drop
         self._misses: OrderedDict[bytes, str] = OrderedDict()  # prefix hash -> what a miss of it means
 
     def computed(self, request: Any, position: int, miss: str) -> None:
         """A prefix that is to have a state was computed; a later miss of it means `miss`."""
-        key = request.block_hashes[position // self._unit - 1]
+        key = request.block_hashes[(position + self._drop) // self._unit - 1]
         self._misses[key] = miss
         self._misses.move_to_end(key)
         if len(self._misses) > MAX_COMPUTED:
@@ -48,11 +52,11 @@ class Outcomes:
         hinted = state.hinted_positions
         if getattr(request, "skip_reading_prefix_cache", False):  # prompt logprobs need every token computed
             return HINT_IGNORED if hinted else self._without_hint(request, state)
-        last = request.num_tokens - 1  # its last token is always computed
-        reachable = min(state.shared, last) // self._alignment * self._alignment
+        last = request.num_tokens - max(self._drop, 1)  # its last token is always computed
+        reachable = max(min(state.shared - self._drop, last), 0) // self._alignment * self._alignment
         deepest = max((position for position in hinted if position <= last), default=0)
         for position in range(max(deepest, reachable), hit_tokens, -self._unit):
-            miss = self._misses.get(request.block_hashes[position // self._unit - 1])
+            miss = self._misses.get(request.block_hashes[(position + self._drop) // self._unit - 1])
             if miss is not None:
                 return miss
         if hit_tokens:

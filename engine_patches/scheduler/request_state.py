@@ -22,7 +22,7 @@ class RequestState:
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
     resumed_at: int = 0  # its state was found there when it was admitted
     chunk_start: int = 0  # where its running chunk begins
-    keys: set[int] = field(default_factory=set)  # positions at which its attention blocks carry keys of ours
+    states: set[int] = field(default_factory=set)  # positions of its states, to which keys of its rows have to lead
     reported_to: int = 0  # its states up to here are in the events
     not_held: bool = False  # counted as a follower for which waiting did not pay
     gave_up_on: str | None = None  # id of the leader it has waited for long enough

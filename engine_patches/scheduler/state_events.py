@@ -49,12 +49,23 @@ class StateEvents:
     """The states of one scheduler's cache that its events have named. Lengths in tokens."""
 
     def __init__(
-        self, pool: Any, match_unit: int, recurrent_groups: Iterable[int], attention_managers: Sequence[Any]
+        self,
+        pool: Any,
+        match_unit: int,
+        recurrent_groups: Iterable[int],
+        attention_managers: Sequence[Any],
+        drops: Sequence[int] | None = None,
     ) -> None:
+        """`drops`: of each attention manager, tokens past a state up to which its keys have to reach; None: 0."""
         self._pool = pool
         self._unit = match_unit
         self._recurrent = tuple(recurrent_groups)
-        self._attention = tuple((manager.kv_cache_group_id, manager.block_size) for manager in attention_managers)
+        drops = drops or [0] * len(attention_managers)
+        self._attention = tuple(
+            (manager.kv_cache_group_id, manager.block_size, drop)
+            for manager, drop in zip(attention_managers, drops, strict=True)
+        )
+        self._drop = max(drops, default=0)
         self._needs: dict[bytes, tuple[bytes, ...]] = {}  # by the key of the first recurrent group: all its keys
         self._needed_by: dict[bytes, set[bytes]] = {}
         self._removed: set[bytes] = set()  # keys that one block has lost; another may carry them
@@ -102,7 +113,7 @@ class StateEvents:
         if start < reported:  # preempted: all of it is computed, or found, again
             reported = 0
         state.reported_to = end
-        positions = (target.position for target in targets if reported < target.position <= end)
+        positions = (target.position for target in targets if reported < target.position + self._drop <= end)
         states = tuple((position, self._watch(request, position)) for position in positions)
         if states or end >= request.num_prompt_tokens:
             self._emit(StateStored(request.request_id, end, states))
@@ -134,11 +145,12 @@ class StateEvents:
     def _keys_of(self, request: Any, position: int) -> Iterator[bytes]:
         for group in self._recurrent:
             yield key_at(request, position, self._unit, group)
-        for group, block_size in self._attention:
-            for edge in range(block_size, position + 1, block_size):
+        for group, block_size, drop in self._attention:
+            reached = position + drop
+            for edge in range(block_size, reached + 1, block_size):
                 yield key_at(request, edge, self._unit, group)
-            if position % block_size:
-                yield key_at(request, position, self._unit, group)
+            if reached % block_size:
+                yield key_at(request, reached, self._unit, group)
 
     def _has_all(self, keys: Iterable[bytes]) -> bool:
         return all(self._cached.get_one_block(key) is not None for key in keys)
@@ -164,8 +176,10 @@ def emit_events(scheduler: Any, output: Any) -> None:
     checkpoints = scheduler.seamark
     events: StateEvents = checkpoints.state_events
     events.emit_evictions()  # nothing may be reported as stored in a pool that was emptied since
-    if output.total_num_scheduled_tokens == len(output.num_scheduled_tokens) and not output.scheduled_new_reqs:
-        return  # all requests decode
+    drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+    decoded = output.total_num_scheduled_tokens - drafts
+    if decoded == len(output.num_scheduled_tokens) and not output.scheduled_new_reqs:
+        return  # all requests generate
     for name, num_tokens in output.num_scheduled_tokens.items():
         request = scheduler.requests[name]
         end = request.num_computed_tokens  # vLLM has advanced it already

@@ -46,9 +46,11 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
         # A step may be planned before the last one is done; then it began when the last one ended.
         began = max(getattr(scheduler_output, "seamark_planned_at", now), getattr(self, "_seamark_step_end", 0.0))
         self._seamark_step_end = now
-        counts = scheduler_output.num_scheduled_tokens.values()
+        counts = scheduler_output.num_scheduled_tokens
         if counts:
-            self.seamark.step_time.step_took(sum(counts), now - began, prefill=max(counts) > 1)
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            prefill = any(count > 1 + len(drafts.get(name, ())) for name, count in counts.items())
+            self.seamark.step_time.step_took(sum(counts.values()), now - began, prefill)
         if scheduler_output is getattr(self, "_seamark_last_planned", None):  # perhaps no further step follows
             self.seamark.release(self.kv_cache_manager.block_pool)
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
@@ -85,8 +87,9 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write
                 if target.kind == HINTED:
                     checkpoints.counters.hint_ignored(NOT_WORTH_IT)
                 miss = NOT_WORTH_IT
-            elif end - start == 1:
-                # A step of single tokens may be replayed as one graph of kernels, which runs no layer in segments.
+            elif end - start <= checkpoints.verified:
+                # A step of single tokens, or of tokens with their drafts, may be replayed as one graph of kernels,
+                # which runs no layer in segments.
                 checkpoints.counters.hint_ignored("single_token")
             elif (blocks := checkpoints.reserve(pool, request, target)) is None:
                 checkpoints.counters.hint_ignored("no_room")
@@ -100,9 +103,11 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write
         else:
             positions.append(position)
     if positions:
-        checkpoints.state_of(request).keys.update(positions)
+        checkpoints.state_of(request).states.update(positions)
         for manager in checkpoints.attention_managers:
-            keep_attention_keys(manager, request, positions)
+            # Keys past this chunk come with the chunk that computes their rows.
+            reached = (position + checkpoints.drop_in(manager) for position in positions)
+            keep_attention_keys(manager, request, (position for position in reached if position <= end))
     return planned
 
 
@@ -116,7 +121,8 @@ def keep_only_true_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `MambaManager.cache_blocks`.
 
     vLLM registers every block that a chunk has passed. Only a block that ends where the chunk ends holds the state
-    that its key promises. vLLM gets by on chunks that end at block edges; ours run on.
+    that its key promises. vLLM gets by on chunks that end at block edges; ours run on. Of a step that generates, with
+    drafts or without, vLLM itself puts the state of an edge into the edge's block, however many drafts were right.
     """
 
     def cache_blocks(
@@ -126,6 +132,9 @@ def keep_only_true_states(original: Callable[..., Any]) -> Callable[..., Any]:
         passed = num_tokens // self.block_size
         first = self.num_cached_block.get(request.request_id, 0)
         if checkpoints is None or not checkpoints.writes_in_forward or passed <= first:
+            return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+        start = checkpoints.state_of(request).chunk_start
+        if checkpoints.verified > 1 and start >= request.num_prompt_tokens and num_tokens <= start + 1:
             return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
         blocks = self.req_to_blocks[request.request_id]
         whole = passed if num_tokens % self.block_size else passed - 1

@@ -1,0 +1,55 @@
+"""Hints beside speculative decoding: with which drafts they are given, and what a hit then takes.
+
+A draft head's own row for token p is made of the target's hidden state of p and of token p + 1. So vLLM lets a request
+resume only where it also shares what comes next, or the head would go on from rows that are made with somebody else's
+token: it would draft worse, though no answer could change. vLLM 0.32 matches one unit more than it uses and takes it
+off again (the "drop", `SpeculativeConfig.use_eagle_block_drop`); from 0.33 on a unit's hash covers the next token, too.
+n-gram drafts have no rows of their own, and ask for nothing.
+
+Two lengths carry all of it, in tokens: `drop`, how far past a state the keys of attention rows have to reach, and
+`ahead`, how far past it a prefix has to be shared. Both are 0 without drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_patches import settings
+
+# vLLM's names of the methods beside which hints have been shown to be exact.
+METHODS = ("mtp", "ngram")
+
+
+def refusal(vllm_config: Any) -> str | None:
+    """Why hints are refused beside the drafts of this configuration, and what to change; None if they are not."""
+    drafts = vllm_config.speculative_config
+    if drafts is None or not vllm_config.num_speculative_tokens:
+        return None
+    method = str(drafts.method)
+    if not settings.drafts():
+        return (
+            f"speculative decoding is on ({method}); {settings.DRAFTS}=1 gives hints beside it, which no GPU has shown "
+            "to be right yet (run `seamark gpu-check` first), and without --speculative-config all hints are used"
+        )
+    if method not in METHODS:
+        return f"hints beside drafts of the method {method} are not known to be right; {' and '.join(METHODS)} are"
+    if drafts.use_multi_module_mtp():
+        return "a draft head of several modules leaves its last rows unfinished; num_speculative_tokens 1 uses one"
+    if getattr(drafts, "num_speculative_tokens_per_batch_size", None) is not None:
+        return "the number of drafts follows the batch's size; leave num_speculative_tokens_per_batch_size away"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "drafts with pipeline parallelism; use tensor parallelism, or no drafts"
+    if vllm_config.kv_transfer_config is not None:
+        return "drafts with a KV connector; leave one of the two away"
+    if vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner:
+        # Counts of accepted drafts arrive in the order of the last step's rows, and are permuted twice.
+        return "model runner V1 mixes up counts of accepted drafts (vllm#53919); add --no-async-scheduling"
+    return None
+
+
+def drops(vllm_config: Any) -> bool:
+    """Whether vLLM takes a unit off each match of a prefix, for the drafts of this configuration."""
+    drafts = vllm_config.speculative_config
+    if drafts is None or getattr(vllm_config, "num_hash_lookahead_tokens", 0):
+        return False
+    return bool(drafts.use_eagle_block_drop())
