@@ -142,7 +142,7 @@ class PrefillGate:
         if self._step_time.known and self._step_time.seconds(shared) < MIN_SAVING_SECONDS:
             return False
         decoding = sum(_left(request) <= 1 for request in scheduler.running)
-        budget = max(scheduler.max_num_scheduled_tokens - decoding, 1)
+        budget = max(scheduler.max_num_scheduled_tokens - decoding * scheduler.seamark.verified, 1)
         chunk = scheduler.scheduler_config.long_prefill_token_threshold or budget
         slots = scheduler.max_num_running_reqs - decoding
         engine = Engine(budget, chunk, scheduler.seamark.alignment, slots, tokens_per_pass)

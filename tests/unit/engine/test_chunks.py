@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_patches.scheduler.chunks import end_chunk, next_stop, run_to_the_budget
+from engine_patches.scheduler.chunks import end_chunk, next_stop, no_short_replay, run_to_the_budget
 from engine_patches.scheduler.hints import EDGE, HINTED, JUNCTION, TAIL, checkpoint_targets
 from engine_patches.scheduler.request_state import RequestState
 
@@ -30,6 +30,37 @@ def test_a_budget_below_the_unit_still_makes_progress():
 
 def test_a_resumed_request_is_split_over_its_own_output_too():
     assert run_to_the_budget(request(100, tokens=400), 0, 200, 16) == 192
+
+
+@pytest.mark.parametrize(
+    ("start", "wanted", "tokens"),
+    [
+        (96, 4, 4),  # a prompt's
+        (100, 4, 1),
+        (100, 2, 1),
+        (100, 1, 1),
+        (100, 0, 0),
+        (100, 5, 5),
+        (397, 3, 1),
+        (399, 4, 4),  # the last known token, and three drafts
+    ],
+)
+def test_a_replay_beside_drafts_is_no_shorter_than_a_row_of_drafts(start, wanted, tokens):
+    assert no_short_replay(request(100, tokens=400), start, wanted, verified=4) == tokens
+    assert no_short_replay(request(100, tokens=400), start, wanted, verified=1) == wanted
+
+
+def test_the_last_state_of_a_prompt_can_be_used_by_the_same_prompt():
+    for length, ahead, tail in (
+        (163, 0, 160),
+        (160, 0, 144),
+        (163, 16, 144),
+        (160, 16, 144),
+        (161, 1, 160),
+        (160, 1, 144),
+    ):
+        (target,) = checkpoint_targets(request(length), (32,), 16, 384, ahead=ahead)[-1:]
+        assert (target.position, target.kind) == (tail, TAIL)
 
 
 def test_a_cut_is_made_at_the_next_position_that_is_worth_a_pass():

@@ -216,3 +216,24 @@ def test_a_learned_position_joins_those_of_a_hint():
 )
 def test_the_end_of_a_turn_is_what_a_hint_counts_from_the_prompts_end(hint, resolved, end):
     assert turn_end(hint, resolved) == end
+
+
+@pytest.mark.parametrize(
+    ("boundary", "ahead", "alignment", "position"),
+    [
+        (163, 16, 16, 144),
+        (160, 16, 16, 144),
+        (163, 1, 16, 160),
+        (160, 1, 16, 144),
+        (163, 16, 64, 128),
+        (160, 0, 16, 160),
+    ],
+)
+def test_a_state_lies_where_those_who_share_the_boundary_can_use_it(boundary, ahead, alignment, position):
+    ignored: list[str] = []
+    assert usable_positions([boundary], alignment, ignored.append, ahead) == (position,) and not ignored
+
+
+def test_a_boundary_whose_state_would_lie_before_the_first_unit_is_too_short():
+    ignored: list[str] = []
+    assert usable_positions([31, 32], 16, ignored.append, ahead=16) == (16,) and ignored == ["below_unit"]

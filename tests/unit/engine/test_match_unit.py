@@ -22,8 +22,21 @@ def config(unit: int | None = None, block: int = 384, hybrid: bool = True, **cha
     cache = SimpleNamespace(
         prefix_match_unit=unit, block_size=block, enable_prefix_caching=changes.pop("caching", True)
     )
-    drafts = changes.pop("drafts", 0)
-    return SimpleNamespace(cache_config=cache, model_config=model, num_speculative_tokens=drafts)
+    drafts, drop = changes.pop("drafts", 0), changes.pop("drop", False)
+    return SimpleNamespace(
+        cache_config=cache,
+        model_config=model,
+        num_speculative_tokens=drafts,
+        speculative_config=drafting("mtp" if drop else "ngram", drop) if drafts else None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        kv_transfer_config=None,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+    )
+
+
+def drafting(method: str, drop: bool) -> SimpleNamespace:
+    """What is read of vLLM's configuration of drafts."""
+    return SimpleNamespace(method=method, use_multi_module_mtp=lambda: False, use_eagle_block_drop=lambda: drop)
 
 
 class Recurrent(SimpleNamespace):
@@ -45,11 +58,18 @@ MAMBA1, MAMBA2, GDN = Recurrent("MAMBA1"), Recurrent("MAMBA2"), Recurrent("GDN_A
         (config(drafts=2, block=528), 528),
         (config(model_type="qwen3_next"), 64),
         (config(model_type="qwen3_5_moe"), 64),
-        (config(model_type="qwen3_next", block=528), 16),
+        (config(model_type="qwen3_next", block=528), 64),
+        (config(model_type="qwen3_next", unit=16), 64),
     ],
 )
 def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit):
     assert expected(vllm_config) == unit
+
+
+def test_the_unit_beside_drafts_if_the_user_wants_hints_there(monkeypatch):
+    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
+    assert [expected(config(drafts=3)), expected(config(drafts=3, drop=True))] == [16, 16]
+    assert expected(config(drafts=3, drop=True, model_type="qwen3_next")) == 64
 
 
 def test_the_chunk_of_each_kernel():
@@ -108,6 +128,14 @@ def test_a_hybrid_gets_the_finest_unit_that_divides_its_blocks(resolve, spec, bl
     vllm_config = config(block=block)
     assert resolve(groups(ATTENTION, spec), vllm_config) == (block, unit)
     assert vllm_config.cache_config.prefix_match_unit == (unit if unit < block else None)
+
+
+@pytest.mark.parametrize(("drop", "unit"), [(False, 64), (True, 16)])
+def test_a_delta_net_has_a_fine_unit_if_one_is_taken_off_each_match(resolve, monkeypatch, drop, unit):
+    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
+    vllm_config = config(drafts=3, drop=drop)
+    assert resolve(groups(ATTENTION, GDN), vllm_config) == (384, unit)
+    assert state_alignment([GDN], vllm_config, unit) == 64
 
 
 @pytest.mark.parametrize(

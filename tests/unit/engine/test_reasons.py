@@ -98,3 +98,18 @@ def test_what_is_shared_inside_a_kernels_chunk_cannot_be_missed():
     outcomes = Outcomes(16, alignment=64)
     assert outcomes.reason_for(request(), state(128, shared=176), 128) == HIT
     assert outcomes.reason_for(request(), state(128, shared=192), 128) == COLD
+
+
+def test_beside_a_draft_head_a_prefix_goes_by_what_it_has_to_share():
+    outcomes = Outcomes(16, drop=16)
+    first = request()
+    outcomes.computed(first, 144, EVICTED)
+    shares = request()
+    shares.block_hashes = first.block_hashes[:10] + request(name="b").block_hashes[10:]
+    shares_less = request()
+    shares_less.block_hashes = first.block_hashes[:9] + request(name="b").block_hashes[9:]
+    assert outcomes.reason_for(shares, state(144, shared=160), 0) == EVICTED
+    assert outcomes.reason_for(shares_less, state(144, shared=144), 0) == COLD
+    # All that it can have of 160 shared tokens; one unit less is not all.
+    assert outcomes.reason_for(shares, state(shared=160), 144) == HIT
+    assert Outcomes(16, drop=16).reason_for(shares, state(shared=160), 128) == COLD
