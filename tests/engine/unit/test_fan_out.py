@@ -50,7 +50,7 @@ def scheduler(running=(), waiting=(), budget=8192, slots=256, held=(), seen=0):
         max_num_scheduled_tokens=budget,
         max_num_running_reqs=slots,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-        seamark=SimpleNamespace(alignment=UNIT, state_of=lambda request: SimpleNamespace(shared=seen)),
+        seamark=SimpleNamespace(alignment=UNIT, verified=1, state_of=lambda request: SimpleNamespace(shared=seen)),
     )
 
 
@@ -281,3 +281,14 @@ def test_patience_has_a_least(clock):
     assert gate.hold(request("follower"), expected)
     clock.now += MIN_PATIENCE_SECONDS + 0.01
     assert not gate.hold(request("follower"), expected)
+
+
+def test_beside_a_draft_head_a_follower_has_to_share_a_unit_more_than_it_saves(clock):
+    gate = PrefillGate(StepTime(), UNIT, clock, drop=UNIT)
+    leading(gate, 3584)
+    assert deepest(gate, request("other", shared="t")) is None
+    (expected,) = gate.expected_in(request("follower"))
+    assert (expected.position, expected.saved) == (3600, 3584)
+    # The same prompt again computes the unit that it shares, and so needs no further token.
+    assert deepest(gate, request("same", tokens=3600)) is not None
+    assert deepest(gate, request("short", tokens=3599)) is None
