@@ -95,7 +95,7 @@ def test_many_templates_of_one_key_are_learnt_one_by_one_and_few_of_them(fleet, 
     for number in range(5 * TEMPLATES_PER_KEY):
         answer = httpx.post(gateway.url + CHAT, json=templated(number), headers=bearer("eve"), timeout=30)
         assert answer.status_code == 200
-    assert is_still(lambda: worker.renders)
+    wait_for(lambda: is_still(lambda: worker.renders))
     assert worker.most_rendering == 1 and worker.renders <= TEMPLATES_PER_KEY * of_one
 
 

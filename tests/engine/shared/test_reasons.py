@@ -89,6 +89,7 @@ def test_salt(servers: SharedServers, new):
 
 
 def test_evicted(servers: SharedServers, new):
+    new = new * 8  # so long that its state is worth writing, however slow the engine's steps were
     ask(servers.tight_gateway, new, "High tide?")
     for _ in range(40):  # 64 blocks of 384 tokens, and states hold half of them
         ask(servers.tight_gateway, f"{uuid.uuid4().hex} {LONG * 4}", "High tide?")
