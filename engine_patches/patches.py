@@ -542,6 +542,6 @@ PATCHES: tuple[Patch, ...] = (
         build=cpu_gdn_beside_drafts_in_segments,
         parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, width, state_len",
         mentions=("spec_sequence_masks = attn_metadata_i.spec_sequence_masks", "conv_buf = _conv_buffer_view(layer)"),
-        applies=lambda: runs_on_cpu() and exists(f"{LAYERS}.ops.cpu.gdn_attention:_cpu_gdn_attention_spec_aware"),
+        applies=runs_on_cpu,
     ),
 )

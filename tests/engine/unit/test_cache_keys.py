@@ -23,6 +23,7 @@ def found_after(groups, copied, unwritten, cached):
     manager = SimpleNamespace(
         seamark=SimpleNamespace(
             match_unit=UNIT,
+            drop_in=lambda manager: 0,
             unwritten=unwritten,
             attention_managers=[
                 SimpleNamespace(kv_cache_group_id=group, block_size=size) for group, size in groups.items()

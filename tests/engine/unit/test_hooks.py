@@ -24,9 +24,7 @@ def spec(states: torch.dtype) -> MambaSpec:
         ([torch.float16, torch.bfloat16], "kept in bfloat16, float16:"),
     ],
 )
-def test_states_that_are_rounded_are_named_once_with_the_flag_that_keeps_them_whole(
-    caplog, monkeypatch, states, named
-):
+def test_states_that_are_rounded_are_named_once_with_the_flag_that_keeps_them_whole(caplog, monkeypatch, states, named):
     logger = logging.getLogger("vllm.seamark")
     monkeypatch.setattr(logger, "propagate", False)  # once vLLM has set up its own tree, nothing comes to the root
     monkeypatch.setattr(logger, "handlers", [caplog.handler])

@@ -55,7 +55,7 @@ calls: list[int] = []
 class Layer:
     """A Mamba2 layer whose convolution passes its inputs on."""
 
-    prefix, tped_intermediate_size, tped_conv_size = "layers.0", GATE, CHANNELS
+    prefix, tped_intermediate_size, tped_conv_size, conv_kernel_size = "layers.0", GATE, CHANNELS, WIDTH + 1
 
     def __init__(self, blocks: dict[tuple[int, int], int]) -> None:
         self.blocks = blocks  # that take the states, by row and offset

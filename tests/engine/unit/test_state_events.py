@@ -201,6 +201,7 @@ class Step:
         self.num_scheduled_tokens = {name: count for name, (count, _) in tokens.items()}
         self.total_num_scheduled_tokens = sum(self.num_scheduled_tokens.values())
         self.scheduled_new_reqs: list[str] = []
+        self.scheduled_spec_decode_tokens: dict[str, list[int]] = {}
         requests = {}
         for name, (_, computed) in tokens.items():
             state = RequestState(() if name.startswith("plain") else (80,))

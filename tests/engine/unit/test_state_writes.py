@@ -28,8 +28,12 @@ class Scheduler:
     def _release(self, pool):
         self.released += 1
 
-    def plan(self, **tokens):
-        self._seamark_last_planned = SimpleNamespace(num_scheduled_tokens=tokens, seamark_planned_at=self.now)
+    def plan(self, drafts=(), **tokens):
+        self._seamark_last_planned = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            scheduled_spec_decode_tokens={name: [-1] * count for name, count in drafts},
+            seamark_planned_at=self.now,
+        )
         return self._seamark_last_planned
 
     def output(self, planned):
@@ -53,6 +57,12 @@ def test_a_step_of_single_tokens_is_no_prefill(scheduler):
     scheduler.now += 0.25
     scheduler.output(step)
     assert scheduler.steps == [(2, 0.25, False)]
+
+
+def test_a_step_of_tokens_and_their_drafts_is_no_prefill(scheduler):
+    scheduler.output(scheduler.plan([("a", 3)], a=4, b=1))
+    scheduler.output(scheduler.plan([("a", 3)], a=4, b=2))
+    assert [prefill for *_, prefill in scheduler.steps] == [False, True]
 
 
 def test_overlapping_steps_count_once(scheduler):
