@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ def nemotron_h_config() -> Any:
     )
 
 
-def qwen3_next_config() -> Any:
+def qwen3_next_config(layer_of_experts: int = 7) -> Any:
     """Qwen3-Next with the real pattern (three gated delta nets, one attention), twice, at 7 million parameters.
 
     One layer has experts, because vLLM refuses the family without. It has one expert: between several, rounding alone
@@ -143,7 +143,7 @@ def qwen3_next_config() -> Any:
         num_experts_per_tok=1,
         moe_intermediate_size=256,
         shared_expert_intermediate_size=256,
-        mlp_only_layers=list(range(layers - 1)),
+        mlp_only_layers=[layer for layer in range(layers) if layer != layer_of_experts],
         initializer_range=WEIGHT_STD,  # for parameters that are no matrices: convolutions and experts
         max_position_embeddings=32768,
         pad_token_id=0,
@@ -152,17 +152,79 @@ def qwen3_next_config() -> Any:
     )
 
 
+# Makes a matrix of weights of a shape (rows, columns).
+Draw = Callable[[int, int], Any]
+
+
+def nemotron_h_draft_head(config: Mapping[str, Any], weights: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
+    """Weights of an MTP head of one attention layer, under vLLM's names (`NemotronHMTP`)."""
+    import torch
+
+    hidden = config["hidden_size"]
+    queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    names = ("enorm", "hnorm", "norm", "final_layernorm")
+    head = {f"{name}.weight": torch.ones(hidden) for name in names}
+    head |= {
+        "eh_proj.weight": draw(hidden, 2 * hidden),
+        "mixer.q_proj.weight": draw(queries, hidden),
+        "mixer.k_proj.weight": draw(keys, hidden),
+        "mixer.v_proj.weight": draw(keys, hidden),
+        "mixer.o_proj.weight": draw(hidden, queries),
+    }
+    return {f"mtp.layers.0.{name}": tensor for name, tensor in head.items()}
+
+
+def qwen3_next_draft_head(config: Mapping[str, Any], weights: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
+    """Weights of an MTP head of one attention layer with experts, under vLLM's names (`Qwen3NextMTP`)."""
+    import torch
+
+    hidden, size = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    head = {
+        "fc.weight": draw(hidden, 2 * hidden),
+        **{f"{name}.weight": torch.zeros(hidden) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")},
+        **{f"layers.0.{name}.weight": torch.zeros(hidden) for name in ("input_layernorm", "post_attention_layernorm")},
+        "layers.0.self_attn.q_proj.weight": draw(2 * queries, hidden),  # and their gates
+        "layers.0.self_attn.k_proj.weight": draw(keys, hidden),
+        "layers.0.self_attn.v_proj.weight": draw(keys, hidden),
+        "layers.0.self_attn.o_proj.weight": draw(hidden, queries),
+        **{f"layers.0.self_attn.{name}.weight": torch.zeros(size) for name in ("q_norm", "k_norm")},
+    }
+    experts = "model.layers.0.mlp."  # vLLM takes the head's layer for the model's first one
+    for name, tensor in weights.items():
+        if name.startswith(experts):
+            head["layers.0.mlp." + name.removeprefix(experts)] = draw(*tensor.shape)
+    return {f"mtp.{name}": tensor for name, tensor in head.items()}
+
+
 class Family(NamedTuple):
     """How one family's tiny model is made."""
 
     config: Callable[[], Any]
     dtype: str  # of the weights; vLLM computes in it if the family leaves no choice
     slow_decay: bool  # redraw the decay of the recurrent heads, see `MEMORY_TOKENS`
+    config_with_head: Callable[[], Any]  # of the model that gets a draft head
+    draft_head: Callable[[Mapping[str, Any], Mapping[str, Any], Draw], dict[str, Any]]
+    head_config: Mapping[str, Any]  # what vLLM looks for in the model's config.json
 
 
 FAMILIES = {
-    "nemotron_h": Family(nemotron_h_config, "float32", slow_decay=False),
-    "qwen3_next": Family(qwen3_next_config, "bfloat16", slow_decay=True),
+    "nemotron_h": Family(
+        nemotron_h_config,
+        "float32",
+        False,
+        nemotron_h_config,
+        nemotron_h_draft_head,
+        {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention"]},
+    ),
+    "qwen3_next": Family(
+        qwen3_next_config,
+        "bfloat16",
+        True,
+        lambda: qwen3_next_config(layer_of_experts=0),
+        qwen3_next_draft_head,
+        {"num_nextn_predict_layers": 1},
+    ),
 }
 
 
@@ -182,10 +244,28 @@ def draw_weights(model: Any, seed: int, slow_decay: bool) -> None:
                 parameter.uniform_(shortest, longest, generator=generator).add_(math.log(per_token)).neg_()
 
 
-def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
+def add_draft_head(folder: Path, recipe: Family, seed: int) -> None:
+    """Give the model in a folder a random MTP head. Its drafts are hardly ever right."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Any:
+        return torch.empty(*shape).normal_(0.0, WEIGHT_STD, generator=generator)
+
+    file, config_file = folder / "model.safetensors", folder / "config.json"
+    weights, config = load_file(str(file)), json.loads(config_file.read_text())
+    head = recipe.draft_head(config, weights, draw)
+    weights.update({name: tensor.to(getattr(torch, recipe.dtype)) for name, tensor in head.items()})
+    save_file(weights, str(file), metadata={"format": "pt"})
+    config_file.write_text(json.dumps({**config, **recipe.head_config}, indent=2) + "\n")
+
+
+def write_model(out: Path, family: str = "nemotron_h", seed: int = 0, mtp: bool = False) -> Path:
     """Write weights, config, tokenizer and chat template into the folder `out` (under 20 MB).
 
-    Raises `ValueError` for a family that is not in `FAMILIES`.
+    `mtp`: with a head for multi-token prediction. Raises `ValueError` for a family that is not in `FAMILIES`.
     """
     if family not in FAMILIES:
         raise ValueError(f"--family: {family!r} is not one of {', '.join(FAMILIES)}")
@@ -194,10 +274,13 @@ def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
 
     recipe = FAMILIES[family]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(recipe.config(), dtype=torch.float32)
+    config = (recipe.config_with_head if mtp else recipe.config)()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     draw_weights(model, seed, recipe.slow_decay)
     out.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, recipe.dtype)).save_pretrained(out, safe_serialization=True)
+    if mtp:
+        add_draft_head(out, recipe, seed + 1)
     train_tokenizer().save_pretrained(out)
     # Greedy decoding is the comparison every check makes; the family's sampling defaults would undo it.
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
@@ -216,11 +299,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--family", choices=sorted(FAMILIES), default="nemotron_h")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mtp", action="store_true", help="with a random head that drafts tokens")
     args = parser.parse_args(argv)
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out: {args.out} is a file, a folder is needed")
     try:
-        print(write_model(args.out, args.family, args.seed))
+        print(write_model(args.out, args.family, args.seed, args.mtp))
     except OSError as error:
         parser.error(f"--out: {args.out} cannot be written: {error}")
     except ModuleNotFoundError as error:
