@@ -25,6 +25,7 @@ def register() -> None:
     ops.fused_gdn_gating_cpu = _gates
     ops.chunk_gated_delta_rule_cpu = _prefill
     ops.fused_sigmoid_gating_delta_rule_update_cpu = _decode
+    ops.fused_sigmoid_gating_delta_rule_update_spec_cpu = _verify
     gdn_attention.cpu_gdn_attention_core = _core
 
 
@@ -35,10 +36,20 @@ def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_
         return
     layer = context.no_compile_layers[gdn_attention._resolve_layer_name(layer_name)]
     metadata = context.attn_metadata[layer.prefix]
-    if metadata.num_actual_tokens:
-        # vLLM's own way to the convolution that knows float32
-        with mock.patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=False):
-            gdn_attention._cpu_gdn_attention_nonspec(layer, metadata, mixed_qkv, b, a, core_attn_out)
+    if not metadata.num_actual_tokens:
+        return
+    width = layer.conv1d.weight.size(-1)
+    length = layer.kv_cache[0].size(-1 if gdn_attention.is_conv_state_dim_first() else -2)
+    inputs = (layer, metadata, mixed_qkv, b, a, core_attn_out)
+    # vLLM's own way to the convolution that knows float32
+    with (
+        mock.patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=False),
+        mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=False),
+    ):
+        if length > width - 1:  # room for drafts
+            gdn_attention._cpu_gdn_attention_spec_aware(*inputs, width, length)
+        else:
+            gdn_attention._cpu_gdn_attention_nonspec(*inputs)
 
 
 def _gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +113,43 @@ def _decode(
         use_qk_l2norm_in_kernel=True,
     )
     initial_state_source[initial_state_indices.long()] = states
+    return output
+
+
+def _verify(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    spec_state_indices: Tensor,
+    num_accepted_tokens: Tensor,
+    cu_seqlens: Tensor,
+    use_qk_l2norm_in_kernel: bool,
+) -> Tensor:
+    """Rows of a token and its drafts, (tokens, heads, value); the state after a row's token i goes to its slot i."""
+    g, beta = _gates(A_log, a, b, dt_bias)
+    q, k = (tensor.repeat_interleave(v.shape[1] // tensor.shape[1], dim=1) for tensor in (q, k))
+    output = torch.empty_like(v)
+    bounds = cu_seqlens.tolist()
+    rows = zip(spec_state_indices.tolist(), num_accepted_tokens.tolist(), bounds, bounds[1:], strict=False)
+    for slots, accepted, start, end in rows:
+        state = initial_state_source[slots[accepted - 1]][None].clone()
+        for number, token in enumerate(range(start, end)):
+            one = slice(token, token + 1)
+            done, state = torch_recurrent_gated_delta_rule(
+                *(tensor[one][None] for tensor in (q, k, v)),
+                g=g[:, one],
+                beta=beta[:, one],
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )
+            output[token] = done[0, 0]
+            initial_state_source[slots[number]] = state[0]
     return output
 
 

@@ -1,0 +1,175 @@
+"""Engines that draft tokens, on both families: every answer as without drafts and cache, every hit as owed.
+
+The drafts are right as often as an oracle says. What is compared: vLLM without drafts and without a cache; vLLM with
+the same drafts and its own cache; and Seamark.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT, generated_model
+from tests.harness.draft_defects import A_UNIT_EARLY, ACCEPTED_IGNORED, ADMITTED_ALONE, NO_COPY
+from tests.harness.draft_engines import DRAFTS, LENGTHS, MTP, NGRAM, Engine, wanted
+from tests.harness.draft_kernels import CONVOLUTION, COPIES, STATE_UPDATE
+from tests.harness.scheduler_process import run_apart
+
+LOGPROB_BOUND = 1e-4  # as of all exactness checks in float32
+
+UNIT = 16  # tokens
+
+# On what multiples (tokens) states lie.
+ALIGNMENT = {NEMOTRON_H: UNIT, QWEN3_NEXT: 64}
+
+NO_DROP = {**MTP, "disable_eagle_block_drop": True}
+
+RIGHT = Engine("right", mode="reference", caching=False, hints=False)
+
+ALONE = Engine("alone", mode="reference", hints=False, speculation=MTP, oracle="right")
+
+SEAMARK = Engine("seamark", speculation=MTP, oracle="right")
+
+PAIRS = (
+    RIGHT,
+    ALONE,
+    SEAMARK,
+    Engine("always right", speculation=MTP, oracle="right", probability=1.0),
+    Engine("never right", speculation=MTP, oracle="right", probability=0.0),
+    Engine("ngram", speculation=NGRAM, oracle="right"),
+    Engine("no drop", speculation=NO_DROP, oracle="right"),
+)
+
+EDGES = tuple(
+    Engine(name, mode, speculation, caching, traffic="edges", oracle=oracle)
+    for name, mode, speculation, caching, oracle in (
+        ("right", "reference", None, False, None),
+        ("seamark", "1", MTP, True, "right"),
+        ("ngram", "1", NGRAM, True, "right"),
+    )
+)
+
+TIGHT = {"num_gpu_blocks_override": 90, "max_num_batched_tokens": 320}
+
+BURSTS = (
+    Engine("right", mode="reference", caching=False, hints=False, traffic="bursts"),
+    Engine("alone", mode="reference", speculation=MTP, traffic="bursts", hints=False, oracle="right"),
+    Engine("seamark", speculation=MTP, traffic="bursts", oracle="right"),
+    Engine("tight", speculation=MTP, traffic="bursts", oracle="right", flags=TIGHT),
+)
+
+FAMILIES = pytest.mark.parametrize("family", [NEMOTRON_H, pytest.param(QWEN3_NEXT, marks=pytest.mark.on_request)])
+
+
+@cache
+def run(family: str, engines: Sequence[Engine]) -> Mapping[str, Any]:
+    """What these engines answer, by name."""
+    found = run_apart("draft_engines", str(generated_model(print, family, mtp=True)), wanted(*engines))
+    return {engine.name: each for engine, each in zip(engines, found, strict=True)}
+
+
+def differences(found: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    """Which answers are not as they should be."""
+    if "error" in found:
+        return [found["error"]]
+    answers = {tuple(answer["prompt"]): answer for answer in right["answers"]}
+    wrong = []
+    for answer in found["answers"]:
+        known = answers.get(tuple(answer["prompt"]))
+        if known is None or known["tokens"] != answer["tokens"]:
+            wrong.append(f"a prompt of {len(answer['prompt'])} tokens, {answer['cached']} of them cached")
+        elif answer["logprobs"] != pytest.approx(known["logprobs"], abs=LOGPROB_BOUND):
+            wrong.append(f"the log probabilities of a prompt of {len(answer['prompt'])} tokens")
+    return wrong
+
+
+def hits(found: Mapping[str, Any]) -> list[int]:
+    return [answer["cached"] for answer in found["answers"]]
+
+
+def owed(family: str, ahead: int) -> list[int]:
+    """Tokens that each prompt of `pairs` finds in the cache: the first of each length none."""
+    alignment = ALIGNMENT[family]
+    return [
+        0 if first else max(length - ahead, 0) // alignment * alignment
+        for length, first in itertools.product(LENGTHS, (True, False, False, False, False))
+    ]
+
+
+@FAMILIES
+def test_answers_are_exact_and_hit_as_owed_however_often_drafts_are_right(family):
+    found = run(family, PAIRS)
+    for name, ahead in (("seamark", UNIT), ("always right", UNIT), ("never right", UNIT), ("ngram", 0), ("no drop", 0)):
+        assert not differences(found[name], found["right"]), name
+        assert hits(found[name]) == owed(family, ahead), name
+        assert found[name]["ahead"] == ahead and found[name]["writes_in_forward"] and not found[name]["held"]
+    assert not differences(found["alone"], found["right"])
+    assert set(found["seamark"]["accepted"]) == {str(count) for count in range(DRAFTS + 1)}
+    assert set(found["always right"]["accepted"]) == {str(DRAFTS)}
+    assert set(found["never right"]["accepted"]) == {"0"}
+
+
+@FAMILIES
+def test_a_prompt_takes_no_more_passes_than_with_vllm_alone(family):
+    for traffic in (PAIRS, BURSTS):
+        found = run(family, traffic)
+        assert sum(answer["passes"] for answer in found["seamark"]["answers"]) <= sum(
+            answer["passes"] for answer in found["alone"]["answers"]
+        )
+        # All of a burst run side by side: an answer tells the passes of its whole round.
+        assert max(answer["steps"] for answer in found["seamark"]["answers"]) <= max(
+            answer["steps"] for answer in found["alone"]["answers"]
+        )
+
+
+@FAMILIES
+def test_a_hit_leaves_the_heads_own_drafts_as_they_are(family):
+    found = run(family, PAIRS)
+    alone, ours, no_drop = (found[name]["proposed"] for name in ("alone", "seamark", "no drop"))
+    assert len(ours) > 100 and ours == alone
+    assert no_drop.keys() == alone.keys() and no_drop != alone  # its last row is made with another prompt's token
+
+
+@FAMILIES
+def test_answers_that_cross_a_blocks_edge_are_exact_and_their_next_turns_hit(family):
+    found = run(family, EDGES)
+    for name in ("seamark", "ngram"):
+        assert not differences(found[name], found["right"]), name
+        assert sum(hits(found[name])) > 5000 and not found[name]["held"]
+
+
+@FAMILIES
+def test_bursts_with_little_room_are_exact(family):
+    found = run(family, BURSTS)
+    for name in ("seamark", "tight"):
+        assert not differences(found[name], found["right"]), name
+        assert not found[name]["held"]
+    assert sum(hits(found["seamark"])) > sum(hits(found["alone"]))
+
+
+PLANTED = (
+    EDGES[0],
+    *(
+        Engine(defect, speculation=speculation, traffic="edges", oracle="right", planted=defect)
+        for defect, speculation in ((A_UNIT_EARLY, MTP), (ACCEPTED_IGNORED, MTP), (NO_COPY, NGRAM))
+    ),
+    *(
+        Engine(part, speculation=MTP, traffic="edges", oracle="right", without=(part,))
+        for part in (CONVOLUTION, STATE_UPDATE, COPIES)
+    ),
+)
+
+
+@pytest.mark.parametrize("defect", [engine.name for engine in PLANTED[1:]])
+def test_each_defect_and_each_missing_stand_in_is_seen(defect):
+    found = run(NEMOTRON_H, PLANTED)
+    assert differences(found[defect], found["right"])
+
+
+def test_hints_that_are_admitted_and_nothing_else_find_nothing():
+    found = run(NEMOTRON_H, (RIGHT, Engine("admitted", speculation=MTP, oracle="right", planted=ADMITTED_ALONE)))
+    assert hits(found["admitted"]) != owed(NEMOTRON_H, UNIT) and sum(hits(found["admitted"])) < 2000

@@ -1,0 +1,66 @@
+"""Defects for engines that draft tokens, to show that the checks see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ADMITTED_ALONE = "hints are admitted and nothing else is done"
+
+A_UNIT_EARLY = "a state is a unit early"
+
+ACCEPTED_IGNORED = "counts of accepted drafts are ignored"
+
+NO_COPY = "nothing is copied after sampling"
+
+ALL = (ADMITTED_ALONE, A_UNIT_EARLY, ACCEPTED_IGNORED, NO_COPY)
+
+
+def plant(defect: str) -> None:
+    """Plant a defect in this process, before its engine is made."""
+    if defect == ADMITTED_ALONE:
+        from engine_patches.scheduler import hooks
+        from engine_patches.scheduler.checkpoints import Checkpoints
+
+        hooks.Checkpoints = lambda match_unit, block_size, **_: Checkpoints(match_unit, block_size)
+    elif defect == A_UNIT_EARLY:
+        _write_a_unit_early()
+    elif defect == ACCEPTED_IGNORED:
+        _ignore_accepted()
+    elif defect == NO_COPY:
+        from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
+
+        def no_copy(self: Any, num_reqs: int, num_accepted_tokens_gpu: Any, **_: Any) -> None:
+            self.num_accepted_tokens_out[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs])
+
+        MambaSpecDecodeGPUContext.run_fused_postprocess = no_copy
+    else:
+        raise ValueError(defect)
+
+
+def _write_a_unit_early() -> None:
+    from engine_patches.scheduler import state_writes
+
+    plan = state_writes._plan_writes
+
+    def early(scheduler: Any, output: Any) -> Any:
+        unit = scheduler.seamark.alignment
+        return {
+            name: [write._replace(offset=max(write.offset - unit, 1)) for write in writes]
+            for name, writes in plan(scheduler, output).items()
+        }
+
+    state_writes._plan_writes = early
+
+
+def _ignore_accepted() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner._update_states_after_model_execute
+
+    def update(self: Any, *args: Any, **options: Any) -> Any:
+        result = original(self, *args, **options)
+        self.num_accepted_tokens.gpu.fill_(1)
+        self.input_batch.num_accepted_tokens_cpu_tensor.fill_(1)
+        return result
+
+    GPUModelRunner._update_states_after_model_execute = update

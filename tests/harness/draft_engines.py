@@ -1,0 +1,289 @@
+"""Small engines that draft tokens, on a CPU, one after the other: what each answers, finds in the cache, and drafts.
+
+Run as `python -m tests.harness.draft_engines MODEL JSON`. The JSON is a list of `Engine`s as objects; those with an
+`oracle` need the answers of an earlier one without drafts, by its name. vLLM is imported once, each engine has a
+process of its own. Prints a list of what `_run` returns, in order.
+
+A random head is never right, so that no row would ever go on from a later state than its first. So an oracle replaces
+its drafts: each is the token that is going to come, with a given probability, until the first that is not. The head
+runs all the same, and what it proposes itself is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+DRAFTS = 3
+
+MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3}
+
+LENGTHS = (40, 163, 400, 800)  # tokens that prompts share
+
+ANSWER = 16  # tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """One engine and its traffic."""
+
+    name: str
+    mode: str = "1"  # of the plugin
+    speculation: Mapping[str, Any] | None = None
+    caching: bool = True
+    hints: bool = True
+    traffic: str = "pairs"
+    answer: int = ANSWER  # tokens
+    oracle: str | None = None  # name of the engine whose answers are right
+    probability: float = 0.7
+    planted: str | None = None  # a defect
+    without: Sequence[str] = ()  # parts of `draft_kernels` that are left out
+    flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM
+
+
+Round = list[tuple[list[int], list[int]]]  # prompts that are asked at once, with their hints
+
+
+def pairs(draw: random.Random) -> list[Round]:
+    """Of each length: a prompt, another one that shares it, that one again, and two further ones."""
+    rounds: list[Round] = []
+    for length in LENGTHS:
+        shared = _drawn(draw, length)
+        second = shared + _drawn(draw, 53)
+        further = [shared + _drawn(draw, more) for more in (37, 300, 5)]
+        rounds += [[(prompt, [length])] for prompt in (further[0], second, second, *further[1:])]
+    return rounds
+
+
+def bursts(draw: random.Random) -> list[Round]:
+    """Chats on a few heads, all at once, and once more in another order."""
+    heads = [_drawn(draw, length) for length in (70, 150, 163, 390, 500)]
+    chats = []
+    for _ in range(16):
+        head = draw.choice(heads)
+        prompt = head + _drawn(draw, draw.randrange(3, 200))
+        chats.append((prompt, sorted({len(head), max(len(prompt) - draw.randrange(1, 9), 1)})))
+    return [chats, draw.sample(chats, len(chats))]
+
+
+def edges(draw: random.Random) -> list[Round]:
+    """Prompts whose answers cross the edge of a block of 384 tokens, and a turn behind each that repeats all of it."""
+    return [[(_drawn(draw, length), [length - 6])] for length in (363, 371, 376, 380, 381, 382, 383, 384, 385)]
+
+
+TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges}
+
+
+def _drawn(draw: random.Random, length: int) -> list[int]:
+    return [draw.randrange(100, 4000) for _ in range(length)]
+
+
+class Oracle:
+    """Replaces drafts, and keeps the head's own."""
+
+    def __init__(self, right: Sequence[Sequence[int]], probability: float) -> None:
+        """`right`: prompts with their answers."""
+        self._right = right
+        self._probability = probability
+        self.proposed: dict[str, list[int]] = {}  # the head's own drafts behind a beginning of what is right
+
+    def install(self) -> None:
+        import torch
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        original = GPUModelRunner.propose_draft_token_ids
+
+        def propose_draft_token_ids(runner: Any, scheduler_output: Any, sampled: Any, *args: Any, **more: Any) -> Any:
+            drafts = original(runner, scheduler_output, sampled, *args, **more)
+            rows = drafts if isinstance(drafts, list) else drafts.tolist()
+            told = sampled if isinstance(sampled, list) else sampled.tolist()
+            for row, name in enumerate(runner.input_batch.req_ids):
+                request = runner.requests[name]
+                prompt, done = request.prompt_token_ids, request.num_computed_tokens
+                if done + scheduler_output.num_scheduled_tokens[name] < len(prompt):
+                    continue  # a chunk of a prompt
+                known = [*prompt, *request.output_token_ids]
+                if not isinstance(sampled, list):  # else vLLM has appended them already
+                    known += [token for token in told[row] if token != -1]
+                rows[row] = self._draft(known, list(rows[row]))
+            return rows if isinstance(drafts, list) else torch.tensor(rows, dtype=drafts.dtype)
+
+        GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
+
+    def _draft(self, known: list[int], own: list[int]) -> list[int]:
+        key = str(hash(tuple(known)))
+        if own:
+            self.proposed[key] = own
+        draw = random.Random(key)
+        ahead = next((right[len(known) :] for right in self._right if list(right[: len(known)]) == known), [])
+        good = 0
+        while good < min(DRAFTS, len(ahead)) and draw.random() < self._probability:
+            good += 1
+        # vLLM's convolution for CPUs takes only rows with all of their drafts.
+        return ([*ahead[:good], *own[good:]] + [0] * DRAFTS)[:DRAFTS]
+
+
+def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What an engine answers.
+
+    `answers`: of each prompt, in order, its tokens, their log probabilities, tokens from the cache, and passes until
+    its first token (0 if others ran beside it). `accepted`: rows that verified drafts, by how many were right.
+    `proposed`: the head's own drafts.
+    """
+    os.environ["SEAMARK_ENGINE"] = engine.mode
+    from tests.harness import draft_defects, draft_kernels, float32_delta
+
+    delta = "qwen3_next" in model
+    if delta:
+        float32_delta.register()
+    draft_kernels.install(set(draft_kernels.ALL) - set(engine.without))
+    oracle = Oracle(right, engine.probability)
+    if engine.oracle:
+        oracle.install()
+    if engine.planted:
+        draft_defects.plant(engine.planted)
+    from vllm import LLM, SamplingParams
+
+    flags = dict(engine.flags)
+    if delta:
+        flags["mamba_ssm_cache_dtype"] = "float32"
+    if engine.speculation:
+        flags["speculative_config"] = dict(engine.speculation)
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_seqs=8,
+        enable_prefix_caching=engine.caching,
+        **flags,
+    )
+    steps: list[dict[str, int]] = []
+    core = llm.llm_engine.engine_core.engine_core
+    schedule, take = core.scheduler.schedule, core.scheduler.update_from_output
+    accepted: Counter[int] = Counter()
+
+    def watched_schedule(*args: Any, **options: Any) -> Any:
+        output = schedule(*args, **options)
+        output.seamark_planned_at = float("inf")  # every state is worth writing, however slow the machine is
+        if output.total_num_scheduled_tokens:
+            steps.append(dict(output.num_scheduled_tokens))
+        return output
+
+    def watched_output(scheduled: Any, output: Any, *args: Any, **options: Any) -> Any:
+        for name in scheduled.scheduled_spec_decode_tokens:
+            accepted[len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1] += 1
+        return take(scheduled, output, *args, **options)
+
+    core.scheduler.schedule, core.scheduler.update_from_output = watched_schedule, watched_output
+    answers: list[dict[str, Any]] = []
+
+    def ask(round_: Round) -> None:
+        parameters = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=engine.answer,
+                logprobs=1,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"seamark_boundaries": hint} if engine.hints else None,
+            )
+            for _, hint in round_
+        ]
+        steps.clear()
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in round_], parameters, use_tqdm=False)
+        for (prompt, _), request in zip(round_, found, strict=True):
+            output = request.outputs[0]
+            tokens, cached = list(output.token_ids), request.num_cached_tokens or 0
+            logprobs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
+            passes, done = 0, cached
+            while len(round_) == 1 and done < len(prompt):
+                done += sum(steps[passes].values())
+                passes += 1
+            answers.append(
+                {"prompt": prompt, "tokens": tokens, "logprobs": logprobs, "cached": cached, "passes": passes}
+            )
+            answers[-1]["steps"] = len(steps)
+
+    draw = random.Random(7)
+    for round_ in TRAFFIC[engine.traffic](draw):
+        ask(round_)
+        if engine.traffic == "edges":
+            for more in (30, 40):
+                said = answers[-1]["prompt"] + answers[-1]["tokens"]
+                ask([(said + _drawn(draw, more), [*round_[0][1], len(said)])])
+    checkpoints = getattr(core.scheduler, "seamark", None)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    return {
+        "answers": answers,
+        "accepted": {str(count): times for count, times in accepted.items()},
+        "proposed": oracle.proposed,
+        "held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "refused": checkpoints.refuse_all if checkpoints is not None else None,
+        "writes_in_forward": checkpoints.writes_in_forward if checkpoints is not None else False,
+        "ahead": checkpoints.ahead if checkpoints is not None else 0,
+    }
+
+
+def main(model: str, engines: str) -> None:
+    os.environ |= {
+        "SEAMARK_DRAFTS": os.environ.get("SEAMARK_DRAFTS", "1"),
+        "VLLM_PLUGINS": "seamark",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_CI_ENV": "1",
+    }
+    import torch
+    import transformers  # noqa: F401  # imported once for all
+    from vllm import LLM  # noqa: F401
+    from vllm.v1.worker import cpu_worker  # noqa: F401
+
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for wanted in json.loads(engines):
+        engine = Engine(**wanted)
+        right = [each["prompt"] + each["tokens"] for each in found[engine.oracle]["answers"]] if engine.oracle else []
+        found[engine.name] = _apart(engine, model, right)
+    print(json.dumps(list(found.values())))
+
+
+def _apart(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Run an engine in a process of its own; `{"error": ...}` if it dies."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "found.json")
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                file.write_text(json.dumps(_run(engine, model, right)))
+                code = 0
+            except BaseException:
+                file.write_text(json.dumps({"error": traceback.format_exc()[-3000:]}))
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        os.waitpid(child, 0)
+        return dict(json.loads(file.read_text())) if file.exists() else {"error": "it was killed"}
+
+
+def wanted(*engines: Engine) -> str:
+    """The JSON for these engines."""
+    return json.dumps([asdict(engine) for engine in engines])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
