@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 ADMITTED_ALONE = "hints are admitted and nothing else is done"
 
@@ -27,14 +28,23 @@ def plant(defect: str) -> None:
     elif defect == ACCEPTED_IGNORED:
         _ignore_accepted()
     elif defect == NO_COPY:
-        from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
-
-        def no_copy(self: Any, num_reqs: int, num_accepted_tokens_gpu: Any, **_: Any) -> None:
-            self.num_accepted_tokens_out[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs])
-
-        MambaSpecDecodeGPUContext.run_fused_postprocess = no_copy
+        _copy_nothing_after_sampling()
     else:
         raise ValueError(defect)
+
+
+def _copy_nothing_after_sampling() -> None:
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
+
+    from tests.harness import draft_kernels
+
+    original = MambaSpecDecodeGPUContext.run_fused_postprocess
+
+    def without_copies(*args: Any, **options: Any) -> None:
+        with mock.patch.object(draft_kernels, "_copy"):
+            original(*args, **options)
+
+    MambaSpecDecodeGPUContext.run_fused_postprocess = without_copies
 
 
 def _write_a_unit_early() -> None:

@@ -154,8 +154,9 @@ def test_bursts_with_little_room_are_exact(family):
 PLANTED = (
     EDGES[0],
     *(
-        Engine(defect, speculation=speculation, traffic="edges", oracle="right", planted=defect)
-        for defect, speculation in ((A_UNIT_EARLY, MTP), (ACCEPTED_IGNORED, MTP), (NO_COPY, NGRAM))
+        Engine(defect, speculation=MTP, traffic="edges", oracle="right", planted=defect, probability=probability)
+        # A row whose drafts are all right may end at the edge of a block, where its state has to move.
+        for defect, probability in ((A_UNIT_EARLY, 0.7), (ACCEPTED_IGNORED, 0.7), (NO_COPY, 1.0))
     ),
     *(
         Engine(part, speculation=MTP, traffic="edges", oracle="right", without=(part,))
@@ -170,6 +171,6 @@ def test_each_defect_and_each_missing_stand_in_is_seen(defect):
     assert differences(found[defect], found["right"])
 
 
-def test_hints_that_are_admitted_and_nothing_else_find_nothing():
+def test_hints_that_are_admitted_and_nothing_else_find_less():
     found = run(NEMOTRON_H, (RIGHT, Engine("admitted", speculation=MTP, oracle="right", planted=ADMITTED_ALONE)))
-    assert hits(found["admitted"]) != owed(NEMOTRON_H, UNIT) and sum(hits(found["admitted"])) < 2000
+    assert sum(hits(found["admitted"])) < sum(owed(NEMOTRON_H, UNIT))

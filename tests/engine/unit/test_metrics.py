@@ -27,7 +27,9 @@ def feed(monkeypatch) -> Feed:
 def served_by(processes: int) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(_api_process_count=processes),
-        cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),  # read if this process is patched
+        # Read if this process is patched.
+        cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),
+        model_config=SimpleNamespace(is_hybrid=False),
     )
 
 
