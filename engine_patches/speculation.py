@@ -53,3 +53,10 @@ def drops(vllm_config: Any) -> bool:
     if drafts is None or getattr(vllm_config, "num_hash_lookahead_tokens", 0):
         return False
     return bool(drafts.use_eagle_block_drop())
+
+
+def ahead(vllm_config: Any, unit: int) -> int:
+    """Tokens past a state that a prefix has to share, before the engine has said so itself; `unit`: of its matches."""
+    if vllm_config.speculative_config is None or refusal(vllm_config) is not None:
+        return 0
+    return unit if drops(vllm_config) else int(getattr(vllm_config, "num_hash_lookahead_tokens", 0))

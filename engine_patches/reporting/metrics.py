@@ -10,7 +10,7 @@ import vllm
 from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from engine_patches import ledger
+from engine_patches import ledger, speculation
 from engine_patches.reporting.events_api import feed
 from engine_patches.reporting.stats_channel import EVENT, REQUEST, decode_event, decode_request, detach
 from engine_patches.scheduler import match_unit
@@ -24,7 +24,7 @@ class Families:
         self.info = Gauge(
             "seamark_engine_info",
             "1 while Seamark's patches are live; lengths in tokens",
-            ["version", "vllm", "match_unit", "block_size"],
+            ["version", "vllm", "match_unit", "block_size", "ahead"],
             multiprocess_mode="max",
         )
         self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
@@ -70,17 +70,22 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
     _engines: ClassVar[set[int]] = set()  # of this process
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.shown: tuple[str, str] | None = None
+        self.shown: tuple[str, ...] | None = None
         # Each of several API servers gets a part of the events; of several engines, each has a cache of its own.
         EngineMetrics._engines.add(engine_index)
         if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1 or len(EngineMetrics._engines) > 1:
             feed.has_all_events = False
         if ledger.patches_live():
             # Until the engine core has run its first step: what the same code decides in this process.
-            self._show(match_unit.expected(vllm_config), vllm_config.cache_config.block_size)
+            unit = match_unit.expected(vllm_config)
+            self._show(
+                unit,
+                vllm_config.cache_config.block_size,
+                speculation.ahead(vllm_config, match_unit.unit_of(vllm_config)),
+            )
 
-    def _show(self, unit: int, block_size: int) -> None:
-        lengths = (str(unit), str(block_size))
+    def _show(self, unit: int, block_size: int, ahead: int) -> None:
+        lengths = (str(unit), str(block_size), str(ahead))
         if lengths == self.shown:
             return
         self._hide()
@@ -102,7 +107,7 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
         if not report:
             self._hide()  # the engine core runs unpatched, whether or not this process is patched
             return
-        self._show(report.pop("match_unit"), report.pop("block_size"))
+        self._show(report.pop("match_unit"), report.pop("block_size"), report.pop("ahead"))
         if not report:
             return
         metrics = families()

@@ -23,11 +23,12 @@ REQUEST = "request"
 def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
     """Put the counts since the last report, and the gauges, into a `SchedulerStats`.
 
-    Every step carries the two lengths, which show the API server that the patches are live; most carry no more.
+    Every step carries the three lengths, which show the API server that the patches are live; most carry no more.
     """
     carrier: dict[str, int] = stats.waiting_lora_adapters
     carrier[PREFIX + "match_unit"] = checkpoints.alignment  # what a hit is a multiple of
     carrier[PREFIX + "block_size"] = checkpoints.block_size
+    carrier[PREFIX + "ahead"] = checkpoints.ahead if checkpoints.enabled else 0
     counters, events = checkpoints.counters, checkpoints.state_events
     if not (counters.report_due or (events is not None and events.pending)):
         return

@@ -241,9 +241,8 @@ class Checkpoints:
         state = self.state_of(request)
         state.resumed_at = hit_tokens
         reason = self.outcomes.reason_for(request, state, hit_tokens)
-        self.counters.request_admitted(
-            AdmittedRequest(request.request_id, reason, hit_tokens, state.shared, state.resolved)
-        )
+        shared = state.shared + (self.ahead - self.drop if state.shared else 0)  # a hash may cover more than its unit
+        self.counters.request_admitted(AdmittedRequest(request.request_id, reason, hit_tokens, shared, state.resolved))
         if not hit_tokens:
             return
         key = key_at(request, hit_tokens, self.match_unit, self.recurrent_group)

@@ -29,9 +29,14 @@ def expected(vllm_config: Any) -> int:
     configured: int | None = vllm_config.cache_config.prefix_match_unit
     if not vllm_config.model_config.is_hybrid or speculation.refusal(vllm_config) is not None:
         return configured or int(vllm_config.cache_config.block_size)
-    unit = configured or DEFAULT
+    unit = unit_of(vllm_config)
     gdn = vllm_config.model_config.hf_text_config.model_type.startswith(GDN_MODEL_TYPES)
     return math.lcm(unit, GDN_CHUNK) if gdn and settings.chunk_ends(default=True) else unit
+
+
+def unit_of(vllm_config: Any) -> int:
+    """The match unit of a hybrid with this configuration, before it has said so itself."""
+    return int(vllm_config.cache_config.prefix_match_unit or DEFAULT)
 
 
 def kernel_chunk(spec: Any, vllm_config: Any) -> int:

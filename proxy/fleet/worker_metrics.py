@@ -30,8 +30,9 @@ class EngineInfo:
 
     version: str
     vllm: str
-    match_unit: int
+    match_unit: int  # what a hit is a multiple of
     block_size: int
+    ahead: int = 0  # past a state, up to which a request has to share: a draft head reads so far
 
     @property
     def takes_entries(self) -> bool:
@@ -105,4 +106,5 @@ def _engine(labels: dict[str, str]) -> EngineInfo:
     match_unit = int(labels["match_unit"])
     if match_unit < 1:
         raise ValueError("a match unit has a token at least")
-    return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]))
+    ahead = int(labels.get("ahead", 0))  # an older plugin refuses hints beside drafts
+    return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]), ahead)

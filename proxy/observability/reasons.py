@@ -84,10 +84,15 @@ class Expectation(NamedTuple):
     held: int  # the most that any running worker is known to hold
     predicted: int  # what the chosen worker is known to hold
     match_unit: int
+    ahead: int = 0  # past a state, up to which a request has to share
 
-    def floored(self, tokens: int) -> int:
-        """The part of `tokens` that the engine can deliver: whole match units."""
-        return tokens // self.match_unit * self.match_unit
+    def deliverable(self, shared: int) -> int:
+        """What the engine can deliver of `shared` tokens: whole match units, and those it has to share beyond."""
+        return max(shared - self.ahead, 0) // self.match_unit * self.match_unit
+
+    def found(self, held: int) -> int:
+        """What a request finds of `held` tokens: an engine has told a state's position, or else a prefix's length."""
+        return self.deliverable(held) if held % self.match_unit else held
 
 
 class Delivery(NamedTuple):
@@ -118,7 +123,7 @@ class Delivery(NamedTuple):
         told = expected.sent.tokens if expected.sent is not None else 0
         if shared is not None:
             told = shared if expected.sent_here else max(shared, told)
-        shareable = min(expected.floored(told), expected.floored(max(0, prompt - 1)))
+        shareable = min(expected.deliverable(told), expected.deliverable(prompt - (not expected.ahead)))
         return cls(prompt, cached, shareable, unchanged, deepest or prompt, engine)
 
 
@@ -137,7 +142,7 @@ def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange |
     if expected.failure not in (None, "no_facts"):
         return str(expected.failure)
     cause = _beside_change(expected, delivery)
-    unchanged = expected.floored(delivery.unchanged)
+    unchanged = expected.deliverable(delivery.unchanged)
     beyond = unchanged - max(shareable, cached)
     # Where nobody had kept a state before, the change is why this request needed one there.
     is_change = unchanged > cached if cause == "cold" else beyond > 0 and beyond >= shareable - cached
@@ -149,19 +154,19 @@ def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange |
 def _beside_change(expected: Expectation, delivery: Delivery) -> str:
     """Why a request got less than it could have shared, as it is."""
     shareable, cached = delivery.shareable, delivery.cached
-    if delivery.deepest < expected.match_unit:
+    if not expected.deliverable(delivery.deepest):
         return "below_unit"
     if not shareable:
         ever = expected.ever_sent.size if expected.ever_sent is not None else 0
         if expected.sent is None and ever:
-            return "worker_restarted" if expected.floored(ever) else "below_unit"
+            return "worker_restarted" if expected.deliverable(ever) else "below_unit"
         if expected.sent is not None and expected.sent.tokens:
-            if not expected.floored(min(expected.sent.tokens, delivery.prompt - 1)):
+            if not expected.deliverable(min(expected.sent.tokens, delivery.prompt - (not expected.ahead))):
                 return "below_unit"
             return _of_engine(delivery, expected.failure or "evicted")  # its engine knows nothing of it any more
         return expected.failure or _of_engine(delivery, "cold")
-    elsewhere = expected.floored(expected.held) > expected.floored(expected.predicted)
-    if elsewhere and cached >= expected.floored(expected.predicted):
+    here = expected.found(expected.predicted)
+    if expected.found(expected.held) > here and cached >= here:
         return "other_worker"
     return _of_engine(delivery, expected.failure or "evicted")
 

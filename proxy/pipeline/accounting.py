@@ -127,7 +127,7 @@ class Accounting:
                 self.seconds_saved = (self.seconds_saved or 0.0) + saved
         if expected is None:
             return None
-        counters.predicted.inc(expected.floored(expected.predicted))
+        counters.predicted.inc(expected.found(expected.predicted))
         if usage.cached is None:
             counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
             return None
@@ -225,7 +225,7 @@ class Accounting:
         counters.shareable.inc(delivery.shareable)
         counters.shared.inc(min(delivery.shareable, cached))
         self.sums.add(prompt, delivery.shareable, cached)
-        if cached < expected.floored(expected.predicted) and reason != "hint_ignored":
+        if cached < expected.found(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []
             self._engine_events.fell_short(worker, found.prefixes, left, cached)
@@ -239,11 +239,11 @@ class Accounting:
             explanation.status, explanation.sent = request.status, request.body.hint
             explanation.positions = outcome.positions if outcome is not None else ()
             explanation.shareable = delivery.shareable
-            explanation.predicted = expected.floored(expected.predicted)
+            explanation.predicted = expected.found(expected.predicted)
             explanation.prompt, explanation.delivered, explanation.reason = prompt, cached, reason
             if change is not None:
                 explanation.changed = change.as_json(self._excerpts, prompt, shared)
-                if change.kind is not None and (saves := expected.floored(change.would_save(prompt, shared))):
+                if change.kind is not None and (saves := expected.deliverable(change.would_save(prompt, shared))):
                     explanation.would_save[change.kind] = saves
                     metrics.would_save.labels(change.kind).inc(saves)
         return reason

@@ -129,6 +129,7 @@ class Dispatcher:
             held=longest.tokens if longest is not None and longest.is_told else 0,
             predicted=_predicted(held.get(worker.boot)),
             match_unit=worker.engine.match_unit if worker.engine is not None else 1,
+            ahead=worker.engine.ahead if worker.engine is not None else 0,
         )
         if worker.takes_hints:
             hint = worker.hint(found)

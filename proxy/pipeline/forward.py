@@ -295,7 +295,7 @@ def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderL
     if request.body.hint:
         headers.append((b"x-seamark-boundary", ";".join(map(str, request.body.hint)).encode()))
     if (expected := request.prediction.expected) is not None:
-        headers.append((b"x-seamark-predicted", str(expected.floored(expected.predicted)).encode()))
+        headers.append((b"x-seamark-predicted", str(expected.found(expected.predicted)).encode()))
     return headers
 
 

@@ -112,7 +112,8 @@ class EngineEvents:
         feed = self._feed(worker)
         feed.last_sent = time.monotonic()
         if not feed.several:
-            feed.held_states.sent(request_id, boundaries, entries, worker.boot)
+            ahead = worker.engine.ahead if worker.engine is not None else 0
+            feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
         self._ensure_reader(worker, feed)
 
     def refused(self, worker: Worker, request_id: str) -> None:

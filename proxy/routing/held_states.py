@@ -28,6 +28,7 @@ class _Pending:
     boot: str
     entries: tuple[Entry, ...]  # its hint
     boundaries: dict[bytes, Entry]  # what the hint says of each, by key
+    ahead: int = 0  # tokens past a state, up to which a request has to share
     new: list[bytes] = field(default_factory=list)  # keys of those that were not held before
     positions: dict[bytes, int] = field(default_factory=dict)  # of boundaries not yet tied or given up, by key
     placed: set[bytes] = field(default_factory=set)  # keys of all that have or had a position
@@ -54,10 +55,13 @@ class HeldStates:
         self._states: OrderedDict[str, _State] = OrderedDict()
         self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
 
-    def sent(self, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry], boot: str) -> None:
+    def sent(
+        self, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry], boot: str, ahead: int = 0
+    ) -> None:
         """A request goes to the worker with the hint `entries`.
 
-        Its boundaries are about to be recorded in the prefix index.
+        Its boundaries are about to be recorded in the prefix index. `ahead`: tokens past a state, up to which a request
+        has to share to find it.
         """
         if not boundaries or not entries:
             return
@@ -67,7 +71,7 @@ class HeldStates:
             entry = boundary.entry if boundary.entry in entries else boundary.tokens
             if entry:
                 said[boundary.key] = entry
-        pending = self._pending[request_id] = _Pending(boot, tuple(entries), said, new)
+        pending = self._pending[request_id] = _Pending(boot, tuple(entries), said, ahead, new)
         # An engine that takes positions only resolves nothing: what was sent is where it looks.
         pending.positions = {key: entry for key, entry in said.items() if isinstance(entry, int) and entry > 0}
         pending.placed.update(pending.positions)
@@ -141,7 +145,8 @@ class HeldStates:
             if tokens > end:
                 later[key] = tokens
                 continue
-            deepest = max((position for position in pending.states if position <= tokens), default=0)
+            usable = (position for position in pending.states if position + pending.ahead <= tokens)
+            deepest = max(usable, default=0)
             if deepest:
                 self._tie(key, deepest, pending.states[deepest], pending.boot)
             else:
