@@ -29,7 +29,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3}
 
-LENGTHS = (40, 163, 400, 800)  # tokens that prompts share
+LENGTHS = (40, 163, 448, 800)  # tokens that prompts share
 
 ANSWER = 16  # tokens
 
