@@ -135,7 +135,9 @@ def test_a_hit_leaves_the_heads_own_drafts_as_they_are(family):
     found = run(family, PAIRS)
     uncached, ours, no_drop = (found[name]["proposed"] for name in ("uncached", "seamark", "no drop"))
     assert len(ours) > 100 and ours == uncached
-    assert no_drop.keys() == ours.keys() and no_drop != ours  # its last row is made with another prompt's token
+    assert no_drop.keys() == ours.keys()
+    if family == NEMOTRON_H:  # of the other family's head that shows in no draft
+        assert no_drop != ours  # the last row of a hit is made with another prompt's token
 
 
 @FAMILIES
