@@ -52,3 +52,23 @@ def test_worker_restarted(fleet: Servers):
         wait_for(lambda: httpx.get(status).json()["workers"][0]["boot"].endswith("#1.8e+09"))
         answer = httpx.post(gateway.url + CHAT, json=body)
         assert answer.headers["x-seamark-reason"] == "worker_restarted"
+
+
+def test_beside_a_draft_head_a_full_hit_is_a_hit(fleet: Servers):
+    """An engine whose requests have to share 16 tokens more than they find."""
+    with recording_worker(cached=0, ahead=16) as worker:
+        gateway = start_gateway(fleet, worker)
+        body = {"model": "m", "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "?"}]}
+        httpx.post(gateway.url + CHAT, json=body)
+        told(worker)
+        body["messages"][1]["content"] = "High tide?"
+        predicted = int(httpx.post(gateway.url + CHAT, json=body).headers["x-seamark-predicted"])
+        told(worker)
+        shared = len(f"<system>{LONG}<user>")
+        assert predicted == (shared - 16) // 16 * 16
+        worker.cached = predicted
+        body["messages"][1]["content"] = "Low tide?"
+        answer = httpx.post(gateway.url + CHAT, json=body)
+        assert answer.headers["x-seamark-reason"] == "hit" and int(answer.headers["x-seamark-predicted"]) == predicted
+        explained = httpx.get(f"{gateway.url}/seamark/requests/{answer.headers['x-request-id']}").json()
+        assert explained["delivered"] == explained["shareable"] == predicted

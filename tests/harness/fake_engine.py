@@ -29,9 +29,11 @@ MAX_SEEN = 64  # prompts that are compared with later ones
 Template = Callable[[Mapping[str, Any]], str]
 
 
-def engine_info(version: str = VERSION) -> str:
-    """The line of `/metrics` by which a gateway knows the plugin."""
-    return f'seamark_engine_info{{block_size="384",match_unit="{MATCH_UNIT}",version="{version}",vllm="0.32.0"}} 1.0\n'
+def engine_info(version: str = VERSION, ahead: int = 0) -> str:
+    """The line of `/metrics` by which a gateway knows the plugin; `ahead` as beside a draft head, in tokens."""
+    beside = f'ahead="{ahead}",' if ahead else ""  # older plugins have no such label
+    labels = f'{beside}block_size="384",match_unit="{MATCH_UNIT}",version="{version}",vllm="0.32.0"'
+    return f"seamark_engine_info{{{labels}}} 1.0\n"
 
 
 def template(body: Mapping[str, Any]) -> str:
@@ -66,8 +68,10 @@ class Admitted(NamedTuple):
 class FakeEngine:
     """One boot of an engine and its feed."""
 
-    def __init__(self, boot: str) -> None:
+    def __init__(self, boot: str, ahead: int = 0) -> None:
+        """`ahead`: tokens past a state that a prompt has to share to find it."""
         self.boot = f"feed of {boot}"
+        self._ahead = ahead
         self._kept: list[tuple[list[Any], list[Any] | None, list[Any] | None]] = []  # outcome, resolved, states
         self._seen: dict[str, list[str]] = {}  # prompts, by cache salt
         self.read_to = 0  # what a gateway has read
@@ -94,7 +98,8 @@ class FakeEngine:
         seen.append(prompt)
         del seen[:-MAX_SEEN]
         reason = reason or ("hit" if cached else "cold")
-        floored = sorted({position // MATCH_UNIT * MATCH_UNIT for position in positions} - {0})
+        usable = (max(position - self._ahead, 0) for position in positions)
+        floored = sorted({position // MATCH_UNIT * MATCH_UNIT for position in usable} - {0})
         states = [[at, f"{hash((salt, prompt[:at])):x}"] for at in floored] if reason != "not_worth_it" else []
         admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions if takes_entries else ())
         self._kept.append(

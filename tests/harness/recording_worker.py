@@ -72,6 +72,7 @@ class RecordingWorker:
     url: str = ""
     patched: bool = True
     version: str = VERSION  # of its plugin
+    ahead: int = 0  # tokens past a state that a prompt has to share to find it
     template: Template = template
     rendered: Template | None = None  # what its render route gives if that is not what it computes
     prompt_tokens: int | None = None  # that it reports; None: as many as its template makes
@@ -112,7 +113,7 @@ class RecordingWorker:
     @property
     def engine(self) -> FakeEngine:
         """The engine of this boot."""
-        return self.engines.setdefault(self.boot, FakeEngine(self.boot))
+        return self.engines.setdefault(self.boot, FakeEngine(self.boot, self.ahead))
 
     @property
     def is_read(self) -> bool:
@@ -129,7 +130,7 @@ class RecordingWorker:
         if path == "/metrics":
             text = (
                 f"process_start_time_seconds {self.boot}\n"
-                + (engine_info(self.version) if self.patched else "")
+                + (engine_info(self.version, self.ahead) if self.patched else "")
                 + self.more_metrics
             )
             return await _answer(send, text.encode(), "text/plain")

@@ -30,6 +30,8 @@ def served_by(processes: int) -> SimpleNamespace:
         # Read if this process is patched.
         cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),
         model_config=SimpleNamespace(is_hybrid=False),
+        speculative_config=None,
+        num_speculative_tokens=0,
     )
 
 

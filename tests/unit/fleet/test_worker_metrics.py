@@ -28,6 +28,11 @@ def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
     assert read(text) == WorkerMetrics("1.76378925345e+09", engine, StepTimes(0.5, 0.001), 1600, 4096, 3)
 
 
+def test_how_far_past_a_state_a_prefix_has_to_be_shared():
+    engine = read(INFO.replace("{", '{ahead="16",') + " 1.0\n").engine
+    assert engine is not None and engine.ahead == 16
+
+
 def test_what_is_not_said_is_unknown():
     assert read("") == read("vllm:x 1\n") == WorkerMetrics("", None, UNKNOWN, None, 0, 0)
     assert not UNKNOWN.known and read(f"{INFO} 0.0\n").engine is None

@@ -195,3 +195,25 @@ def test_a_name_that_two_clients_gave_is_two_requests():
     assert [explanations.get("same", owner).endpoint for owner in ("ann", "bob")] == ["/v1/messages", "/v1/responses"]
     assert explanations.get("same", "cid") is None
     assert explanations.of_anyone("same").endpoint == "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("boundary", "cached", "reason"),
+    [(163, 144, "hit"), (163, 0, "evicted"), (160, 144, "hit"), (31, 0, "below_unit"), (32, 16, "hit")],
+)
+def test_beside_a_draft_head_a_hit_is_what_the_engine_can_deliver(boundary, cached, reason):
+    sent = Prefix(boundary, 0)
+    expected = expect(sent=sent, ever_sent=sent, held=cached, predicted=cached, ahead=16)
+    delivery = Delivery.of(expected, 400, cached, shared=boundary // UNIT * UNIT)
+    assert reason_for(expected, delivery) == reason and delivery.shareable == expected.deliverable(boundary)
+
+
+def test_what_is_held_is_a_states_position_or_a_length_that_is_shared():
+    expected = expect(ahead=16)
+    assert [expected.found(held) for held in (144, 163, 20, 0)] == [144, 144, 0, 0]
+    assert [expect().found(held) for held in (160, 163, 20, 0)] == [160, 160, 16, 0]
+
+
+def test_the_same_prompt_again_shares_all_of_it_and_a_draft_head_needs_no_more():
+    assert Delivery.of(expect(sent=Prefix(160, 0), ahead=16), 160, 144).shareable == 144
+    assert Delivery.of(expect(sent=Prefix(160, 0)), 160, 144).shareable == 144

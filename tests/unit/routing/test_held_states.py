@@ -52,6 +52,14 @@ def gateway() -> Gateway:
     return Gateway()
 
 
+def test_a_state_that_a_shorter_beginning_cannot_use_is_not_held_of_it(gateway):
+    near = told(b"n", 150)
+    gateway.held_states.sent("r", (near, SYSTEM), (150, 163), BOOT, ahead=16)
+    gateway.prefix_index.record((near, SYSTEM), BOOT, (150, 163))
+    gateway.tell(["came", "r", 400, [[128, "a"], [144, "b"]]])
+    assert gateway.held(b"n") == 128 and gateway.held(b"n", b"s") == 144
+
+
 # Boundaries that the engine resolves.
 
 
