@@ -12,6 +12,7 @@ runs all the same, and what it proposes itself is kept.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import sys
@@ -40,6 +41,7 @@ class Engine:
 
     name: str
     mode: str = "1"  # of the plugin
+    opted_in: bool = True  # to hints beside drafts
     speculation: Mapping[str, Any] | None = None
     caching: bool = True
     hints: bool = True
@@ -139,9 +141,12 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
 
     `answers`: of each prompt, in order, its tokens, their log probabilities, tokens from the cache, and passes until
     its first token (0 if others ran beside it). `accepted`: rows that verified drafts, by how many were right.
-    `proposed`: the head's own drafts.
+    `proposed`: the head's own drafts. `said`: the plugin's warnings. `ignored`: hint entries without effect, by reason.
     """
-    os.environ["SEAMARK_ENGINE"] = engine.mode
+    os.environ |= {"SEAMARK_ENGINE": engine.mode, "SEAMARK_DRAFTS": str(int(engine.opted_in))}
+    said: list[str] = []
+    # vLLM sets up its loggers anew for each engine, without what others have hung on them.
+    logging.getLogger("vllm.seamark").warning = lambda text, *parts: said.append(text % parts)  # type: ignore[method-assign]
     from tests.harness import draft_defects, draft_kernels, float32_delta
 
     delta = "qwen3_next" in model
@@ -234,12 +239,13 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
         "refused": checkpoints.refuse_all if checkpoints is not None else None,
         "writes_in_forward": checkpoints.writes_in_forward if checkpoints is not None else False,
         "ahead": checkpoints.ahead if checkpoints is not None else 0,
+        "said": said,
+        "ignored": dict(checkpoints.counters.counts.ignored) if checkpoints is not None else {},
     }
 
 
 def main(model: str, engines: str) -> None:
     os.environ |= {
-        "SEAMARK_DRAFTS": os.environ.get("SEAMARK_DRAFTS", "1"),
         "VLLM_PLUGINS": "seamark",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -48,7 +48,7 @@ PAIRS = (
 )
 
 EDGES = tuple(
-    Engine(name, mode, speculation, caching, traffic="edges", oracle=oracle)
+    Engine(name, mode, speculation=speculation, caching=caching, traffic="edges", oracle=oracle)
     for name, mode, speculation, caching, oracle in (
         ("right", "reference", None, False, None),
         ("seamark", "1", MTP, True, "right"),
@@ -155,6 +155,17 @@ def test_bursts_with_little_room_are_exact(family):
         assert not differences(found[name], found["right"]), name
         assert not found[name]["held"]
     assert sum(hits(found["seamark"])) > sum(hits(found["alone"]))
+
+
+def test_without_the_switch_hints_are_refused_and_vllm_answers_and_caches_as_it_does_alone():
+    refused = Engine("refused", opted_in=False, speculation=MTP, oracle="right")
+    found = run(NEMOTRON_H, (RIGHT, ALONE, refused))
+    asked = found["refused"]
+    assert not differences(asked, found["right"]) and hits(asked) == hits(found["alone"])
+    assert asked["refused"] == "speculative" and not asked["writes_in_forward"] and not asked["held"]
+    assert asked["ignored"] == {"speculative": len(asked["answers"])}
+    (line,) = asked["said"]
+    assert "hints are refused" in line and "SEAMARK_DRAFTS=1" in line
 
 
 PLANTED = (
