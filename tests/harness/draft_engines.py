@@ -32,6 +32,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max
 
 LENGTHS = (40, 163, 448, 800)  # tokens that prompts share
 
+RESENT = (100, 200, 400, 800, 1200, 1800)  # tokens of prompts that are sent twice
+
 ANSWER = 16  # tokens
 
 
@@ -49,6 +51,7 @@ class Engine:
     answer: int = ANSWER  # tokens
     oracle: str | None = None  # name of the engine whose answers are right
     probability: float = 0.7
+    learns_times: bool = False  # of its steps; if not, every state is worth writing, and every wait
     planted: str | None = None  # a defect
     without: Sequence[str] = ()  # parts of `draft_kernels` that are left out
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM
@@ -68,6 +71,21 @@ def pairs(draw: random.Random) -> list[Round]:
     return rounds
 
 
+def resends(draw: random.Random) -> list[Round]:
+    """Prompts of several lengths, each of them twice, hinted at their last words."""
+    prompts = [(_drawn(draw, length), [length - 3]) for length in RESENT]
+    return [[prompt] for prompt in prompts for _ in range(2)]
+
+
+def fan_outs(draw: random.Random) -> list[Round]:
+    """Eight prompts at once that share a beginning, for several lengths of it."""
+    rounds = []
+    for length in (163, 448, 1000):
+        shared = _drawn(draw, length)
+        rounds.append([(shared + _drawn(draw, 20 + number), [length]) for number in range(8)])
+    return rounds
+
+
 def bursts(draw: random.Random) -> list[Round]:
     """Chats on a few heads, all at once, and once more in another order."""
     heads = [_drawn(draw, length) for length in (70, 150, 163, 390, 500)]
@@ -84,7 +102,7 @@ def edges(draw: random.Random) -> list[Round]:
     return [[(_drawn(draw, length), [length - 6])] for length in (363, 371, 376, 380, 381, 382, 383, 384, 385)]
 
 
-TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges}
+TRAFFIC = {"pairs": pairs, "resends": resends, "fan outs": fan_outs, "bursts": bursts, "edges": edges}
 
 
 def _drawn(draw: random.Random, length: int) -> list[int]:
@@ -182,7 +200,8 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
 
     def watched_schedule(*args: Any, **options: Any) -> Any:
         output = schedule(*args, **options)
-        output.seamark_planned_at = float("inf")  # every state is worth writing, however slow the machine is
+        if not engine.learns_times:
+            output.seamark_planned_at = float("inf")
         if output.total_num_scheduled_tokens:
             steps.append(dict(output.num_scheduled_tokens))
         return output

@@ -18,6 +18,7 @@ from tests.harness.draft_defects import A_UNIT_EARLY, ACCEPTED_IGNORED, ADMITTED
 from tests.harness.draft_engines import DRAFTS, LENGTHS, MTP, NGRAM, Engine, wanted
 from tests.harness.draft_kernels import CONVOLUTION, COPIES, STATE_UPDATE
 from tests.harness.scheduler_process import run_apart
+from tests.harness.versions import engine_of
 
 LOGPROB_BOUND = 1e-4  # as of all exactness checks in float32
 
@@ -36,6 +37,8 @@ UNCACHED = Engine("uncached", mode="reference", caching=False, hints=False, spec
 
 SEAMARK = Engine("seamark", speculation=MTP, oracle="right")
 
+WITH_NGRAM = Engine("ngram", speculation=NGRAM, oracle="right")
+
 PAIRS = (
     RIGHT,
     ALONE,
@@ -43,7 +46,7 @@ PAIRS = (
     SEAMARK,
     Engine("always right", speculation=MTP, oracle="right", probability=1.0),
     Engine("never right", speculation=MTP, oracle="right", probability=0.0),
-    Engine("ngram", speculation=NGRAM, oracle="right"),
+    WITH_NGRAM,
     Engine("no drop", speculation=NO_DROP, oracle="right"),
 )
 
@@ -65,13 +68,16 @@ BURSTS = (
     Engine("tight", speculation=MTP, traffic="bursts", oracle="right", flags=TIGHT),
 )
 
+NEWEST = "0.33.0"
+
 FAMILIES = pytest.mark.parametrize("family", [NEMOTRON_H, pytest.param(QWEN3_NEXT, marks=pytest.mark.on_request)])
 
 
 @cache
-def run(family: str, engines: Sequence[Engine]) -> Mapping[str, Any]:
-    """What these engines answer, by name."""
-    found = run_apart("draft_engines", str(generated_model(print, family, mtp=True)), wanted(*engines))
+def run(family: str, engines: Sequence[Engine], version: str | None = None) -> Mapping[str, Any]:
+    """What these engines answer, by name; `version`: of another vLLM than the installed one."""
+    source = engine_of(version) if version else None
+    found = run_apart("draft_engines", str(generated_model(print, family, mtp=True)), wanted(*engines), source=source)
     return {engine.name: each for engine, each in zip(engines, found, strict=True)}
 
 
@@ -115,6 +121,16 @@ def test_answers_are_exact_and_hit_as_owed_however_often_drafts_are_right(family
     assert set(found["seamark"]["accepted"]) == {str(count) for count in range(DRAFTS + 1)}
     assert set(found["always right"]["accepted"]) == {str(DRAFTS)}
     assert set(found["never right"]["accepted"]) == {"0"}
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("family", [NEMOTRON_H, QWEN3_NEXT])
+def test_the_newest_vllm_has_hashes_that_cover_what_a_head_reads(family):
+    found = run(family, (RIGHT, ALONE, SEAMARK, WITH_NGRAM), NEWEST)
+    for name, ahead in (("seamark", 1), ("ngram", 0)):
+        assert not differences(found[name], found["right"]), name
+        assert hits(found[name]) == owed(family, ahead), name
+        assert found[name]["ahead"] == ahead and found[name]["writes_in_forward"] and not found[name]["held"]
 
 
 @FAMILIES
