@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path
+.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -28,6 +28,11 @@ test: lint
 test-gpu-path:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/gpu_path $(ARGS)
+
+# Engines that draft tokens: both families, and vLLM 0.33 as an engine. Fetches a wheel (some 400 MB) into .cache once.
+test-drafts:
+	@./set-up.sh
+	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/drafts $(ARGS)
 
 # The images of deploy/ built and its stack up on a CPU, in a container engine of its own (Debian, root; no registry).
 test-deploy:
