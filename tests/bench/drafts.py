@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT, generated_model
-from tests.harness.draft_engines import LENGTHS, MTP, NGRAM, RESENT, Engine, wanted
+from tests.harness.draft_engines import LENGTHS, MTP, NGRAM, RESENT, TEACHING, Engine, wanted
 from tests.harness.scheduler_process import run_apart
 
 RIGHT = Engine("right", mode="reference", caching=False, hints=False)
@@ -95,10 +95,10 @@ def examine(family: str) -> list[str]:
 
     found = run(family, "fan outs")
     wrongs += wrong_answers(found)
-    steps = {name: sum(answer["steps"] for answer in engine["answers"][::8]) for name, engine in found.items()}
+    fans = {name: engine["answers"][TEACHING:] for name, engine in found.items()}
+    steps = {name: sum(answer["steps"] for answer in answers[::8]) for name, answers in fans.items()}
     computed = {
-        name: sum(len(answer["prompt"]) - answer["cached"] for answer in engine["answers"])
-        for name, engine in found.items()
+        name: sum(len(answer["prompt"]) - answer["cached"] for answer in answers) for name, answers in fans.items()
     }
     rows = {name: [passes[name], steps[name], f"{computed[name]:,}"] for name in found if name != "right"}
     print(table("passes: alone, eight", ["prompts", "fan-out", "computed"], rows))

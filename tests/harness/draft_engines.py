@@ -32,6 +32,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max
 
 LENGTHS = (40, 163, 448, 800)  # tokens that prompts share
 
+TEACHING = 8  # prompts, from which an engine learns how long its steps take
+
 RESENT = (100, 200, 400, 800, 1200, 1800)  # tokens of prompts that are sent twice
 
 ANSWER = 16  # tokens
@@ -78,8 +80,8 @@ def resends(draw: random.Random) -> list[Round]:
 
 
 def fan_outs(draw: random.Random) -> list[Round]:
-    """Eight prompts at once that share a beginning, for several lengths of it."""
-    rounds = []
+    """Eight prompts at once that share a beginning, for several lengths of it; before them `TEACHING` alone."""
+    rounds: list[Round] = [[(_drawn(draw, 100), [60])] for _ in range(TEACHING)]
     for length in (163, 448, 1000):
         shared = _drawn(draw, length)
         rounds.append([(shared + _drawn(draw, 20 + number), [length]) for number in range(8)])

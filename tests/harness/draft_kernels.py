@@ -21,6 +21,11 @@ CONVOLUTION, STATE_UPDATE, COPIES = "convolution", "state update", "copies"
 ALL = (CONVOLUTION, STATE_UPDATE, COPIES)
 
 
+def register() -> None:
+    """The plugin."""
+    install()
+
+
 def install(parts: Collection[str] = ALL) -> None:
     """Put these parts in place, in this process, before an engine is made."""
     from vllm.model_executor.layers.mamba import mamba_mixer2

@@ -1,0 +1,130 @@
+"""Through the gateway, before an engine that drafts tokens: what it predicts, what comes, and why."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from proxy.bench.harness.planted import plugin_environment
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model
+from tests.harness.draft_engines import MTP
+
+CHAT = "/v1/chat/completions"
+
+UNIT, AHEAD = 16, 16  # tokens
+
+STAND_INS = {"seamark_draft_kernels": "tests.harness.draft_kernels:register"}
+
+
+class Trio(NamedTuple):
+    """An engine with drafts and the gateway before it; an engine with neither drafts nor a cache."""
+
+    engine: Server
+    gateway: Server
+    reference: Server
+
+
+class Answer(NamedTuple):
+    """What a request got; lengths in tokens."""
+
+    predicted: int
+    cached: int
+    reason: str
+    text: str
+    right: str
+    owed: int
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    folder = tmp_path_factory.mktemp("drafts")
+    model = generated_model(print, mtp=True)
+    environment = {**plugin_environment(folder / "plugins", STAND_INS), "SEAMARK_DRAFTS": "1"}
+    with Servers(folder) as fleet:
+        engine = fleet.engine("drafts", model, flags=("--speculative-config", json.dumps(MTP)), environment=environment)
+        reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
+        for server in (engine, reference):
+            server.wait_until_ready()
+        gateway = fleet.gateway(engine)
+        gateway.wait_until_ready("/ready", seconds=30)
+        yield Trio(engine, gateway, reference)
+
+
+def chats() -> Iterator[list[dict[str, str]]]:
+    """Questions behind a few system prompts in turn, and a conversation."""
+    draw = random.Random(3)
+
+    def words(count: int) -> str:
+        return " ".join(draw.choice(("tide", "berth", "pilot", "anchor", "harbour", "lantern")) for _ in range(count))
+
+    heads = [f"{draw.random()} {words(count)}" for count in (60, 120, 200, 400)]
+    for _ in range(3):
+        for head in heads:
+            yield [{"role": "system", "content": head}, {"role": "user", "content": words(12)}]
+    conversation = [{"role": "system", "content": f"{draw.random()} {words(150)}"}]
+    for _ in range(6):
+        conversation.append({"role": "user", "content": words(40)})
+        yield list(conversation)
+        conversation.append({"role": "assistant", "content": words(25)})
+
+
+def ids(engine: Server, body: dict[str, Any]) -> list[int]:
+    answer = httpx.post(f"{engine.url}{CHAT}/render", json=body, timeout=60)
+    return list(answer.json()["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def answers(trio: Trio) -> list[Answer]:
+    found: list[Answer] = []
+    before: list[list[int]] = []
+    with httpx.Client(timeout=300) as client:
+        for messages in chats():
+            body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            prompt = ids(trio.reference, body)
+            shared = max((common_prefix(prompt, other) for other in before), default=0)
+            before.append(prompt)
+            told = client.post(trio.gateway.url + CHAT, json=body)
+            right = client.post(trio.reference.url + CHAT, json=body)
+            texts = [answer.json()["choices"][0]["message"]["content"] for answer in (told, right)]
+            heads = told.headers
+            owed = max(min(shared, len(prompt)) - AHEAD, 0) // UNIT * UNIT
+            numbers = (int(heads[name]) for name in ("x-seamark-predicted", "x-seamark-cached"))
+            found.append(Answer(*numbers, heads["x-seamark-reason"], *texts, owed))
+    return found
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def test_answers_are_those_of_an_engine_without_drafts_and_cache(answers):
+    assert [answer.text for answer in answers] == [answer.right for answer in answers]
+
+
+def test_all_that_an_engine_owes_is_delivered_and_says_hit(answers):
+    delivered, owed = sum(answer.cached for answer in answers), sum(answer.owed for answer in answers)
+    # Random answers of the model are no part of the next turn's prompt, so nothing is lost between turns.
+    assert owed > 3000 and delivered >= 0.99 * owed
+    full = [answer for answer in answers if answer.owed and answer.cached >= answer.owed]
+    assert len(full) >= 13 and {answer.reason for answer in full} == {"hit"}
+
+
+def test_what_is_predicted_is_what_comes(answers):
+    predicted = [answer for answer in answers if answer.predicted]
+    equal = sum(answer.predicted == answer.cached for answer in predicted)
+    assert len(predicted) >= 13 and equal >= 0.97 * len(predicted)
+
+
+def test_the_engine_says_how_far_past_a_state_a_prefix_has_to_be_shared(trio, answers):
+    metrics = httpx.get(trio.engine.url + "/metrics").text
+    (line,) = (line for line in metrics.split("\n") if line.startswith("seamark_engine_info{"))
+    assert 'ahead="16"' in line and 'match_unit="16"' in line
+    assert 'seamark_hints_ignored_total{reason="speculative"}' not in metrics
+    assert Path(trio.engine.log).read_text(errors="replace").count("hints are refused") == 0
