@@ -96,7 +96,7 @@ def examine(family: str) -> list[str]:
     found = run(family, "fan outs")
     wrongs += wrong_answers(found)
     fans = {name: engine["answers"][TEACHING:] for name, engine in found.items()}
-    steps = {name: sum(answer["steps"] for answer in answers[::8]) for name, answers in fans.items()}
+    steps = {name: sum(answer["passes"] for answer in answers) for name, answers in fans.items()}
     computed = {
         name: sum(len(answer["prompt"]) - answer["cached"] for answer in answers) for name, answers in fans.items()
     }

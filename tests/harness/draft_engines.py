@@ -159,9 +159,9 @@ class Oracle:
 def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str, Any]:
     """What an engine answers.
 
-    `answers`: of each prompt, in order, its tokens, their log probabilities, tokens from the cache, and passes until
-    its first token (0 if others ran beside it). `accepted`: rows that verified drafts, by how many were right.
-    `proposed`: the head's own drafts. `said`: the plugin's warnings. `ignored`: hint entries without effect, by reason.
+    `answers`: of each prompt, in order, its tokens, their log probabilities, tokens from the cache, and its passes
+    until its first token. `accepted`: rows that verified drafts, by how many were right. `proposed`: the head's own
+    drafts. `said`: the plugin's warnings. `ignored`: hint entries without effect, by reason.
     """
     os.environ |= {"SEAMARK_ENGINE": engine.mode, "SEAMARK_DRAFTS": str(int(engine.opted_in))}
     said: list[str] = []
@@ -230,18 +230,21 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
         ]
         steps.clear()
         found = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in round_], parameters, use_tqdm=False)
+        own: dict[str, list[int]] = {}  # tokens of each request's steps
+        for step in steps:
+            for name, count in step.items():
+                own.setdefault(name.partition("-")[0], []).append(count)
         for (prompt, _), request in zip(round_, found, strict=True):
             output = request.outputs[0]
             tokens, cached = list(output.token_ids), request.num_cached_tokens or 0
             logprobs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
             passes, done = 0, cached
-            while len(round_) == 1 and done < len(prompt):
-                done += sum(steps[passes].values())
+            while done < len(prompt):
+                done += own[request.request_id.partition("-")[0]][passes]
                 passes += 1
             answers.append(
                 {"prompt": prompt, "tokens": tokens, "logprobs": logprobs, "cached": cached, "passes": passes}
             )
-            answers[-1]["steps"] = len(steps)
 
     draw = random.Random(7)
     for round_ in TRAFFIC[engine.traffic](draw):

@@ -140,10 +140,6 @@ def test_a_prompt_takes_no_more_passes_than_with_vllm_alone(family):
         assert sum(answer["passes"] for answer in found["seamark"]["answers"]) <= sum(
             answer["passes"] for answer in found["alone"]["answers"]
         )
-        # All of a burst run side by side: an answer tells the passes of its whole round.
-        assert max(answer["steps"] for answer in found["seamark"]["answers"]) <= max(
-            answer["steps"] for answer in found["alone"]["answers"]
-        )
 
 
 @FAMILIES
