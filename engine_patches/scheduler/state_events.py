@@ -66,7 +66,7 @@ class StateEvents:
             for manager, drop in zip(attention_managers, drops, strict=True)
         )
         self._drop = max(drops, default=0)
-        self._needs: dict[bytes, tuple[bytes, ...]] = {}  # by the key of the first recurrent group: all its keys
+        self._needs: dict[bytes, tuple[bytes, ...]] = {}  # all keys of a state, by the prefix that finds it
         self._needed_by: dict[bytes, set[bytes]] = {}
         self._removed: set[bytes] = set()  # keys that one block has lost; another may carry them
         self._cached = pool.cached_block_hash_to_block
@@ -128,7 +128,8 @@ class StateEvents:
 
     def _watch(self, request: Any, position: int) -> str:
         """Name of the state at `position`, watched from now on; "" if it cannot be found."""
-        state = key_at(request, position, self._unit, self._recurrent[0])
+        # Who shares the state alone, and not the tokens that lead to it, does not find it: those name it, too.
+        state = key_at(request, position + self._drop, self._unit, self._recurrent[0])
         if state not in self._needs:
             if not self._has_all(self._keys_of(request, position)):
                 return ""

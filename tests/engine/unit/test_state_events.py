@@ -90,6 +90,22 @@ def test_a_preempted_request_emits_its_states_again(cache):
     assert first == second
 
 
+def test_with_a_drop_a_state_is_told_apart_by_the_tokens_that_lead_to_it(cache):
+    attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
+    cache.events = cache.pool.seamark_events = StateEvents(cache.pool, UNIT, RECURRENT, [attention], [UNIT])
+    proof = cache.cache(80 + UNIT, ATTENTION)
+    cache.plan(0, 100)
+    other = SimpleNamespace(**vars(cache.request))
+    other.block_hashes = [*cache.request.block_hashes[:5], b"other hash".ljust(32)]
+    cache.events.emit_stored(other, RequestState(), [CheckpointTarget(80, HINTED)], 0, 96)
+    found, not_found = cache.taken()
+    ((_, name),) = found.states
+    assert name and not_found.states == ((80, ""),)
+    cache.pool.evict_blocks({proof.block_id})
+    cache.events.emit_evictions()
+    assert cache.taken() == [StateEvicted(name)]
+
+
 @pytest.mark.parametrize(
     ("evicted", "gone"),
     [
