@@ -117,6 +117,14 @@ def _is_cached(checkpoints: Checkpoints, pool: Any, request: Any, position: int)
     return all(cached.get_one_block(key) is not None for key in keys)
 
 
+def _generates(request: Any, start: int, num_tokens: int) -> bool:
+    """Whether a step that begins at `start`, and caches up to `num_tokens`, is one that generates.
+
+    One that computes again what was generated before a preemption caches more, and vLLM copies no edge's state there.
+    """
+    return bool(start >= request.num_prompt_tokens and num_tokens <= start + 1)
+
+
 def keep_only_true_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `MambaManager.cache_blocks`.
 
@@ -134,7 +142,7 @@ def keep_only_true_states(original: Callable[..., Any]) -> Callable[..., Any]:
         if checkpoints is None or not checkpoints.writes_in_forward or passed <= first:
             return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
         start = checkpoints.state_of(request).chunk_start
-        if checkpoints.verified > 1 and start >= request.num_prompt_tokens and num_tokens <= start + 1:
+        if checkpoints.verified > 1 and _generates(request, start, num_tokens):
             return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
         blocks = self.req_to_blocks[request.request_id]
         whole = passed if num_tokens % self.block_size else passed - 1
