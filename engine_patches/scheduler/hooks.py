@@ -70,6 +70,10 @@ def _refusal_of_drafts(scheduler: Any, recurrent: Sequence[Any]) -> str | None:
     specs = [groups[manager.kv_cache_group_id].kv_cache_spec for manager in recurrent]
     if refusal is None and not all(map(is_promised, specs)):
         refusal = "beside drafts, states have to be written inside a pass, which this model's layers cannot do here"
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    in_whole_blocks = [manager for manager in managers if not manager.supports_fine_grained_hash_lookup]
+    if refusal is None and not scheduler.mamba_partial_cache_hit and in_whole_blocks:
+        refusal = "vLLM finds whole blocks only, since a layer, perhaps the draft head's, has a sliding window"
     return refusal
 
 
