@@ -13,6 +13,11 @@ ACCEPTED_IGNORED = "counts of accepted drafts are ignored"
 
 NO_COPY = "nothing is copied after sampling"
 
+# Of the scheduler alone, for its audit.
+REPLAY_TRUSTED = "computed again, an answer's blocks are registered as if it were generated"
+
+SHORT_REPLAYS = "a preempted request may compute as few tokens again as a step verifies"
+
 ALL = (ADMITTED_ALONE, A_UNIT_EARLY, ACCEPTED_IGNORED, NO_COPY)
 
 
@@ -29,6 +34,14 @@ def plant(defect: str) -> None:
         _ignore_accepted()
     elif defect == NO_COPY:
         _copy_nothing_after_sampling()
+    elif defect == REPLAY_TRUSTED:
+        from engine_patches.scheduler import state_writes
+
+        state_writes._generates = lambda request, start, _: start >= request.num_prompt_tokens
+    elif defect == SHORT_REPLAYS:
+        from engine_patches.scheduler import chunks
+
+        chunks.no_short_replay = lambda request, start, num_new_tokens, verified: num_new_tokens
     else:
         raise ValueError(defect)
 

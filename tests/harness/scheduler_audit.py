@@ -79,10 +79,11 @@ class Core:
         running: int = 6,
         attention_groups: int = 1,
         block: int = BLOCK,
+        speculative: dict[str, Any] | None = None,
     ) -> None:
         """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
         at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
-        Steps can be audited in blocks of `BLOCK` tokens.
+        `speculative`: as vLLM's `--speculative-config`. Steps can be audited in blocks of `BLOCK` tokens.
         """
         config = EngineArgs(
             model=model,
@@ -94,6 +95,7 @@ class Core:
             enable_prefix_caching=True,
             scheduling_policy=policy,
             async_scheduling=overlap,
+            speculative_config=speculative,
         ).create_engine_config()
         config.cache_config.block_size = config.cache_config.mamba_block_size = block
         config.cache_config.prefix_match_unit = UNIT
@@ -103,6 +105,7 @@ class Core:
             shapes=((1,),),
             dtypes=(torch.float32,),
             mamba_cache_mode="align",
+            num_speculative_blocks=speculative["num_speculative_tokens"] if speculative else 0,
             num_prefill_checkpoint_blocks=int(export),
             prefill_checkpoint_alignment=1 if export else None,
         )
@@ -119,6 +122,7 @@ class Core:
         for number in range(1, attention_groups):
             self.attention.append(len(groups))
             groups.append(KVCacheGroupSpec([f"a{number}"], attention))
+        self._place_draft_head(groups)
         self.export, self.overlap, self.policy = export, overlap, policy
         self.scheduler: Any = (AsyncScheduler if overlap else Scheduler)(
             config,
@@ -129,7 +133,8 @@ class Core:
             log_stats=False,
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.hasher = get_request_block_hasher(UNIT, sha256)
+        ahead = getattr(config, "num_hash_lookahead_tokens", 0)  # from vLLM 0.33 on
+        self.hasher = get_request_block_hasher(UNIT, sha256, **({"num_hash_lookahead_tokens": ahead} if ahead else {}))
         self.errors: list[str] = []
         self.chunk_ends: dict[str, list[int]] = {}  # by request
         self.written: dict[str, list[int]] = {}  # positions of its states
@@ -142,6 +147,9 @@ class Core:
         self._tokens: dict[str, list[int]] = {}  # the worker's tokens
         self._state_index: dict[str, int] = {}
         self._queue: list[tuple[Any, dict[str, list[int]]]] = []  # steps whose outputs the scheduler does not know yet
+
+    def _place_draft_head(self, groups: list[KVCacheGroupSpec]) -> None:
+        """Say in which cache groups a draft head has its rows."""
 
     def request(
         self,
@@ -239,7 +247,21 @@ class Core:
         return self.scheduler.kv_cache_manager.coordinator.find_longest_cache_hit(block_hashes, most)[1]
 
     def _compute(self, output: Any) -> dict[str, list[int]]:
-        """What the worker does to blocks in one step; the token it samples for each request that gets one."""
+        """What the worker does to blocks in one step; the tokens it samples for each request."""
+        starts = self._receive(output)
+        sampled: dict[str, list[int]] = {}
+        writes = getattr(output, WRITES, None)
+        for name, count in output.num_scheduled_tokens.items():
+            start, end = starts[name], starts[name] + count
+            self._move_states(name, start, end)
+            self._compute_request(name, start, end, writes)
+            sampled[name] = [prefix(self._tokens[name], end) % 3] if end == len(self._tokens[name]) else []
+        for name, tokens in sampled.items():
+            self._tokens[name] += tokens
+        return sampled
+
+    def _receive(self, output: Any) -> dict[str, int]:
+        """What a step says of requests and blocks, before it is computed; the token from which each request runs."""
         for name in output.finished_req_ids:
             self._tables.pop(name, None)
             self._state_index.pop(name, None)
@@ -261,16 +283,7 @@ class Core:
             elif blocks is not None:
                 for table, ids in zip(self._tables[name], blocks, strict=True):
                     table.extend(ids)
-        sampled: dict[str, list[int]] = {}
-        writes = getattr(output, WRITES, None)
-        for name, count in output.num_scheduled_tokens.items():
-            start, end = starts[name], starts[name] + count
-            self._move_states(name, start, end)
-            self._compute_request(name, start, end, writes)
-            sampled[name] = [prefix(self._tokens[name], end) % 3] if end == len(self._tokens[name]) else []
-        for name, tokens in sampled.items():
-            self._tokens[name] += tokens
-        return sampled
+        return starts
 
     def _move_states(self, name: str, start: int, end: int) -> None:
         """The running state moves into the block of the chunk's end, before the pass."""
@@ -351,13 +364,23 @@ def random_entry(draw: random.Random, tokens: Sequence[int], position: int) -> o
     )
 
 
-def random_traffic(core: Core, seed: int, chats: int) -> None:
-    """Chats on a few heads, with hints at their seams, at random places, or none; some are aborted at any phase."""
+def random_traffic(
+    core: Core, seed: int, chats: int, outputs: Sequence[int] = (1, 3, 20), longest_turn: int = 0
+) -> None:
+    """Chats on a few heads, with hints at their seams, at random places, or none; some are aborted at any phase.
+
+    `outputs`: numbers of tokens that may be generated. `longest_turn`: chats may go on from an earlier one with its
+    answer, if both have at most so many tokens.
+    """
     draw, draw_entry = random.Random(seed), random.Random(seed)
     lengths = (20, 33, 64, 70, 100, 130, 163, 250, 300, 400)
     heads = [[draw.randrange(1000) for _ in range(draw.choice(lengths))] for _ in range(4)]
+    begun: list[Request] = []
     for number in range(chats):
         tokens = list(draw.choice(heads))
+        answered = [request for request in begun if request.is_finished() and request.num_tokens <= longest_turn]
+        if answered and draw.random() < 0.5:
+            tokens = list(draw.choice(answered).all_token_ids)
         if draw.random() < 0.3:
             tokens = tokens[: draw.randrange(10, len(tokens) + 1)]
         seams = [len(tokens)]
@@ -369,13 +392,15 @@ def random_traffic(core: Core, seed: int, chats: int) -> None:
             hint = sorted(draw.sample(range(1, len(tokens) + 1), min(len(tokens), 5)))
         elif hint and draw_entry.random() < 0.5:
             hint = [random_entry(draw_entry, tokens, seam) for seam in seams]
-        core.request(
-            f"{seed}-{number}",
-            tokens,
-            hint if hint and draw.random() < 0.8 else None,
-            max_tokens=draw.choice((1, 3, 20)),
-            salt=draw.choice((None, None, "salt")),
-            priority=draw.randrange(3),
+        begun.append(
+            core.request(
+                f"{seed}-{number}",
+                tokens,
+                hint if hint and draw.random() < 0.8 else None,
+                max_tokens=draw.choice(outputs),
+                salt=draw.choice((None, None, "salt")),
+                priority=draw.randrange(3),
+            )
         )
         while len(core.scheduler.waiting) > 3:
             core.step()

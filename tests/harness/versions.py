@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from proxy.bench.harness.servers import CACHE, generated_model
+from tests.harness import draft_cores
 from tests.harness.situation_table import differences
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +117,7 @@ def interpreted(module: str, *arguments: str, source: Path | None = None, second
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run(source: Path, module: str, *arguments: str) -> object:
+def run(source: Path, module: str, *arguments: str) -> Any:
     """The JSON that a test module prints when run on a vLLM's source."""
     environment = {
         **os.environ,
@@ -140,6 +142,15 @@ def main(versions: list[str]) -> int:
     model = str(generated_model(print))
     cut = {"writes_in_forward": False}  # chunks end at the states instead
     cores = [{}, {"blocks": 30, "running": 4}, {"overlap": True}, cut, {**cut, "export": False}]
+    drafting_model = str(generated_model(print, mtp=True))
+    drafting = [*draft_cores.CORES, *draft_cores.HEADS]
+    wanted = {
+        "seeds": [1],
+        "chats": 40,
+        "answers": draft_cores.ANSWERS,
+        "shared": draft_cores.SHARED,
+        "cores": drafting,
+    }
     wrong = False
     for version in versions:
         source = source_of(version)
@@ -147,11 +158,15 @@ def main(versions: list[str]) -> int:
         found = differences(shown)
         audits = run(source, "scheduler_audit", model, json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
         errors = [f"{audit['core']}: {audit['errors']}" for audit in audits if audit["errors"]]
-        held = f"{len(shown) - len(found)} of {len(shown)} situations"
-        print(f"{version}: {held}, {len(cores) - len(errors)} of {len(cores)} audits")
-        for line in (*found, *errors):
+        drafts = [draft_cores.faults(audit) for audit in run(source, "draft_audit", drafting_model, json.dumps(wanted))]
+        held = (
+            f"{len(shown) - len(found)} of {len(shown)} situations, {len(cores) - len(errors)} of {len(cores)} audits"
+        )
+        print(f"{version}: {held}, {drafts.count([])} of {len(drafting)} audits with drafts")
+        faults = [*found, *errors, *itertools.chain.from_iterable(drafts)]
+        for line in faults:
             print("  ", line)
-        wrong = wrong or bool(found or errors)
+        wrong = wrong or bool(faults)
     return int(wrong)
 
 

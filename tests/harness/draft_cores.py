@@ -1,0 +1,76 @@
+"""The engine cores in which drafts are audited, and what they owe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+UNIT = 16  # tokens
+
+# Where a draft head keeps its rows.
+BESIDE_THE_TARGET = "in the target's attention group"  # vLLM's own heads for multi-token prediction
+OWN_GROUP = "in an attention group of its own"
+OWN_SHAPE = "in an attention group of its own, of another shape"
+OWN_WINDOW = "in a group of its own with a sliding window"
+UNKNOWN = "in no group that vLLM recognizes"  # it then takes all groups for the head's
+NOWHERE = "no rows"  # n-grams
+
+TIGHT = {"blocks": 60, "running": 4}
+
+PREEMPTING = {"policy": "priority", "blocks": 40, "running": 4, "budget": 90}
+
+# Arguments of `draft_audit.DraftCore`.
+CORES: list[dict[str, Any]] = [
+    {},
+    TIGHT,
+    {"budget": 50},
+    {"budget": 20},
+    {"overlap": True},
+    {"overlap": True, **TIGHT},
+    {"drop": False},
+    {"variable": True},
+    {"head": NOWHERE},
+    {"drafts": 1},
+    {"drafts": 5, "budget": 50},
+    {"attention_groups": 2},
+    PREEMPTING,
+    {"overlap": True, **PREEMPTING},
+]
+
+# The shapes that heads of other methods have: eagle3, dflash, dspark.
+HEADS: list[dict[str, Any]] = [
+    {"head": OWN_GROUP},
+    {"head": OWN_GROUP, "overlap": True, **TIGHT},
+    {"head": OWN_SHAPE},
+    {"head": OWN_SHAPE, "overlap": True, **TIGHT},
+    {"head": OWN_SHAPE, "drop": False},
+    {"head": UNKNOWN},
+    {"head": UNKNOWN, "overlap": True, **TIGHT},
+]
+
+WINDOWED: dict[str, Any] = {"head": OWN_WINDOW, "export": False}
+
+ANSWERS = [138, 150]  # tokens generated before a preemption
+
+SHARED = [160, 163]  # tokens that prompts have in common
+
+
+def expected_hits(core: dict[str, Any], shared: int, lookahead: int = 0) -> int:
+    """Tokens that a sibling finds of `shared` ones. `lookahead`: tokens after a unit that its hash covers."""
+    head_reads_on = core.get("drop", True) and core.get("head") != NOWHERE
+    ahead = (lookahead or UNIT) if head_reads_on else 0
+    return max(shared - ahead, 0) // UNIT * UNIT
+
+
+def faults(found: dict[str, Any]) -> list[str]:
+    """What is wrong with one core's audit, a line each."""
+    core = found["core"]
+    lines = [f"{core}: {error}" for error in found["errors"]]
+    if not found["enabled"]:
+        lines.append(f"{core}: hints are refused")
+    for shared, hit in found["hits"].items():
+        expected = expected_hits(core, int(shared), found["lookahead"])
+        if hit != expected:
+            lines.append(f"{core}: {hit} of {shared} shared tokens are found, expected {expected}")
+    if found["foreign_rows"] and core.get("drop", True):
+        lines.append(f"{core}: {found['foreign_rows']} rows are made with another request's next token")
+    return lines
