@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 
@@ -62,15 +63,21 @@ def cpu_flags(model_type: str) -> Mapping[str, str | None]:
 
 def model_type_of(model: str) -> str:
     """`model_type` in the config of a model folder or name; empty if it cannot be read, and vLLM will say why."""
+    return str(config_of(model).get("model_type", ""))
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The configuration of a model folder or name; empty if it cannot be read."""
     path = Path(model) / "config.json"
     try:
         if not path.is_file():
             from huggingface_hub import hf_hub_download
 
             path = Path(hf_hub_download(model, "config.json"))
-        return str(json.loads(path.read_text())["model_type"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return ""
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def vllm_arguments(

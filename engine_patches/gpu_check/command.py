@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -20,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches.commands.model import why_not, write_model
-from engine_patches.commands.worker import INSTALL, cpu_flags, is_cpu_build, model_type_of
+from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build, model_type_of
 from engine_patches.gpu_check import report
-from engine_patches.gpu_check.lanes import Lane, Runner, lanes_of
+from engine_patches.gpu_check.lanes import MTP, NUMBERS_OF_DRAFTS, Lane, Runner, lanes_of
 from engine_patches.gpu_check.processes import Engines
 from engine_patches.gpu_check.report import UNPROVEN, LaneReport
 from engine_patches.gpu_check.verdicts import NOT_RUN, OK, WRONG, Check
@@ -31,13 +32,17 @@ MINUTES, OWN_MINUTES = 20.0, 60.0  # a model of real size is loaded three times
 
 SIDE_BY_SIDE = 2  # lanes on a GPU whose speed nobody asks for
 
+# In a model's configuration: the layers of its own head for multi-token prediction, by family.
+HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
 REPORT = Path("seamark-gpu-check.json")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = """\
 Lanes run in the order of their value: first what `seamark worker` runs (compiled, CUDA graphs, vLLM's own choice of
-model runner and kernels; Mamba2, then gated delta nets), then the other model runner, eager, float32, other backends.
+model runner and kernels; Mamba2, then gated delta nets), then the other model runner, eager, float32, other backends,
+and last drafts (MTP): vLLM alone with them beside vLLM alone without, then Seamark with SEAMARK_DRAFTS=1 beside it.
 Each is printed as soon as it is known. Everything after -- are flags of vLLM for --model, as for `seamark worker`.
 
 exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM), so
@@ -102,6 +107,9 @@ def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the one vLLM is built for"
     )
+    parser.add_argument(
+        "--speculative-config", metavar="JSON", help="with --model: a lane with these drafts, too, as in `vllm serve`"
+    )
     parser.add_argument("--attention-backend", metavar="NAME", help="for qwen3_next, as in `vllm serve`")
     parser.add_argument(
         "--report", type=Path, default=REPORT, metavar="FILE", help="to attach to a bug report: %(default)s"
@@ -111,6 +119,17 @@ def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
         args.minutes = MINUTES if args.model is None else OWN_MINUTES
     if flags and args.model is None:
         parser.error("flags of vLLM (after --) are for --model")
+    if any(flag.partition("=")[0] == "--speculative-config" for flag in flags):
+        parser.error("--speculative-config goes before the --: the model is checked without drafts, then with them")
+    if args.speculative_config is not None:
+        if args.model is None:
+            parser.error("--speculative-config is for --model; the tiny models have lanes with drafts of their own")
+        try:
+            drafts = json.loads(args.speculative_config)
+        except ValueError as error:
+            parser.error(f"--speculative-config: no JSON: {error}")
+        if not isinstance(drafts, dict):
+            parser.error('--speculative-config: a JSON object is needed, as {"method": "mtp", ...}')
     if args.model is not None and args.attention_backend is not None:
         parser.error("--attention-backend is for the tiny models; with --model it is a flag of vLLM, after --")
     parent = args.report.parent
@@ -135,7 +154,7 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
     began = time.monotonic()
     lanes = lanes_of(device, args.quick, args.attention_backend)
     if args.model is not None:
-        lanes = [own_lane(args.model, flags, device, args.quick)]
+        lanes = own_lanes(args.model, flags, device, args.quick, args.speculative_config)
     options = {
         "model": None if args.model is None else lanes[0].family,
         "minutes": args.minutes,
@@ -188,10 +207,29 @@ def own_lane(model: str, flags: Sequence[str], device: str, quick: bool) -> Lane
     return Lane(name, timed=True, few=quick, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
 
 
+def own_lanes(model: str, flags: Sequence[str], device: str, quick: bool, speculation: str | None) -> list[Lane]:
+    """A user's own model without drafts, and with them if they are asked for or the model has a head that drafts."""
+    lane = own_lane(model, flags, device, quick)
+    if speculation is None and has_draft_head(model):
+        speculation = MTP % NUMBERS_OF_DRAFTS[0]
+    return [lane] if speculation is None else [lane, lane._replace(drafts=speculation)]
+
+
+def has_draft_head(model: str) -> bool:
+    """Whether the configuration of a model's folder or name has a head for multi-token prediction."""
+    config = config_of(model)
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    return any(part.get(name) for part in parts for name in HEADS)
+
+
 def _model_of(lane: Lane, model: str | None, folder: Path) -> Path | str:
     """The user's model, or a tiny one, which is written when it is first needed."""
     if model is not None:
         return model
+    if lane.drafts is not None:
+        target = folder / f"{lane.family}-mtp"
+        return target if target.is_dir() else write_model(target, lane.family, mtp=True)
     target = folder / lane.family
     return target if target.is_dir() else write_model(target, lane.family)
 

@@ -6,6 +6,7 @@ It also takes wrong states on purpose: the planted defects show that the check c
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,9 @@ class Engine:
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.passes = 0  # forward passes so far
         core.model_executor.execute_model = self._counting(core.model_executor.execute_model)
+        # Drafts that one row verified and how many of them were right, by how often, as vLLM's metrics count them.
+        self.verified: Counter[tuple[int, int]] = Counter()
+        self.scheduler.make_spec_decoding_stats = self._counting_drafts(self.scheduler.make_spec_decoding_stats)
         self.checkpoints: Checkpoints | None = getattr(self.scheduler, "seamark", None)
         self.step_time = StepTime()
         if self.checkpoints is not None:
@@ -59,6 +63,14 @@ class Engine:
         def counted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.passes += scheduler_output.total_num_scheduled_tokens > 0
             return execute_model(scheduler_output, *args, **kwargs)
+
+        return counted
+
+    def _counting_drafts(self, make_stats: Function) -> Function:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(kwargs["request_id"], 0)
+            self.verified[kwargs["num_draft_tokens"] - invalid, kwargs["num_accepted_tokens"]] += 1
+            return make_stats(*args, **kwargs)
 
         return counted
 
@@ -105,7 +117,8 @@ class Engine:
         """The lengths that questions are made for."""
         if self.checkpoints is None:
             raise RuntimeError("this engine runs without the patches: it keeps no states to ask for")
-        return Geometry(self.checkpoints.block_size, self.checkpoints.alignment, self.budget)
+        held = self.checkpoints
+        return Geometry(held.block_size, held.alignment, self.budget, held.ahead)
 
 
 def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine_patches.gpu_check.draft_oracle import Oracle, Right
 from engine_patches.gpu_check.engine import Answer, Engine, planted
 from engine_patches.gpu_check.facts import facts_of
 from engine_patches.gpu_check.questions import (
@@ -36,6 +37,8 @@ from engine_patches.gpu_check.speed import (
     time_state,
 )
 
+ORACLE_IS_RIGHT = 0.7  # how often: with three drafts, each number of right ones from none to all occurs
+
 REPEATS = 3  # of what is timed; the median counts
 
 FEW_LENGTHS = 2  # the shared lengths that are timed when there are to be fewer cases
@@ -56,6 +59,7 @@ class Job(NamedTuple):
     again_budget: int | None = None  # the second time, tokens of a step: prompts are cut inside the kernels' chunks
     passes: bool = False  # count them
     timed: bool = False
+    oracle: Right | None = None  # makes drafts right while questions are answered
 
 
 @dataclass
@@ -69,6 +73,7 @@ class Result:
     passes: list[Passes] = field(default_factory=list)
     first_tokens: list[FirstTokens] = field(default_factory=list)
     pace: Pace | None = None
+    verified: dict[tuple[int, int], int] = field(default_factory=dict)  # rows by their drafts and the right ones
 
 
 def run(job: Job, save: Callable[[Result], None]) -> None:
@@ -86,9 +91,15 @@ def run(job: Job, save: Callable[[Result], None]) -> None:
     elif result.facts["patches_live"] and result.facts["recurrent"]:
         geometry = engine.geometry
         result.sections = own_sections(geometry, lengths, ids) if job.own_model else sections(geometry, job.quick)
-    for name, waves in result.sections.items():
-        result.answers[name] = _ask_section(engine, name, waves)
-        save(result)
+    oracle = None if job.oracle is None else Oracle(job.oracle, ORACLE_IS_RIGHT)
+    with oracle.speaks(engine.runner, engine.scheduler.requests) if oracle else contextlib.nullcontext():
+        for name, waves in result.sections.items():
+            engine.verified.clear()
+            result.answers[name] = _ask_section(engine, name, waves)
+            if name not in DEFECTS:
+                for row, times in engine.verified.items():
+                    result.verified[row] = result.verified.get(row, 0) + times
+            save(result)
     if job.passes:
         result.passes = count_passes(engine, ids)
         save(result)

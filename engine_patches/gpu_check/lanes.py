@@ -6,18 +6,21 @@ lane with the other model runner, which vLLM has but does not choose, is held to
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from engine_patches.gpu_check.draft_verdicts import DRAFTS_CHECK, judge_acceptance, judge_alone, not_ours
 from engine_patches.gpu_check.job import Job, Result
 from engine_patches.gpu_check.processes import Outcome
-from engine_patches.gpu_check.questions import EXACT, PARALLEL, RESEND, SHARED_LENGTHS, length_section
+from engine_patches.gpu_check.questions import EXACT, PARALLEL, RESEND, SHARED_LENGTHS, Question, length_section
 from engine_patches.gpu_check.verdicts import (
     BLOCK_COPY,
     EXACTNESS,
     LEFT_OUT,
     NOT_RUN,
+    OK,
     SPEED,
     STRICT,
     WRONG,
@@ -30,7 +33,7 @@ from engine_patches.gpu_check.verdicts import (
     judge_speed,
     rule_from,
 )
-from engine_patches.settings import FULL, OFF, REFERENCE
+from engine_patches.settings import DRAFTS, FULL, OFF, REFERENCE
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -41,6 +44,13 @@ BUDGET = 2048  # tokens that an engine with a cache computes in a step
 ODD_BUDGET = 250  # tokens, no multiple of any chunk
 
 OWN_ODD_BUDGET = 1000  # the same for long prompts, which would take too many steps of 250
+
+MTP = '{"method": "mtp", "num_speculative_tokens": %d}'
+
+NUMBERS_OF_DRAFTS = (3, 1, 5)  # the usual one first
+
+# Enough to see whether an engine answers at all: one prompt twice, so that it may resume.
+BRIEF = {EXACT: [[Question("brief", range(100, 900), [], None)]] * 2}
 
 NEMOTRON, QWEN = "nemotron_h", "qwen3_next"
 
@@ -73,6 +83,7 @@ class Lane(NamedTuple):
     gdn_prefill: str | None = None  # backend
     on_cpu: bool = False
     own_model: bool = False
+    drafts: str | None = None  # JSON of vLLM's --speculative-config
     flags: Sequence[str] = ()  # of vLLM
 
     @property
@@ -84,6 +95,9 @@ class Lane(NamedTuple):
             name += ", other model runner"
         if self.attention:
             name += f", attention {self.attention}"
+        if self.drafts is not None:
+            drafts = json.loads(self.drafts)
+            name += f", drafts ({drafts.get('method', '?')}, {drafts.get('num_speculative_tokens', '?')})"
         if self.gdn_prefill:
             name += f", GDN prefill {self.gdn_prefill}"
         return name
@@ -93,9 +107,11 @@ class Lane(NamedTuple):
         """The lane whose questions and reference answers this one uses."""
         return self._replace(other_runner=False)
 
-    def job(self, model: Path | str, prefix_caching: bool, **more: Any) -> Job:
+    def job(self, model: Path | str, prefix_caching: bool, drafting: bool = True, **more: Any) -> Job:
         """What an engine of this lane does, as far as all of them do the same."""
         own: dict[str, Any] = {"model": str(model), "enable_prefix_caching": prefix_caching, **more}
+        if self.drafts is not None and drafting:
+            own["speculative_config"] = json.loads(self.drafts)
         if self.own_model:
             return Job(own, self.flags, own_model=True, quick=self.few)
         if self.attention:
@@ -112,7 +128,9 @@ def lanes_of(device: str, quick: bool, attention: str | None = None) -> list[Lan
         mamba = Lane(
             NEMOTRON, "float32", eager=True, strict=True, timed=True, block_copy=not quick, few=quick, on_cpu=True
         )
-        return [mamba] if quick else [mamba, Lane(QWEN, "bfloat16", eager=True, few=True, on_cpu=True)]
+        delta = Lane(QWEN, "bfloat16", eager=True, few=True, on_cpu=True)
+        drafts = mamba._replace(timed=False, block_copy=False, few=True, drafts=MTP % NUMBERS_OF_DRAFTS[0])
+        return [mamba] if quick else [mamba, delta, drafts]
     # As users run them: half precision, compiled, with CUDA graphs, model runner and kernels by vLLM's own choice.
     mamba = Lane(NEMOTRON, "bfloat16", timed=True, few=quick)
     delta = Lane(QWEN, "bfloat16", timed=True, few=quick, attention=attention)
@@ -129,6 +147,11 @@ def lanes_of(device: str, quick: bool, attention: str | None = None) -> list[Lan
         Lane(NEMOTRON, "float32", eager=True),
         *others,
         delta._replace(timed=False, gdn_prefill="triton"),
+        *(
+            lane._replace(few=True, timed=number == NUMBERS_OF_DRAFTS[0], drafts=MTP % number)
+            for number in NUMBERS_OF_DRAFTS
+            for lane in (mamba, delta)
+        ),
     ]
 
 
@@ -157,6 +180,9 @@ class Runner:
         """All checks of one lane, each as soon as it is known."""
         if lane.other_runner:
             yield from self._other_runner(lane, model)
+            return
+        if lane.drafts is not None:
+            yield from self._drafts(lane, model)
             return
         caching = lane.job(model, True)
         patched = self._engines.run(f"{lane.name} patched", caching._replace(passes=True, timed=lane.timed), FULL)
@@ -239,6 +265,80 @@ class Runner:
             yield from judge_answers(lane.name, result, truth.reference, truth.rule)
             yield judge_passes(lane.name, {"Seamark": result})
 
+    def _drafts(self, lane: Lane, model: Path | str) -> Iterator[Check]:
+        """First vLLM alone with drafts beside vLLM alone without; then Seamark beside vLLM alone with drafts.
+
+        An engine with the patches makes the questions. Tiny models draft at random, so an oracle, which knows the
+        answers without drafts, speaks for their heads in all engines after that.
+        """
+        name = EXACTNESS + lane.name
+        caching = lane.job(model, True)._replace(passes=True, timed=lane.timed)
+        patched = self._engines.run(f"{lane.name} patched", caching, FULL, {DRAFTS: "1"})
+        mine = patched.result
+        if mine is None:
+            yield self._no_drafts_here(lane, model, patched)
+            return
+        yield judge_environment(lane.name, mine.facts, lane.own_model)
+        unfit = _unfit_for_drafts(lane, mine.facts)
+        if unfit is not None:
+            yield unfit
+            return
+        if patched.fault or not _answered(lane, mine):
+            yield self._no_drafts_here(lane, model, patched)
+            return
+        asked = {section: waves for section, waves in mine.sections.items() if section in mine.answers}
+        strict = lane.strict or (lane.on_cpu and mine.facts["dtype"] == "torch.float32")
+        uncached = lane.job(model, False, drafting=False)._replace(sections=asked, again=not strict)
+        without = self._engines.run(f"{lane.name} reference", uncached, REFERENCE)
+        truth = without.result
+        if truth is None or without.fault:
+            yield _unfinished(name, without, NOT_RUN, "the engine without drafts")
+            return
+        rule = STRICT if strict else rule_from(truth)
+        right = None if lane.own_model else _right(truth)
+        asking = mine
+        alone: dict[bool, Result] = {}
+        vllm_is_right = True
+        for cache, which in ((False, "cache off"), (True, "cache on")):
+            job = lane.job(model, cache)._replace(
+                sections=asked, passes=cache, timed=cache and lane.timed, oracle=right
+            )
+            outcome = self._engines.run(f"{lane.name} alone, {which}", job, _vllm_alone(lane))
+            if outcome.result is None or outcome.fault:
+                yield _unfinished(f"{DRAFTS_CHECK}{which}, {lane.name}", outcome, NOT_RUN, "vLLM alone with drafts")
+                return
+            alone[cache] = outcome.result
+            check = judge_alone(lane.name, which, outcome.result, truth, rule)
+            vllm_is_right &= check.verdict == OK
+            yield check
+        if right is not None:
+            job = caching._replace(sections=asked, oracle=right)
+            patched = self._engines.run(f"{lane.name} patched, oracle", job, FULL, {DRAFTS: "1"})
+            if patched.result is None or patched.fault:
+                yield _unfinished(name, patched, WRONG)
+                return
+            mine = patched.result
+        judged = {lane.name: mine} | ({} if lane.own_model else {f"{lane.name}, the head's own drafts": asking})
+        for named, result in judged.items():
+            for check in judge_answers(named, result, alone[False], rule, own_model=lane.own_model):
+                yield check if vllm_is_right else not_ours(check)
+        yield judge_acceptance(lane.name, mine, alone[False], alone[True], lane.own_model)
+        yield judge_passes(lane.name, {"Seamark": mine, "vLLM alone": alone[True]})
+        if lane.timed:
+            yield _speed(lane, mine, Outcome(alone[True]), "vLLM alone")
+
+    def _no_drafts_here(self, lane: Lane, model: Path | str, patched: Outcome) -> Check:
+        """The engine with the patches did not finish: does vLLM alone draft and cache here at all?"""
+        name = EXACTNESS + lane.name
+        if patched.from_outside:
+            return _unfinished(name, patched, NOT_RUN)
+        job = lane.job(model, True)._replace(sections=BRIEF)
+        alone = self._engines.run(f"{lane.name} alone, brief", job, _vllm_alone(lane))
+        if alone.result is None or alone.fault:
+            says = f"vLLM alone does not run this model with drafts and its prefix cache here: {alone.fault}"
+            return Check(name, NOT_RUN, says)
+        return _unfinished(name, patched, WRONG)
+
     def _alone(self, lane: Lane, model: Path | str) -> tuple[Outcome, str]:
         """vLLM alone with its own defaults; on a CPU it dies of a prompt longer than a block unless that is cured."""
         job = lane.job(model, True)._replace(sections={}, passes=True, timed=True)
@@ -277,6 +377,32 @@ def _unfit(lane: Lane, facts: Mapping[str, Any]) -> Check | None:
         return Check(name, NOT_RUN, "the model has no recurrent layers: vLLM caches its prefixes by itself")
     if facts["drafts"]:
         return Check(name, NOT_RUN, "hints are refused beside speculative decoding: check the model without drafts")
+    return None
+
+
+def _vllm_alone(lane: Lane) -> str:
+    """The plugin's mode for vLLM alone; on a CPU it dies of a prompt longer than a block unless that is cured."""
+    return REFERENCE if lane.on_cpu else OFF
+
+
+def _right(truth: Result) -> dict[tuple[int, ...], Sequence[int]]:
+    """What follows each prompt, by an engine without drafts."""
+    return {
+        tuple(question.tokens): answer.tokens
+        for name, waves in truth.sections.items()
+        for question, answer in zip((q for wave in waves for q in wave), truth.answers[name], strict=True)
+    }
+
+
+def _unfit_for_drafts(lane: Lane, facts: Mapping[str, Any]) -> Check | None:
+    """Why this engine shows nothing about hints beside drafts, if it does not."""
+    name = EXACTNESS + lane.name
+    if not facts["recurrent"]:
+        return Check(name, NOT_RUN, "the model has no recurrent layers: vLLM caches its prefixes by itself")
+    if not facts["drafts"]:
+        return Check(name, NOT_RUN, "vLLM drafts no tokens with this configuration")
+    if facts["hints_refused"]:
+        return Check(name, NOT_RUN, "hints are refused beside these drafts: the engine's log says why, and the cure")
     return None
 
 

@@ -33,6 +33,7 @@ class Geometry(NamedTuple):
     block: int
     alignment: int  # states are kept at multiples of it
     budget: int  # of one pass
+    ahead: int = 0  # past a state, that a prefix has to share beside drafts
 
 
 class Question(NamedTuple):
@@ -112,7 +113,7 @@ def _parts(wave: Wave) -> list[Wave]:
 
 
 def _floor(position: int, geometry: Geometry) -> int:
-    return position // geometry.alignment * geometry.alignment
+    return max(0, (position - geometry.ahead) // geometry.alignment * geometry.alignment)
 
 
 def _shared_prefixes(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
@@ -149,7 +150,7 @@ def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[Wave]:
     kept = [_floor(hint, geometry) for hint in hints]
     found = []
     for shared in (2 * unit + 9, block + 3, block + 2 * unit + 1, 2 * block + 5):
-        hit = max(position for position in kept if position <= shared)
+        hit = max(position for position in kept if position + geometry.ahead <= shared)
         found.append(Question(f"one of four, {shared} shared", [*whole[:shared], *prompts.tokens(2)], [], hit))
     return [[Question("four boundaries", whole, hints, 0)], found]
 
@@ -199,5 +200,5 @@ def _for_defect(prompts: Prompts, geometry: Geometry, count: int) -> list[Wave]:
     for _ in range(count):
         prefix = prompts.tokens(shared)
         cold.append(Question("cold", [*prefix, *prompts.tokens(2)], [shared - unit, shared], 0))
-        warm.append(Question("warm", [*prefix, *prompts.tokens(2)], [shared], shared))
+        warm.append(Question("warm", [*prefix, *prompts.tokens(2)], [shared], _floor(shared, geometry)))
     return [cold, warm]

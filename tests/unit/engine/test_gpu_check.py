@@ -53,7 +53,9 @@ def facts(job: Job, runner: str, length: int) -> dict[str, Any]:
         "graphs": "FULL_AND_PIECEWISE",
         "asynchronous": True,
         "dtype": "torch.bfloat16",
-        "drafts": False,
+        "drafts": "speculative_config" in job.arguments,
+        "hints_refused": None,
+        "ahead": 16 if "speculative_config" in job.arguments else 0,
         "recurrent": True,
         "longest": length,
         "backends": [attention],
@@ -86,6 +88,9 @@ def honest_result(job: Job, mode: str, runner: str, length: int) -> Result:
         lengths = [shared for shared in SHARED_LENGTHS if shared + 96 <= length]
         asked = own_sections(GEOMETRY, lengths, TokenRange()) if job.own_model else sections(GEOMETRY, quick=True)
     result = Result(facts(job, runner, length), asked)
+    if "speculative_config" in job.arguments:
+        drafts = job.arguments["speculative_config"]["num_speculative_tokens"]
+        result.verified = {(drafts, right): 100 for right in range(drafts + 1)}
     for name, waves in asked.items():
         questions = [question for wave in waves for question in wave]
         answers = [right_answer(question) for question in questions]
@@ -139,7 +144,8 @@ def gpu_check(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "is_cpu_build", lambda: False)
     monkeypatch.setattr(command, "_sees_gpu", lambda: True)
-    monkeypatch.setattr(command, "write_model", lambda folder, family: folder)
+    monkeypatch.setattr(command, "config_of", lambda model: {})  # nothing is looked up on the hub
+    monkeypatch.setattr(command, "write_model", lambda folder, family, mtp=False: folder)
 
     def run(engines: Any, *arguments: str) -> tuple[int, str, dict[str, Any]]:
         monkeypatch.setattr(command, "Engines", lambda *_, **__: engines)
@@ -160,15 +166,15 @@ def test_when_all_lanes_are_right_the_last_line_says_so_and_the_status_is_0(gpu_
     status, printed, written = gpu_check(engines)
     assert status == 0 and written["exit"] == 0, printed
     assert last_line(printed) == written["verdict"]
-    assert written["verdict"].startswith("right: all 10 lanes ran and found exact answers on this GPU; hits save time")
-    assert written["lanes"] == {"ok": 10, "WRONG": 0, "not run": 0, "left out": []}
+    assert written["verdict"].startswith("right: all 16 lanes ran and found exact answers on this GPU; hits save time")
+    assert written["lanes"] == {"ok": 16, "WRONG": 0, "not run": 0, "left out": []}
     first = written["results"][0]["arguments"]
     assert first["dtype"] == "bfloat16" and first["enforce_eager"] is False and first["model"] == "nemotron_h"
     assert engines.ended
 
 
 def test_what_users_run_comes_first():
-    names = [lane.name for lane in lanes_of("cuda", quick=False)]
+    names = [lane.name for lane in GPU_LANES]
     assert names[:2] == ["nemotron_h bfloat16 compiled", "qwen3_next bfloat16 compiled"]
     first = lanes_of("cuda", quick=False)[0].job("m", True)
     assert not first.arguments["enforce_eager"] and "attention_backend" not in first.arguments
@@ -193,7 +199,8 @@ def test_each_lane_is_printed_and_written_before_the_next_one_starts(gpu_check, 
 
 
 GPU_LANES = lanes_of("cuda", quick=False)
-TIMED = [lane for lane in GPU_LANES if lane.timed]
+DRAFTING = [lane for lane in GPU_LANES if lane.drafts is not None]
+TIMED = [lane for lane in GPU_LANES if lane.timed and lane.drafts is None]
 COPYING = [lane for lane in GPU_LANES if lane.block_copy]
 
 
@@ -282,16 +289,16 @@ def test_one_wrong_lane_makes_the_whole_wrong_and_the_others_run_on(gpu_check):
     engines = ToldEngines({"nemotron_h bfloat16 compiled patched": wrong_tokens})
     status, printed, written = gpu_check(engines)
     assert status == 1 and last_line(printed).startswith("WRONG: nemotron_h bfloat16 compiled")
-    assert written["lanes"] == {"ok": 9, "WRONG": 1, "not run": 0, "left out": []}
+    assert written["lanes"] == {"ok": 15, "WRONG": 1, "not run": 0, "left out": []}
     assert "qwen3_next bfloat16 compiled: ok" in printed
 
 
 def test_a_lane_out_of_time_is_no_pass(gpu_check):
     engines = ToldEngines({"nemotron_h float32 eager patched": LATE})
     status, printed, written = gpu_check(engines)
-    assert status == 3 and written["lanes"] == {"ok": 9, "WRONG": 0, "not run": 1, "left out": []}
+    assert status == 3 and written["lanes"] == {"ok": 15, "WRONG": 0, "not run": 1, "left out": []}
     assert last_line(printed).startswith("not proven: nemotron_h float32 eager (the engine with the patches did not")
-    assert "9 of 10 lanes are right" in last_line(printed)
+    assert "15 of 16 lanes are right" in last_line(printed)
 
 
 def test_a_fault_of_the_check_itself_hides_no_other_lane(gpu_check):
@@ -351,6 +358,9 @@ def test_without_a_gpu_one_sentence_says_so(monkeypatch, capsys, tmp_path):
         ["--report", "nowhere/report.json"],
         ["--report", "."],
         ["--model", "m", "--attention-backend", "FLASHINFER"],
+        ["--speculative-config", '{"method": "mtp"}'],
+        ["--model", "m", "--speculative-config", "mtp"],
+        ["--model", "m", "--speculative-config", "[3]"],
     ],
 )
 def test_wrong_usage_is_2_and_runs_nothing(monkeypatch, capsys, tmp_path, arguments):
@@ -442,6 +452,138 @@ def test_the_report_names_no_folder_host_or_user(monkeypatch):
 def test_the_exit_status_is_that_of_the_worst_lane(verdicts, signal_number, status):
     lanes = [LaneReport(str(number), [Check("c", verdict, "s")], 1.0) for number, verdict in enumerate(verdicts)]
     assert report.exit_status(lanes, signal_number) == status
+
+
+JUDGED = ("exactness", "chunk-aligned", "the check can see")
+
+
+def test_drafts_are_checked_last_three_of_them_first():
+    assert [lane.drafts for lane in GPU_LANES[:-6]] == [None] * 10
+    numbers = [json.loads(lane.drafts or "{}")["num_speculative_tokens"] for lane in GPU_LANES[-6:]]
+    assert numbers == [3, 3, 1, 1, 5, 5]
+    assert [lane.timed for lane in DRAFTING] == [True, True, False, False, False, False]
+
+
+def test_a_lane_with_drafts_asks_vllm_alone_first_and_opts_in():
+    lane, changed = DRAFTING[0], {}
+
+    class Watched(ToldEngines):
+        def run(self, name: str, job: Job, mode: str, changes: Any = None) -> Outcome:
+            changed[name.removeprefix(lane.name + " ")] = (mode, changes, job)
+            return super().run(name, job, mode, changes)
+
+    checks = list(Runner(Watched()).run(lane, Path("m")))
+    assert {check.verdict for check in checks} == {OK}, checks
+    assert [check.name.removesuffix(f", {lane.name}") for check in checks] == [
+        "environment",
+        "vLLM alone with drafts, cache off",
+        "vLLM alone with drafts, cache on",
+        *JUDGED,
+        *(f"{check}, {lane.name}, the head's own drafts" for check in JUDGED),
+        "acceptance",
+        "forward passes",
+        "speed",
+    ]
+    assert list(changed) == ["patched", "reference", "alone, cache off", "alone, cache on", "patched, oracle"]
+    assert [mode for mode, _, _ in changed.values()] == [FULL, REFERENCE, OFF, OFF, FULL]
+    for name, (_, changes, job) in changed.items():
+        assert (changes == {"SEAMARK_DRAFTS": "1"}) == name.startswith("patched"), name
+        assert ("speculative_config" in job.arguments) == (name != "reference"), name
+        assert (job.oracle is not None) == (name not in ("patched", "reference")), name
+        assert job.arguments["enable_prefix_caching"] == (name not in ("reference", "alone, cache off"))
+
+
+@pytest.mark.parametrize("which", ["cache off", "cache on"])
+def test_where_vllm_itself_is_wrong_with_drafts_nothing_is_blamed_on_seamark(which):
+    lane = DRAFTING[0]
+    faults = {f"alone, {which}": wrong_tokens, "patched, oracle": wrong_tokens}
+    checks = list(Runner(ToldEngines(faults)).run(lane, Path("m")))
+    assert WRONG not in {check.verdict for check in checks}
+    wrong = next(check for check in checks if check.name == f"vLLM alone with drafts, {which}, {lane.name}")
+    assert wrong.verdict == NOT_RUN and wrong.says.startswith("vLLM itself answers otherwise with drafts here")
+    assert LaneReport(lane.name, checks, 0.0).verdict == NOT_RUN
+
+
+def misses_a_unit(result: Result) -> Outcome:
+    answers = {
+        name: [each._replace(cached=max(each.cached - 16, 0)) for each in found]
+        for name, found in result.answers.items()
+    }
+    return Outcome(Result(**{**vars(result), "answers": answers}))
+
+
+def drafts_worse(result: Result) -> Outcome:
+    return Outcome(Result(**{**vars(result), "verified": {(3, 0): 100, (3, 1): 20, (3, 2): 20, (3, 3): 20}}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [(wrong_tokens, "exactness"), (misses_a_unit, "exactness"), (drafts_worse, "acceptance"), (DIED, "exactness")],
+    ids=["wrong tokens", "hits a unit short", "drafts less often right", "dies"],
+)
+def test_what_is_wrong_beside_drafts_is_named(fault, check):
+    lane = DRAFTING[0]
+    checks = list(Runner(ToldEngines({"patched, oracle": fault})).run(lane, Path("m")))
+    wrong = [each.name.partition(",")[0] for each in checks if each.verdict == WRONG]
+    assert [name for name in wrong if name != "chunk-aligned"] == [check]
+
+
+@pytest.mark.parametrize(
+    ("verified", "words"), [({}, "no row verified"), ({(3, 0): 50}, "1 or 2 or 3 right drafts")], ids=["none", "blind"]
+)
+def test_a_lane_that_saw_no_right_drafts_shows_nothing(verified, words):
+    def other(result: Result) -> Outcome:
+        return Outcome(Result(**{**vars(result), "verified": verified}))
+
+    engines = ToldEngines(dict.fromkeys(("patched, oracle", "alone, cache off", "alone, cache on"), other))
+    (unproven,) = (c for c in Runner(engines).run(DRAFTING[0], Path("m")) if c.verdict != OK)
+    assert unproven.verdict == NOT_RUN and unproven.name.startswith("acceptance") and words in unproven.says
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hints_refused": "speculative"}, "hints are refused beside these drafts"),
+        ({"drafts": False}, "drafts no tokens"),
+        ({"recurrent": False}, "no recurrent layers"),
+    ],
+)
+def test_an_engine_without_hints_beside_drafts_proves_nothing(change, words):
+    def other(result: Result) -> Outcome:
+        return Outcome(Result(**{**vars(result), "facts": {**result.facts, **change}}))
+
+    checks = list(Runner(ToldEngines({"patched": other})).run(DRAFTING[0], Path("m")))
+    assert checks[-1].verdict == NOT_RUN and words in checks[-1].says
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault", "verdict"),
+    [("patched", DIED, WRONG), ("patched", LATE, NOT_RUN)]
+    + [(name, DIED, NOT_RUN) for name in ("reference", "alone, cache off", "alone, cache on")],
+)
+def test_a_lane_with_drafts_is_proven_by_all_of_its_engines(engine, fault, verdict):
+    lane = DRAFTING[0]
+    assert verdict_of(lane, ToldEngines({f"{lane.name} {engine}": fault})) == verdict
+
+
+def test_where_vllm_cannot_draft_at_all_the_lane_is_not_run():
+    faults = {"patched": DIED, "alone, brief": DIED}
+    (check,) = Runner(ToldEngines(faults)).run(DRAFTING[0], Path("m"))
+    assert check.verdict == NOT_RUN and "with drafts and its prefix cache here: RuntimeError" in check.says
+
+
+def test_an_own_model_with_a_draft_head_has_a_second_lane(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "nemotron_h"}')
+    assert [lane.drafts for lane in command.own_lanes(str(tmp_path), [], "cuda", False, None)] == [None]
+    config.write_text('{"text_config": {"mtp_num_hidden_layers": 1}}')
+    plain, drafting = command.own_lanes(str(tmp_path), [], "cuda", False, None)
+    assert plain.drafts is None and json.loads(drafting.drafts or "") == {"method": "mtp", "num_speculative_tokens": 3}
+    named = command.own_lanes(str(tmp_path), [], "cuda", False, '{"method": "ngram"}')
+    assert [lane.drafts for lane in named] == [None, '{"method": "ngram"}']
+    engines = ToldEngines()
+    list(Runner(engines).run(drafting, tmp_path))
+    assert not any(name.endswith("oracle") for name in engines.started)
 
 
 JOB = Job({})
