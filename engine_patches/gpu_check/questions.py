@@ -136,7 +136,9 @@ def _shared_prefixes(prompts: Prompts, geometry: Geometry, quick: bool) -> list[
         whole = prompts.tokens(length)
         hints = [length - 1, length]
         cold.append(Question(f"cold, ends after {length}", whole, hints, 0))
-        again.append(Question(f"resent, ends after {length}", whole, hints, _floor(length - 1, geometry)))
+        # The last token is always computed; beside drafts the one behind a state has to be shared, and it may be the last.
+        last = length - 1 + min(1, geometry.ahead)
+        again.append(Question(f"resent, ends after {length}", whole, hints, _floor(last, geometry)))
         longer = [*whole, *prompts.tokens(2)]
         again.append(Question(f"goes on after {length}", longer, [length], _floor(length, geometry)))
     return [cold, warm, again]

@@ -46,6 +46,19 @@ def test_questions_are_the_same_each_time_and_owe_hits_on_the_alignment():
     assert all(question.hit % 16 == 0 and question.hit < len(question.tokens) for question in questions if question.hit)
 
 
+def test_beside_drafts_a_hit_is_what_also_shares_what_comes_next():
+    def hits(ahead: int) -> dict[str, int | None]:
+        asked = sections(GEOMETRY._replace(ahead=ahead), quick=True)
+        return {question.case: question.hit for waves in asked.values() for wave in waves for question in wave}
+
+    case, last = "warm, 384 shared", "resent, ends after 384"
+    assert [hits(ahead)[case] for ahead in (0, 16, 1)] == [384, 368, 368]
+    assert [hits(ahead)["warm, 385 shared"] for ahead in (0, 16, 1)] == [384, 368, 384]
+    # All of a prompt is shared when it is sent again, but its last token is computed.
+    assert [hits(ahead)[last] for ahead in (0, 16, 1)] == [368, 368, 368]
+    assert min(hit for hit in hits(16).values() if hit is not None) == 0
+
+
 def test_an_own_models_questions_share_each_length_and_name_ordinary_tokens():
     ids = TokenRange(1000, 2000)
     asked = own_sections(GEOMETRY, (2000, 163), ids)
