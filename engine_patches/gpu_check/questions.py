@@ -136,7 +136,7 @@ def _shared_prefixes(prompts: Prompts, geometry: Geometry, quick: bool) -> list[
         whole = prompts.tokens(length)
         hints = [length - 1, length]
         cold.append(Question(f"cold, ends after {length}", whole, hints, 0))
-        # The last token is always computed; beside drafts the one behind a state has to be shared, and it may be the last.
+        # The last token is always computed. Beside drafts it may be the one behind a state that has to be shared.
         last = length - 1 + min(1, geometry.ahead)
         again.append(Question(f"resent, ends after {length}", whole, hints, _floor(last, geometry)))
         longer = [*whole, *prompts.tokens(2)]
