@@ -148,8 +148,9 @@ def lanes_of(device: str, quick: bool, attention: str | None = None) -> list[Lan
         *others,
         delta._replace(timed=False, gdn_prefill="triton"),
         *(
-            lane._replace(few=True, timed=number == NUMBERS_OF_DRAFTS[0], drafts=MTP % number)
+            lane._replace(few=True, timed=usual, eager=not usual, drafts=MTP % number)
             for number in NUMBERS_OF_DRAFTS
+            for usual in (number == NUMBERS_OF_DRAFTS[0],)
             for lane in (mamba, delta)
         ),
     ]
@@ -326,6 +327,8 @@ class Runner:
         yield judge_passes(lane.name, {"Seamark": mine, "vLLM alone": alone[True]})
         if lane.timed:
             yield _speed(lane, mine, Outcome(alone[True]), "vLLM alone")
+        if lane.own_model:
+            yield from _left_out(lane, mine)
 
     def _no_drafts_here(self, lane: Lane, model: Path | str, patched: Outcome) -> Check:
         """The engine with the patches did not finish: does vLLM alone draft and cache here at all?"""
@@ -376,7 +379,9 @@ def _unfit(lane: Lane, facts: Mapping[str, Any]) -> Check | None:
     if not facts["recurrent"]:
         return Check(name, NOT_RUN, "the model has no recurrent layers: vLLM caches its prefixes by itself")
     if facts["drafts"]:
-        return Check(name, NOT_RUN, "hints are refused beside speculative decoding: check the model without drafts")
+        return Check(
+            name, NOT_RUN, "this is speculative decoding: check the model without it, and with --speculative-config"
+        )
     return None
 
 

@@ -464,6 +464,14 @@ def test_drafts_are_checked_last_three_of_them_first():
     assert [lane.timed for lane in DRAFTING] == [True, True, False, False, False, False]
 
 
+def test_lanes_with_drafts_take_no_time_from_others(gpu_check):
+    engines = ToldEngines()
+    gpu_check(engines)
+    with_drafts = ["drafts" in name for name in engines.started]
+    assert with_drafts == sorted(with_drafts) and any(with_drafts)
+    assert "drafts (mtp, 3)" in next(name for name in engines.started if "drafts" in name)
+
+
 def test_a_lane_with_drafts_asks_vllm_alone_first_and_opts_in():
     lane, changed = DRAFTING[0], {}
 
