@@ -114,6 +114,11 @@ class DraftCore(Core):
                 if key not in self._meant and number * UNIT <= len(tokens):
                     self._meant[key] = (prefix(tokens, number * UNIT), number * UNIT)
 
+    def _found(self, block_hashes: Any, most: int) -> int:
+        # vLLM 0.31 looks no further than it is asked to, and takes a unit off that.
+        reached = most + self.scheduler.seamark.drop
+        return super()._found(list(block_hashes)[: reached // UNIT], reached)
+
     def _receive(self, output: Any) -> dict[str, int]:
         starts = super()._receive(output)
         gone = set(output.finished_req_ids)
