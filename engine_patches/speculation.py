@@ -50,7 +50,7 @@ def refusal(vllm_config: Any) -> str | None:
 def drops(vllm_config: Any) -> bool:
     """Whether vLLM takes a unit off each match of a prefix, for the drafts of this configuration."""
     drafts = vllm_config.speculative_config
-    if drafts is None or getattr(vllm_config, "num_hash_lookahead_tokens", 0):
+    if drafts is None or _lookahead(vllm_config):
         return False
     return bool(drafts.use_eagle_block_drop())
 
@@ -59,4 +59,9 @@ def ahead(vllm_config: Any, unit: int) -> int:
     """Tokens past a state that a prefix has to share, before the engine has said so itself; `unit`: of its matches."""
     if vllm_config.speculative_config is None or refusal(vllm_config) is not None:
         return 0
-    return unit if drops(vllm_config) else int(getattr(vllm_config, "num_hash_lookahead_tokens", 0))
+    return unit if drops(vllm_config) else _lookahead(vllm_config)
+
+
+def _lookahead(vllm_config: Any) -> int:
+    """Tokens past a block's end that its key covers, where vLLM (0.33) takes no unit off a match; 0 where it does."""
+    return int(getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from vllm.utils.hashing import sha256
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds
@@ -115,9 +116,11 @@ class DraftCore(Core):
                     self._meant[key] = (prefix(tokens, number * UNIT), number * UNIT)
 
     def _found(self, block_hashes: Any, most: int) -> int:
-        # vLLM 0.31 looks no further than it is asked to, and takes a unit off that.
+        # By a prompt that shares no more than it takes: a longer one may enter a group by a later key. vLLM 0.31 looks
+        # no further than it is asked to, and takes a unit off that.
         reached = most + self.scheduler.seamark.drop
-        return super()._found(list(block_hashes)[: reached // UNIT], reached)
+        looks_past = hasattr(kv_cache_coordinator, "eagle_proof_margin")
+        return super()._found(list(block_hashes)[: reached // UNIT], most if looks_past else reached)
 
     def _receive(self, output: Any) -> dict[str, int]:
         starts = super()._receive(output)

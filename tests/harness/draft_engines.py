@@ -100,8 +100,9 @@ def bursts(draw: random.Random) -> list[Round]:
 
 
 def edges(draw: random.Random) -> list[Round]:
-    """Prompts whose answers cross the edge of a block of 384 tokens, and a turn behind each that repeats all of it."""
-    return [[(_drawn(draw, length), [length - 6])] for length in (363, 371, 376, 380, 381, 382, 383, 384, 385)]
+    """Prompts whose answers cross token 768, an edge of blocks of 384 tokens (Mamba2's here) and of 256 (the delta
+    nets'), and a turn behind each that repeats all of it."""
+    return [[(_drawn(draw, length), [length - 6])] for length in (747, 755, 760, 764, 765, 766, 767, 768, 769)]
 
 
 TRAFFIC = {"pairs": pairs, "resends": resends, "fan outs": fan_outs, "bursts": bursts, "edges": edges}
