@@ -160,7 +160,7 @@ def test_without_vllm_the_command_says_so(monkeypatch, capsys):
 def test_where_nothing_was_run_nothing_is_proven(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(command, "Engines", Engines)
-    monkeypatch.setattr(command, "write_model", lambda *_: tmp_path)
+    monkeypatch.setattr(command, "write_model", lambda *_, **__: tmp_path)
     assert command.main(["--minutes", "0", "--report", str(tmp_path / "report.json")]) == 3
     printed = capsys.readouterr().out
     assert "no time was left" in printed and printed.splitlines()[-1].startswith("not proven: ")
