@@ -16,8 +16,9 @@ from typing import Any
 
 from engine_patches import settings
 
-# vLLM's names of the methods beside which hints have been shown to be exact.
-METHODS = ("mtp", "ngram")
+# vLLM's names of the methods beside which hints are given. The first two have been shown to be exact on engines; what
+# the others ask of the scheduler, with a head in an attention group of its own, on the scheduler alone.
+METHODS = ("mtp", "ngram", "eagle", "eagle3", "dflash", "dspark")
 
 
 def refusal(vllm_config: Any) -> str | None:
@@ -32,11 +33,13 @@ def refusal(vllm_config: Any) -> str | None:
             "to be right yet (run `seamark gpu-check` first), and without --speculative-config all hints are used"
         )
     if method not in METHODS:
-        return f"hints beside drafts of the method {method} are not known to be right; {' and '.join(METHODS)} are"
+        return f"hints beside drafts of the method {method} are not known to be right; {', '.join(METHODS)} are"
     if drafts.use_multi_module_mtp():
         return "a draft head of several modules leaves its last rows unfinished; num_speculative_tokens 1 uses one"
     if getattr(drafts, "num_speculative_tokens_per_batch_size", None) is not None:
         return "the number of drafts follows the batch's size; leave num_speculative_tokens_per_batch_size away"
+    if getattr(drafts, "enable_adaptive_verification", False):
+        return "the number of drafts follows their confidence; leave enable_adaptive_verification away"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "drafts with pipeline parallelism; use tensor parallelism, or no drafts"
     if vllm_config.kv_transfer_config is not None:

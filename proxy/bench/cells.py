@@ -112,9 +112,10 @@ class Mode:
         """The cell, curve included, that is given the smallest part; the most tokens among equals."""
         return min(self.cells + self.sweep, key=lambda cell: (cell.efficiency, -cell.oracle))
 
-    def efficiency_at(self, unit: int) -> float:
-        """As `efficiency`, of what an engine with a match unit of `unit` tokens could give."""
-        return sum(cell.delivered for cell in self.cells) / sum(floored(cell.shared, unit) for cell in self.cells)
+    def efficiency_at(self, unit: int, ahead: int) -> float:
+        """As `efficiency`, of what a match unit of `unit` tokens and drafts that need `ahead` more allow."""
+        possible = sum(floored(max(cell.shared - ahead, 0), unit) for cell in self.cells)
+        return sum(cell.delivered for cell in self.cells) / possible
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,16 @@ class Family:
     modes: tuple[Mode, ...]
     seconds: float
     unit: int = UNIT  # match unit of Seamark's engine, tokens
+    ahead: int = 0  # tokens past a state that its drafts need a prefix to share
+
+    def allowed(self, mode: Mode) -> float:
+        """The part that `mode` gives of what the match unit and the drafts of Seamark's engine allow."""
+        return mode.efficiency_at(self.unit, self.ahead)
 
     @property
     def short(self) -> list[Mode]:
-        """Seamark's modes that give less than what is wanted of what their engine's unit allows."""
-        return [mode for mode in self.modes if mode.ours and mode.efficiency_at(self.unit) < WANTED]
+        """Seamark's modes that give less than what is wanted of what their engine allows."""
+        return [mode for mode in self.modes if mode.ours and self.allowed(mode) < WANTED]
 
 
 Measure = Callable[[Lengths], Awaitable[Cell]]

@@ -23,6 +23,11 @@ from proxy.bench.stories import UNIT
 
 CONTEXT_FLAGS = ("--max-model-len", "12288")
 
+# Rows that verify drafts under model runner V1 do not mix with asynchronous scheduling.
+DRAFTS = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
+DRAFT_FLAGS = ("--speculative-config", DRAFTS, "--no-async-scheduling")
+DRAFT_ENVIRONMENT = {"SEAMARK_DRAFTS": "1"}
+
 BASELINES = {"vLLM alone": (), "vLLM, unit 16": ("--prefix-match-unit", "16")}
 
 
@@ -31,6 +36,7 @@ def main(argv: list[str]) -> int:
         prog="seamark bench grid", description="hit efficiency of a second request over shared and own lengths"
     )
     parser.add_argument("--family", action="append", metavar="NAME", help="of the generated model; repeat for several")
+    parser.add_argument("--drafts", action="store_true", help="MTP drafts three tokens on every engine; on a GPU")
     parser.add_argument("--quick", action="store_true", help="a small grid, no curve")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw curve and grids")
@@ -41,7 +47,7 @@ def main(argv: list[str]) -> int:
     say = narrator()
     families = []
     for name in dict.fromkeys(args.family or ["nemotron_h"]):
-        family = asyncio.run(measure_family(name, QUICK if args.quick else FULL, say))
+        family = asyncio.run(measure_family(name, QUICK if args.quick else FULL, say, args.drafts))
         families.append(family)
         print(render(family), flush=True)
     if args.json:
@@ -53,14 +59,15 @@ def main(argv: list[str]) -> int:
     return 1 if failures else 0
 
 
-async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> Family:
-    """All modes on the generated model of family `name`, one engine after another."""
+async def measure_family(name: str, plan: Plan, say: Callable[[str], None], drafts: bool = False) -> Family:
+    """All modes on the generated model of family `name`, one engine after another; `drafts`: each of them drafts."""
     began = time.monotonic()
-    model = generated_model(say, name)
+    model = generated_model(say, name, mtp=drafts)
+    own_flags, environment = (DRAFT_FLAGS, DRAFT_ENVIRONMENT) if drafts else ((), {})
     with tempfile.TemporaryDirectory(prefix="seamark-grid-") as folder, Servers(Path(folder)) as servers:
         async with open_client(300) as client:
             say(f"{name}: Seamark, through the gateway and by hand")
-            engine = servers.engine("seamark", model, flags=CONTEXT_FLAGS)
+            engine = servers.engine("seamark", model, "1", (*CONTEXT_FLAGS, *own_flags), environment)
             engine.wait_until_ready()
             gateway = servers.gateway(engine)
             gateway.wait_until_ready("/ready", seconds=30)
@@ -69,11 +76,12 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> F
             engine.stop()
             for baseline, flags in BASELINES.items():
                 say(f"{name}: {baseline}")
-                engine = servers.engine("baseline", model, "reference", (*CONTEXT_FLAGS, *flags))
+                engine = servers.engine("baseline", model, "reference", (*CONTEXT_FLAGS, *own_flags, *flags))
                 engine.wait_until_ready()
                 modes.append(await measure_baseline(client, baseline, engine.url, plan, plan.sweep(info.block_size)))
                 engine.stop()
-    return Family(name, info.block_size, plan, tuple(modes), time.monotonic() - began, info.match_unit)
+    title = f"{name} with MTP" if drafts else name
+    return Family(title, info.block_size, plan, tuple(modes), time.monotonic() - began, info.match_unit, info.ahead)
 
 
 def render(family: Family) -> str:
@@ -81,8 +89,9 @@ def render(family: Family) -> str:
     lines = [f"{family.name}, cache block {family.block_size} tokens, {family.seconds:.0f} s"]
     for mode in family.modes:
         lines += ["", f"{mode.name}: {mode.efficiency:.2%} of {sum(cell.oracle for cell in mode.cells)} tokens"]
-        if mode.ours and family.unit != UNIT:
-            lines[-1] += f", {mode.efficiency_at(family.unit):.2%} of what its unit of {family.unit} allows"
+        if mode.ours and (family.unit, family.ahead) != (UNIT, 0):
+            drafts = f" and drafts that need {family.ahead} more" if family.ahead else ""
+            lines[-1] += f", {family.allowed(mode):.2%} of what its unit of {family.unit}{drafts} allows"
         lines[-1] += f", worst {_in_words(mode.worst)}, {mode.seconds:.0f} s"
         lines.append("  shared \\ own" + "".join(f"{own:>6}" for own in family.plan.own))
         by_place = {cell.wanted: cell for cell in mode.cells}
@@ -100,7 +109,7 @@ def _in_words(cell: Cell) -> str:
 def complaints(family: Family) -> list[str]:
     """What is not as good as it has to be, with the worst cell."""
     return [
-        f"{family.name}, {mode.name}: {mode.efficiency_at(family.unit):.2%} is less than {WANTED:.0%};"
+        f"{family.name}, {mode.name}: {family.allowed(mode):.2%} is less than {WANTED:.0%};"
         f" worst {_in_words(mode.worst)}"
         for mode in family.short
     ]

@@ -53,11 +53,13 @@ class DraftCore(Core):
         variable: bool = False,
         head: str = BESIDE_THE_TARGET,
         drop: bool = True,
+        fills_in: bool = False,
         seed: int = 0,
         **options: Any,
     ) -> None:
         """`drafts`: for each token, at most so many; exactly so many unless `variable`. `head`: where it has its rows.
-        `drop`: if False, vLLM is told not to take a unit off each match. `options`: those of `Core`. With `overlap`
+        `drop`: if False, vLLM is told not to take a unit off each match. `fills_in`: the head has a row for one token
+        more than it drafts (dflash, and dspark with a bonus query). `options`: those of `Core`. With `overlap`
         the worker is a model runner V2, and V1 without.
         """
         speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": drafts}
@@ -76,6 +78,7 @@ class DraftCore(Core):
         self._computed: dict[str, int] = {}  # tokens; the scheduler's own counts may run ahead
         self._prefill_ends: dict[str, int] = {}  # tokens that a request had when it was admitted
         super().__init__(model, blocks, budget, speculative=speculative, **options)
+        self.scheduler.num_lookahead_tokens += fills_in
 
     def _place_draft_head(self, groups: list[KVCacheGroupSpec]) -> None:
         shape = dict(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)

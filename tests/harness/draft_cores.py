@@ -43,6 +43,8 @@ HEADS: list[dict[str, Any]] = [
     {"head": OWN_SHAPE},
     {"head": OWN_SHAPE, "overlap": True, **TIGHT},
     {"head": OWN_SHAPE, "drop": False},
+    {"head": OWN_SHAPE, "fills_in": True},
+    {"head": OWN_GROUP, "fills_in": True, "overlap": True, **TIGHT},
     {"head": UNKNOWN},
     {"head": UNKNOWN, "overlap": True, **TIGHT},
 ]

@@ -1,9 +1,11 @@
 """A whole engine on model runner V2, a GPU's default, on a CPU: the runner's Triton kernels in Triton's interpreter.
 
-Run by `tests.harness.versions.interpreted` as `engine_v2 MODEL MODE`, with the plugin (`seamark`) and asynchronous
-scheduling, or as a `reference`: runner V1, no prefix caching. The recurrent layers run on vLLM's kernels for CPUs. The
-plugin's two questions whether this is a GPU are answered as on one. Prints JSON: for each prompt its tokens, their
-log probabilities, and the tokens it found in the cache; and the class of the runner and of the scheduler.
+Run by `tests.harness.versions.interpreted` as `engine_v2 MODEL MODE TRAFFIC [RIGHT]`, with the plugin (`seamark`) and
+asynchronous scheduling, or as a `reference`: runner V1, no prefix caching. The recurrent layers run on vLLM's kernels
+for CPUs. The plugin's two questions whether this is a GPU are answered as on one. With `RIGHT`, what a reference has
+answered (JSON: pairs of a prompt and its answer), the engine drafts by MTP, and an oracle makes some drafts right.
+Prints JSON: for each prompt its tokens, their log probabilities, and the tokens it found in the cache; the class of the
+runner and of the scheduler; how many rows had how many right drafts.
 """
 
 from __future__ import annotations
@@ -12,20 +14,33 @@ import json
 import os
 import random
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from tests.harness import async_scheduling, triton_interpreter
+from tests.harness import async_scheduling, draft_kernels, triton_interpreter
 
 ANSWER = 6  # tokens
 
+PREFIXES, EDGE = "prefixes", "edge"
 
-def waves() -> list[list[tuple[list[int], list[int]]]]:
-    """Prompts that are asked at once, with their hints."""
+DRAFTS = 3  # for each token
+
+EDGE_ANSWER = 26  # tokens, across the edge of a block of 384
+
+Wave = list[tuple[list[int], list[int]]]  # prompts that are asked at once, with their hints
+
+
+def waves(traffic: str) -> list[Wave]:
+    """What is asked: prompts that share prefixes, or one whose answer crosses the edge of a block."""
     draw = random.Random(5)
 
     def drawn(length: int) -> list[int]:
         return [draw.randrange(100, 4000) for _ in range(length)]
 
+    if traffic == EDGE:
+        return [[(drawn(378), [])]]
     one, two = drawn(90), drawn(161)
     return [
         [(one, [48, 64])],
@@ -37,7 +52,7 @@ def waves() -> list[list[tuple[list[int], list[int]]]]:
     ]
 
 
-# Tokens that each prompt of `waves` finds in the cache.
+# Tokens that each of the prompts that share prefixes finds in the cache; with drafts a unit less.
 OWED = (0, 48, 64, 0, 160, 64, 96, 64)
 
 
@@ -53,9 +68,18 @@ def _as_on_a_gpu() -> None:
     layers._writes_in_forward = lambda layer, config: layers._is_a(layers.MAMBA2, layer)
 
 
-def main(model: str, mode: str) -> None:
-    patched = mode == "seamark"
+def _oracle(core: Any, right: Sequence[Any]) -> AbstractContextManager[None]:
+    from engine_patches.gpu_check.draft_oracle import Oracle
+
+    runner = core.model_executor.driver_worker.worker.model_runner
+    known = {tuple(prompt): answer for prompt, answer in right}
+    return Oracle(known, 0.7).speaks(runner, core.scheduler.requests) if right else nullcontext()
+
+
+def main(model: str, mode: str, traffic: str, right: str = "[]") -> None:
+    patched, answered = mode == "seamark", json.loads(right)
     os.environ |= {
+        "SEAMARK_DRAFTS": "1",
         "SEAMARK_ENGINE": "1" if patched else "reference",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(patched)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -69,6 +93,8 @@ def main(model: str, mode: str) -> None:
     if patched:
         _as_on_a_gpu()
         async_scheduling.register()
+        if answered:
+            draft_kernels.install((draft_kernels.CONVOLUTION, draft_kernels.STATE_UPDATE))
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -82,14 +108,25 @@ def main(model: str, mode: str) -> None:
         dtype="float32",
         enable_prefix_caching=patched,
         async_scheduling=patched,
+        speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTS} if answered else None,
     )
     core = engine.llm_engine.engine_core.engine_core
+    take = core.scheduler.update_from_output
+    accepted: Counter[int] = Counter()
+
+    def watched(scheduled: Any, output: Any, *args: Any, **options: Any) -> Any:
+        for name in scheduled.scheduled_spec_decode_tokens:
+            accepted[len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1] += 1
+        return take(scheduled, output, *args, **options)
+
+    core.scheduler.update_from_output = watched
     answers: list[Any] = []
-    for wave in waves():
+
+    def ask(wave: Wave, length: int) -> None:
         parameters = [
             SamplingParams(
                 temperature=0,
-                max_tokens=ANSWER,
+                max_tokens=length,
                 logprobs=1,
                 ignore_eos=True,
                 detokenize=False,
@@ -98,16 +135,23 @@ def main(model: str, mode: str) -> None:
             for _, hint in wave
         ]
         found = engine.generate([{"prompt_token_ids": prompt} for prompt, _ in wave], parameters, use_tqdm=False)
-        for request in found:
+        for (prompt, _), request in zip(wave, found, strict=True):
             output = request.outputs[0]
-            tokens = list(output.token_ids)
+            tokens, cached = list(output.token_ids), request.num_cached_tokens or 0
             logprobs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
-            answers.append({"tokens": tokens, "logprobs": logprobs, "cached": request.num_cached_tokens or 0})
+            answers.append({"prompt": prompt, "tokens": tokens, "logprobs": logprobs, "cached": cached})
+
+    with _oracle(core, answered):
+        for wave in waves(traffic):
+            ask(wave, EDGE_ANSWER if traffic == EDGE else ANSWER)
+        if traffic == EDGE:  # the turn behind it
+            ask([(answers[0]["prompt"] + answers[0]["tokens"], [])], ANSWER)
     runner = type(core.model_executor.driver_worker.worker.model_runner)
     print(
         json.dumps(
             {
                 "answers": answers,
+                "accepted": {str(count): times for count, times in accepted.items()},
                 "runner": [each.__module__ for each in runner.__mro__],
                 "scheduler": type(core.scheduler).__name__,
                 "writes_in_forward": patched and core.scheduler.seamark.writes_in_forward,

@@ -48,6 +48,14 @@ PAIRS = (
     Engine("never right", speculation=MTP, oracle="right", probability=0.0),
     WITH_NGRAM,
     Engine("no drop", speculation=NO_DROP, oracle="right"),
+    Engine("refused", opted_in=False, speculation=MTP, oracle="right"),
+    Engine("admitted alone", speculation=MTP, oracle="right", planted=ADMITTED_ALONE),
+)
+
+# A row whose drafts are all right may end at the edge of a block, where its state has to move.
+PLANTED = tuple(
+    Engine(defect, speculation=MTP, traffic="edges", oracle="right", planted=defect, probability=probability)
+    for defect, probability in ((A_UNIT_EARLY, 0.7), (ACCEPTED_IGNORED, 0.7), (NO_COPY, 1.0))
 )
 
 EDGES = tuple(
@@ -61,6 +69,8 @@ EDGES = tuple(
         ("ngram", "1", NGRAM, True, "right", 0.7),
     )
 )
+
+EDGES_AND_DEFECTS = (*EDGES, *PLANTED)
 
 TIGHT = {"num_gpu_blocks_override": 90, "max_num_batched_tokens": 320}
 
@@ -157,7 +167,7 @@ def test_a_hit_leaves_the_heads_own_drafts_as_they_are(family):
 
 @FAMILIES
 def test_answers_that_cross_a_blocks_edge_are_exact_and_their_next_turns_hit(family):
-    found = run(family, EDGES)
+    found = run(family, EDGES_AND_DEFECTS)
     for name in ("seamark", "always right", "ngram"):
         assert not differences(found[name], found["right"]), name
         assert sum(hits(found[name])) > 5000 and not found[name]["held"]
@@ -173,8 +183,7 @@ def test_bursts_with_little_room_are_exact(family):
 
 
 def test_without_the_switch_hints_are_refused_and_vllm_answers_and_caches_as_it_does_alone():
-    refused = Engine("refused", opted_in=False, speculation=MTP, oracle="right")
-    found = run(NEMOTRON_H, (RIGHT, ALONE, refused))
+    found = run(NEMOTRON_H, PAIRS)
     asked = found["refused"]
     assert not differences(asked, found["right"]) and hits(asked) == hits(found["alone"])
     assert asked["refused"] == "speculative" and not asked["writes_in_forward"] and not asked["held"]
@@ -182,12 +191,6 @@ def test_without_the_switch_hints_are_refused_and_vllm_answers_and_caches_as_it_
     (line,) = asked["said"]
     assert "hints are refused" in line and "SEAMARK_DRAFTS=1" in line
 
-
-# A row whose drafts are all right may end at the edge of a block, where its state has to move.
-PLANTED = tuple(
-    Engine(defect, speculation=MTP, traffic="edges", oracle="right", planted=defect, probability=probability)
-    for defect, probability in ((A_UNIT_EARLY, 0.7), (ACCEPTED_IGNORED, 0.7), (NO_COPY, 1.0))
-)
 
 LACKING = tuple(
     Engine(part, speculation=MTP, traffic="edges", oracle="right", without=(part,))
@@ -198,11 +201,12 @@ LACKING = tuple(
 @FAMILIES
 @pytest.mark.parametrize("defect", [engine.name for engine in PLANTED])
 def test_each_defect_is_seen(family, defect):
-    found = run(family, (EDGES[0], *PLANTED))
+    found = run(family, EDGES_AND_DEFECTS)
     assert "error" not in found[defect], found[defect]
     assert differences(found[defect], found["right"])
 
 
+@pytest.mark.on_request
 @pytest.mark.parametrize("part", [engine.name for engine in LACKING])
 def test_each_stand_in_is_needed(part):
     found = run(NEMOTRON_H, (EDGES[0], *LACKING))
@@ -212,5 +216,4 @@ def test_each_stand_in_is_needed(part):
 
 
 def test_hints_that_are_admitted_and_nothing_else_find_less():
-    found = run(NEMOTRON_H, (RIGHT, Engine("admitted", speculation=MTP, oracle="right", planted=ADMITTED_ALONE)))
-    assert sum(hits(found["admitted"])) < sum(owed(NEMOTRON_H, UNIT))
+    assert sum(hits(run(NEMOTRON_H, PAIRS)["admitted alone"])) < sum(owed(NEMOTRON_H, UNIT))

@@ -62,9 +62,19 @@ def test_a_coarser_unit_is_judged_by_what_it_allows_and_shown_beside_the_finest(
     assert not grid.complaints(coarse) and grid.complaints(replace(coarse, unit=16))
 
 
+def test_beside_drafts_a_cell_is_judged_by_what_they_leave():
+    cell = Cell(Lengths(163, 5), 163, 5, 144)  # 160 without drafts
+    modes = (Mode("Seamark, hints", True, (cell,), (), 1.0),)
+    drafting = Family("nemotron_h with MTP", 384, Plan((163,), (5,), 5, 0), modes, 1.0, ahead=16)
+    assert "90.00% of 160 tokens, 100.00% of what its unit of 16 and drafts that need 16 more allows" in grid.render(
+        drafting
+    )
+    assert not grid.complaints(drafting) and grid.complaints(replace(drafting, ahead=0))
+
+
 @pytest.mark.parametrize(("delivered", "status"), [(1.0, 0), (0.97, 1)])
 def test_the_exit_status_tells_whether_seamark_gave_enough(delivered, status, monkeypatch, tmp_path, capsys):
-    async def made_up(name, plan, say):
+    async def made_up(name, plan, say, drafts):
         return replace(family(delivered), name=name)
 
     monkeypatch.setattr(grid, "measure_family", made_up)

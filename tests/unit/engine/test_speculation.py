@@ -17,6 +17,7 @@ def config(method: str = "mtp", modules: int = 1, **changes: Any) -> SimpleNames
         use_multi_module_mtp=lambda: modules > 1,
         use_eagle_block_drop=lambda: method in ("mtp", "eagle3"),
         num_speculative_tokens_per_batch_size=changes.pop("by_batch", None),
+        enable_adaptive_verification=changes.pop("by_confidence", False),
     )
     plain = dict(
         speculative_config=drafts,
@@ -40,7 +41,7 @@ def test_nothing_is_refused_without_drafts(monkeypatch):
     assert not speculation.drops(config(speculative_config=None))
 
 
-@pytest.mark.parametrize("admitted", [config("mtp"), config("ngram"), config(overlap=True, v2=True)])
+@pytest.mark.parametrize("admitted", [*map(config, speculation.METHODS), config(overlap=True, v2=True)])
 def test_what_is_known_to_be_right_is_not_refused(admitted):
     assert speculation.refusal(admitted) is None
 
@@ -54,10 +55,11 @@ def test_hints_beside_drafts_are_asked_for(monkeypatch):
 @pytest.mark.parametrize(
     ("refused", "told"),
     [
-        (config("eagle3"), "eagle3"),
+        (config("medusa"), "medusa"),
         (config("draft_model"), "draft_model"),
         (config(modules=2), "several modules"),
         (config(by_batch=[1, 2]), "num_speculative_tokens_per_batch_size"),
+        (config("dspark", by_confidence=True), "enable_adaptive_verification"),
         (config(stages=2), "pipeline"),
         (config(connector=object()), "connector"),
         (config(overlap=True), "--no-async-scheduling"),
