@@ -146,7 +146,7 @@ def test_why_a_worker_does_not_answer_is_logged_once_and_told_to_clients(fleet, 
         refused = post(gateway, chat("Tide?"))
         seen = found.probes()
         wait_for(lambda: found.probes() >= seen + 3)
-    (line,) = lines(gateway, " is down: ")
+        (line,) = lines(gateway, " is down: ")
     assert found.url.removeprefix("http://") in line and words in line
     assert refused.status_code == 503 and words in refused.json()["error"]["message"]
     assert "may still be loading" not in refused.text
