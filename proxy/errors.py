@@ -1,8 +1,13 @@
-"""Every error that a client can get, each with its HTTP status, in OpenAI's error envelope; and `SettingsError`."""
+"""Every error that a client can get, each with its HTTP status, in OpenAI's error envelope; and `SettingsError`.
+
+A name that nobody knows is answered with those that read like it.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 
 RETRY_AFTER_SECONDS = 2
 
@@ -126,3 +131,12 @@ class WorkerSilent(GatewayError):
 
 class SettingsError(Exception):
     """A setting that cannot be used; the message names the setting and the cure."""
+
+
+def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a complaint about a name: `; did you mean X or Y?`, or nothing if no known name reads like it.
+
+    Names are compared without the `prefix` with which they are shown.
+    """
+    near = difflib.get_close_matches(given, list(known), n=2)
+    return f"; did you mean {' or '.join(prefix + name for name in near)}?" if near else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,10 +11,20 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from proxy.config_files import read_toml, worker_url
-from proxy.errors import SettingsError
+from proxy.config_files import VALUE_ERROR, read_toml, worker_url
+from proxy.errors import SettingsError, did_you_mean
 
 PREFIX = "SEAMARK_"
+
+# Variables with our prefix that are for vLLM's environment. One file of variables often serves gateway and workers.
+PLUGIN_VARIABLES = frozenset(
+    {"SEAMARK_ENGINE", "SEAMARK_FAN_OUT", "SEAMARK_STATE_SHARE", "SEAMARK_CHUNK_ENDS", "SEAMARK_DRAFTS"}
+)
+
+# What Kubernetes sets in each pod for a Service called `seamark` or `seamark-...`, beside an address in `..._PORT`.
+_SERVICE_LINK = re.compile(r"SEAMARK_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_\w+)")
+
+_SERVICE_ADDRESS = ("tcp://", "udp://", "sctp://")
 
 RewriteRule = Literal["billing_header", "tools_sorted"]
 REWRITE_RULES: tuple[RewriteRule, ...] = get_args(RewriteRule)
@@ -241,6 +252,8 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     config = args.config or (Path(environment[PREFIX + "CONFIG"]) if environment.get(PREFIX + "CONFIG") else None)
     if config is not None:
         values.update(read_toml("config", config))
+        if unknown := [no_setting(name) for name in values if name not in names]:
+            raise SettingsError(f"config: {config}: {'; '.join(unknown)}")
     variables = {name: environment.get(PREFIX + name.upper()) for name in names}
     # An empty variable was left as .env.example has it. Only for the rewrite rules does it mean something: none.
     values.update({name: value for name, value in variables.items() if value or (value == "" and name == "rewrite")})
@@ -255,11 +268,33 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
         raise SettingsError("; ".join(_complaints(error.errors()))) from None
 
 
+def no_setting(name: str) -> str:
+    """That there is no setting of this name, and which ones read like it."""
+    return f"no setting {name!r}{did_you_mean(name.replace('-', '_').lower(), Settings.model_fields)}"
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable with our prefix that nothing of Seamark reads.
+
+    They are no errors: others put variables with this prefix there, too, as Kubernetes does for its Services.
+    """
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + "CONFIG"} | PLUGIN_VARIABLES
+    return [
+        f"{name} is ignored: {no_setting(name.removeprefix(PREFIX).lower())}"
+        for name, value in sorted(environment.items())
+        if name.startswith(PREFIX)
+        and name not in known
+        and not _SERVICE_LINK.fullmatch(name)
+        and not value.startswith(_SERVICE_ADDRESS)
+    ]
+
+
 def _complaints(errors: Sequence[Any]) -> list[str]:
     complaints = []
     for error in errors:
-        # An unknown name may be a misspelt secret, and a worker's URL may hold a password.
-        hidden = error["loc"][0] in SECRET or error["type"] == "extra_forbidden" or "@" in str(error["input"])
+        hidden = error["loc"][0] in SECRET or "@" in str(error["input"])  # a worker's URL may hold a password
         got = "" if hidden else f" (got {error['input']!r})"
-        complaints.append(f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}{got}")
+        complaints.append(
+            f"{'.'.join(str(part) for part in error['loc'])}: {error['msg'].removeprefix(VALUE_ERROR)}{got}"
+        )
     return complaints

@@ -295,7 +295,9 @@ def why_not(error: ModuleNotFoundError) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark model", description="write a small random hybrid model")
+    parser = argparse.ArgumentParser(
+        prog="seamark model", description="write a small random hybrid model", allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--family", choices=sorted(FAMILIES), default="nemotron_h")
     parser.add_argument("--seed", type=int, default=0)

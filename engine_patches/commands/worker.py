@@ -131,6 +131,7 @@ def main(argv: list[str]) -> int:
         own, extra = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(
         prog="seamark worker",
+        allow_abbrev=False,
         description="start a vLLM server with Seamark's patches",
         epilog="Everything after -- goes to vLLM. Variables of the environment: SEAMARK_ENGINE=0 leaves vLLM "
         "untouched, =reference cures its defects and no more; SEAMARK_FAN_OUT=0: no request waits for another one's "

@@ -98,6 +98,7 @@ def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
         "save time",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="NAME", help="this model (a folder or a name) instead of the tiny ones")
     parser.add_argument(

@@ -16,6 +16,7 @@ import httpx
 
 from proxy.bench.harness.servers import MODEL_NAME
 from proxy.boundaries.token_ids import common_prefix
+from proxy.commands.parser import Parser
 
 TURNS = 20
 
@@ -186,13 +187,12 @@ async def _tokens(client: httpx.AsyncClient, worker: str, path: str, body: Mappi
 
 
 def main(argv: list[str]) -> int:
-    import argparse
     import tempfile
     from pathlib import Path
 
     from proxy.bench.harness.servers import Servers, generated_model
 
-    parser = argparse.ArgumentParser(prog="seamark bench agents", description="hit efficiency by agents' requests")
+    parser = Parser(prog="seamark bench agents", description="hit efficiency by agents' requests")
     parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="seamark-agents-") as name, Servers(Path(name)) as servers:
         engine = servers.engine("seamark", generated_model(print), flags=FLAGS)

@@ -6,7 +6,6 @@ ratio over all lengths is above `MOST`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -22,6 +21,7 @@ from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.ratios import Comparison, Pair, Spread, in_words, pooled, spread
 from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from proxy.bench.passes import BASELINE, FLAGS
+from proxy.commands.parser import Parser
 
 MOST = 1.02  # CPU time over that of vLLM alone
 
@@ -182,9 +182,7 @@ def report(costs: Sequence[Cost]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="seamark bench cost", description="CPU time the plugin adds where nothing is shared"
-    )
+    parser = Parser(prog="seamark bench cost", description="CPU time the plugin adds where nothing is shared")
     parser.add_argument("--family", action="append", metavar="NAME", help="of the generated model; repeat for several")
     parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help=f"of samples per length ({PAIRS})")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")

@@ -5,7 +5,6 @@ Exit status 0 when every story held. Everything started is ended; `--keep` serve
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -23,6 +22,7 @@ from proxy.bench.harness.client import ask_all, open_client
 from proxy.bench.harness.counters import PassCounter
 from proxy.bench.harness.servers import MODEL_NAME, Servers, generated_model, narrator
 from proxy.bench.stories import Contender, Line, Planted, Stage, Story
+from proxy.commands.parser import Parser
 
 REPORTS = Path("reports")
 
@@ -165,9 +165,7 @@ def _comparison(line: Line, alone: Line) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="seamark bench demo", description="the stories of the README, on real engines"
-    )
+    parser = Parser(prog="seamark bench demo", description="the stories of the README, on real engines")
     parser.add_argument("--keep", action="store_true", help="serve on afterwards and print the base_url")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")

@@ -6,7 +6,6 @@ the reference engine, or if unrelated short requests wait longer than without th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -38,6 +37,7 @@ from proxy.bench.harness.client import (
 from proxy.bench.harness.counters import CpuTime, PassCounter, samples_of
 from proxy.bench.harness.ratios import Comparison, Pair
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
+from proxy.commands.parser import Parser
 
 FLAGS = (
     *("--max-num-seqs", "32", "--max-num-batched-tokens", "1024", "--long-prefill-token-threshold", "256"),
@@ -426,7 +426,7 @@ def report(result: FanOut) -> Mapping[str, object]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark bench fan-out", description="cold fan-outs on a busy engine")
+    parser = Parser(prog="seamark bench fan-out", description="cold fan-outs on a busy engine")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="waves with short requests, on each side")
     parser.add_argument("--json", action="store_true", help="print the report instead of the tables")
     args = parser.parse_args(argv)

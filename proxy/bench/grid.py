@@ -5,7 +5,6 @@ Four modes on real engines, one engine at a time. Exit status 1 if Seamark gives
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -20,6 +19,7 @@ from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Lengths, Mode, 
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.servers import Servers, generated_model, narrator
 from proxy.bench.stories import UNIT
+from proxy.commands.parser import Parser
 
 CONTEXT_FLAGS = ("--max-model-len", "12288")
 
@@ -32,7 +32,7 @@ BASELINES = {"vLLM alone": (), "vLLM, unit 16": ("--prefix-match-unit", "16")}
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="seamark bench grid", description="hit efficiency of a second request over shared and own lengths"
     )
     parser.add_argument("--family", action="append", metavar="NAME", help="of the generated model; repeat for several")

@@ -5,7 +5,6 @@ Passes are counted in vLLM's own log. Exit status 1 if Seamark takes more passes
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -20,6 +19,7 @@ import httpx
 from proxy.bench.harness.client import complete, fresh_tokens, open_client, three_boundaries
 from proxy.bench.harness.counters import CpuTime, PassCounter
 from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
+from proxy.commands.parser import Parser
 from proxy.fleet import worker_metrics
 
 # One pass holds any prompt here, so that a second one has to be somebody's choice.
@@ -234,9 +234,7 @@ def report(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="seamark bench passes", description="forward passes, hinted and not, against vLLM alone"
-    )
+    parser = Parser(prog="seamark bench passes", description="forward passes, hinted and not, against vLLM alone")
     parser.add_argument("--family", action="append", metavar="NAME", help="of the generated model; repeat for several")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)

@@ -6,7 +6,6 @@ one's own part. Exit status 1 if Seamark's warm first token takes more than `MOS
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -24,6 +23,7 @@ from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.ratios import Comparison, Pair, Spread, in_words, spread
 from proxy.bench.harness.servers import Servers, generated_model, narrator
 from proxy.bench.passes import BASELINE, FLAGS, OURS
+from proxy.commands.parser import Parser
 
 MOST = 1.15  # a warm first token over the first token of the own part alone
 
@@ -211,9 +211,7 @@ def _described(engine: Resumed) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="seamark bench resume", description="the price of going on from a shared prefix"
-    )
+    parser = Parser(prog="seamark bench resume", description="the price of going on from a shared prefix")
     parser.add_argument("--family", action="append", metavar="NAME", help="of the generated model; repeat for several")
     parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help=f"rounds per engine ({PAIRS})")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_ren
 from proxy.boundaries.resolve import resolve
 from proxy.boundaries.template_facts import setting_of
 from proxy.chat.reader import chat_request
+from proxy.commands.parser import Parser
 from proxy.commands.render_server import free_port
 from proxy.config_files import base_url
 from proxy.errors import BadRequest
@@ -45,9 +47,7 @@ class NoBoundary(Exception):
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="seamark boundary", description="print where the shared part of a chat request ends"
-    )
+    parser = Parser(prog="seamark boundary", description="print where the shared part of a chat request ends")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--worker", metavar="URL", help="a running vLLM server")
     source.add_argument("--model", metavar="PATH", type=Path, help="a model folder with tokenizer and chat template")
@@ -141,6 +141,8 @@ async def _render_server(upstream: Upstream, model: Path, served_name: Any) -> A
     """The address of a render server of vLLM for `model`, which ends with the context."""
     if not (model / "config.json").is_file():
         raise NoBoundary(f"--model: {model} is not a model folder (no config.json)", 2)
+    if importlib.util.find_spec("vllm") is None:
+        raise NoBoundary("--model: vLLM renders it, and there is none in this environment; or ask a --worker URL", 1)
     port = free_port()
     command = [sys.executable, "-m", "proxy.commands.render_server", "--model", str(model), "--host", "127.0.0.1"]
     # Without a parser vLLM refuses chats that offer tools. Any parser will do, since nothing is generated.

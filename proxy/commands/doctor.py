@@ -5,7 +5,6 @@ If they are not live, its last two lines are the cure.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from proxy.chat.chat import CHAT
+from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
@@ -55,7 +55,7 @@ class Diagnosis(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="seamark doctor", description="examine a vLLM worker")
+    parser = Parser(prog="seamark doctor", description="examine a vLLM worker")
     parser.add_argument("--worker", metavar="URL", required=True)
     parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the worker's API key")
     parser.add_argument("--gateway", metavar="URL", help="a gateway before the worker: prints what it has seen lost")

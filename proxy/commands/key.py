@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import secrets
 
+from proxy.commands.parser import Parser
+
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="seamark key", description="make an API key for the gateway's --api-keys file"
-    )
+    parser = Parser(prog="seamark key", description="make an API key for the gateway's --api-keys file")
     parser.add_argument("name", help="its owner, as shown in logs and metrics")
     parser.add_argument("--share", metavar="GROUP", help="share cached prefixes with the other keys of this group")
     parser.add_argument("--max-inflight", type=int, metavar="N", help="most requests at workers at once; 0: no limit")

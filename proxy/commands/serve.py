@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
 
 from proxy import settings as settings_of
+from proxy.commands.parser import Parser
 from proxy.errors import SettingsError
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="seamark serve", description="the gateway; every setting also as SEAMARK_<NAME> or in the config file"
     )
     settings_of.add_arguments(parser)
+    args = parser.parse_args(argv)
+    for sentence in settings_of.unknown_variables(os.environ):
+        print(f"seamark serve: {sentence}", file=sys.stderr)
     try:
-        settings = settings_of.load(parser.parse_args(argv), os.environ)
+        settings = settings_of.load(args, os.environ)
         from proxy.server import memory
         from proxy.server.descriptors import raise_limit
         from proxy.server.uvicorn_server import server_for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import NoWorker
 from proxy.fleet import worker_metrics
 from proxy.fleet.worker import Worker
-from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
+from proxy.fleet.worker_metrics import WorkerMetrics
+from proxy.http.client import Broken, Exhausted, Malformed, Silent, Unreachable, Upstream
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -31,6 +33,16 @@ PROBE_TIMEOUT = 5.0
 # requests. Learning goes on after that.
 FACTS_SECONDS = 5.0
 
+MOST_CAUSES = 3  # of workers that are down, in what a client reads
+
+MOST_NAMES = 4  # of models, in a line of the log: adapters may be many
+
+LOOP = "this is the gateway itself: --worker must name a vLLM server"
+
+
+class Unwell(Exception):
+    """A worker answered, and cannot be used; the message says why."""
+
 
 class WorkerPool:
     """All workers that the settings and the workers file name, watched by a background task."""
@@ -40,6 +52,7 @@ class WorkerPool:
         self._facts = facts
         self._metrics = metrics
         self._settings = settings
+        self.gateway_id = os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
@@ -83,8 +96,9 @@ class WorkerPool:
         """
         if serving := self.serving(model):
             return _fit([worker for worker in serving if not worker.warming] or serving)
-        if any(worker.serves(model) for worker in self.workers) or not (up := self.up):
-            raise NoWorker("No worker is ready for this model. It may still be loading it.")
+        served_by = [worker for worker in self.workers if worker.serves(model)]
+        if served_by or not (up := self.up):
+            raise no_worker("No worker is ready for this model.", served_by or self.workers)
         return _fit(up)
 
     async def watch(self) -> None:
@@ -109,9 +123,9 @@ class WorkerPool:
             task = self._checks[worker.url] = asyncio.create_task(self._check_health(worker))
         await asyncio.shield(task)
 
-    def mark_down(self, worker: Worker) -> None:
-        """A connection was refused: no more requests until the next health check finds it well."""
-        self._set_up(worker, False)
+    def mark_down(self, worker: Worker, why: str = "") -> None:
+        """A connection could not be made: no more requests until the next health check finds it well."""
+        self._set_up(worker, False, why or "no connection")
 
     def record_failure(self, worker: Worker, request: bytes) -> None:
         """A worker took a request with this body and gave no answer, or said that it failed."""
@@ -132,10 +146,12 @@ class WorkerPool:
         named: list[tuple[str, int | None]] = [(url, None) for url in settings.worker]
         named += self._file.value if self._file is not None else ()
         wanted: dict[str, int] = {}
+        with_credentials: dict[str, bool] = {}
         for url, limit in named:
             address, userinfo = without_credentials(url)
             wanted[address] = settings.max_inflight if limit is None else limit
             self._upstream.trust(address, userinfo)
+            with_credentials[address] = userinfo is not None
         present = {worker.url: worker for worker in self.workers}
         for url in present.keys() - wanted.keys():
             logger.info("worker %s is removed", present[url].name)
@@ -149,6 +165,7 @@ class WorkerPool:
         self.workers = [present.get(url) or self._new(url) for url in wanted]
         for worker in self.workers:
             worker.max_inflight = wanted[worker.url]
+            worker.has_credentials = with_credentials[worker.url]
 
     def _new(self, url: str) -> Worker:
         settings = self._settings
@@ -159,19 +176,26 @@ class WorkerPool:
         return worker
 
     async def _check_health(self, worker: Worker) -> None:
+        up = False
         try:
-            up = await self._probe(worker)
+            words = await self._probe(worker)
+            up = True
         except Exhausted:  # nothing is known of the worker
-            up = worker.up
-        except Broken:  # gone, or too busy for a probe: then its answers speak for it
+            up, words = worker.up, worker.words
+        except Broken as error:  # gone, or too busy for a probe: then its answers speak for it
             up = worker.up and time.monotonic() - worker.answered_at < 2 * self._settings.health_interval
-        except (Unreachable, ValueError, KeyError, TypeError):  # gone, or not a vLLM server
-            up = False
+            words = worker.words if up else _why_broken(error)
+        except Unreachable as error:
+            words = str(error) or "no connection"
+        except Unwell as error:
+            words = str(error)
+        except (ValueError, KeyError, TypeError):
+            words = "not vLLM: its /metrics cannot be read"
         except Exception as error:  # whatever stands at that address, the watch over the others goes on
             logger.error("worker %s: %s", worker.name, type(error).__name__)
-            up = False
+            words = f"its health check fails ({type(error).__name__})"
         if worker in self.workers:
-            self._set_up(worker, up)
+            self._set_up(worker, up, words)
 
     async def _warm(self, worker: Worker, warm: Callable[[Worker], Awaitable[None]]) -> None:
         """Warm the worker up, within `replay_seconds`."""
@@ -190,19 +214,28 @@ class WorkerPool:
             worker.warming = False
             self.changed()
 
-    async def _probe(self, worker: Worker) -> bool:
-        """Ask the worker for its health, metrics and models, and note them; whether it serves."""
-        status, _ = await self._get(worker, "/health")
+    async def _probe(self, worker: Worker) -> str:
+        """Ask the worker for its health, metrics and models, and note them; returns what it serves, in words.
+
+        Raises `Unwell` if it answers and cannot be used.
+        """
+        status, health = await self._get(worker, "/health")
+        gateway_id = _gateway_id(health)
+        if gateway_id == self.gateway_id:
+            raise Unwell(LOOP)
         if status != 200:
-            return False
+            raise Unwell(self._why_refused(worker, "/health", status))
         probed_at = time.perf_counter()
         _, exposition = await self._get(worker, "/metrics")
-        _, models = await self._get(worker, "/v1/models")
+        status, answer = await self._get(worker, "/v1/models")
+        models = _models_in(answer)
+        if models is None:
+            raise Unwell(self._why_refused(worker, "/v1/models", status))
         found = worker_metrics.read(exposition.decode(errors="replace"))
         worker.engine = None if self._settings.shadow else found.engine  # then it is treated as one without the plugin
         if found.step_times.known or found.engine is None:
             worker.step_times = found.step_times  # a restarted engine learns them again: until then, the old ones stand
-        worker.models = [entry for entry in json.loads(models)["data"] if isinstance(entry["id"], str)]
+        worker.models = models
         worker.model_ids = frozenset(entry["id"] for entry in worker.models)
         boot = f"{worker.url}#{found.boot}"
         if boot != worker.boot:
@@ -218,11 +251,35 @@ class WorkerPool:
             worker.mute_models.clear()
             worker.renderer.forget_routes()
             worker.hits_before = found.hits
+            worker.vllm = await self._vllm_version(worker) if found.engine is None else ""
+        if found.engine is not None:
+            worker.vllm = found.engine.vllm
         worker.cache_tokens, worker.hits, worker.probed_at = found.cache_tokens, found.hits, probed_at
         self._metrics.engine_patched.labels(worker.name).set(found.engine is not None)
         if worker.engine is not None:
             await self._learn_templates(worker)
-        return True
+        return _what_it_is(worker, found, is_gateway=gateway_id is not None)
+
+    def _why_refused(self, worker: Worker, path: str, status: int) -> str:
+        """Why a worker answers `path` with `status`, or with nothing that vLLM would say."""
+        if status in (401, 403):
+            if worker.has_credentials:
+                return f"refuses the user and password in its URL ({path} answers {status})"
+            if self._settings.worker_api_key_file is not None:
+                return f"refuses the key in --worker-api-key-file ({path} answers {status})"
+            return "wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"
+        if status >= 500:
+            return f"not well: {path} answers {status}"
+        return f"not vLLM: {path} {'lists no models' if status == 200 else f'answers {status}'}"
+
+    async def _vllm_version(self, worker: Worker) -> str:
+        """As it says itself; with the plugin, its metrics do."""
+        try:
+            _, answer = await self._get(worker, "/version")
+            version = json.loads(answer)["version"]
+        except (Unreachable, Broken, ValueError, KeyError, TypeError):
+            return ""
+        return version if isinstance(version, str) and version.isprintable() else ""
 
     async def _learn_templates(self, worker: Worker) -> None:
         """Learn the templates of its models, so that their first requests go out with a whole hint.
@@ -250,9 +307,13 @@ class WorkerPool:
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         return await self._upstream.fetch("GET", worker.url + path, timeout=PROBE_TIMEOUT)
 
-    def _set_up(self, worker: Worker, up: bool) -> None:
+    def _set_up(self, worker: Worker, up: bool, words: str) -> None:
+        """`words`: what it serves, or why it is down. They are logged when they change, not with each health check."""
+        if (up, words) != (worker.up, worker.words):
+            level = logging.INFO if up else logging.WARNING
+            logger.log(level, "worker %s is %s: %s", worker.name, "up" if up else "down", words)
+            worker.words = words
         if up != worker.up:
-            logger.info("worker %s is %s", worker.name, "up" if up else "down")
             worker.up = up
             self.changed()
         elif worker.breaker.wants_trial:  # with one of those that wait, perhaps
@@ -262,6 +323,54 @@ class WorkerPool:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
+    """The refusal that begins with `lead`, with why each of `workers` is down, as far as it is known."""
+    causes = [f"{worker.name}: {worker.why_down}" for worker in workers if worker.why_down]
+    if not causes:
+        return NoWorker(f"{lead} It may still be loading.")
+    more = f"; and {len(causes) - MOST_CAUSES} more" if len(causes) > MOST_CAUSES else ""
+    return NoWorker(f"{lead} Worker {'; '.join(causes[:MOST_CAUSES])}{more}.")
+
+
+def _why_broken(error: Broken) -> str:
+    if isinstance(error, Silent):
+        return f"no answer within {PROBE_TIMEOUT:g} s"
+    if isinstance(error, Malformed):
+        return "what answers there does not speak HTTP: https:// instead of http://?"
+    return "it closes the connection without an answer: https:// instead of http://?"
+
+
+def _gateway_id(health: bytes) -> str | None:
+    """What a Seamark gateway says of itself at /health; vLLM's answer is empty."""
+    try:
+        return str(json.loads(health)["gateway"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _models_in(answer: bytes) -> list[dict[str, Any]] | None:
+    """The models of a list as OpenAI's API answers it, None if it is none."""
+    try:
+        return [entry for entry in json.loads(answer)["data"] if isinstance(entry["id"], str)]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _what_it_is(worker: Worker, found: WorkerMetrics, is_gateway: bool) -> str:
+    names = sorted(worker.model_ids)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    models = (", ".join(names[:MOST_NAMES]) or "no model") + more
+    if is_gateway:
+        return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
+    if found.engine is not None:
+        patched = f"patched (Seamark {found.engine.version}, match unit {found.engine.match_unit} tokens)"
+        return f"serves {models}; vLLM {worker.vllm}; {patched}"
+    if not worker.vllm and found.hits is None:
+        return f"serves {models}; not vLLM, as far as it shows: requests pass through without hints"
+    patched = f"not patched, so it gets no hints: seamark doctor --worker {worker.url}"
+    return f"serves {models}; vLLM {worker.vllm or 'of unknown version'}; {patched}"
 
 
 def _fit(workers: list[Worker]) -> list[Worker]:

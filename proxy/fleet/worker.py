@@ -123,8 +123,12 @@ class Worker:
     renderer: WorkerRenderer
     max_inflight: int = 0  # requests at it at once, 0 for no limit
 
+    has_credentials: bool = False  # user and password, in the URL that the operator gave
+
     # What the last probe found.
     up: bool = False
+    words: str = ""  # what it serves if it is up, else why it is down; empty: not known yet
+    vllm: str = ""  # version of vLLM; empty: it does not say
     boot: str = ""
     engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
     step_times: StepTimes = UNKNOWN
@@ -152,6 +156,11 @@ class Worker:
     def name(self) -> str:
         """Label in metrics and headers: host and port, and the path if it has one."""
         return self.url.split("://", 1)[-1]
+
+    @property
+    def why_down(self) -> str:
+        """Why it gets no requests, in a few words; empty if it is up, or nothing is known."""
+        return "" if self.up else self.words
 
     @property
     def takes_hints(self) -> bool:

@@ -45,6 +45,11 @@ class KeyEntry(BaseModel):
         return value
 
 
+EXAMPLE = """\
+    [keys.ann]
+    sha256 = "<64 hexadecimal digits>"   # `seamark key ann` prints a new key and this entry for it"""
+
+
 class KeyFile(BaseModel):
     """The whole file: `[keys.NAME]` for each key."""
 
@@ -75,7 +80,7 @@ class KeyRing:
     def __init__(self, path: Path, secret: str | None) -> None:
         """Salts are derived from `secret`, or from a random one if it is None. Raises `SettingsError` for the file."""
         self._secret = (secret or secrets.token_hex(32)).encode()
-        self._file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile))
+        self._file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile, EXAMPLE))
         self._keys: dict[str, ApiKey] = {}
         self._by_hash: dict[bytes, ApiKey] = {}
         self._load()
@@ -137,6 +142,8 @@ OPEN = frozenset({"/health", "/ready"})
 
 EXPLANATIONS = "/seamark/requests/"
 
+ROOT = "/"  # leads to the page
+
 PAGE = "/ui"
 
 LIVE = "/seamark/live"
@@ -167,7 +174,7 @@ def admit(scope: asgi.Scope, keys: KeyRing | None, own_address: bool, at_own_add
         return None
     if is_for_operators(path) and own_address:
         raise NotFound(f"No such path: {path}")
-    if keys is None or path in (PAGE, PAGE + "/"):
+    if keys is None or path in (ROOT, PAGE, PAGE + "/"):
         return None
     key = keys.authenticate(scope)
     if is_for_operators(path) and not key.entry.admin and not path.startswith(EXPLANATIONS):

@@ -42,7 +42,7 @@ FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
 class Unreachable(Exception):
-    """No connection to the worker: nothing was sent, so another worker can be tried."""
+    """No connection to the worker: nothing was sent, so another worker can be tried. The message says why."""
 
 
 class Exhausted(Unreachable):
@@ -143,7 +143,7 @@ class Upstream:
                 timeout=self._timeout(read_timeout),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise (Exhausted if _is_own_shortage(error) else Unreachable)(str(error)) from error
+            raise (Exhausted if _is_own_shortage(error) else Unreachable)(self._why_not(error)) from error
         except FAILURES as error:
             if isinstance(error, aiohttp.ClientResponseError):
                 raise Malformed(str(error)) from error
@@ -178,6 +178,19 @@ class Upstream:
             if url.startswith(address + "/"):
                 return [*(each for each in headers if each[0] != credentials[0]), credentials]
         return headers
+
+    def _why_not(self, error: aiohttp.ClientError) -> str:
+        """Why there is no connection, in the words of an operator."""
+        if isinstance(error, asyncio.TimeoutError):
+            return f"no connection within {self._connect_timeout:g} s"
+        if isinstance(error, aiohttp.ClientSSLError):
+            return "TLS fails: http:// instead of https://, or a certificate that is not trusted here"
+        if isinstance(error, aiohttp.ClientConnectorDNSError):
+            return "its host name is not known here"
+        number = error.errno if isinstance(error, OSError) else None
+        if number == errno.ECONNREFUSED:
+            return "connection refused: nothing listens there, or not yet"
+        return os.strerror(number).lower() if number else "no connection"
 
     async def aclose(self) -> None:
         """Close all connections."""

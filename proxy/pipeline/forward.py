@@ -14,8 +14,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import REPORTING, RESPONSES
 from proxy.chat.usage import PassingUsage, usage_of
-from proxy.errors import GatewayError, NoWorker, Overloaded, Stopping, WorkerFailed, WorkerSilent
-from proxy.fleet.pool import WorkerPool
+from proxy.errors import GatewayError, Overloaded, Stopping, WorkerFailed, WorkerSilent
+from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
@@ -101,12 +101,12 @@ class ResponseRelay:
             except Exhausted:
                 lease.never_sent()
                 raise Overloaded("The gateway has no descriptor or port left for another connection.") from None
-            except Unreachable:
-                self._pool.mark_down(worker)
+            except Unreachable as error:
+                self._pool.mark_down(worker, str(error))
                 unreachable += 1
                 if unreachable > len(self._pool.workers):
                     lease.never_sent()
-                    raise NoWorker("No worker could be reached.") from None
+                    raise no_worker("No worker could be reached.", self._pool.workers) from None
                 self._resent.labels(worker.name, "unreachable").inc()
                 await lease.move()
                 fresh = False

@@ -6,8 +6,8 @@ gateway forwards the question, without a slot: nobody with a key may have to wai
 
 from __future__ import annotations
 
-from proxy.errors import NoWorker, Overloaded, WorkerFailed
-from proxy.fleet.pool import WorkerPool
+from proxy.errors import Overloaded, WorkerFailed
+from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.http import asgi
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.pipeline.request import target_of
@@ -43,7 +43,7 @@ class Preflights:
         """Pass on what a worker says. Raises `NotFound`, `NoWorker`, `Overloaded` or `WorkerFailed`."""
         workers = await self._pool.ready()
         if not workers:
-            raise NoWorker("No worker is ready.")
+            raise no_worker("No worker is ready.", self._pool.workers)
         if self._under_way >= MOST_AT_ONCE:
             raise Overloaded("Too many preflight requests at once.")
         headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED_WITH_KEY)

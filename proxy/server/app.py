@@ -8,16 +8,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS
-from proxy.errors import Forbidden, GatewayError, NotFound, NoWorker, Stopping
-from proxy.fleet.pool import union_of_models
+from proxy.errors import Forbidden, GatewayError, NotFound, Stopping
+from proxy.fleet.pool import no_worker, union_of_models
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
-from proxy.pipeline.error_responses import error_headers
+from proxy.pipeline.error_responses import error_body, error_headers
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import live_page
@@ -28,7 +28,10 @@ MODELS = "/v1/models"
 
 HEALTH = "/health"
 
-_ALIVE = b'{"status":"ok"}'
+API, _TWICE = "/v1", "/v1/v1/"
+
+# First parts of paths under `API`. Clients ask for them without it, or with it twice, if their base_url is wrong.
+_RESOURCES = frozenset(path.split("/")[2] for path in (*ENDPOINTS, MODELS) if path.startswith(API + "/"))
 
 _JSON = [(b"content-type", b"application/json")]
 
@@ -41,11 +44,12 @@ class App(FastAPI):
         super().__init__(docs_url=None, redoc_url=None, openapi_url=None, title="Seamark", **options)
         self.gateway = gateway
         self._pages_only = pages_only
+        self._alive = json.dumps({"status": "ok", "gateway": gateway.pool.gateway_id}).encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):
-                await asgi.send_whole(send, 200, _JSON, _ALIVE)  # at once, however much there is to do
+                await asgi.send_whole(send, 200, _JSON, self._alive)  # at once, however much there is to do
                 return
             if scope["path"].endswith("/"):
                 scope = _without_slash(scope)
@@ -64,9 +68,28 @@ def _without_slash(scope: Any) -> Any:
 
 
 def _is_forwarded(path: str, method: str) -> bool:
-    if path.startswith("/v1/"):
-        return path != MODELS or method != "GET"
+    if path.startswith(API + "/"):
+        return (path != MODELS or method != "GET") and not (path.startswith(_TWICE) and _wrong_base_url(path))
     return path in ("/tokenize", "/detokenize")
+
+
+def _wrong_base_url(path: str) -> str | None:
+    """The path that a client means whose base_url lacks `/v1`, or has it twice; None for any other path."""
+    meant = path.removeprefix(API) if path.startswith(_TWICE) else API + path
+    return meant if _RESOURCES.intersection(meant.split("/")[2:3]) else None
+
+
+def _no_such_path(path: str, pages_only: bool) -> str:
+    """What a client reads that asks for a path which nobody has."""
+    meant = _wrong_base_url(path)
+    if pages_only and (meant is not None or path.startswith(API + "/")):
+        return f"No such path: {path}. This address has the operator's pages only; clients use the gateway's port."
+    if meant is not None:
+        end = "ends in /v1" if meant.startswith(API + path) else "must not end in /v1: this client adds it"
+        return f"No such path: {path}. Did you mean {meant}? base_url {end}."
+    if path == auth.ROOT:
+        return "No such path: /. The live page is at the admin port; base_url ends in /v1."
+    return f"No such path: {path}"
 
 
 def build(settings: Settings) -> App:
@@ -103,7 +126,7 @@ def _with_pages(
     async def serving() -> list[Worker]:
         workers = await gateway.pool.ready()
         if not workers:
-            raise NoWorker("No worker is ready.")
+            raise no_worker("No worker is ready.", gateway.pool.workers)
         return workers
 
     @app.middleware("http")
@@ -142,6 +165,12 @@ def _with_pages(
             "redis": redis_status(gateway),
         }
 
+    if pages_only or not own_address:
+
+        @app.get(auth.ROOT)
+        async def root() -> Response:
+            return RedirectResponse(auth.PAGE.removeprefix("/"))  # relative: a proxy before it may add a prefix
+
     @app.get(auth.PAGE)
     async def page() -> Response:
         return Response(live_page.HTML, headers=live_page.HEADERS, media_type="text/html")
@@ -170,13 +199,12 @@ def _with_pages(
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        known = (
-            NotFound(f"No such path: {request.url.path}") if error.status_code == 404 else GatewayError(error.detail)
-        )
+        path = request.url.path
+        known = NotFound(_no_such_path(path, pages_only)) if error.status_code == 404 else GatewayError(error.detail)
         known.status = error.status_code
         if error.status_code < 500:
             known.type = "invalid_request_error"
-        return error_response(known)
+        return error_response(known, _wrong_base_url(path) or path)
 
     @app.exception_handler(GatewayError)
     async def known_error(request: Request, error: GatewayError) -> Response:
@@ -211,6 +239,6 @@ def _plain_json(value: Any) -> Response:
     return Response(json.dumps(value), headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-def error_response(error: GatewayError) -> Response:
-    """The error in OpenAI's envelope."""
-    return Response(error.body(), error.status, error_headers(error))
+def error_response(error: GatewayError, path: str = "") -> Response:
+    """The error in the envelope of the API that `path` belongs to: OpenAI's, or Anthropic's."""
+    return Response(error_body(error, path), error.status, error_headers(error))

@@ -54,6 +54,7 @@ def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
         "url": worker.url,
         "name": worker.name,
         "up": worker.up,
+        "why_down": worker.why_down,
         "breaker": "open" if worker.breaker.is_open else "closed",
         "warming": worker.warming,
         "boot": worker.boot,
@@ -113,8 +114,8 @@ def alarms(gateway: Gateway) -> list[str]:
         )
     for worker in gateway.pool.workers:
         if not worker.up:
-            never = "" if worker.boot else ", and has not since the gateway started"
-            sentences.append(f"Worker {worker.name} is down: it does not answer{never}.")
+            never = "" if worker.boot else " It has not served since the gateway started."
+            sentences.append(f"Worker {worker.name} is down: {worker.why_down or 'it does not answer'}.{never}")
         elif worker.breaker.is_open:
             sentences.append(f"Worker {worker.name} fails: it gets one request at a time until one succeeds.")
     return sentences

@@ -16,11 +16,14 @@ from typing import Any
 
 import uvicorn
 
+from proxy.errors import SettingsError
+from proxy.http import auth
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, build_pages
 from proxy.server.connection import Bounds, State, bounded
 from proxy.server.descriptors import most_connections
 from proxy.settings import Settings
+from proxy.version import version
 
 logger = logging.getLogger("seamark.gateway")
 
@@ -56,6 +59,10 @@ class _Server(uvicorn.Server):
 class _SideServer(_Server):
     """A server beside another one, which handles the signals."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        logger.info("live page %s%s", _address(self), auth.PAGE)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -70,6 +77,16 @@ class GatewayServer(_Server):
         self._gateway = gateway
         self._stops_at: float | None = None  # time.monotonic()
         self._rereads = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        address, settings = _address(self), self._gateway.settings
+        page = "" if settings.admin_port is not None else f", live page {address}{auth.PAGE}"
+        keys = "; an API key is required" if settings.api_keys is not None else ""
+        shadow = "; shadow mode: requests and answers stay as they are" if settings.shadow else ""
+        logger.info(f"Seamark {version()}: base_url {address}/v1 (Anthropic clients: {address}){page}{keys}{shadow}")
+        if not self._gateway.pool.workers:
+            logger.warning("there is no worker: %s names none", settings.workers_file)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come; what takes long is left to `on_tick`."""
@@ -105,6 +122,35 @@ class GatewayServer(_Server):
 
     def _read_files_soon(self, sig: int, frame: FrameType | None) -> None:
         self._rereads = True
+
+
+def _bound(setting: str, host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of `host`, not listening yet. Raises `SettingsError` if one cannot be had."""
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sockets.append(bound := socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(address)
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        raise SettingsError(f"{setting}: nothing can listen on {host}:{port} ({error.strerror or error})") from None
+    return sockets
+
+
+# Addresses to listen on that are none to connect to.
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
+
+
+def _address(server: uvicorn.Server) -> str:
+    """Where a started server is reached from this machine."""
+    host = _ANY.get(server.config.host, server.config.host)
+    (port, *_) = (bound.getsockname()[1] for each in server.servers for bound in each.sockets)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def server_for(settings: Settings, log_config: dict[str, Any]) -> uvicorn.Server:
@@ -147,6 +193,8 @@ def _config(
 
 def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port: int) -> None:
     started = app.router.lifespan_context
+    # uvicorn would end the process from inside a task: with a page of traceback, and no word of the setting.
+    sockets = _bound("admin_port", settings.admin_host, port)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
@@ -154,7 +202,7 @@ def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port:
         config = _config(pages, settings, log_config, settings.admin_host, port, 1.0, lifespan="off")
         side = _SideServer(config, settings)
         async with started(app):
-            serving = asyncio.create_task(side.serve())
+            serving = asyncio.create_task(side.serve(sockets))
             try:
                 yield
             finally:

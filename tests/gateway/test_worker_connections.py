@@ -160,7 +160,39 @@ async def test_a_refused_connection_is_the_workers(upstream, peer):
     peer.end()
     with pytest.raises(Unreachable) as refused:
         await upstream.send("POST", peer.url + "/", body=b"{}")
-    assert not isinstance(refused.value, Exhausted)
+    assert not isinstance(refused.value, Exhausted) and str(refused.value).startswith("connection refused")
+
+
+async def test_a_server_that_speaks_no_tls_is_told_from_one_that_is_not_there(upstream, peer):
+    sending = asyncio.create_task(upstream.send("GET", peer.url.replace("http:", "https:") + "/"))
+    await peer.accept()
+    peer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    with pytest.raises(Unreachable, match="TLS fails: http:// instead of https://"):
+        await sending
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "its host name is not known here"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to host"),
+        (OSError("odd"), "no connection"),
+        (TimeoutError(), "no connection within 30 s"),
+    ],
+)
+async def test_why_there_is_no_connection_is_told(upstream, peer, monkeypatch, error, words):
+    def fail(*_, **__):
+        raise error
+
+    if isinstance(error, socket.gaierror):
+        monkeypatch.setattr(socket, "getaddrinfo", fail)
+        url = "http://worker.example:8000/"
+    else:
+        monkeypatch.setattr(client, "_no_delay", fail)
+        url = peer.url + "/"
+    with pytest.raises(Unreachable) as unreachable:
+        await upstream.send("GET", url)
+    assert str(unreachable.value) == words
 
 
 async def test_a_header_as_long_as_a_request_passes(upstream, peer):

@@ -137,6 +137,8 @@ class RecordingWorker:
         if path == "/v1/models" and scope["method"] == "GET":
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
             return await _answer(send, json.dumps({"object": "list", "data": data}).encode())
+        if path == "/version":
+            return await _answer(send, b'{"version":"0.32.0"}')
         if path == "/seamark/outcomes":
             return await self._feed(scope, send)
         if path == "/v1/chat/completions/render" and self.hang_renders:

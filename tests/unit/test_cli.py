@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,39 @@ def test_a_missing_library_is_named_in_one_line_with_its_cure(missing, capsys, n
     assert cli.main(["serve"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"seamark serve: {name} is not installed here; {cli.CURES[name]}"
+
+
+def test_a_missing_part_of_a_library_that_is_there_is_no_missing_library(missing, capsys, monkeypatch):
+    missing("pytest.nowhere")
+    monkeypatch.setitem(cli.CURES, "pytest", "install it")
+    monkeypatch.setattr(cli.importlib, "util", SimpleNamespace(find_spec=lambda name: object()), raising=False)
+    assert cli.main(["serve"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("seamark serve: pytest is installed here without pytest.nowhere")
+
+
+def test_the_version_is_a_line_for_a_bug_report(capsys):
+    assert cli.main(["--version"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"seamark \d+\.\d+\.\d+ \(vllm-seamark\), Python 3\.\d+\.\d+\S*, (vllm\S* \d.+|no vLLM .+)", line
+    )
+
+
+def test_the_version_of_a_bare_copy_is_unknown(capsys, monkeypatch):
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"seamark unknown .*, no vLLM in this environment\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("given", "meant"), [("srve", "serve"), ("gpucheck", "gpu-check"), ("zzz", "")])
+def test_an_unknown_command_is_answered_with_those_that_read_like_it(capsys, given, meant):
+    assert cli.main([given]) == 2
+    error = capsys.readouterr().err
+    assert f"no command {given!r}" in error and ("did you mean" in error) == bool(meant) and meant in error
 
 
 def test_a_module_that_no_installation_brings_is_an_error_of_the_code(missing):

@@ -58,6 +58,23 @@ def test_a_wrong_field_is_named_and_its_value_is_not_shown(tmp_path, content):
     assert "hunter2" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("coutn = 1", "count: it is missing; coutn: there is no such field; did you mean count?"),
+        ("count = 1\nzzz = 1", "zzz: there is no such field"),
+    ],
+)
+def test_a_field_that_is_missing_or_unknown_is_said_in_words_and_with_an_example(tmp_path, content, words):
+    path = tmp_path / "file.toml"
+    path.write_text(content)
+    with pytest.raises(SettingsError) as refused:
+        read_model("some_setting", path, Model, "count = 3")
+    assert str(refused.value) == f"some_setting: {path}: {words}\nA correct entry:\ncount = 3"
+    with pytest.raises(SettingsError, match=r"nowhere cannot be read .*\nA correct entry:\ncount = 3$"):
+        read_model("some_setting", tmp_path / "nowhere", Model, "count = 3")
+
+
 def test_a_secret_loses_its_line_end_and_must_not_be_empty_or_binary(tmp_path):
     path = tmp_path / "secret"
     path.write_text("  hunter2\n")

@@ -6,9 +6,10 @@ import argparse
 
 import pytest
 
+from engine_patches import settings as engine_settings
 from proxy.config_files import read_workers
 from proxy.errors import SettingsError
-from proxy.settings import PREFIX, Settings, add_arguments, load
+from proxy.settings import PLUGIN_VARIABLES, PREFIX, Settings, add_arguments, load, unknown_variables
 
 
 def parse(*arguments: str, environment: dict[str, str] | None = None) -> Settings:
@@ -35,7 +36,7 @@ def test_workers_come_several_ways_and_lose_their_v1():
     ("arguments", "named"),
     [
         ((), "worker"),
-        (("--worker", "localhost:8000"), "worker"),
+        (("--worker", "localhost:8000"), "^worker: a worker's URL begins with http://"),
         (("--worker", "http://a", "--port", "70000"), "port"),
         (("--worker", "http://a", "--port", "x"), "port"),
         (("--worker", "http://a", "--load-slack", "-1"), "load_slack"),
@@ -55,9 +56,44 @@ def test_a_wrong_value_is_refused_with_the_settings_name(arguments, named):
 def test_an_unknown_name_in_the_file_is_refused(tmp_path):
     config = tmp_path / "seamark.toml"
     config.write_text('worker = ["http://a"]\nrediss = "redis://:hunter2@a"\n')
-    with pytest.raises(SettingsError, match="rediss") as refused:
+    with pytest.raises(SettingsError) as refused:
         parse("--config", str(config))
-    assert "hunter2" not in str(refused.value)
+    assert str(refused.value) == f"config: {config}: no setting 'rediss'; did you mean redis?"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("prot", "port"), ("load-slack", "load_slack"), ("Workers_File", "workers_file"), ("zzz", "")]
+)
+def test_a_wrong_name_is_answered_with_the_settings_that_read_like_it(tmp_path, name, meant):
+    config = tmp_path / "seamark.toml"
+    config.write_text(f'worker = ["http://a"]\n{name} = 1\nport = "x"\n')
+    with pytest.raises(SettingsError) as refused:
+        parse("--config", str(config))
+    words = str(refused.value)
+    assert f"no setting {name!r}" in words and "Extra inputs" not in words
+    assert ("did you mean" in words) == bool(meant) and (f"did you mean {meant}" in words or not meant)
+
+
+def test_a_variable_that_nothing_reads_is_named_without_its_value():
+    meant = {PREFIX + "PROT": "hunter2", PREFIX + "ZZZ": "hunter2", PREFIX + "WORKER_PORT": "8000"}
+    prot, worker_port, zzz = unknown_variables(meant)
+    assert prot == "SEAMARK_PROT is ignored: no setting 'prot'; did you mean port?"
+    assert zzz == "SEAMARK_ZZZ is ignored: no setting 'zzz'" and "SEAMARK_WORKER_PORT" in worker_port
+    assert parse("--worker", "http://a", environment=meant).port == 8080
+
+
+def test_variables_of_the_gateway_the_plugin_and_of_kubernetes_are_no_mistakes():
+    own = {PREFIX + name.upper(): "" for name in Settings.model_fields} | {PREFIX + "CONFIG": ""}
+    plugins = {value for value in vars(engine_settings).values() if isinstance(value, str) and value.startswith(PREFIX)}
+    assert plugins == PLUGIN_VARIABLES
+    services = {
+        "SEAMARK_SERVICE_HOST": "10.0.0.1",
+        "SEAMARK_SERVICE_PORT_HTTP": "8080",
+        "SEAMARK_GATEWAY_SERVICE_PORT": "8080",
+        "SEAMARK_GATEWAY_PORT": "tcp://10.0.0.1:8080",
+        "SEAMARK_PORT_8080_TCP_ADDR": "10.0.0.1",
+    }
+    assert not unknown_variables({**own, **dict.fromkeys(plugins, "1"), **services, "PATH": "/bin"})
 
 
 @pytest.mark.parametrize("url", ["redis://a", "rediss://user:word@a:1/3?ssl_cert_reqs=none", "unix:///run/redis?db=1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 
 import pytest
@@ -10,9 +11,11 @@ from prometheus_client import generate_latest
 
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.errors import NoWorker
-from proxy.fleet.pool import WorkerPool
+from proxy.fleet import pool as pool_module
+from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
-from proxy.http.client import Broken, Exhausted, Unreachable
+from proxy.fleet.worker_metrics import WorkerMetrics
+from proxy.http.client import Broken, Exhausted, Silent, Unreachable
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -207,3 +210,61 @@ async def test_a_model_that_no_worker_ever_served_goes_to_any_and_one_whose_work
     pool.mark_down(pool.workers[1])
     with pytest.raises(NoWorker):
         pool.for_model("n")
+
+
+def said(caplog) -> list[str]:
+    """What was logged of workers since the last call."""
+    messages = [record.getMessage() for record in caplog.records if record.name == "seamark.workers"]
+    caplog.clear()
+    return messages
+
+
+async def test_why_a_worker_is_down_is_said_when_it_changes_and_not_with_each_probe(caplog):
+    caplog.set_level(logging.INFO, "seamark.workers")
+    servers = Servers()
+    pool = pool_of(servers, worker=(A,))
+    servers.boots[A] = Unreachable("connection refused")
+    for _ in range(3):
+        await pool.check_all()
+    assert said(caplog) == ["worker a:1 is down: connection refused"]
+    servers.boots[A] = Silent()
+    for _ in range(3):
+        await pool.check_all()
+    assert said(caplog) == ["worker a:1 is down: no answer within 5 s"]
+    servers.boots[A] = 1.0
+    for _ in range(3):
+        await pool.check_all()
+    (line,) = said(caplog)
+    assert line.startswith("worker a:1 is up: serves m; ")
+    pool.mark_down(pool.workers[0], "connection refused")
+    await pool.check_all()
+    assert said(caplog) == ["worker a:1 is down: connection refused", line]
+
+
+async def test_a_refusal_names_the_causes_of_the_workers_that_could_serve_the_model():
+    servers = Servers(A, B)
+    pool = pool_of(servers, worker=(A, B))
+    with pytest.raises(NoWorker, match="It may still be loading"):
+        pool.for_model("m")  # nothing is known yet
+    await pool.check_all()
+    pool.workers[1].model_ids = frozenset({"n"})
+    servers.boots[B] = Unreachable("connection refused")
+    await pool.check_all()
+    with pytest.raises(NoWorker, match=r"No worker is ready for this model\. Worker b:1: connection refused\.$"):
+        pool.for_model("n")
+    assert pool.for_model("m") == [pool.workers[0]]
+
+
+def test_a_refusal_names_a_few_causes_and_counts_the_rest():
+    pool = pool_of(Servers(), worker=tuple(f"http://h:{number}" for number in range(1, 6)))
+    for worker in pool.workers:
+        pool.mark_down(worker, "no connection")
+    text = str(no_worker("No worker is ready.", pool.workers))
+    assert text.count("no connection") == 3 and text.endswith("; and 2 more.")
+
+
+def test_models_without_end_are_counted_in_the_log():
+    pool = pool_of(Servers(A), worker=(A,))
+    pool.workers[0].model_ids = frozenset(f"m{number}" for number in range(9))
+    text = pool_module._what_it_is(pool.workers[0], WorkerMetrics(hits=0), is_gateway=False)
+    assert text.startswith("serves m0, m1, m2, m3 and 5 more; vLLM of unknown version; not patched")

@@ -89,6 +89,9 @@ def test_a_wrong_file_is_refused_by_name_without_what_it_holds(tmp_path, text, n
     with pytest.raises(SettingsError, match=named) as refused:
         KeyRing(path, "s")
     assert "api_keys" in str(refused.value) and "abc" not in str(refused.value)
+    _, correct = str(refused.value).split("A correct entry:\n")
+    path.write_text(correct.replace("<64 hexadecimal digits>", "0" * 64))
+    assert KeyRing(path, "s").authenticate  # the example has the form that is asked for
 
 
 def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys):
