@@ -40,7 +40,7 @@ def waves(traffic: str) -> list[Wave]:
         return [draw.randrange(100, 4000) for _ in range(length)]
 
     if traffic == EDGE:
-        return [[(drawn(378), [])]]
+        return [[(drawn(378), [370])]]
     one, two = drawn(90), drawn(161)
     return [
         [(one, [48, 64])],

@@ -28,7 +28,7 @@ def test_runner_v2_with_async_scheduler_hits_and_is_exact(model, version):
 
 @pytest.mark.on_request
 @pytest.mark.parametrize(
-    ("traffic", "owed"), [(PREFIXES, tuple(max(hit - 16, 0) for hit in OWED)), (EDGE, (0, 384))], ids=[PREFIXES, EDGE]
+    ("traffic", "owed"), [(PREFIXES, tuple(max(hit - 16, 0) for hit in OWED)), (EDGE, (0, 352))], ids=[PREFIXES, EDGE]
 )
 def test_runner_v2_with_async_scheduler_and_drafts_hits_and_is_exact(traffic, owed):
     """Its own kernels for counts of accepted drafts and for copies of states, in Triton's interpreter."""
