@@ -40,6 +40,9 @@ INSTALL_GATEWAY = "an environment of the gateway's own has it: pip install /path
 
 INSTALL_ENGINE = "run this in vLLM's environment; without a GPU, set-up.sh in Seamark's source makes a .venv with vLLM"
 
+# Of packages that are imported by another name.
+DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}
+
 # What an environment may lack, by the name under which it is imported.
 CURES = {
     **dict.fromkeys(
@@ -85,16 +88,19 @@ def main(argv: list[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in CURES:
             raise
-        print(f"seamark {name}: {why_not(error.name or package, package)}", file=sys.stderr)
+        print(f"seamark {name}: {why_not(error.name or package, package, name)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def why_not(module: str, package: str) -> str:
+def why_not(module: str, package: str, command: str) -> str:
     """Why `module` of `package` cannot be imported here, and the cure."""
     if module == package or importlib.util.find_spec(package) is None:
-        return f"{package} is not installed here; {CURES[package]}"
+        cure = CURES[package]
+        if command == "bench" and cure == INSTALL_GATEWAY:
+            cure = f"a benchmark starts a gateway, too: pip install {DISTRIBUTIONS.get(package, package)}"
+        return f"{package} is not installed here; {cure}"
     return f"{package} is installed here without {module}: another version than Seamark was written for"
 
 

@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Callable
 
+from proxy.bench.harness.servers import NotStarted
+
 # Each is a module of this package with `main(argv) -> exit status`.
 BENCHMARKS = {
     "demo": "the README's stories on Seamark and on vLLM alone, every answer compared with a reference engine's",
@@ -27,4 +29,8 @@ def main(argv: list[str]) -> int:
         return 0 if asked else 2
     benchmark: Callable[[list[str]], int]
     benchmark = importlib.import_module(f"proxy.bench.{argv[0].replace('-', '_')}").main
-    return benchmark(argv[1:])
+    try:
+        return benchmark(argv[1:])
+    except NotStarted as error:
+        print(f"seamark bench: {error}", file=sys.stderr)
+        return 1

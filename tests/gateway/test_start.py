@@ -138,7 +138,8 @@ CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_why_a_worker_does_not_answer_is_logged_once_and_told_to_clients(fleet, cause):
-    fleet.constants["proxy.fleet.pool.PROBE_TIMEOUT"] = 0.3
+    if cause == "silent":
+        fleet.constants["proxy.fleet.pool.PROBE_TIMEOUT"] = 0.3
     place, words = CAUSES[cause]
     with place() as found:
         gateway = started(fleet, "--worker", found.url, *PROBES)
@@ -162,7 +163,7 @@ def started(fleet: Servers, *flags: str) -> Server:
 def test_a_refused_connection_is_told_wherever_a_client_asks(fleet):
     port = free_port()
     gateway = started(fleet, "--worker", f"http://127.0.0.1:{port}", *PROBES)
-    wait_for(lambda: lines(gateway, f"worker 127.0.0.1:{port} is down: connection refused"))
+    wait_for(lambda: lines(gateway, f"worker 127.0.0.1:{port} is down: connection refused: nothing listens there"))
     asked = [post(gateway, chat("Tide?")), *(httpx.get(gateway.url + path) for path in ("/ready", "/v1/models"))]
     for answer in asked:
         message = answer.json()["error"]["message"]

@@ -33,6 +33,15 @@ def test_a_missing_library_is_named_in_one_line_with_its_cure(missing, capsys, n
     assert line == f"seamark serve: {name} is not installed here; {cli.CURES[name]}"
 
 
+@pytest.mark.parametrize(("name", "distribution"), [("xxhash", "xxhash"), ("prometheus_client", "prometheus-client")])
+def test_a_benchmark_wants_the_gateways_libraries_beside_vllm(missing, capsys, name, distribution):
+    missing(name)
+    assert cli.main(["bench", "demo"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    cure = f"a benchmark starts a gateway, too: pip install {distribution}"
+    assert line == f"seamark bench: {name} is not installed here; {cure}"
+
+
 def test_a_missing_part_of_a_library_that_is_there_is_no_missing_library(missing, capsys, monkeypatch):
     missing("pytest.nowhere")
     monkeypatch.setitem(cli.CURES, "pytest", "install it")

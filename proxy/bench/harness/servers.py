@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import os
 import signal
@@ -53,6 +54,10 @@ NEMOTRON_H, QWEN3_NEXT = "nemotron_h", "qwen3_next"
 MATCH_UNITS: Mapping[str, int] = {NEMOTRON_H: 16, QWEN3_NEXT: 64}
 
 
+class NotStarted(RuntimeError):
+    """A server ended, or was not ready in time; the message has the end of its log."""
+
+
 @dataclass
 class Server:
     """A started server. `log` grows while it runs."""
@@ -63,17 +68,17 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def wait_until_ready(self, path: str = "/health", seconds: float = START_SECONDS) -> None:
-        """Return once `path` answers 200. Raises `RuntimeError` with the log's end if it dies or takes too long."""
+        """Return once `path` answers 200. Raises `NotStarted` if it dies or takes too long."""
         deadline = time.monotonic() + seconds
         with httpx.Client(timeout=5.0) as client:
             while time.monotonic() < deadline:
                 if self.process.poll() is not None:
-                    raise RuntimeError(f"{self.name} ended with {self.process.returncode}:\n{self.log_end()}")
+                    raise NotStarted(f"{self.name} ended with {self.process.returncode}:\n{self.log_end()}")
                 with contextlib.suppress(httpx.HTTPError):
                     if client.get(self.url + path).status_code == 200:
                         return
                 time.sleep(0.1)
-        raise RuntimeError(f"{self.name} was not ready after {seconds:.0f} s:\n{self.log_end()}")
+        raise NotStarted(f"{self.name} was not ready after {seconds:.0f} s:\n{self.log_end()}")
 
     def log_end(self, lines: int = 40) -> str:
         """The last lines of the log."""
@@ -127,8 +132,10 @@ class Servers:
     def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
         """Start `seamark serve` in front of `workers`, without self-checks, which would be measured as well.
 
-        No load balancer has to learn that it stops.
+        No load balancer has to learn that it stops. Raises `ModuleNotFoundError` where the gateway cannot run: vLLM's
+        environment has the plugin without the libraries of the gateway.
         """
+        importlib.import_module("proxy.server.uvicorn_server")
         port = free_port()
         command = ["-m", "proxy.cli", "serve", "--port", str(port)]
         command += ["--self-check-interval", "0", "--stop-delay", "0", *flags]

@@ -106,6 +106,7 @@ from proxy.http.body_memory import BodyMemory
 memory = BodyMemory(2**30)
 hold = memory.of()
 bytes(2**24)  # from now on the allocator takes blocks of up to 16 MiB from its heap
+filling = [b"x" * 1000 for _ in range(5000)]  # what is imported leaves holes, which small blocks would take
 large, small = [], []
 for _ in range(600):
     large.append(b"x" * 200_000)
