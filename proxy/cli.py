@@ -26,7 +26,7 @@ COMMANDS = {
     "worker": Command("engine_patches.commands.worker", "a vLLM server with the patches and the flags they need"),
     "model": Command("engine_patches.commands.model", "write a small random hybrid model"),
     "boundary": Command("proxy.commands.boundary", "where the shared part of a chat request ends, as JSON"),
-    "doctor": Command("proxy.commands.doctor", "whether a worker's patches are live, and what to change"),
+    "doctor": Command("proxy.commands.doctor", "whether requests to a worker will hit, and what to change"),
     "gpu-check": Command(
         "engine_patches.gpu_check.command", "whether this machine's GPU answers exactly from the cache, and sooner"
     ),

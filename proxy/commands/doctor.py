@@ -1,12 +1,15 @@
-"""`seamark doctor`: whether a worker's patches are live, its vLLM, its block and match unit, and what to change.
+"""`seamark doctor`: whether requests to a worker will hit, in one line; then what is right and wrong, and the cures.
 
-If they are not live, its last two lines are the cure.
+The cures are lines for the way in which vLLM is run: `cures` words them, `ways` finds the way out.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
+import errno
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -14,35 +17,35 @@ from urllib.parse import urlsplit
 import httpx
 
 from proxy.chat.chat import CHAT
+from proxy.commands.cures import Cures
 from proxy.commands.parser import Parser
-from proxy.config_files import base_url, read_secret
+from proxy.commands.ways import DEFAULT_PORT, LOOPBACK, Found, Way, find, surroundings
+from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
-from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo
+from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
 from proxy.observability.shadow import CURED
 from proxy.routing.engine_events import PATH as EVENTS
 
-TIMEOUT = httpx.Timeout(10.0, connect=2.0)
+CONNECT_SECONDS, ANSWER_SECONDS, COMPLETION_SECONDS = 2.0, 10.0, 120.0
+
+TIMEOUT = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+
+REPORT_SECONDS = 2.0  # that an engine may take to count a refused hint, after its answer
 
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)
 
-CURE_UNPATCHED = """\
-    pip install --no-deps /path/to/seamark   # into the environment that runs vLLM; then start it with
-    seamark worker --model {model}{host} --port {port} -- ...   # the flags it has now in place of the dots"""
+KEY_FLAG, GATEWAY_KEY_FLAG = "--worker-api-key-file FILE", "--gateway-key-file FILE"
 
-CURE_OLD = "    pip install --no-deps /path/to/seamark   # {wanted} or later; then restart vLLM"
-
-CURE_DETAILS = "    --enable-prompt-tokens-details       # without it, hits are never reported"
-
-CURE_EVENTS = (
-    "    --middleware engine_patches.reporting.events_api.EventsEndpoint   # without it, no evictions and no reasons"
+EXIT_STATUSES = (
+    "Exit status: 0: requests will hit and there is nothing to change; 1: they cannot, something is to be changed, "
+    "or the worker or the gateway could not be asked; 2: the command line or a key file is wrong."
 )
 
-CURE_KEY = "    --worker-api-key-file FILE   # with vLLM's --api-key in it, here and for seamark serve"
+EVENTS_FLAG = "--middleware engine_patches.reporting.events_api.EventsEndpoint"
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-CURE_RENDER = "    --enable-scale-out                   # without it, the gateway falls back to /tokenize"
+PIP = Found(Way.PIP)
 
 
 class Diagnosis(NamedTuple):
@@ -52,32 +55,86 @@ class Diagnosis(NamedTuple):
     text: str
     cure: str | None = None
     last: bool = False  # the cure is printed at the very end
+    fatal: str | None = None  # why there can be no hits, for the verdict
+
+
+class Examination(NamedTuple):
+    """What the doctor says of a worker."""
+
+    verdict: str  # the first line
+    diagnoses: list[Diagnosis]
+
+
+class Unanswered(Exception):
+    """No usable answer; the message says why."""
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="seamark doctor", description="examine a vLLM worker")
-    parser.add_argument("--worker", metavar="URL", required=True)
+    parser = Parser(
+        prog="seamark doctor", description="whether requests to a vLLM worker will hit", epilog=EXIT_STATUSES
+    )
+    parser.add_argument("--worker", metavar="URL", required=True, help="http:// and a /v1 at its end may be left out")
     parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the worker's API key")
     parser.add_argument("--gateway", metavar="URL", help="a gateway before the worker: prints what it has seen lost")
     parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="holds an admin's key of that gateway")
+    parser.add_argument(
+        "--runs-as",
+        type=Way,
+        choices=list(Way),
+        metavar="|".join(Way),
+        help="how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip",
+    )
     args = parser.parse_args(argv)
     try:
         worker_key = _key("worker_api_key_file", args.worker_api_key_file)
         gateway_key = _key("gateway_key_file", args.gateway_key_file)
     except SettingsError as error:
         parser.error(str(error))
-    diagnoses = examine(base_url(args.worker), worker_key)
-    lost = read_shadow(base_url(args.gateway), gateway_key) if args.gateway else []
+    url = address(args.worker)
+    found, words = _way(url, args.runs_as)
+    examination = examine(url, worker_key, found)
+    diagnoses, verdict = examination.diagnoses, examination.verdict
+    lost: list[str] = []
+    if args.gateway:
+        try:
+            lost = read_shadow(address(args.gateway), gateway_key)
+        except Unanswered as error:
+            diagnoses.append(Diagnosis(False, str(error)))
+            if verdict.startswith("will hit"):
+                verdict = f"not reachable: {error}"
+    print(verdict)
     for diagnosis in diagnoses:
         print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {diagnosis.text}")
         if diagnosis.cure and not diagnosis.last:
             print(diagnosis.cure)
     for line in lost:
         print(line)
+    if any(diagnosis.cure for diagnosis in diagnoses):
+        print(words)
     for diagnosis in diagnoses:
         if diagnosis.last:
             print(f"\nthe cure:\n{diagnosis.cure}")
     return 0 if all(diagnosis.fine for diagnosis in diagnoses) else 1
+
+
+def address(url: str) -> str:
+    """The base URL that a user means: "spark:8000/v1" is http://spark:8000."""
+    text = url.strip()
+    return base_url(text if "://" in text else f"http://{text}")
+
+
+def _way(url: str, chosen: Way | None) -> tuple[Found, str]:
+    """How vLLM is run, and what to tell of that."""
+    try:
+        seen = find(url, surroundings())
+    except ValueError:  # no URL
+        seen = None
+    if chosen is not None:
+        return (seen if seen is not None and seen.way is chosen else Found(chosen)), f"(cures for {chosen})"
+    if seen is not None:
+        name = f" ({seen.name})" if seen.name else ""
+        return seen, f"(cures for {seen.way}{name}, as it looks from here; else --runs-as {'|'.join(Way)})"
+    return PIP, f"(cures for {Way.PIP}; else --runs-as {'|'.join(way for way in Way if way != Way.PIP)})"
 
 
 def _key(setting: str, path: Path | None) -> str | None:
@@ -90,31 +147,136 @@ def _client(api_key: str | None) -> httpx.Client:
     return httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=False)
 
 
-def examine(url: str, api_key: str | None = None) -> list[Diagnosis]:
+def examine(url: str, api_key: str | None = None, found: Found = PIP) -> Examination:
     """What is right and wrong with the worker at `url`. Sends it one request for one token."""
-    with _client(api_key) as client:
-        status = None
-        try:
-            models = client.get(url + "/v1/models")
-            status = models.status_code
-            if status in (401, 403):
-                return [Diagnosis(False, f"{url} wants an API key", CURE_KEY)]
-            entry = models.json()["data"][0]
-            model = entry["id"]
-            metrics = client.get(url + "/metrics").content
-        except NO_ANSWER:
-            return [Diagnosis(False, f"no server answers at {url}", "    is it running, and is the port right?")]
-        except (ValueError, KeyError, TypeError, IndexError):
-            return [Diagnosis(False, f"{url} is not a vLLM server: /v1/models lists no models (status {status})")]
-        engine = worker_metrics.read(metrics.decode(errors="replace")).engine
-        return [
-            Diagnosis(True, f"serves {model}"),
-            _vllm_version(_version(client, url)),
-            *_engine(engine, entry.get("root") or model, url),
-            *([_events(client, url)] if engine is not None else []),
-            _details(client, url, model),
-            _render(client, url, model),
-        ]
+    try:
+        shown, _ = without_credentials(url)
+        with _client(api_key) as client:
+            return _examine(client, url, shown, api_key is not None, found)
+    except ValueError:  # of urlsplit
+        return _unreachable(_no_url(url))
+    except Unanswered as error:
+        return _unreachable(str(error))
+
+
+def _no_url(url: str) -> str:
+    return f"{'that' if '@' in url else url} is no URL"  # it may hold a password
+
+
+def _unreachable(why: str, cure: str | None = None) -> Examination:
+    return Examination(f"not reachable: {why}", [Diagnosis(False, f"no vLLM could be asked: {why}", cure)])
+
+
+def _examine(client: httpx.Client, url: str, shown: str, has_key: bool, found: Found) -> Examination:
+    health = _get(client, url, "/health", shown)
+    if is_gateway(health):
+        return Examination(
+            f"a gateway, not a worker: {shown}",
+            [Diagnosis(False, f"{shown} is a Seamark gateway; ask {_workers_of(client, url)}")],
+        )
+    models = _get(client, url, "/v1/models", shown)
+    if refusal := _why_refused(models, shown, has_key, KEY_FLAG, "vLLM's --api-key"):
+        return _unreachable(refusal)
+    if models.status_code >= 500:
+        raise Unanswered(f"{shown} is not well: /v1/models answers {models.status_code}")
+    try:
+        entry = models.json()["data"][0]
+        model = str(entry["id"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise Unanswered(f"{shown} is not vLLM: /v1/models lists no models (status {models.status_code})") from None
+    parts = urlsplit(url)
+    cures = Cures(found, str(entry.get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
+    details = _details(client, url, model, cures)  # first: an engine's metrics are certain once it has run a step
+    try:
+        text = _get(client, url, "/metrics", shown).text
+        engine = worker_metrics.read(text).engine
+        setup = worker_metrics.read_setup(text)
+    except (ValueError, KeyError, TypeError):
+        raise Unanswered(f"{shown} is not vLLM: its /metrics cannot be read") from None
+    version = _version(client, url)
+    diagnoses = [
+        Diagnosis(True, f"serves {model}"),
+        _vllm_version(version),
+        *_engine(engine, setup, cures),
+        *_caching(setup, cures),
+        *_drafts(client, url, model, engine, setup, cures),
+        *([_events(client, url, cures)] if engine is not None else []),
+        details,
+        _render(client, url, model, cures),
+    ]
+    fatal = next((diagnosis.fatal for diagnosis in diagnoses if diagnosis.fatal), None)
+    if fatal is not None:
+        return Examination(f"cannot hit: {fatal}", diagnoses)
+    wrong = sum(not diagnosis.fine for diagnosis in diagnoses)
+    more = f"; {wrong} to change, see WRONG below" if wrong else ""
+    return Examination(f"will hit: {shown} serves {model}{more}", diagnoses)
+
+
+def _get(client: httpx.Client, url: str, path: str, shown: str) -> httpx.Response:
+    """The answer. Raises `Unanswered`, whose words do not hold a password of the URL."""
+    try:
+        return client.get(url + path)
+    except NO_ANSWER as error:
+        raise Unanswered(f"no server answers at {shown}: {why_not(error)}{_port_hint(url, error)}") from None
+
+
+def _port_hint(url: str, error: Exception) -> str:
+    if not isinstance(error, httpx.ConnectError) or urlsplit(url).port is not None:
+        return ""
+    return f" (the URL has no port; vLLM's is {DEFAULT_PORT})"
+
+
+def why_not(error: Exception) -> str:
+    """Why a request got no answer, in the words of an operator."""
+    if isinstance(error, (httpx.InvalidURL, httpx.UnsupportedProtocol)):
+        return "no URL of http:// or https://"
+    if isinstance(error, httpx.ConnectTimeout):
+        return f"no connection within {CONNECT_SECONDS:g} s: another address, or a firewall between"
+    if isinstance(error, httpx.TimeoutException):
+        return f"it takes the connection and says nothing for {ANSWER_SECONDS:g} s"
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLError):
+            return "TLS fails: http:// instead of https://, or a certificate that is not trusted here"
+        if isinstance(cause, socket.gaierror):
+            return "its host name is not known here"
+        if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
+            return "connection refused: nothing listens there, or not yet"
+    if isinstance(error, httpx.RemoteProtocolError):
+        return "what answers there does not speak HTTP: https:// instead of http://?"
+    return str(error).lower() or type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_gateway(health: httpx.Response) -> bool:
+    """Whether this answer to /health is a Seamark gateway's; vLLM's is empty."""
+    try:
+        return "gateway" in health.json()
+    except (ValueError, TypeError):
+        return False
+
+
+def _workers_of(client: httpx.Client, url: str) -> str:
+    """What to ask in place of a gateway."""
+    try:
+        workers = client.get(url + "/seamark/status").json()["workers"]
+        names = [without_credentials(str(worker["url"]))[0] for worker in workers]
+    except (*NO_ANSWER, ValueError, KeyError, TypeError):
+        names = []
+    return ", ".join(f"--worker {name}" for name in names) or "the vLLM behind it, with --worker"
+
+
+def _why_refused(answer: httpx.Response, shown: str, has_key: bool, flag: str, whose: str) -> str | None:
+    if answer.status_code not in (401, 403):
+        return None
+    said = f"(status {answer.status_code})"
+    if has_key:
+        return f"{shown} refuses the key in {flag} {said}: it is not {whose}"
+    return f"{shown} wants an API key {said}, and none was given: {flag}, with {whose} in it"
 
 
 def _version(client: httpx.Client, url: str) -> str | None:
@@ -128,46 +290,100 @@ def _vllm_version(version: str | None) -> Diagnosis:
     return Diagnosis(version is not None, f"vLLM {version}" if version else "/version gives no vLLM version")
 
 
-def _engine(info: EngineInfo | None, model: str, url: str) -> list[Diagnosis]:
+def _engine(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
     if info is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
-        at = urlsplit(url)
-        host = "" if at.hostname in LOOPBACK else " --host 0.0.0.0"  # the doctor reached it from another machine
-        cure = CURE_UNPATCHED.format(model=shlex.quote(str(model)), host=host, port=at.port or 8000)
-        return [Diagnosis(False, missing, cure, last=True)]
+        alone = f"; vLLM alone caches whole blocks of {setup.block_size:,} tokens" if setup.block_size else ""
+        fatal = f"the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
+        return [Diagnosis(False, missing, cures.install(), last=True, fatal=fatal)]
     wanted = ".".join(map(str, ENTRIES_SINCE))
     live = [Diagnosis(True, f"patches are live, seamark {info.version}")]
     if not info.takes_entries:
         old = f"the plugin is older than {wanted}: it takes positions only, and so gets hints for known prompts alone"
-        live.append(Diagnosis(False, old, CURE_OLD.format(wanted=wanted)))
+        live.append(Diagnosis(False, old, cures.update(wanted)))
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     coarse = info.match_unit > 64
-    cure = "    --prefix-match-unit 16               # or leave it out: the plugin sets it for hybrid models"
+    cure = cures.flag("--prefix-match-unit 16", "or leave it out: the plugin sets it for hybrid models")
     return [*live, Diagnosis(not coarse, lengths, cure if coarse else None)]
 
 
-def _events(client: httpx.Client, url: str) -> Diagnosis:
+def _caching(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
+    if setup.prefix_caching is not False:
+        return []
+    cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
+    off = "prefix caching is off in this vLLM"
+    return [Diagnosis(False, off, cure, fatal=off)]
+
+
+def _drafts(
+    client: httpx.Client, url: str, model: str, info: EngineInfo | None, setup: EngineSetup, cures: Cures
+) -> list[Diagnosis]:
+    """Speculative decoding, and whether hints are used beside it."""
+    if not setup.drafts:
+        return []
+    if info is None:
+        text = "speculative decoding is on: the plugin, too, gives hints beside it only with SEAMARK_DRAFTS=1"
+        return [Diagnosis(False, text, cures.drafts())]
+    if info.ahead:
+        return [Diagnosis(True, f"speculative decoding is on, with hints: they share {info.ahead} tokens past a state")]
+    if setup.hints_refused or _refuses_hints(client, url, model):
+        fatal = (
+            "speculative decoding is on, and the plugin refuses hints beside it; SEAMARK_DRAFTS=1 in vLLM's "
+            "environment makes it use them, unless its log names another reason"
+        )
+        return [Diagnosis(False, "speculative decoding is on, without hints", cures.drafts(), fatal=fatal)]
+    return [Diagnosis(True, "speculative decoding is on, with hints")]
+
+
+def _refuses_hints(client: httpx.Client, url: str, model: str) -> bool:
+    """Whether the engine counts a hint as refused. One that it takes has no effect: it is for a single token."""
+    request = _one_token(model) | {"vllm_xargs": {"seamark_boundaries": [1]}}
+    until = time.monotonic() + REPORT_SECONDS
+    try:
+        client.post(url + "/v1/completions", json=request, timeout=_PATIENT)
+        while time.monotonic() < until:
+            if worker_metrics.read_setup(client.get(url + "/metrics").text).hints_refused:
+                return True
+            time.sleep(0.1)
+    except (*NO_ANSWER, ValueError):
+        pass
+    return False
+
+
+_PATIENT = httpx.Timeout(COMPLETION_SECONDS, connect=CONNECT_SECONDS)
+
+
+def _one_token(model: str) -> dict[str, Any]:
+    return {"model": model, "prompt": "Seamark", "max_tokens": 1}
+
+
+def _events(client: httpx.Client, url: str, cures: Cures) -> Diagnosis:
     fine = _is_open(client, "GET", url + EVENTS)
     text = f"the engine's decisions are {'' if fine else 'not '}reported"
-    return Diagnosis(fine, text, None if fine else CURE_EVENTS)
+    return Diagnosis(fine, text, None if fine else cures.flag(EVENTS_FLAG, "without it, no evictions and no reasons"))
 
 
-def _details(client: httpx.Client, url: str, model: str) -> Diagnosis:
-    request = {"model": model, "prompt": "Seamark", "max_tokens": 1}
+def _details(client: httpx.Client, url: str, model: str, cures: Cures) -> Diagnosis:
+    status = "no answer"
     try:
-        answer = client.post(url + "/v1/completions", json=request, timeout=httpx.Timeout(None, connect=2.0)).json()
-        reported = answer["usage"].get("prompt_tokens_details") is not None
+        answer = client.post(url + "/v1/completions", json=_one_token(model), timeout=_PATIENT)
+        status = f"status {answer.status_code}"
+        answer.raise_for_status()
+        reported = answer.json()["usage"].get("prompt_tokens_details") is not None
     except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
-        return Diagnosis(False, "does not answer a completion of one token")
+        fatal = f"it does not answer a completion of one token ({status})"
+        return Diagnosis(False, f"does not answer a completion of one token ({status})", fatal=fatal)
     text = f"cached tokens are {'' if reported else 'not '}reported"
-    return Diagnosis(reported, text, None if reported else CURE_DETAILS)
+    cure = cures.flag("--enable-prompt-tokens-details", "without it, hits are never reported")
+    return Diagnosis(reported, text, None if reported else cure)
 
 
-def _render(client: httpx.Client, url: str, model: str) -> Diagnosis:
+def _render(client: httpx.Client, url: str, model: str, cures: Cures) -> Diagnosis:
     request = {"model": model, "messages": [{"role": "user", "content": "Seamark"}]}
     opened = _is_open(client, "POST", url + CHAT + "/render", request)
     # /tokenize renders nearly everything alike, so a closed route is mentioned and is no error.
-    return Diagnosis(True, f"render route {'open' if opened else 'closed'}", None if opened else CURE_RENDER)
+    cure = cures.flag("--enable-scale-out", "without it, the gateway falls back to /tokenize")
+    return Diagnosis(True, f"render route {'open' if opened else 'closed'}", None if opened else cure)
 
 
 def _is_open(client: httpx.Client, method: str, url: str, body: dict[str, Any] | None = None) -> bool:
@@ -181,17 +397,25 @@ HOUR = 3600.0
 
 
 def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
-    """What a gateway in shadow mode has seen lost, as lines for people. If it cannot be read, a line says why."""
+    """What a gateway has seen lost, as lines for people. Raises `Unanswered` if it cannot be asked."""
+    try:
+        shown, _ = without_credentials(gateway)
+    except ValueError:
+        raise Unanswered(_no_url(gateway)) from None
     try:
         with _client(api_key) as client:
             answer = client.get(gateway + "/seamark/status")
-        if answer.status_code in (401, 403, 404):
-            return [f"{gateway} does not show /seamark/status here: ask at its admin_port, or read its /metrics"]
+    except NO_ANSWER as error:
+        raise Unanswered(f"no gateway answers at {shown}: {why_not(error)}") from None
+    refusal = _why_refused(answer, f"the gateway {shown}", api_key is not None, GATEWAY_KEY_FLAG, "an admin's key")
+    if refusal is not None:
+        raise Unanswered(refusal)
+    if answer.status_code == 404:
+        raise Unanswered(f"{shown} does not show /seamark/status: a gateway with admin_port does so there; is it one?")
+    try:
         return shadow_lines(answer.json()["shadow"])
-    except NO_ANSWER:
-        return [f"no gateway answers at {gateway}"]
     except (ValueError, KeyError, TypeError):
-        return [f"{gateway} is not a Seamark gateway"]
+        raise Unanswered(f"{shown} is not a Seamark gateway") from None
 
 
 def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ ENGINE = "seamark_engine_info"
 PASS, TOKEN = "seamark_pass_seconds", "seamark_token_seconds"
 HITS = "vllm:prefix_cache_hits_total"
 CACHE = "vllm:cache_config_info"
+DRAFTS = "vllm:spec_decode_num_drafts_total"  # there from the start, and only with speculative decoding
+IGNORED = "seamark_hints_ignored_total"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 # The first version of the plugin that resolves entries counted from the prompt's end, or behind a pattern.
@@ -94,6 +96,33 @@ def read(text: str) -> WorkerMetrics:
         sum(int(size) for size in sizes if size.isdecimal()),
         int(sum(sample.value for name in REQUESTS for sample in found[name])),
     )
+
+
+class EngineSetup(NamedTuple):
+    """What a worker's metrics tell of how it was started."""
+
+    prefix_caching: bool | None  # None: not told
+    block_size: int | None  # tokens that vLLM alone finds a multiple of; None: not told
+    drafts: bool  # speculative decoding is on
+    hints_refused: bool  # some hints were, because of it
+
+
+def read_setup(text: str) -> EngineSetup:
+    """For a diagnosis. Raises `ValueError` for what is no exposition."""
+    wanted = (CACHE, DRAFTS, IGNORED)
+    lines = "\n".join(line for line in text.split("\n") if line.startswith(wanted))
+    caching, block_size, drafts, refused = None, None, False, False
+    for family in text_string_to_metric_families(lines):
+        for sample in family.samples:
+            if sample.name == CACHE:
+                caching = {"True": True, "False": False}.get(sample.labels.get("enable_prefix_caching", ""))
+                size = sample.labels.get("block_size", "")
+                block_size = int(size) if size.isdecimal() else None
+            drafts = drafts or sample.name == DRAFTS
+            refused = refused or (
+                sample.name == IGNORED and sample.labels.get("reason") == "speculative" and sample.value > 0
+            )
+    return EngineSetup(caching, block_size, drafts, refused)
 
 
 def _release(version: str) -> tuple[int, ...]:

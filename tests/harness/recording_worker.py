@@ -87,6 +87,7 @@ class RecordingWorker:
     location: str | None = None  # header of whole answers
     allowed_origins: tuple[str, ...] = ("*",)  # when it starts, as vLLM's --allowed-origins
     has_feed: bool = True
+    api_key: str | None = None  # that it wants for /v1, as vLLM's --api-key
     hang: bool = False  # answer nothing until the client goes
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
     hang_replays: bool = False  # answer no request for a single token
@@ -125,6 +126,9 @@ class RecordingWorker:
             return None
         body = await whole_body(receive)
         path = scope["path"]
+        wanted = (b"authorization", f"Bearer {self.api_key}".encode())
+        if self.api_key is not None and path.startswith("/v1") and wanted not in scope["headers"]:
+            return await _answer(send, b'{"error":"Unauthorized"}', status=401)
         if path == "/health":
             return await _answer(send, b"", "text/plain")
         if path == "/metrics":

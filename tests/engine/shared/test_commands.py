@@ -77,13 +77,16 @@ def test_boundary_without_file_model_or_worker(servers, request_file, tmp_path):
 
 def test_doctor_finds_a_patched_worker_well(servers):
     done = seamark("doctor", "--worker", servers.seamark.url)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0 and done.stdout.startswith(f"will hit: {servers.seamark.url} serves "), done.stdout
     assert "patches are live" in done.stdout and "0.32.0" in done.stdout
     assert "cache block 384 tokens, match unit 16 tokens" in done.stdout
 
 
 def test_doctor_says_what_an_untouched_vllm_lacks_and_the_two_lines_that_cure_it(servers):
-    done = seamark("doctor", "--worker", servers.untouched.url, "--gateway", servers.untouched_gateway.url)
+    urls = ("--worker", servers.untouched.url, "--gateway", servers.untouched_gateway.url)
+    done = seamark("doctor", *urls, "--runs-as", "pip")
+    assert done.stdout.startswith("cannot hit: the plugin is not in this vLLM")
+    assert "vLLM alone caches whole blocks of 384 tokens" in done.stdout.splitlines()[0]
     assert done.returncode == 1 and "WRONG patches are not live" in done.stdout
     assert re.search(r"^lost in [\d.]+ (?:hours|minutes), [\d,]+ requests judged:$", done.stdout, re.M)
     install, start = done.stdout.splitlines()[-2:]
@@ -94,12 +97,14 @@ def test_doctor_says_what_an_untouched_vllm_lacks_and_the_two_lines_that_cure_it
 def test_doctor_beside_a_gateway_that_is_none_or_away(servers):
     for gateway, told in (("http://127.0.0.1:9", "no gateway answers"), (servers.untouched.url, "does not show")):
         done = seamark("doctor", "--worker", servers.seamark.url, "--gateway", gateway)
+        assert done.returncode == 1 and done.stdout.startswith("not reachable: ")
         assert told in done.stdout and "Traceback" not in done.stderr
 
 
-def test_doctor_in_front_of_something_else(servers):
+def test_doctor_in_front_of_a_gateway(servers):
     done = seamark("doctor", "--worker", servers.gateway.url)
-    assert done.returncode == 1 and "patches are not live" in done.stdout
+    assert done.returncode == 1 and done.stdout.startswith(f"a gateway, not a worker: {servers.gateway.url}\n")
+    assert f"--worker {servers.seamark.url}" in done.stdout
 
 
 def test_model_refuses_an_unknown_family(tmp_path):

@@ -1,0 +1,149 @@
+"""The doctor's cures, as the lines that somebody who runs vLLM in a certain way types or writes into a file."""
+
+from __future__ import annotations
+
+import shlex
+from typing import NamedTuple
+
+from proxy.commands.ways import Found, Way
+
+SOURCE = "/path/to/seamark"
+
+# What `seamark worker` sets and a recipe of spark-vllm-docker, which starts vLLM itself, has to say.
+NEEDED = (
+    "--enable-prefix-caching",
+    "--enable-prompt-tokens-details",
+    "--enable-scale-out",
+    "--middleware engine_patches.reporting.events_api.EventsEndpoint",
+)
+
+_IMAGE = (
+    f"docker build -f {SOURCE}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE=IMAGE -t {{name}} {SOURCE}"
+    "   # IMAGE: the one it runs now"
+)
+
+
+class Cures(NamedTuple):
+    """What to change about the vLLM that serves `model` at `port`. Each cure is indented lines."""
+
+    found: Found
+    model: str
+    port: int
+    local: bool  # asked over the loopback
+
+    @property
+    def _where(self) -> tuple[Way, str]:
+        return self.found
+
+    def install(self) -> str:
+        """The plugin, and vLLM started with it."""
+        way, name = self._where
+        open_host = "" if self.local and way in (Way.PIP, Way.SYSTEMD) else " --host 0.0.0.0"
+        start = f"--model {shlex.quote(self.model)}{open_host} --port {self.port} --"
+        if way is Way.COMPOSE:
+            service = name or "SERVICE"
+            return _indented(
+                f"services:                     # in compose.yaml; vLLM's `entrypoint:`, if {service} has one, goes",
+                f"  {service}:",
+                "    image: seamark-worker",
+                f"    build: {{context: {SOURCE}, dockerfile: deploy/worker.Dockerfile, args: {{VLLM_IMAGE: IMAGE}}}}",
+                f"    command: {start} FLAGS   # IMAGE and vLLM's FLAGS: those it has now",
+                f"docker compose up --build -d {service}",
+            )
+        if way is Way.DOCKER:
+            return _indented(
+                _IMAGE.format(name="seamark-worker"),
+                f"docker run OPTIONS seamark-worker {start} FLAGS"
+                f"   # docker's OPTIONS and vLLM's FLAGS: those {name or 'it'} has now",
+            )
+        if way is Way.SPARK:
+            return _indented(
+                f"{SOURCE}/deploy/spark-vllm-docker/make-mod.sh ~/spark-vllm-docker",
+                "mods: [mods/seamark]          # in your recipe, and behind `vllm serve` in its `command:`",
+                " ".join(NEEDED),
+            )
+        if way is Way.KUBERNETES:
+            image = "REGISTRY/seamark-worker:1"
+            arguments = ", ".join(f'"{argument}"' for argument in shlex.split(start))
+            return _indented(
+                _IMAGE.format(name=image) + f"; docker push {image}",
+                "# in the container of vLLM's pod template, then kubectl apply:",
+                f"image: {image}",
+                f"args: [{arguments}, ...]   # vLLM's own flags in place of the dots; no `command:`",
+            )
+        if way is Way.SYSTEMD:
+            unit = name or "UNIT"
+            return _indented(
+                f"pip install --no-deps {SOURCE}   # into the environment that runs vLLM, whose BIN this is:",
+                f"systemctl edit --full {unit}   # ExecStart=BIN/seamark worker {start} FLAGS",
+                f"systemctl restart {unit}",
+            )
+        return _indented(
+            f"pip install --no-deps {SOURCE}   # into the environment that runs vLLM; then start it with",
+            f"seamark worker {start} ...   # the flags it has now in place of the dots",
+        )
+
+    def update(self, wanted: str) -> str:
+        """A plugin of the release `wanted` or later."""
+        way, name = self._where
+        if way in (Way.DOCKER, Way.KUBERNETES):
+            again = "start the container" if way is Way.DOCKER else "push it and start the pods"
+            return _indented(f"{_IMAGE.format(name='seamark-worker')}, from {wanted} or later; then {again} again")
+        if way is Way.COMPOSE:
+            return _indented(f"docker compose up --build -d {name or 'SERVICE'}   # with Seamark {wanted} or later")
+        if way is Way.SPARK:
+            return _indented(
+                f"{SOURCE}/deploy/spark-vllm-docker/make-mod.sh ~/spark-vllm-docker   # {wanted} or later; "
+                "then start the recipe again"
+            )
+        then = f"systemctl restart {name or 'UNIT'}" if way is Way.SYSTEMD else "restart vLLM"
+        return _indented(f"pip install --no-deps {SOURCE}   # {wanted} or later; then {then}")
+
+    def flag(self, flag: str, without: str) -> str:
+        """A flag of vLLM, and what is wrong without it."""
+        way, name = self._where
+        if way is Way.COMPOSE:
+            where = f"in `command:` of the service {name or 'that runs vLLM'}, or in VLLM_ARGS of Seamark's .env"
+        elif way is Way.DOCKER:
+            where = "at the end of `docker run`"
+        elif way is Way.SPARK:
+            where = "behind `vllm serve` in the recipe's `command:`"
+        elif way is Way.KUBERNETES:
+            where = "in `args:` of vLLM's container, an entry for each word"
+        elif way is Way.SYSTEMD:
+            where = f"at the end of ExecStart=, by systemctl edit --full {name or 'UNIT'}"
+        else:
+            where = "a flag of vLLM"
+        return _indented(f"{flag:<36} # {where}; {without}")
+
+    def drafts(self) -> str:
+        """Hints beside speculative decoding."""
+        way, name = self._where
+        if way is Way.COMPOSE:
+            service = name or "SERVICE"
+            lines = [
+                f"services: {{{service}: {{environment: {{SEAMARK_DRAFTS: 1}}}}}}   # Seamark's own stack: in .env",
+                f"docker compose up -d {service}",
+            ]
+        elif way is Way.DOCKER:
+            lines = [f"docker run -e SEAMARK_DRAFTS=1 ...   # the rest as {name or 'it'} has it now"]
+        elif way is Way.SPARK:
+            lines = ["SEAMARK_DRAFTS=1 vllm serve ...      # in the recipe's `command:`, the rest as it is"]
+        elif way is Way.KUBERNETES:
+            lines = ['env: [{name: SEAMARK_DRAFTS, value: "1"}]   # in vLLM\'s container, beside what is there']
+        elif way is Way.SYSTEMD:
+            unit = name or "UNIT"
+            lines = [
+                f"systemctl edit {unit}   # [Service] and below it Environment=SEAMARK_DRAFTS=1",
+                f"systemctl restart {unit}",
+            ]
+        else:
+            lines = ["SEAMARK_DRAFTS=1 seamark worker ...   # in vLLM's environment, the rest as it is"]
+        return _indented(
+            *lines,
+            "# no GPU has shown this to be right yet: `seamark gpu-check` first; or leave --speculative-config out",
+        )
+
+
+def _indented(*lines: str) -> str:
+    return "\n".join(f"    {line}" for line in lines)

@@ -1,0 +1,134 @@
+"""How a vLLM is run (pip, systemd, Docker, compose, spark-vllm-docker, Kubernetes), as far as it shows from here.
+
+Nothing is asked but this machine's `/proc`, its environment, the URL, and `docker inspect` where there is a docker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+DEFAULT_PORT = 8000  # vLLM's
+
+DOCKER_SECONDS = 5.0
+
+_CONTAINER = re.compile(r"(?:docker|libpod)[-/]([0-9a-f]{64})")
+
+_UNIT = re.compile(r"/system\.slice/([^/\n]+\.service)")
+
+
+class Way(StrEnum):
+    """A value of `--runs-as`."""
+
+    PIP = "pip"
+    SYSTEMD = "systemd"
+    DOCKER = "docker"
+    COMPOSE = "compose"
+    SPARK = "spark-vllm-docker"
+    KUBERNETES = "kubernetes"
+
+
+class Found(NamedTuple):
+    """A way, and what it calls the vLLM: a unit, a compose service, a container; empty: not known."""
+
+    way: Way
+    name: str = ""
+
+
+class Surroundings(NamedTuple):
+    """What is looked at; tests give their own."""
+
+    proc: Path
+    environment: Mapping[str, str]
+    in_container: bool
+    inspect: Callable[[str], Mapping[str, Any] | None]  # a container's id: what Docker says of it
+
+
+def surroundings() -> Surroundings:
+    """Those of this process."""
+    in_container = any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
+    return Surroundings(Path("/proc"), os.environ, in_container, _docker_inspect)
+
+
+def find(url: str, around: Surroundings) -> Found | None:
+    """How the vLLM at `url` is run; None if it does not show, or not clearly."""
+    host = urlsplit(url).hostname or ""
+    if "KUBERNETES_SERVICE_HOST" in around.environment or host.endswith((".svc", ".cluster.local")):
+        return Found(Way.KUBERNETES)
+    if host in LOOPBACK:
+        return _among_processes(urlsplit(url).port or DEFAULT_PORT, around)
+    if around.in_container and re.fullmatch(r"[a-z][\w-]*", host):
+        return Found(Way.COMPOSE, host)  # containers call each other by the names of compose's services
+    return None
+
+
+def _among_processes(port: int, around: Surroundings) -> Found | None:
+    """The way of the vLLM servers that run here: of those at `port`, else, as containers map ports, of all."""
+    found: list[tuple[int, Found | None]] = []
+    for folder in around.proc.glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
+            if _is_vllm(arguments):
+                found.append((_port_of(arguments), _by_control_group((folder / "cgroup").read_text(), around)))
+        except OSError:  # it has ended, or is not ours to look at
+            continue
+    ways = {way for at, way in found if at == port} or {way for _, way in found}
+    return ways.pop() if len(ways) == 1 else None
+
+
+def _is_vllm(arguments: Sequence[str]) -> bool:
+    names = [Path(argument).name for argument in arguments[:3]]
+    return (
+        ("vllm" in names and "serve" in arguments)
+        or any(argument.startswith("vllm.entrypoints.") for argument in arguments)
+        or ("worker" in arguments and ("seamark" in names or "engine_patches" in arguments))
+    )
+
+
+def _port_of(arguments: Sequence[str]) -> int:
+    found = re.search(r"--port[= ](\d+)", " ".join(arguments))
+    return int(found[1]) if found else DEFAULT_PORT
+
+
+def _by_control_group(groups: str, around: Surroundings) -> Found | None:
+    if "kubepods" in groups:
+        return Found(Way.KUBERNETES)
+    if container := _CONTAINER.search(groups):
+        return _in_docker(container[1], around)
+    if unit := _UNIT.search(groups):
+        return Found(Way.SYSTEMD, unit[1])
+    return None if around.in_container else Found(Way.PIP)  # a container does not see its own control group
+
+
+def _in_docker(container: str, around: Surroundings) -> Found:
+    told = around.inspect(container)
+    if told is None:
+        return Found(Way.DOCKER)
+    try:
+        name, image = str(told["Name"]).lstrip("/"), str(told["Config"]["Image"])
+        service = (told["Config"].get("Labels") or {}).get("com.docker.compose.service")
+    except (KeyError, TypeError, AttributeError):
+        return Found(Way.DOCKER)
+    if service:
+        return Found(Way.COMPOSE, str(service))
+    # What its scripts call the image and the container unless they are told otherwise.
+    return Found(Way.SPARK) if image.startswith("vllm-node") or name == "vllm_node" else Found(Way.DOCKER, name)
+
+
+def _docker_inspect(container: str) -> Mapping[str, Any] | None:
+    command = ("docker", "inspect", container)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOCKER_SECONDS, check=True)
+        told = json.loads(done.stdout)[0]
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+        return None
+    return told if isinstance(told, dict) else None

@@ -1,0 +1,298 @@
+"""What `seamark doctor` says of workers and gateways under real servers: the verdict, the causes, the exit status."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from proxy.commands import doctor
+from proxy.commands.ways import Way
+from tests.harness.api_keys import entry, secret
+from tests.harness.fake_engine import engine_info
+from tests.harness.gateways import start_gateway
+from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.threaded_server import serving
+
+DRAFTS = "vllm:spec_decode_num_drafts_total 0.0\n"
+
+REFUSED = 'seamark_hints_ignored_total{reason="speculative"} 1.0\n'
+
+
+class Told(NamedTuple):
+    status: int
+    verdict: str  # the first line
+    text: str
+
+
+@pytest.fixture
+def examined(capsys) -> Callable[..., Told]:
+    """`examined(url, *flags)`: what the doctor prints."""
+
+    def examined(url: str, *flags: str) -> Told:
+        status = doctor.main(["--worker", url, *flags])
+        out, err = capsys.readouterr()
+        assert not err
+        return Told(status, out.splitlines()[0], out)
+
+    return examined
+
+
+@pytest.fixture
+def key(tmp_path) -> Path:
+    path = tmp_path / "key"
+    path.write_text("right\n")
+    return path
+
+
+def test_a_patched_worker_will_hit(worker, examined):
+    told = examined(worker.url)
+    assert told.status == 0 and told.verdict == f"will hit: {worker.url} serves m"
+    assert "WRONG" not in told.text and "the cure" not in told.text
+
+
+@pytest.mark.parametrize("spelt", ["{}", "{}/", "{}/v1", "{}/v1/", "http://{}/v1", "HTTP://{}"])
+def test_a_url_is_understood_without_a_scheme_and_with_v1(worker, examined, spelt):
+    told = examined(spelt.format(worker.url.removeprefix("http://")))
+    assert told.status == 0 and told.verdict.startswith("will hit"), told.text
+
+
+def test_a_worker_without_the_plugin_cannot_hit_and_the_last_lines_are_the_cure(examined):
+    with recording_worker(patched=False, more_metrics='vllm:cache_config_info{block_size="2096"} 1.0\n') as worker:
+        told = examined(worker.url, "--runs-as", "pip")
+    assert told.status == 1 and told.verdict.startswith("cannot hit: the plugin is not in this vLLM")
+    assert "whole blocks of 2,096 tokens" in told.verdict
+    install, start = told.text.splitlines()[-2:]
+    assert "pip install --no-deps" in install and f"--port {worker.url.rpartition(':')[2]}" in start
+
+
+def test_prefix_caching_that_is_off_is_the_cause_although_the_plugin_is_there(worker, examined):
+    worker.more_metrics = 'vllm:cache_config_info{block_size="384",enable_prefix_caching="False"} 1.0\n'
+    told = examined(worker.url)
+    assert told.status == 1 and told.verdict == "cannot hit: prefix caching is off in this vLLM"
+    assert "--enable-prefix-caching" in told.text
+    worker.more_metrics = worker.more_metrics.replace("False", "True")
+    assert examined(worker.url).status == 0
+
+
+def test_drafts_beside_which_hints_were_refused_are_the_cause(worker, examined):
+    worker.more_metrics = DRAFTS + REFUSED
+    told = examined(worker.url, "--runs-as", "docker")
+    assert told.status == 1 and told.verdict.startswith("cannot hit: speculative decoding is on")
+    assert "SEAMARK_DRAFTS=1" in told.verdict and "docker run -e SEAMARK_DRAFTS=1" in told.text
+
+
+class RefusesHints(RecordingWorker):
+    """It counts a hint as refused once one has come."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        hinted = any(b"seamark_boundaries" in request.body for request in self.requests)
+        self.more_metrics = DRAFTS + (REFUSED if hinted else "")
+        await super().__call__(scope, receive, send)
+
+
+def test_drafts_that_nobody_sent_a_hint_yet_are_asked_with_one(examined):
+    worker = RefusesHints()
+    with serving(worker) as url:
+        told = examined(url)
+    assert told.verdict.startswith("cannot hit: speculative decoding is on")
+    assert len(worker.requests) == 2  # for a token each
+
+
+@pytest.mark.parametrize(("ahead", "requests"), [(16, 1), (0, 2)])
+def test_drafts_beside_which_hints_are_used_are_no_cause(examined, ahead, requests):
+    with recording_worker(ahead=ahead, more_metrics=DRAFTS) as worker:
+        told = examined(worker.url)
+        assert told.status == 0 and told.verdict.startswith("will hit")
+        assert "ok    speculative decoding is on, with hints" in told.text and len(worker.requests) == requests
+
+
+def test_drafts_without_the_plugin_are_named_beside_it(examined):
+    with recording_worker(patched=False, more_metrics=DRAFTS) as worker:
+        told = examined(worker.url)
+    assert told.verdict.startswith("cannot hit: the plugin") and "WRONG speculative decoding is on" in told.text
+
+
+def test_a_worker_that_computes_nothing_cannot_hit(worker, examined):
+    worker.status = 500
+    told = examined(worker.url)
+    assert told.status == 1 and told.verdict == (
+        "cannot hit: it does not answer a completion of one token (status 500)"
+    )
+
+
+def test_a_missing_feed_costs_reasons_and_no_hit(worker, examined):
+    worker.has_feed = False
+    told = examined(worker.url)
+    assert told.status == 1 and told.verdict.startswith("will hit") and "1 to change" in told.verdict
+    assert "--middleware engine_patches.reporting.events_api.EventsEndpoint" in told.text
+
+
+def test_an_older_plugin_is_to_be_updated(worker, examined):
+    worker.version = "0.2.0"
+    told = examined(worker.url, "--runs-as", "compose")
+    assert told.status == 1 and "older than 0.3" in told.text
+    assert "docker compose up --build -d SERVICE   # with Seamark 0.3 or later" in told.text
+
+
+def test_a_wrong_key_is_told_from_none(worker, examined, key):
+    worker.api_key = "right"
+    none = examined(worker.url)
+    assert none.status == 1 and none.verdict.startswith("not reachable: ")
+    assert "wants an API key" in none.verdict and "--worker-api-key-file" in none.verdict
+    assert examined(worker.url, "--worker-api-key-file", str(key)).status == 0
+    key.write_text("wrong")
+    wrong = examined(worker.url, "--worker-api-key-file", str(key))
+    assert wrong.status == 1 and "refuses the key" in wrong.verdict and "wants an API key" not in wrong.text
+    assert "wrong" not in wrong.text.replace("WRONG", "")
+
+
+@contextmanager
+def mute() -> Iterator[str]:
+    """The URL of a server that takes connections, and closes each with a line that is no HTTP."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"\x15\x03\x01 this is no HTTP\r\n\r\n")
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [
+        ("127.0.0.1:9", "connection refused"),
+        ("http://127.0.0.1:9/v1", "connection refused"),
+        ("http://nowhere.invalid:8000", "host name is not known"),
+        ("127.0.0.1", "the URL has no port"),
+        ("ftp://127.0.0.1:8000", "no URL of http"),
+        ("http://[", "http://[ is no URL"),
+    ],
+)
+def test_a_worker_that_is_not_there_is_not_reachable_for_a_cause(examined, url, cause):
+    if cause == "the URL has no port":
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 80)) == 0:
+                pytest.skip("something listens on port 80 here")
+    told = examined(url)
+    assert told.status == 1 and told.verdict.startswith("not reachable: ") and cause in told.verdict
+
+
+def test_what_speaks_no_http_or_no_tls_is_told(worker, examined):
+    with mute() as url:
+        assert "does not speak HTTP" in examined(url).verdict
+    assert "TLS fails" in examined(worker.url.replace("http:", "https:")).verdict
+
+
+def test_what_is_no_vllm_is_not_reachable(examined):
+    async def other(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"[]"})
+
+    with serving(other) as url:
+        told = examined(url)
+    assert told.status == 1 and told.verdict.startswith("not reachable: ") and "is not vLLM" in told.verdict
+
+
+def test_a_password_in_a_url_is_not_shown(worker, examined):
+    for url in (worker.url, "http://127.0.0.1:9", "http://["):
+        assert "sesame" not in examined(url.replace("http://", "http://ann:sesame@")).text
+
+
+def test_a_gateway_is_no_worker_and_names_those_it_has(fleet, worker, examined):
+    gateway = start_gateway(fleet, worker)
+    told = examined(gateway.url)
+    assert told.status == 1 and told.verdict == f"a gateway, not a worker: {gateway.url}"
+    assert f"--worker {worker.url}" in told.text
+
+
+def test_a_gateway_with_keys_is_known_without_one(fleet, worker, examined, tmp_path):
+    keys, key = tmp_path / "keys.toml", tmp_path / "admin"
+    keys.write_text(entry("ann", admin=True))
+    key.write_text(secret("ann"))
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
+    assert examined(gateway.url).verdict == f"a gateway, not a worker: {gateway.url}"
+    none = examined(worker.url, "--gateway", gateway.url)
+    assert none.status == 1 and none.verdict.startswith("not reachable: the gateway")
+    assert "wants an API key" in none.verdict and "--gateway-key-file" in none.verdict
+    asked = examined(worker.url, "--gateway", gateway.url, "--gateway-key-file", str(key))
+    assert asked.status == 0 and re.search(r"lost in \d+ minutes", asked.text)
+    key.write_text("wrong")
+    wrong = examined(worker.url, "--gateway", gateway.url, "--gateway-key-file", str(key))
+    assert wrong.status == 1 and "refuses the key" in wrong.verdict
+
+
+def test_a_gateway_that_is_away_fails_for_a_cause(worker, examined):
+    told = examined(worker.url, "--gateway", "127.0.0.1:9")
+    assert told.status == 1 and told.verdict == (
+        "not reachable: no gateway answers at http://127.0.0.1:9: connection refused: nothing listens there, or not yet"
+    )
+    assert "ok    patches are live" in told.text
+
+
+def test_a_gateway_that_is_none_fails_and_what_is_wrong_with_the_worker_stays_the_verdict(worker, examined):
+    worker.status = 404
+    told = examined(worker.url, "--gateway", worker.url)
+    assert told.status == 1 and told.verdict.startswith("cannot hit: ") and "does not show /seamark/status" in told.text
+
+
+@pytest.mark.parametrize("flags", [("--runs-as", "lxc"), ("--worker-api-key-file", "/nowhere"), ("--works", "x")])
+def test_a_wrong_command_line_or_key_file_exits_with_2(examined, flags):
+    with pytest.raises(SystemExit) as ended:
+        examined("http://127.0.0.1:9", *flags)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_each_way_has_cures_of_its_own_for_all_that_can_be_wrong(examined, way):
+    def cures(**state: Any) -> str:
+        with recording_worker(**state) as worker:
+            text = examined(worker.url, "--runs-as", way).text
+        return re.sub(r"127.0.0.1:\d+", "", text)
+
+    plugin = cures(patched=False, more_metrics=DRAFTS)
+    assert "SEAMARK_DRAFTS" in plugin and f"(cures for {way})" in plugin
+    marks = {
+        Way.PIP: ("pip install", "then start it with"),
+        Way.SYSTEMD: ("systemctl edit", "systemctl restart"),
+        Way.DOCKER: ("docker build -f", "docker run"),
+        Way.COMPOSE: ("build: {context:", "docker compose up --build"),
+        Way.SPARK: ("make-mod.sh", "mods: [mods/seamark]", "--enable-prompt-tokens-details"),
+        Way.KUBERNETES: ("docker push", 'args: ["--model", "m", "--host", "0.0.0.0"', "kubectl apply"),
+    }
+    assert all(mark in plugin for mark in marks[way])
+    assert not any(mark in plugin for other in Way if other != way for mark in marks[other][1:2])
+    assert "--middleware" in cures(has_feed=False)
+    assert "0.3 or later" in cures(version="0.2.0")
+
+
+def test_an_engine_core_without_the_patches_is_noticed_although_the_server_has_them(examined):
+    """The engine's line goes once a step has shown that the engine core runs without the patches."""
+    worker = RecordingWorker(patched=False)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        worker.more_metrics = "" if worker.requests else engine_info()
+        await worker(scope, receive, send)
+
+    with serving(app) as url:
+        assert examined(url).verdict.startswith("cannot hit: the plugin")

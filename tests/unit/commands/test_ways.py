@@ -1,0 +1,102 @@
+"""How a vLLM is run, told from what a machine shows: processes, their control groups, Docker's word, the URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.commands.ways import Found, Surroundings, Way, find
+
+URL = "http://127.0.0.1:8000"
+
+CONTAINER = "3f" * 32
+
+DOCKER = f"0::/system.slice/docker-{CONTAINER}.scope\n"
+
+USER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/terminal.scope\n"
+
+SERVE = ("/opt/venv/bin/python3", "/opt/venv/bin/vllm", "serve", "m")
+
+
+def container(image: str = "vllm/vllm-openai", name: str = "/llm", **labels: str) -> dict[str, Any]:
+    return {"Name": name, "Config": {"Image": image, "Labels": labels}}
+
+
+@pytest.fixture
+def around(tmp_path) -> Callable[..., Surroundings]:
+    """`around((arguments, control group), ...)`: a machine with these processes."""
+
+    def around(
+        *processes: tuple[tuple[str, ...], str],
+        in_container: bool = False,
+        inspected: Mapping[str, Any] | None = None,
+        **environment: str,
+    ) -> Surroundings:
+        for number, (arguments, group) in enumerate(processes, 100):
+            folder: Path = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "cmdline").write_text("\0".join(arguments) + "\0")
+            (folder / "cgroup").write_text(group)
+        (tmp_path / "99").mkdir()  # a process that is not ours to look at
+        return Surroundings(tmp_path, environment, in_container, lambda name: inspected if name == CONTAINER else None)
+
+    return around
+
+
+@pytest.mark.parametrize(
+    ("arguments", "group", "inspected", "found"),
+    [
+        (SERVE, USER, None, Found(Way.PIP)),
+        (("python", "-m", "vllm.entrypoints.openai.api_server"), USER, None, Found(Way.PIP)),
+        (("/venv/bin/python", "/venv/bin/seamark", "worker", "--port", "8000"), USER, None, Found(Way.PIP)),
+        (SERVE, "0::/system.slice/llm.service\n", None, Found(Way.SYSTEMD, "llm.service")),
+        (SERVE, DOCKER, None, Found(Way.DOCKER)),  # no docker to be asked
+        (SERVE, DOCKER, {}, Found(Way.DOCKER)),
+        (SERVE, DOCKER, container(), Found(Way.DOCKER, "llm")),
+        (SERVE, f"9:name=systemd:/docker/{CONTAINER}\n", container(), Found(Way.DOCKER, "llm")),
+        (SERVE, DOCKER, container(**{"com.docker.compose.service": "ai"}), Found(Way.COMPOSE, "ai")),
+        (SERVE, DOCKER, container("vllm-node:latest"), Found(Way.SPARK)),
+        (SERVE, DOCKER, container(name="/vllm_node"), Found(Way.SPARK)),
+        (SERVE, "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n", None, Found(Way.KUBERNETES)),
+        (("vim", "vllm", "notes"), USER, None, None),
+    ],
+)
+def test_a_server_on_this_machine_is_known_by_its_control_group(around, arguments, group, inspected, found):
+    assert find(URL, around((arguments, group), inspected=inspected)) == found
+
+
+def test_of_several_servers_the_one_at_the_port_counts_and_mapped_ports_of_one_way_too(around):
+    first, second = ((*SERVE, "--port", "8001"), USER), ((*SERVE, "--port=8002"), "0::/system.slice/b.service\n")
+    machine = around(first, second)
+    assert find("http://localhost:8001", machine) == Found(Way.PIP)
+    assert find("http://[::1]:8002", machine) == Found(Way.SYSTEMD, "b.service")
+    assert find("http://127.0.0.1:9000", machine) is None  # either
+
+
+def test_a_port_that_docker_maps_is_no_obstacle(around):
+    assert find("http://127.0.0.1:9000", around((SERVE, DOCKER), inspected=container())) == Found(Way.DOCKER, "llm")
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("http://worker:8000", Found(Way.COMPOSE, "worker")),
+        ("http://host.docker.internal:8000", None),
+        ("http://192.168.100.10:8000", None),
+        ("http://worker-0.seamark-worker.seamark.svc:8000", Found(Way.KUBERNETES)),
+        (URL, None),  # a container does not see its own control group
+    ],
+)
+def test_from_within_a_container_names_tell(around, url, found):
+    assert find(url, around((SERVE, "0::/\n"), in_container=True)) == found
+
+
+def test_from_a_pod_it_is_kubernetes(around):
+    assert find("http://worker:8000", around(KUBERNETES_SERVICE_HOST="10.0.0.1")) == Found(Way.KUBERNETES)
+
+
+def test_a_machine_elsewhere_says_nothing(around):
+    assert find("http://spark:8000", around((SERVE, USER))) is None
