@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -96,12 +97,16 @@ def _compose(plan: Plan) -> Written:
                 "--worker: name the second machine's address once, for example http://192.168.100.11:8000"
             )
         second = urlsplit(plan.workers[0]).hostname or ""
+        if not _is_address(second):
+            raise SettingsError(f"--worker: {second} is a name; containers need the second machine's IP address")
         overlays.append("compose.two-sparks.yaml")
         variables += [
             ("The second machine's address.", "SECOND_SPARK", second),
             ("Where a worker's port is published. On the second machine: its own address.", "WORKER_BIND", "127.0.0.1"),
         ]
-        notes.append(f"on {second} first, with the same folders: WORKER_BIND={second} sh compose.sh up -d worker")
+        notes.append(
+            f"on {second} first, with the same folders: WORKER_BIND={second} sh compose.sh up --build -d worker"
+        )
     elif plan.count > 1 or plan.workers:
         raise SettingsError(
             "--workers: Compose starts vLLM on one machine or, without --cpu, on two; more that run already: "
@@ -274,6 +279,8 @@ def _kubernetes(plan: Plan) -> Written:
     folder = source / "deploy/kubernetes"
     prefix = plan.registry.rstrip("/") + "/" if plan.registry else ""
     urls = plan.workers or tuple(f"http://seamark-worker-{number}.seamark-worker:8000" for number in range(plan.count))
+    if local := [url for url in urls if urlsplit(url).hostname in LOOPBACK]:
+        raise SettingsError(f"--worker: in a pod {local[0]} is the pod itself; give a service or an address")
     texts = {name: (folder / name).read_text() for name in ("gateway.yaml", "redis.yaml", "network-policy.yaml")}
     texts["gateway.yaml"] = _filled(
         texts["gateway.yaml"],
@@ -388,8 +395,9 @@ def _model_file(plan: Plan) -> tuple[str, str | None]:
     if plan.cpu:
         return "", None
     model = _wanted_model(plan)
-    for path in sorted((_source(plan) / "deploy/models").glob("*.yaml")):
-        if model in (path.name, path.stem):
+    # Of two files for one model the shorter name is the plainer: that of Nemotron-3-Super without MTP.
+    for path in sorted((_source(plan) / "deploy/models").glob("*.yaml"), key=lambda path: len(path.name)):
+        if model in (path.name, path.stem) or f"\nmodel: {model}\n" in path.read_text():
             return path.name, None
     return (
         "model.yaml",
@@ -400,6 +408,14 @@ model: {json.dumps(model)}
 gpu-memory-utilization: 0.8
 """,
     )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _from_container(url: str) -> str:

@@ -150,6 +150,14 @@ def test_compose_gets_files_that_are_there_and_variables_that_it_knows(name, tmp
         subprocess.run(["sh", str(out / "compose.sh"), "config", "--quiet"], check=True)
 
 
+@pytest.mark.parametrize(
+    "model", ["nemotron-3-super", "nemotron-3-super.yaml", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"]
+)
+def test_a_model_that_deploy_has_flags_for_is_known_by_either_name(model, tmp_path):
+    assert setup.main(["--way", "compose", "--model", model, "--out", str(tmp_path)]) == 0
+    assert variables(tmp_path / "seamark.env")["MODEL_FILE"] == "nemotron-3-super.yaml"
+
+
 def test_a_container_is_told_where_its_machine_is(tmp_path):
     given = variables(written(tmp_path, "beside") / "seamark.env")
     assert given["SEAMARK_WORKER"] == "http://host.docker.internal:8000"
@@ -236,6 +244,8 @@ def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
         (["--way", "pip", "--workers", "0", *WORKER], "less than one"),
         (["--way", "compose", "--model", "m", "--workers", "3"], "--way compose-beside"),
         (["--way", "compose", "--model", "m", "--workers", "2"], "second machine"),
+        (["--way", "compose", "--model", "m", "--worker", "http://spark-2:8000"], "IP address"),
+        (["--way", "kubernetes", *WORKER], "the pod itself"),
         (["--way", "compose", "--model", "m\nx: y"], "--model"),
         (["--way", "compose", "--model", "m", "--source", "/nowhere"], "no checkout"),
     ],
