@@ -147,6 +147,8 @@ def _plan(args: Namespace, ask: Ask | None) -> Plan:
     starts = way in (SetupWay.COMPOSE, SetupWay.SPARK) or (way in (SetupWay.PIP, SetupWay.KUBERNETES) and not workers)
     if starts and not model and not given["cpu"] and ask is not None:
         model = ask("Which model", "")
+    if ask is not None and not workers and not given["cpu"] and given["workers"] is None:
+        workers, given["workers"] = _several(way, ask)
     if not model.isprintable():
         raise SettingsError("--model: not a name or a folder")
     # With Compose the worker that is named runs on the second machine.
@@ -175,10 +177,22 @@ def _plan(args: Namespace, ask: Ask | None) -> Plan:
     )
 
 
+def _several(way: SetupWay, ask: Ask) -> tuple[tuple[str, ...], int | None]:
+    """The second machine's worker for Compose, or the number of workers for Kubernetes; else neither."""
+    if way is SetupWay.COMPOSE and (address := ask("The second machine's IP address, if there are two", "")):
+        return (_checked_url(f"http://{address}:{DEFAULT_PORT}"),), None
+    if way is SetupWay.KUBERNETES:
+        number = ask("How many vLLM servers", "1")
+        if not number.isdecimal():
+            raise SettingsError(f"--workers: {number!r} is not a number")
+        return (), int(number)
+    return (), None
+
+
 def _found(servers: list[Running], model: str) -> tuple[str, ...]:
     for server in servers:
         print(f"Found: {server.url} serves {', '.join(server.models) or 'what it tells only with a key'}")
-    return tuple(server.url for server in servers if not model or model in server.models)
+    return tuple(server.url for server in servers if not (model and server.models) or model in server.models)
 
 
 def _checked_url(text: str) -> str:

@@ -265,6 +265,12 @@ def test_a_terminal_is_asked_for_what_the_flags_leave_open(tmp_path, monkeypatch
         monkeypatch.setattr(getattr(setup.sys, stream), "isatty", lambda: True, raising=False)
     assert setup.main([]) == 0
     assert "One of:" in capsys.readouterr().out and (out / "seamark-b.yaml").exists() and not list(answers)
+    answers = iter([SetupWay.COMPOSE, "a/B", OF_THE_USER["SECOND_SPARK"], str(tmp_path / "two")])
+    assert setup.main([]) == 0
+    assert variables(tmp_path / "two/seamark.env")["SECOND_SPARK"] == OF_THE_USER["SECOND_SPARK"] and not list(answers)
+    answers = iter([SetupWay.KUBERNETES, "a/B", "3", str(tmp_path / "three")])
+    assert setup.main([]) == 0
+    assert manifests(tmp_path / "three")["StatefulSet", "seamark-worker"]["spec"]["replicas"] == 3
 
 
 def test_what_answers_on_this_machine_is_named_and_the_printed_commands_lead_to_a_hit(tmp_path, monkeypatch, capsys):
