@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 NAME = "vllm-seamark"
 
-COMMANDS = ("serve", "key", "worker", "model", "boundary", "doctor", "gpu-check", "bench")
+COMMANDS = ("serve", "setup", "key", "worker", "model", "boundary", "doctor", "gpu-check", "bench")
 
 # Runs command lines one after another; imports are paid once. Nothing of this process is on its path.
 DRIVER = """
