@@ -152,14 +152,14 @@ def _plan(args: Namespace, ask: Ask | None) -> Plan:
     if not model.isprintable():
         raise SettingsError("--model: not a name or a folder")
     # With Compose the worker that is named runs on the second machine.
-    count = len(workers) + (way is SetupWay.COMPOSE)
+    machines = len(workers) + (way is SetupWay.COMPOSE)
     if given["workers"] is not None:
-        count = given["workers"]
-        if count < 1:
-            raise SettingsError(f"--workers: {count} is less than one")
-        several = count > 1 and way not in (SetupWay.COMPOSE, SetupWay.KUBERNETES)
-        if (several or (way is SetupWay.KUBERNETES and workers)) and len(workers) != count:
-            raise SettingsError(f"--workers: name all {count} with --worker URL; {len(workers)} are named")
+        machines = given["workers"]
+        if machines < 1:
+            raise SettingsError(f"--workers: {machines} is less than one")
+        several = machines > 1 and way not in (SetupWay.COMPOSE, SetupWay.KUBERNETES)
+        if (several or (way is SetupWay.KUBERNETES and workers)) and len(workers) != machines:
+            raise SettingsError(f"--workers: name all {machines} with --worker URL; {len(workers)} are named")
     out = given["out"] or Path(ask("Folder for the files", "seamark-setup") if ask is not None else "seamark-setup")
     source = given["source"].expanduser().resolve() if given["source"] is not None else source_folder()
     if source is not None and not (source / "deploy/compose.yaml").is_file():
@@ -168,7 +168,7 @@ def _plan(args: Namespace, ask: Ask | None) -> Plan:
         way=way,
         model=model,
         workers=workers,
-        count=max(count, 1),
+        machines=max(machines, 1),
         out=out.expanduser().resolve(),
         source=source,
         spark=given["spark"].expanduser().resolve(),

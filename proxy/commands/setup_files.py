@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     way: SetupWay
     model: str  # a name, a folder, or a file of deploy/models; empty: a vLLM with one runs already
     workers: tuple[str, ...]  # URLs of vLLM servers that run already, or of those on other machines
-    count: int  # of workers, together
+    machines: int  # with a worker each
     out: Path  # absolute
     source: Path | None  # a checkout of Seamark; None: not found
     spark: Path  # a checkout of spark-vllm-docker
@@ -91,7 +91,7 @@ def _compose(plan: Plan) -> Written:
         overlays.append("compose.cpu.yaml")
         variables, text = [], None  # it makes a small model of its own
     notes: list[str] = []
-    if plan.count == 2 and not plan.cpu:
+    if plan.machines == 2 and not plan.cpu:
         if len(plan.workers) != 1:
             raise SettingsError(
                 "--worker: name the second machine's address once, for example http://192.168.100.11:8000"
@@ -107,7 +107,7 @@ def _compose(plan: Plan) -> Written:
         notes.append(
             f"on {second} first, with the same folders: WORKER_BIND={second} sh compose.sh up --build -d worker"
         )
-    elif plan.count > 1 or plan.workers:
+    elif plan.machines > 1 or plan.workers:
         raise SettingsError(
             "--workers: Compose starts vLLM on one machine or, without --cpu, on two; more that run already: "
             "--way compose-beside"
@@ -278,7 +278,9 @@ def _kubernetes(plan: Plan) -> Written:
     source = _source(plan)
     folder = source / "deploy/kubernetes"
     prefix = plan.registry.rstrip("/") + "/" if plan.registry else ""
-    urls = plan.workers or tuple(f"http://seamark-worker-{number}.seamark-worker:8000" for number in range(plan.count))
+    urls = plan.workers or tuple(
+        f"http://seamark-worker-{number}.seamark-worker:8000" for number in range(plan.machines)
+    )
     if local := [url for url in urls if urlsplit(url).hostname in LOOPBACK]:
         raise SettingsError(f"--worker: in a pod {local[0]} is the pod itself; give a service or an address")
     texts = {name: (folder / name).read_text() for name in ("gateway.yaml", "redis.yaml", "network-policy.yaml")}
@@ -298,7 +300,7 @@ def _kubernetes(plan: Plan) -> Written:
         texts["worker.yaml"] = _filled(
             _WORKER_HEAD + (folder / "worker.yaml").read_text().partition("\napiVersion: ")[2],
             ("image: seamark-worker #", f"image: {prefix}seamark-worker #"),
-            ("\n  replicas: 1\n", f"\n  replicas: {plan.count}\n"),
+            ("\n  replicas: 1\n", f"\n  replicas: {plan.machines}\n"),
             ("/etc/seamark/models/nemotron-3-nano.yaml", f"/etc/seamark/models/{name}"),
         )
     root = shlex.quote(str(source))
