@@ -1,4 +1,4 @@
-"""`seamark bench mine` on real engines: Seamark behind its gateway beside vLLM as it is, asked in turns."""
+"""`seamark bench mine` on real engines: Seamark behind its gateway beside a vLLM without a cache, asked in turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEW = ("--lengths", "200", "--pairs", "1")
 
 
 def test_a_stack_with_seamark_beside_one_without(servers: SharedServers, capsys):
-    arguments = ["--base-url", servers.gateway.url, "--against", servers.untouched.url, "--json", *FEW]
+    arguments = ["--base-url", servers.gateway.url, "--against", servers.reference.url, "--json", *FEW]
     assert mine.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     ours, theirs = report["stacks"]
@@ -28,7 +28,7 @@ def test_a_stack_with_seamark_beside_one_without(servers: SharedServers, capsys)
 
 
 def test_a_model_that_is_not_served(servers: SharedServers, capsys):
-    assert mine.main(["--base-url", servers.untouched.url, "--model", "made-up"]) == 1
+    assert mine.main(["--base-url", servers.reference.url, "--model", "made-up"]) == 1
     assert f"serves no model 'made-up', but {MODEL_NAME}" in capsys.readouterr().err
     assert mine.main(["--base-url", servers.gateway.url, "--model", "made-up"]) == 1
     assert f"serves no model 'made-up', but {MODEL_NAME}" in capsys.readouterr().err
