@@ -110,12 +110,12 @@ def test_responses_by_the_openai_sdk(servers: SharedServers, new):
 
 
 # So long that the end of its turn is looked up on a known prefix too.
-LONG = "The tide turns at noon, and the pilots go out to the ships that wait. " * 70
+LONGER = "The tide turns at noon, and the pilots go out to the ships that wait. " * 70
 
 
 def test_a_response_that_continues_another(servers: SharedServers, new):
     sdk = openai_sdk(servers.gateway)
-    new = f"{new} {LONG}"
+    new = f"{new} {LONGER}"
     options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
     first = sdk.responses.create(input=f"{new} When is high tide?", **options)
     second = sdk.responses.create(input="And low tide?", previous_response_id=first.id, **options)
@@ -134,7 +134,7 @@ def test_a_response_that_continues_another(servers: SharedServers, new):
 
 def test_a_response_that_continues_a_streamed_one(servers: SharedServers, new):
     sdk = openai_sdk(servers.gateway)
-    new = f"{new} {LONG}"
+    new = f"{new} {LONGER}"
     options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
     with sdk.responses.stream(input=f"{new} When is high tide?", **options) as stream:
         first = stream.get_final_response()
