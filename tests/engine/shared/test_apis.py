@@ -18,7 +18,8 @@ UNIT = 16
 
 TOKENS = 32
 
-LONG = "You pilot ships into the harbour, and you name the tide before you name the berth. " * 6
+# So long that a state of it is worth a pass on any machine.
+LONG = "The tide turns at noon, and the pilots go out to the ships that wait. " * 70
 
 GREEDY = {"ignore_eos": True, "top_k": 1}
 
@@ -109,13 +110,9 @@ def test_responses_by_the_openai_sdk(servers: SharedServers, new):
     assert second.output_text == ask(servers.reference, "And low tide?").output_text
 
 
-# So long that the end of its turn is looked up on a known prefix too.
-LONGER = "The tide turns at noon, and the pilots go out to the ships that wait. " * 70
-
-
 def test_a_response_that_continues_another(servers: SharedServers, new):
     sdk = openai_sdk(servers.gateway)
-    new = f"{new} {LONGER}"
+    new = f"{new} {LONG}"
     options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
     first = sdk.responses.create(input=f"{new} When is high tide?", **options)
     second = sdk.responses.create(input="And low tide?", previous_response_id=first.id, **options)
@@ -134,7 +131,7 @@ def test_a_response_that_continues_another(servers: SharedServers, new):
 
 def test_a_response_that_continues_a_streamed_one(servers: SharedServers, new):
     sdk = openai_sdk(servers.gateway)
-    new = f"{new} {LONGER}"
+    new = f"{new} {LONG}"
     options = {"model": MODEL_NAME, "max_output_tokens": 8, "temperature": 0}
     with sdk.responses.stream(input=f"{new} When is high tide?", **options) as stream:
         first = stream.get_final_response()
