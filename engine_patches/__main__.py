@@ -6,6 +6,7 @@ An image that holds the plugin alone has them as `seamark`, too (deploy/worker.D
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 
 from engine_patches.commands import model, worker
 from engine_patches.gpu_check import command
@@ -34,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     if given and given[0] not in COMMANDS and not given[0].startswith("-"):
         print(f"seamark {given[0]}: only the plugin is here, with {', '.join(COMMANDS)}; {GATEWAY}", file=sys.stderr)
         return 2
+    if given == ["--version"]:
+        print(f"seamark {metadata.version('vllm-seamark')} (vllm-seamark, the plugin alone)")
+        return 0
     if not given or given[0] not in COMMANDS:
         print(f"usage: python -m engine_patches {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
         return 0 if given in (["-h"], ["--help"]) else 2

@@ -269,11 +269,11 @@ def test_the_gateways_image_names_the_half_it_lacks(tmp_path):
 def test_the_workers_image_has_the_plugins_commands_and_names_the_half_it_lacks(made_by, tmp_path):
     wheel = build(tmp_path, "engine_patches", changed_by=ROOT / "deploy" / made_by)
     image = make_environment(tmp_path / "venv", wheel, set())
-    lines = {**typical(tmp_path), "patches": ["patches"], "help": ["--help"], "": []}
+    lines = {**typical(tmp_path), "patches": ["patches"], "version": ["--version"], "help": ["--help"], "": []}
     for name, (_, status, out, err) in zip(lines, image.run(*lines.values()), strict=True):
         assert "Traceback" not in out + err, err
-        if name == "patches":
-            assert status == 0 and "block-copy" in out
+        if name in ("patches", "version"):
+            assert status == 0 and ("block-copy" if name == "patches" else "the plugin alone") in out
         elif name in ("worker", "model", "gpu-check"):
             assert status == (3 if name == "gpu-check" else 1) and not out, (name, status, out, err)
             assert "is not installed here" in err and err.count("\n") == 1, err
