@@ -172,7 +172,8 @@ def vllm_arguments(
     names = [argument.partition("=")[0] for argument in given if argument.startswith("--")]
     taken = {name.replace("_", "-") for name in (*names, *(f"--{name}" for name in config))}
     arguments = [] if model is None else [model]
-    for flag, value in {"--host": LOOPBACK, **NEEDED_FLAGS, **for_cpu}.items():
+    defaults: dict[str, str | None] = {"--host": LOOPBACK, **NEEDED_FLAGS, **for_cpu}
+    for flag, value in defaults.items():
         if flag not in taken and flag.replace("--", "--no-", 1) not in taken:
             arguments += [flag] if value is None else [flag, value]
     return [*arguments, *MIDDLEWARE, *given]
