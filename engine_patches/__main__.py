@@ -1,8 +1,12 @@
-"""`python -m engine_patches worker|model|patches|gpu-check`: the plugin's commands, without the gateway."""
+"""`python -m engine_patches worker|model|patches|gpu-check`: the plugin's commands, without the gateway.
+
+An image that holds the plugin alone has them as `seamark`, too (deploy/worker.Dockerfile).
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 
 from engine_patches.commands import model, worker
 from engine_patches.gpu_check import command
@@ -23,13 +27,25 @@ def print_patches(argv: list[str]) -> int:
 
 COMMANDS = {"worker": worker.main, "model": model.main, "patches": print_patches, "gpu-check": command.main}
 
+GATEWAY = "the gateway's commands are in its image, or: pip install /path/to/seamark in an environment of its own"
 
-def main(argv: list[str]) -> int:
-    if not argv or argv[0] not in COMMANDS:
+
+def main(argv: list[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] not in COMMANDS and not given[0].startswith("-"):
+        print(f"seamark {given[0]}: only the plugin is here, with {', '.join(COMMANDS)}; {GATEWAY}", file=sys.stderr)
+        return 2
+    if given == ["--version"]:
+        print(f"seamark {metadata.version('vllm-seamark')} (vllm-seamark, the plugin alone)")
+        return 0
+    if not given or given[0] not in COMMANDS:
         print(f"usage: python -m engine_patches {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
-        return 0 if argv in (["-h"], ["--help"]) else 2
-    return COMMANDS[argv[0]](argv[1:])
+        return 0 if given in (["-h"], ["--help"]) else 2
+    try:
+        return COMMANDS[given[0]](given[1:])
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -39,7 +39,10 @@ OLD_DISTRIBUTION = "seamark"
 
 INSTALL_GATEWAY = "an environment of the gateway's own has it: pip install /path/to/seamark"
 
-INSTALL_ENGINE = "run this in vLLM's environment; without a GPU, set-up.sh in Seamark's source makes a .venv with vLLM"
+INSTALL_ENGINE = (
+    "run this in vLLM's environment, after pip install --no-deps /path/to/seamark there; without a GPU, set-up.sh in "
+    "Seamark's source makes a .venv with vLLM"
+)
 
 # Of packages that are imported by another name.
 DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}
@@ -119,7 +122,7 @@ def _vllm() -> str:
 
 MIXED = """\
 seamark: the distribution `seamark` is installed beside `vllm-seamark`, and both own the package `proxy`. Cure:
-  pip uninstall seamark; pip install --force-reinstall --no-deps vllm-seamark   # or the path to its source"""
+  pip uninstall seamark; pip install --force-reinstall --no-deps /path/to/seamark"""
 
 
 def mixed_with_old_distribution() -> bool:
@@ -134,7 +137,7 @@ def mixed_with_old_distribution() -> bool:
 FIRST_HIT = """\
 First hit, with a vLLM of your own (0.31 to 0.33):
   pip install --no-deps /path/to/seamark                 into vLLM's environment, and there:
-  seamark worker --model MODEL --port 8000 -- ...        vLLM with the plugin, its own flags after --
+  seamark worker MODEL                                   `vllm serve MODEL` with the plugin: port 8000, the same flags
   pip install /path/to/seamark                           into an environment of the gateway's own, and there:
   seamark serve --worker http://127.0.0.1:8000           the gateway; base_url is http://127.0.0.1:8080/v1
   seamark doctor --worker http://127.0.0.1:8000          what is wrong, and what to change
@@ -144,7 +147,7 @@ What does a vLLM that runs already lose? In shadow mode the gateway changes noth
   seamark doctor --worker http://127.0.0.1:8000 --gateway http://127.0.0.1:8080
 
 To try it without a GPU: `make demo` in the source; or ./set-up.sh there, which makes a .venv with vLLM's CPU build:
-  .venv/bin/seamark model --out DIR; .venv/bin/seamark worker --model DIR --port 8000
+  .venv/bin/seamark model --out DIR; .venv/bin/seamark worker DIR
 
 Every setting of `seamark serve` is a flag, a variable SEAMARK_<NAME>, or a line of a TOML file (--config).
 The gateway's pages: /ui, /metrics, /seamark/status, /seamark/requests/{x-request-id} (why a request hit or missed).

@@ -10,6 +10,8 @@ root=$(cd "$here/../.." && pwd)
 source=$(mktemp -d)
 trap 'rm -rf "$source"' EXIT
 cp -r "$root"/{pyproject.toml,README.md,LICENSE,engine_patches} "$source"
+# `seamark` is a command of the gateway's half, which is not here: let it start the plugin's.
+sed -i 's/"proxy.cli:main"/"engine_patches.__main__:main"/' "$source/pyproject.toml"
 mkdir -p "$target/mods/seamark"
 rm -f "$target"/mods/seamark/{,vllm_}seamark-*.whl
 python3 -m pip wheel --quiet --no-deps --wheel-dir "$target/mods/seamark" "$source"

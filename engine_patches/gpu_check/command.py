@@ -43,7 +43,7 @@ EPILOG = """\
 Lanes run in the order of their value: first what `seamark worker` runs (compiled, CUDA graphs, vLLM's own choice of
 model runner and kernels; Mamba2, then gated delta nets), then the other model runner, eager, float32, other backends,
 and last drafts (MTP): vLLM alone with them beside vLLM alone without, then Seamark with SEAMARK_DRAFTS=1 beside it.
-Each is printed as soon as it is known. Everything after -- are flags of vLLM for --model, as for `seamark worker`.
+Each is printed as soon as it is known. Everything after -- are flags of vLLM for --model.
 
 exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM), so
 nothing is proven by it; 2 wrong usage. Ctrl-C, SIGTERM and SIGHUP end the engines, print and write what is known so

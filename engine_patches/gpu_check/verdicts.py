@@ -306,7 +306,7 @@ def judge_environment(lane: str, facts: dict[str, Any], own_model: bool = False)
         verdict = "the model has no recurrent layers, so the patches have nothing to do"
     elif not facts["patches_live"]:
         verdict = (
-            'the patches are not live: run "pip install --no-deps vllm-seamark" in this environment, and read the '
+            'the patches are not live: run "pip install --no-deps /path/to/seamark" in this environment, and read the '
             "lines with seamark in the engine's log"
         )
     elif not facts["writes_in_forward"]:

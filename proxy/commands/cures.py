@@ -33,7 +33,7 @@ class Cures(NamedTuple):
         """The plugin, and vLLM started with it."""
         way, name = self.found
         open_host = "" if self.local and way in (Way.PIP, Way.SYSTEMD) else " --host 0.0.0.0"
-        start = f"--model {shlex.quote(self.model)}{open_host} --port {self.port} --"
+        start = f"{shlex.quote(self.model)}{open_host} --port {self.port}"
         if way is Way.COMPOSE:
             service = name or "SERVICE"
             return _indented(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 
@@ -25,6 +26,8 @@ def main(argv: list[str]) -> int:
         from proxy.server.descriptors import raise_limit
         from proxy.server.uvicorn_server import server_for
 
+        if settings.redis is not None:
+            importlib.import_module("proxy.routing.redis_sync")  # if redis is missing, a line says so before the start
         raise_limit()
         memory.give_large_blocks_back()
         fitted = memory.fitted(settings)

@@ -74,7 +74,7 @@ def _pip(plan: Plan) -> Written:
 #   pip install --no-deps {_source_or_example(plan)}
 # vLLM's own flags: behind this script's name. Without the plugin: SEAMARK_ENGINE=0 before it.
 set -eu
-exec seamark worker --model {shlex.quote(_wanted_model(plan))} --port {DEFAULT_PORT} -- "$@"
+exec seamark worker {shlex.quote(_wanted_model(plan))} --port {DEFAULT_PORT} "$@"
 """
     off = [
         "Ctrl-C ends either; point clients at vLLM again",

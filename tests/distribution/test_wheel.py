@@ -1,9 +1,14 @@
-"""The wheel: what it holds, and its commands in environments that lack a half of what Seamark is for."""
+"""The wheel: what it holds, and its commands in environments that lack some or all of what they need.
+
+Nobody who lacks a part reads a traceback: one line names it, and the command that installs it.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import venv
@@ -16,16 +21,25 @@ from typing import NamedTuple
 import pytest
 from packaging.requirements import Requirement
 
+from proxy.cli import INSTALL_GATEWAY
+
 ROOT = Path(__file__).parents[2]
 
 NAME = "vllm-seamark"
 
 COMMANDS = ("serve", "setup", "key", "worker", "model", "boundary", "doctor", "gpu-check", "bench")
 
-# Runs command lines one after another; imports are paid once. Nothing of this process is on its path.
+URL = "http://127.0.0.1:9"
+
+# Runs command lines of the console script one after another; imports are paid once. Nothing of this process is on its
+# path, and what is named behind the lines cannot be imported.
 DRIVER = """
 import contextlib, io, json, sys, traceback
-from proxy.cli import main
+from importlib import metadata
+for name in sys.argv[2:]:
+    sys.modules[name] = None
+(script,) = metadata.entry_points(group="console_scripts", name="seamark")
+main = script.load()
 for line in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -59,24 +73,35 @@ class Environment(NamedTuple):
     def site(self) -> Path:
         return next(self.folder.glob("lib/python*/site-packages"))
 
-    def run(self, *lines: list[str]) -> list[Outcome]:
-        command = [self.folder / "bin/python", "-I", "-c", DRIVER, json.dumps(lines)]
+    def run(self, *lines: list[str], without: str | None = None) -> list[Outcome]:
+        command = [self.folder / "bin/python", "-I", "-c", DRIVER, json.dumps(lines), *([without] if without else [])]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return [Outcome(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the source: setuptools leaves a folder behind, which would be part of the next wheel."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def build(folder: Path, *packages: str, changed_by: Path | None = None) -> Path:
+    """A wheel from a copy of these packages: setuptools leaves a folder behind, which would be part of the next wheel.
+
+    `changed_by`: a file whose `sed` command changes pyproject.toml first.
+    """
+    source, built = folder / "source", folder / "wheel"
+    source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("proxy", "engine_patches", "tests"):
+    for name in packages:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    if changed_by is not None:
+        (expression,) = re.findall(r"\bsed -i '([^']+)' \S*pyproject\.toml", changed_by.read_text())
+        subprocess.run(["sed", "-i", expression, source / "pyproject.toml"], check=True)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", built, source]
     subprocess.run(command, check=True, timeout=300)
     return next(built.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("whole"), "proxy", "engine_patches", "tests")
 
 
 def dependencies_of(*requirements: str) -> set[str]:
@@ -132,6 +157,12 @@ def for_vllm(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environme
     return make_environment(tmp_path_factory.mktemp("vllm") / "venv", wheel, names)
 
 
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What `pip install --no-deps` gives where nothing else is."""
+    return make_environment(tmp_path_factory.mktemp("bare") / "venv", wheel, set())
+
+
 def test_it_holds_the_two_packages_and_their_data_and_no_tests(wheel):
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
@@ -147,7 +178,7 @@ def test_the_gateways_environment_has_no_vllm(for_gateway):
     assert not [name for name in ("vllm", "torch", "transformers") if (for_gateway.site / name).exists()]
 
 
-@pytest.mark.parametrize("environment", ["for_gateway", "for_vllm"])
+@pytest.mark.parametrize("environment", ["for_gateway", "for_vllm", "bare"])
 def test_each_command_tells_its_flags_and_refuses_nonsense(environment, request):
     lines = [[], ["--help"], ["nonsense"]]
     for name in COMMANDS:
@@ -155,7 +186,7 @@ def test_each_command_tells_its_flags_and_refuses_nonsense(environment, request)
         lines += [[name]] if name != "gpu-check" else []  # without arguments it checks
     for line, status, out, err in request.getfixturevalue(environment).run(*lines):
         is_help = "--help" in line
-        needs_more = environment == "for_vllm" and "is not installed here" in err
+        needs_more = environment != "for_gateway" and "is not installed here" in err
         assert "Traceback" not in out + err, (line, err)
         assert status == (1 if needs_more else 0 if is_help else 2), (line, status, err)
         if needs_more:
@@ -166,7 +197,8 @@ def test_each_command_tells_its_flags_and_refuses_nonsense(environment, request)
 
 def test_what_needs_vllm_says_so_in_one_line(for_gateway, tmp_path):
     lines = [
-        ["worker", "--model", "nowhere", "--port", "1"],
+        ["worker", "nowhere", "--max-model-len", "4096"],
+        ["worker", "--model", "nowhere", "--port", "1", "--", "--max-model-len", "4096"],
         ["model", "--out", str(tmp_path / "model")],
         ["gpu-check"],
         *(["bench", name] for name in ("demo", "grid", "passes", "cost", "resume", "fan-out", "agents")),
@@ -176,6 +208,79 @@ def test_what_needs_vllm_says_so_in_one_line(for_gateway, tmp_path):
         assert status == (3 if line == ["gpu-check"] else 1) and not out, (line, status, out, err)
         assert err.count("\n") == 1 and err.startswith(f"seamark {line[0]}"), (line, err)
         assert "not installed here" in err or "vLLM" in err, (line, err)
+
+
+def typical(folder: Path) -> dict[str, list[str]]:
+    """Each command as somebody would give it who has everything, by its name."""
+    request = folder / "request.json"
+    request.write_text('{"messages":[{"role":"user","content":"Hello"}]}')
+    return {
+        "serve": ["serve", "--worker", URL],
+        "boundary": ["boundary", "--worker", URL, str(request)],
+        "doctor": ["doctor", "--worker", URL],
+        "bench": ["bench", "demo"],
+        "worker": ["worker", "org/Some-Model", "--max-model-len", "4096"],
+        "model": ["model", "--out", str(folder / "model")],
+        "gpu-check": ["gpu-check", "--report", str(folder / "report.json")],
+        "key": ["key", "ann"],
+    }
+
+
+def test_where_nothing_else_is_each_command_names_what_is_missing_and_what_installs_it(bare, tmp_path):
+    lines = typical(tmp_path)
+    assert lines.keys() == set(COMMANDS)
+    for name, (_, status, out, err) in zip(lines, bare.run(*lines.values()), strict=True):
+        if name == "key":  # needs nothing
+            assert status == 0 and "sha256" in out and not err
+            continue
+        assert status == (3 if name == "gpu-check" else 1) and not out, (name, status, out, err)
+        assert re.fullmatch(rf"seamark {name}: [^\n]+ is not installed here[^\n]*pip install[^\n]+\n", err), err
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        *(("serve", name) for name in ("fastapi", "uvicorn", "aiohttp", "cachetools", "msgspec", "xxhash", "redis")),
+        ("serve", "prometheus_client"),
+        ("doctor", "httpx"),
+        ("bench", "httpx"),
+        ("boundary", "aiohttp"),
+    ],
+)
+def test_a_command_of_the_gateway_that_lacks_one_requirement_names_it(for_gateway, tmp_path, command, missing):
+    lines = typical(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a gateway that lacks nothing gets no further than this port
+        lines["serve"] += ["--redis", "redis://127.0.0.1:9/0", "--port", str(taken.getsockname()[1])]
+        (outcome,) = for_gateway.run(lines[command], without=missing)
+    assert outcome.status == 1 and not outcome.out, outcome
+    assert outcome.err == f"seamark {command}: {missing} is not installed here; {INSTALL_GATEWAY}\n"
+
+
+def test_the_gateways_image_names_the_half_it_lacks(tmp_path):
+    image = make_environment(tmp_path / "venv", build(tmp_path, "proxy"), set())
+    lines = typical(tmp_path)
+    for name in ("worker", "model", "gpu-check"):
+        ((_, status, out, err),) = image.run(lines[name])
+        assert status == 1 and not out and err.count("\n") == 1, (status, out, err)
+        assert err.startswith(f"seamark {name}: engine_patches is not installed here"), err
+
+
+@pytest.mark.parametrize("made_by", ["worker.Dockerfile", "spark-vllm-docker/make-mod.sh"])
+def test_the_workers_image_has_the_plugins_commands_and_names_the_half_it_lacks(made_by, tmp_path):
+    wheel = build(tmp_path, "engine_patches", changed_by=ROOT / "deploy" / made_by)
+    image = make_environment(tmp_path / "venv", wheel, set())
+    lines = {**typical(tmp_path), "patches": ["patches"], "version": ["--version"], "help": ["--help"], "": []}
+    for name, (_, status, out, err) in zip(lines, image.run(*lines.values()), strict=True):
+        assert "Traceback" not in out + err, err
+        if name in ("patches", "version"):
+            assert status == 0 and ("block-copy" if name == "patches" else "the plugin alone") in out
+        elif name in ("worker", "model", "gpu-check"):
+            assert status == (3 if name == "gpu-check" else 1) and not out, (name, status, out, err)
+            assert "is not installed here" in err and err.count("\n") == 1, err
+        elif name in COMMANDS:
+            assert status == 2 and err.count("\n") == 1 and "pip install /path/to/seamark" in err, (name, err)
+        else:
+            assert err.startswith("usage: ") and status == (0 if name else 2)
 
 
 def test_bad_input_is_refused_in_a_line_that_names_it(for_gateway, tmp_path):
@@ -198,7 +303,7 @@ def test_bad_input_is_refused_in_a_line_that_names_it(for_gateway, tmp_path):
         "http://127.0.0.1:9": ["boundary", "--worker", "http://127.0.0.1:9", str(request)],
         "--worker": ["boundary", "--worker", "http://[", str(request)],
         "--model": ["boundary", "--model", str(tmp_path), str(request)],
-        "vLLM": ["boundary", "--model", str(tmp_path / "model"), str(request)],
+        "vLLM renders it": ["boundary", "--model", str(tmp_path / "model"), str(request)],
         "worker_api_key_file": ["doctor", "--worker", "http://127.0.0.1:9", "--worker-api-key-file", str(broken)],
         "no server answers": ["doctor", "--worker", "http://127.0.0.1:9"],
         "nonsense": ["doctor", "--worker", "nonsense"],

@@ -154,7 +154,7 @@ def test_without_vllm_the_command_says_so(monkeypatch, capsys):
     monkeypatch.setattr(command, "is_cpu_build", absent)
     assert command.main([]) == 3
     (line,) = capsys.readouterr().err.splitlines()
-    assert "vLLM is not installed" in line and "pip install --no-deps vllm-seamark" in line
+    assert "vLLM is not installed" in line and "pip install --no-deps /path/to/seamark" in line
 
 
 def test_where_nothing_was_run_nothing_is_proven(monkeypatch, tmp_path, capsys):

@@ -118,9 +118,11 @@ def test_what_asks_for_no_key_is_reached_by_the_gateway_alone():
 
 def test_the_workers_arguments_are_taken(monkeypatch):
     monkeypatch.setattr(worker, "is_cpu_build", lambda: False)
-    monkeypatch.setattr(worker.runpy, "run_module", lambda *_, **__: None)
-    monkeypatch.setattr(worker.sys, "argv", [])
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
+    started: list[list[str]] = []
+    monkeypatch.setattr(worker, "serve", lambda arguments: started.append(arguments) or 0)
     arguments = container("seamark-worker")["args"]
-    assert worker.main(arguments) == 0
-    assert (DEPLOY / "models" / arguments[-1].rpartition("/")[2]).is_file()
+    here = [argument.replace("/etc/seamark/models", str(DEPLOY / "models")) for argument in arguments]
+    assert worker.main(here) == 0
+    (server,) = started
+    assert "127.0.0.1" not in server and server[-4:-1] == ["--config", here[-1], "--host"]

@@ -301,12 +301,12 @@ def test_yaml_of_the_cures_is_yaml():
     compose = Cures(Found(Way.COMPOSE, "llm"), "org/m", 8000, local=True)
     lines = [line for line in compose.install().splitlines() if not line.strip().startswith(("docker", "#"))]
     service = yaml.safe_load("\n".join(lines))["services"]["llm"]
-    assert service["command"] == "--model org/m --host 0.0.0.0 --port 8000 -- FLAGS"
+    assert service["command"] == "org/m --host 0.0.0.0 --port 8000 FLAGS"
     assert service["build"]["dockerfile"] == "deploy/worker.Dockerfile"
     pod = Cures(Found(Way.KUBERNETES), "org/m", 8000, local=True)
     lines = [line for line in pod.install().splitlines() if not line.strip().startswith(("docker", "#"))]
     container = yaml.safe_load("\n".join(lines).replace(", ...", ""))
-    assert " ".join(container["args"]) == "--model org/m --host 0.0.0.0 --port 8000 --"
+    assert " ".join(container["args"]) == "org/m --host 0.0.0.0 --port 8000"
     assert yaml.safe_load(pod.drafts())["env"] == [{"name": "SEAMARK_DRAFTS", "value": "1"}]
 
 

@@ -44,8 +44,8 @@ ENGINE_FLAGS = (
 CACHE = Path(".cache")
 
 NO_ENGINE = (
-    "seamark bench: it starts vLLM engines, and this environment has no vLLM. Install vllm-seamark into vLLM's "
-    "environment and run it there, or run ./set-up.sh in the source, which installs vLLM's CPU build."
+    "seamark bench: it starts vLLM engines, and this environment has no vLLM. Run it in vLLM's, after "
+    "pip install --no-deps /path/to/seamark there, or run ./set-up.sh in the source, which installs vLLM's CPU build."
 )
 
 NEMOTRON_H, QWEN3_NEXT = "nemotron_h", "qwen3_next"
@@ -125,7 +125,7 @@ class Servers:
     ) -> Server:
         """Start a vLLM server with `SEAMARK_ENGINE=mode`, on a free port where none is given."""
         port = port or free_port()
-        command = ["-m", "engine_patches", "worker", "--model", str(model), "--port", str(port), "--"]
+        command = ["-m", "engine_patches", "worker", str(model), "--port", str(port)]
         settings = {**ENGINE_ENVIRONMENT, "SEAMARK_ENGINE": mode, **environment}
         return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
 

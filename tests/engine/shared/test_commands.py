@@ -75,6 +75,14 @@ def test_boundary_without_file_model_or_worker(servers, request_file, tmp_path):
     assert nobody.returncode == 1 and "--worker" in nobody.stderr
 
 
+@pytest.mark.parametrize("engine", ["seamark", "untouched"])
+def test_a_worker_begins_with_vllms_banner_and_is_warned_of_nothing_in_its_command_line(servers, engine):
+    log = getattr(servers, engine).log.read_text(errors="replace")
+    assert " INFO " in log.partition("\n")[0], log.partition("\n")[0]
+    for warning in ("DeprecationWarning", "duplicate keys", "`--model`"):
+        assert warning not in log, next(line for line in log.splitlines() if warning in line)
+
+
 def test_doctor_finds_a_patched_worker_well(servers):
     done = seamark("doctor", "--worker", servers.seamark.url)
     assert done.returncode == 0 and done.stdout.startswith(f"will hit: {servers.seamark.url} serves "), done.stdout

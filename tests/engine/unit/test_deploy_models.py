@@ -43,13 +43,14 @@ def interpolated(text: str) -> str:
 
 
 def within_container(words: list[str]) -> list[str]:
-    """The same words with the folder of models that is here."""
-    return [word.replace("/etc/seamark/models", str(DEPLOY / "models")) for word in words]
+    """The same words with the folders that are here."""
+    folders = {"/etc/seamark/models": str(DEPLOY / "models"), "/model": str(DEPLOY)}
+    return [re.sub(r"^(/etc/seamark/models|/model\b)", lambda found: folders[found[1]], word) for word in words]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
 def test_vllm_takes_the_flags_of_every_model_file(vllm, model: Path):
-    parsed = vllm.parse_args(vllm_arguments(None, "127.0.0.1", 8000, ["--config", str(model)]))
+    parsed = vllm.parse_args(vllm_arguments(None, ["--config", str(model)]))
     assert parsed.model == yaml.safe_load(model.read_text())["model"]
     assert parsed.enable_prefix_caching and parsed.enable_prompt_tokens_details
     # Unified memory is wedged by more.
@@ -72,11 +73,12 @@ def test_vllm_takes_the_command_of_every_service(vllm, monkeypatch, way, name):
         assert parsed.headless and parsed.node_rank == 1
         return
     monkeypatch.setattr(worker, "is_cpu_build", lambda: "compose.cpu.yaml" in way)
-    monkeypatch.setattr(worker.runpy, "run_module", lambda *_, **__: None)
-    monkeypatch.setattr(worker.sys, "argv", [])
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
+    started: list[list[str]] = []
+    monkeypatch.setattr(worker, "serve", lambda arguments: started.append(arguments) or 0)
     assert worker.main(words) == 0
-    parsed = vllm.parse_args(worker.sys.argv[1:])
+    parsed = vllm.parse_args(started[0])
+    parsed.model = parsed.model_tag or parsed.model
     assert parsed.port == 8000 and parsed.enable_prefix_caching
     assert parsed.model and parsed.gpu_memory_utilization <= 0.92
 
@@ -97,7 +99,9 @@ def test_a_recipe_says_what_the_model_file_says(vllm, recipe: Path):
     assert words[:3] == ["vllm", "serve", content["model"]] and content["mods"] == ["mods/seamark"]
     given = vllm.parse_args(["--model", *words[2:]])
     model = DEPLOY / "models" / (recipe.stem.removeprefix("seamark-") + ".yaml")
-    file = vllm.parse_args(vllm_arguments(None, given.host, given.port, ["--config", str(model)]))
+    file = vllm.parse_args(
+        vllm_arguments(None, ["--host", given.host, "--port", str(given.port), "--config", str(model)])
+    )
     assert vars(given) == vars(file) | _defaults_of_a_list(given)
     assert {*NEEDED_FLAGS, MIDDLEWARE[0]} <= set(words)
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine_patches import __main__ as plugin
 
-COMMANDS = (["worker", "--model", "m", "--port", "8000"], ["gpu-check"])
+COMMANDS = (["worker", "m"], ["gpu-check"])
 
 
 def absent(name: str) -> str:
@@ -30,7 +30,7 @@ def test_what_starts_vllm_says_that_it_or_torch_is_missing(monkeypatch, capsys, 
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert plugin.main(command) == (3 if command == ["gpu-check"] else 1)  # nothing was proven
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{missing} is not installed here" in line and "pip install --no-deps vllm-seamark" in line
+    assert f"{missing} is not installed here" in line and "pip install --no-deps /path/to/seamark" in line
 
 
 def test_a_model_needs_torch(monkeypatch, capsys, tmp_path):
@@ -52,6 +52,12 @@ def test_the_ledger_can_be_read_without_vllm_and_torch():
 def test_an_unknown_command_is_answered_with_the_usage(capsys, arguments, status):
     assert plugin.main(arguments) == status
     assert "usage: python -m engine_patches" in capsys.readouterr().err
+
+
+def test_a_command_of_the_gateway_is_answered_with_where_it_is(capsys):
+    assert plugin.main(["doctor", "--worker", "http://127.0.0.1:8000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("seamark doctor: only the plugin is here") and "pip install /path/to/seamark" in line
 
 
 @pytest.mark.parametrize("file", [".", "nowhere/report.json"])
