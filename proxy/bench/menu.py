@@ -6,8 +6,6 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from proxy.bench.harness.servers import NotStarted
-
 # Each is a module of this package with `main(argv) -> exit status`.
 BENCHMARKS = {
     "mine": "what your own stack finds in its cache: any OpenAI-compatible URL, alone or against another",
@@ -31,6 +29,8 @@ def main(argv: list[str]) -> int:
         )
         print("usage: seamark bench NAME ...", "", *lines, "", note, sep="\n", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
+    from proxy.bench.harness.servers import NotStarted  # the list above is for those, too, who lack what this needs
+
     benchmark: Callable[[list[str]], int]
     benchmark = importlib.import_module(f"proxy.bench.{argv[0].replace('-', '_')}").main
     try:

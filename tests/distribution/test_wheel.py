@@ -190,7 +190,9 @@ def test_each_command_tells_its_flags_and_refuses_nonsense(environment, request)
         assert "Traceback" not in out + err, (line, err)
         assert status == (1 if needs_more else 0 if is_help else 2), (line, status, err)
         if needs_more:
-            assert line[0] in ("serve", "boundary", "doctor") and err.count("\n") == 1 and "pip install" in err, err
+            assert (
+                line[0] in ("serve", "setup", "boundary", "doctor") and err.count("\n") == 1 and "pip install" in err
+            ), err
         else:
             assert bool(out) == is_help and bool(err) != is_help, (line, out, err)
 
@@ -216,6 +218,7 @@ def typical(folder: Path) -> dict[str, list[str]]:
     request.write_text('{"messages":[{"role":"user","content":"Hello"}]}')
     return {
         "serve": ["serve", "--worker", URL],
+        "setup": ["setup", "--way", "pip", "--model", "org/Some-Model", "--out", str(folder / "files")],
         "boundary": ["boundary", "--worker", URL, str(request)],
         "doctor": ["doctor", "--worker", URL],
         "bench": ["bench", "demo"],
@@ -253,7 +256,8 @@ def test_a_command_of_the_gateway_that_lacks_one_requirement_names_it(for_gatewa
         lines["serve"] += ["--redis", "redis://127.0.0.1:9/0", "--port", str(taken.getsockname()[1])]
         (outcome,) = for_gateway.run(lines[command], without=missing)
     assert outcome.status == 1 and not outcome.out, outcome
-    assert outcome.err == f"seamark {command}: {missing} is not installed here; {INSTALL_GATEWAY}\n"
+    cure = f"a benchmark starts a gateway, too: pip install {missing}" if command == "bench" else INSTALL_GATEWAY
+    assert outcome.err == f"seamark {command}: {missing} is not installed here; {cure}\n"
 
 
 def test_the_gateways_image_names_the_half_it_lacks(tmp_path):

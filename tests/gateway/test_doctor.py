@@ -280,7 +280,7 @@ def test_each_way_has_cures_of_its_own_for_all_that_can_be_wrong(examined, way):
         Way.DOCKER: ("docker build -f", "docker run"),
         Way.COMPOSE: ("build: {context:", "docker compose up --build"),
         Way.SPARK: ("make-mod.sh", "mods: [mods/seamark]", "--enable-prompt-tokens-details"),
-        Way.KUBERNETES: ("docker push", 'args: ["--model", "m", "--host", "0.0.0.0"', "kubectl apply"),
+        Way.KUBERNETES: ("docker push", 'args: ["m", "--host", "0.0.0.0"', "kubectl apply"),
     }
     assert all(mark in plugin for mark in marks[way])
     assert not any(mark in plugin for other in Way if other != way for mark in marks[other][1:2])
