@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -66,21 +67,38 @@ def files_for(plan: Plan) -> Written:
 def _pip(plan: Plan) -> Written:
     files = {"seamark.toml": _gateway_toml(plan), "gateway.sh": _gateway_script(plan)}
     if plan.workers:
-        go_on = (_sh(plan, "gateway.sh"), f"seamark doctor --worker {shlex.quote(plan.workers[0])}")
+        doctor = f"{_this_python()} -m proxy.cli doctor --worker {shlex.quote(plan.workers[0])}"
+        go_on = (_sh(plan, "gateway.sh"), doctor)
         return Written(files, go_on, ["Ctrl-C ends the gateway; point clients at vLLM again"], _STILL_WITHOUT_PLUGIN)
-    files["worker.sh"] = f"""\
-#!/bin/sh
-# vLLM with Seamark's plugin. It runs in vLLM's environment, into which the plugin is installed once:
-#   pip install --no-deps {_source_or_example(plan)}
-# vLLM's own flags: behind this script's name. Without the plugin: SEAMARK_ENGINE=0 before it.
-set -eu
-exec seamark worker {shlex.quote(_wanted_model(plan))} --port {DEFAULT_PORT} "$@"
-"""
+    files["worker.sh"], notes = _worker_script(plan)
     off = [
         "Ctrl-C ends either; point clients at vLLM again",
         "SEAMARK_ENGINE=0 or pip uninstall vllm-seamark      # in vLLM's environment: vLLM as it was",
     ]
-    return Written(files, (_sh(plan, "worker.sh"), _sh(plan, "gateway.sh")), off)
+    return Written(files, (_sh(plan, "worker.sh"), _sh(plan, "gateway.sh")), off, notes)
+
+
+def _worker_script(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    """The text of worker.sh, and notes: if vLLM is not in this environment, it has to be in the one that is active."""
+    notes: tuple[str, ...] = ()
+    where, check, command = "that wrote this file", "", f"{_this_python()} -m engine_patches"
+    if importlib.util.find_spec("vllm") is None:
+        source = shlex.quote(str(plan.source)) if plan.source else "/path/to/seamark"
+        note = f"worker.sh wants vLLM's environment active, and the plugin in it, once: pip install --no-deps {source}"
+        where, command, notes = "that vLLM is installed in, which has to be active", "seamark", (note,)
+        check = f"command -v seamark >/dev/null || {{ echo {shlex.quote(note)} >&2; exit 1; }}\n"
+    text = f"""\
+#!/bin/sh
+# vLLM with Seamark's plugin, in the environment {where}.
+# vLLM's own flags: behind this script's name. Without the plugin: SEAMARK_ENGINE=0 before it.
+set -eu
+{check}exec {command} worker {shlex.quote(_wanted_model(plan))} --port {DEFAULT_PORT} "$@"
+"""
+    return text, notes
+
+
+def _this_python() -> str:
+    return shlex.quote(sys.executable)
 
 
 def _compose(plan: Plan) -> Written:
@@ -388,7 +406,7 @@ def _gateway_script(plan: Plan) -> str:
 #!/bin/sh
 # The gateway, in the environment that wrote this file. A flag behind this script's name wins over seamark.toml.
 set -eu
-exec {shlex.quote(sys.executable)} -m proxy.cli serve --config {shlex.quote(str(plan.out / "seamark.toml"))} "$@"
+exec {_this_python()} -m proxy.cli serve --config {shlex.quote(str(plan.out / "seamark.toml"))} "$@"
 """
 
 
@@ -444,10 +462,6 @@ def _source(plan: Plan) -> Path:
     if plan.source is None:
         raise SettingsError(f"--source: --way {plan.way} needs a checkout of Seamark; give its folder")
     return plan.source
-
-
-def _source_or_example(plan: Plan) -> str:
-    return shlex.quote(str(plan.source)) if plan.source else "/path/to/seamark"
 
 
 def _sh(plan: Plan, script: str) -> str:

@@ -94,6 +94,11 @@ class Engine:
     def _docker(self, *words: str | Path) -> list[str]:
         return ["docker", "--host", self._host, *map(str, words)]
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment in which a client asks this engine."""
+        return {"DOCKER_HOST": self._host}
+
     def docker(self, *words: str | Path, **options) -> str:
         """Output of a command of the client. Raises `Failed`."""
         return run(self._docker(*words), **options)
@@ -128,3 +133,19 @@ class Compose:
     def __call__(self, *words: str) -> str:
         """Output of a command of Compose. Raises `Failed`."""
         return self._engine.docker(*self._words, *words, **self._options)
+
+
+class SetupCompose:
+    """The script of the folder that `seamark setup` wrote, with overlays of the test's own laid over it."""
+
+    def __init__(
+        self, engine: Engine, folder: Path, overlays: Sequence[Path] = (), environment: Mapping[str, str] = {}
+    ) -> None:
+        self._words = ["sh", str(folder / "compose.sh")]
+        for path in overlays:
+            self._words += ["--file", str(path)]
+        self._environment = {**os.environ, **engine.variables, **environment}
+
+    def __call__(self, *words: str) -> str:
+        """Output of a command of Compose. Raises `Failed`."""
+        return run([*self._words, *words], env=self._environment)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import time
@@ -12,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.deploy.compose_files import EVERY_WAY, example_environment
-from tests.deploy.engine import Compose, Engine, wait_for
+from proxy.commands import setup
+from tests.deploy.compose_files import EVERY_WAY, OF_THE_USER, example_environment
+from tests.deploy.engine import Compose, Engine, SetupCompose, wait_for
 from tests.deploy.tools import run
 
 GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "http://127.0.0.1:9090"
@@ -21,6 +24,15 @@ GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "
 STARTED = ("worker", "gateway", "redis", "prometheus")  # all but Grafana
 
 SYSTEM = "You keep the log of a lighthouse. " * 60
+
+# Answers to `seamark setup` of which Compose's files come.
+SETUP = {
+    "cpu": ("--way", "compose", "--cpu"),
+    "one machine": ("--way", "compose", "--model", "nemotron-3-super"),
+    "own model": ("--way", "compose", "--model", "a/B"),
+    "two machines": ("--way", "compose", "--model", "a/B", "--worker", f"http://{OF_THE_USER['SECOND_SPARK']}:8000"),
+    "beside": ("--way", "compose-beside", "--worker", "http://127.0.0.1:8000"),
+}
 
 # Base images, all of one root file system, as the compose files name them.
 STAND_INS = {
@@ -73,11 +85,21 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
     facts["ways_validated"] = len(EVERY_WAY)
     say(f"compose takes all {len(EVERY_WAY)} sets of files, with every profile")
 
+    for name, answers in SETUP.items():
+        out = project.parent / "setup" / name
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert setup.main([*answers, "--source", str(project), "--out", str(out)]) == 0, name
+        SetupCompose(engine, out)("config", "--quiet")
+    facts["setups_validated"] = len(SETUP)
+    say(f"and the {len(SETUP)} that seamark setup writes")
+
     engine.import_image(tar, "debian-stand-in")
     for name, lines in STAND_INS.items():
         engine.build(name, f"FROM debian-stand-in\n{lines}")
-    files = ["compose.yaml", "compose.cpu.yaml", "../tests/deploy/stand-ins.yaml"]
-    compose = Compose(engine, deploy, files, {"CPU_VLLM_IMAGE": "vllm-stand-in", "PIP_NO_INDEX": "1"})
+    # By the files that setup wrote, as a user without a GPU would start it.
+    stand_ins = {"CPU_VLLM_IMAGE": "vllm-stand-in", "PIP_NO_INDEX": "1"}
+    overlay = project / "tests" / "deploy" / "stand-ins.yaml"
+    compose = SetupCompose(engine, project.parent / "setup" / "cpu", [overlay], stand_ins)
     started = time.monotonic()
     compose("build")
     facts["build_s"] = round(time.monotonic() - started, 1)
@@ -113,7 +135,7 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
 def _look_into_the_images(engine: Engine) -> None:
     """Each holds its half of the project, and the gateway's no torch."""
     within = ["run", "--rm", "--network", "none", "--entrypoint", "python3"]
-    engine.docker(*within, "seamark-gateway", "-c", "import proxy.server.app, jinja2, tokenizers")
+    engine.docker(*within, "seamark-gateway", "-c", "import proxy.server.app")
     for module in ("engine_patches", "torch", "vllm", "pip"):
         engine.fails(*within, "seamark-gateway", "-c", f"import {module}")
     engine.docker(*within, "seamark-worker-cpu", "-c", "import engine_patches.plugin")
@@ -141,7 +163,7 @@ def _the_gateway_does_not_wait_for_the_worker(say: Callable[[str], None]) -> Non
     say("before a worker is ready: the gateway is healthy, /v1 answers 503 with Retry-After")
 
 
-def _containers_are_as_confined_as_they_say(compose: Compose) -> None:
+def _containers_are_as_confined_as_they_say(compose: SetupCompose) -> None:
     written = compose("exec", "-T", "gateway", "python3", "-c", _TRY_TO_WRITE).strip()
     assert written == "/tmp", f"the gateway can write to {written!r}, not to /tmp alone"
     status = compose("exec", "-T", "gateway", "cat", "/proc/1/status")
@@ -206,6 +228,6 @@ def _value(query: str) -> float:
     return min((float(series["value"][1]) for series in result), default=0.0)
 
 
-def _unhealthy(compose: Compose) -> list[str]:
+def _unhealthy(compose: SetupCompose) -> list[str]:
     rows = [json.loads(line) for line in compose("ps", "--format", "json").splitlines()]
     return [row["Service"] for row in rows if row["Health"] not in ("healthy", "")]

@@ -18,6 +18,7 @@ from engine_patches import plugin
 from engine_patches import settings as engine_settings
 from proxy.settings import Settings
 from tests.deploy.compose_files import BASE, DEPLOY, EVERY_WAY, OF_THE_USER, example, read
+from tests.deploy.tools import wheel_names
 
 FILES = sorted({name for way in EVERY_WAY for name in way})
 
@@ -148,6 +149,13 @@ def test_an_image_is_built_from_its_half_alone(half):
     copied = set(" ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)).split())
     admitted = (DEPLOY / f"{half}.Dockerfile.dockerignore").read_text().splitlines()
     assert admitted[0] == "*" and copied <= {line[1:] for line in admitted if line.startswith("!")}
+
+
+def test_make_test_deploy_fetches_what_the_gateways_image_installs():
+    asked = wheel_names(DEPLOY.parent)
+    installs = re.findall(r"pip install [^&]*lock (\S+)", (DEPLOY / "gateway.Dockerfile").read_text())
+    assert installs == ["."], "an extra would want wheels of its own"
+    assert {"wheel", "httpx>=0.28"} <= set(asked) and len(asked) > 5
 
 
 def test_the_plugin_is_installed_without_dependencies():

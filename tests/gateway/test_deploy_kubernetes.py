@@ -10,6 +10,7 @@ import yaml
 from engine_patches.commands import worker
 from proxy.settings import Settings
 from tests.deploy.compose_files import DEPLOY
+from tests.harness.kubernetes_schemas import complaints
 
 FOLDER = DEPLOY / "kubernetes"
 
@@ -32,6 +33,14 @@ def container(name: str) -> dict[str, Any]:
 
 def labels(pod: dict[str, Any]) -> dict[str, str]:
     return pod["spec"]["template"]["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("manifest", OBJECTS, ids=lambda each: f"{each['kind']} {each['metadata']['name']}")
+def test_kubernetes_takes_every_manifest_and_would_refuse_a_misspelt_field(manifest):
+    assert complaints(manifest) == []
+    (part,) = manifest.keys() - {"apiVersion", "kind", "metadata"}
+    (wrong,) = complaints({**manifest, part: {**manifest[part], "replcias": 2}})
+    assert "replcias" in wrong
 
 
 def test_everything_lives_in_one_namespace():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import importlib.util
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from proxy.commands.setup_files import SetupWay
 from proxy.settings import Settings, add_arguments, load
 from tests.deploy.compose_files import DEPLOY, OF_THE_USER, example, read
 from tests.harness.gateways import CHAT, chat, wait_for
+from tests.harness.kubernetes_schemas import complaints
 from tests.harness.recording_worker import recording_worker
 
 WORKER = ("--worker", "http://127.0.0.1:8000/v1")
@@ -208,6 +210,12 @@ def test_the_manifests_have_the_images_the_model_and_as_many_workers_as_asked_fo
     assert {each["metadata"].get("namespace", "seamark") for each in found.values()} == {"seamark"}
 
 
+@pytest.mark.parametrize("name", [name for name in ANSWERS if name.startswith("kubernetes")])
+def test_kubernetes_takes_every_manifest(name, tmp_path):
+    found = {key: complaints(each) for key, each in manifests(written(tmp_path, name)).items()}
+    assert found == dict.fromkeys(found, [])
+
+
 def test_beside_a_vllm_no_manifest_speaks_of_a_worker(tmp_path):
     out = written(tmp_path, "kubernetes, vLLM runs")
     found = manifests(out)
@@ -271,6 +279,23 @@ def test_a_terminal_is_asked_for_what_the_flags_leave_open(tmp_path, monkeypatch
     answers = iter([SetupWay.KUBERNETES, "a/B", "3", str(tmp_path / "three")])
     assert setup.main([]) == 0
     assert manifests(tmp_path / "three")["StatefulSet", "seamark-worker"]["spec"]["replicas"] == 3
+
+
+def test_without_vllm_here_the_worker_wants_its_environment_active_and_says_how(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    out = written(tmp_path, "pip")
+    (note,) = re.findall(r"^Note: (.*)$", capsys.readouterr().out, re.M)
+    assert note.endswith(f"pip install --no-deps {DEPLOY.parent}")
+    bare = {"PATH": str(tmp_path / "none")}
+    told = subprocess.run(["/bin/sh", str(out / "worker.sh")], env=bare, capture_output=True, text=True)
+    assert told.returncode == 1 and told.stderr.strip() == note
+    # Whatever `seamark` is first there gets the model and vLLM's flags.
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/seamark").write_text('#!/bin/sh\nfor each; do echo "$each"; done\n')
+    (tmp_path / "none/seamark").chmod(0o755)
+    command = ["/bin/sh", str(out / "worker.sh"), "--max-model-len", "8192"]
+    told = subprocess.run(command, env=bare, capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == ["worker", "a/B c", "--port", "8000", "--max-model-len", "8192"]
 
 
 def test_what_answers_on_this_machine_is_named_and_the_printed_commands_lead_to_a_hit(tmp_path, monkeypatch, capsys):
