@@ -21,19 +21,19 @@ class ReasonText(NamedTuple):
 
     short: str  # for a line in a list
     long: str  # one or two sentences
-    action: str  # what to do about it
+    action: str  # what to do about it; empty if there is nothing
 
 
 REASON_TEXT = {
     "hit": ReasonText(
         "hit",
         "Everything that this prompt is known to share with earlier ones came from the cache.",
-        "Nothing to do.",
+        "",
     ),
     "cold": ReasonText(
         "first sight",
         "No earlier request began like this one. The next one that does can share it.",
-        "Nothing to do. If requests like it come again and again, ask /seamark/requests/ID what differs between them.",
+        "Nothing, unless requests like it keep coming: then something near their start changes, such as a date.",
     ),
     "prefix_changed": ReasonText(
         "changed in the middle",
@@ -44,12 +44,12 @@ REASON_TEXT = {
     "below_unit": ReasonText(
         "too short to share",
         "The part it shares is shorter than the smallest step in which the engine reuses a prompt.",
-        "Nothing to do: prompts as short as this are quick to compute.",
+        "Nothing: prompts as short as this are quick to compute.",
     ),
     "not_worth_it": ReasonText(
         "too little to be felt",
         "The engine kept no state there: computing it again is about as quick as reusing it.",
-        "Nothing to do.",
+        "",
     ),
     "evicted": ReasonText(
         "no longer in the cache",
@@ -59,7 +59,7 @@ REASON_TEXT = {
     "worker_restarted": ReasonText(
         "lost in a restart",
         "The worker that held this prefix has restarted since, and holds nothing from before.",
-        "Nothing to do now. If it happens often, look into the worker's log for why it restarts.",
+        "Nothing now. If it happens often, look into the worker's log for why it restarts.",
     ),
     "other_worker": ReasonText(
         "held by another worker",
@@ -80,7 +80,7 @@ REASON_TEXT = {
     "no_boundary": ReasonText(
         "no place to share up to",
         "It has no text in which others could differ, or its template refuses to render such a text.",
-        "Nothing to do for a single request. If all of a client end so, run `seamark boundary` on one of them.",
+        "Nothing for a single request. If all of a client end so, run `seamark boundary` on one of them.",
     ),
     "no_facts": ReasonText(
         "template not known yet",

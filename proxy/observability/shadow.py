@@ -24,6 +24,7 @@ from proxy.metrics import Metrics
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.reasons import Explanation
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
+from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shared_tokens import SharedTokens
 from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
@@ -112,6 +113,7 @@ class Shadow:
         self._unpriced: dict[tuple[str, str, str], TokenWork] = {}
         # By worker: requests that were judged while its cost was unknown, and what was computed of their prompts.
         self._computed: dict[str, tuple[int, TokenWork]] = {}
+        self.sums = RollingSums()  # what judged requests got, of that and what the plugin would have saved
         self._computed_tokens = 0
         self._prefill_seconds = 0.0  # that judged requests took, by the cost models
         self._tokens: Counter[str] = Counter()  # lost, by reason
@@ -219,6 +221,7 @@ class Shadow:
         self._prefix_index.record(found.boundaries, request.boot)
         self._count("judged")
         length = max(length, cached, *(end for _, end in lost.values()))
+        self.sums.add(length, lost[CURED][1] if CURED in lost else cached, cached)
         self._computed_tokens += length - cached
         requests, work = self._computed.get(request.worker.name, (0, NOTHING))
         self._computed[request.worker.name] = requests + 1, work + TokenWork.between(cached, length)

@@ -21,7 +21,8 @@ MOST_REQUESTS = 50
 
 def live(gateway: Gateway) -> dict[str, Any]:
     """The gateway as it is now; lengths in tokens, times in seconds, `now`, `since` and `began` since the epoch."""
-    pool, sums = gateway.pool.workers, gateway.accounting.sums
+    pool, shadow_mode = gateway.pool.workers, gateway.settings.shadow
+    sums = gateway.shadow.sums if shadow_mode else gateway.accounting.sums
     minute, hour, whole = sums.last_minute(), sums.last_hour(), sums.since_start()
     time_saved = gateway.accounting.time_saved()
     newest = gateway.reader.explanations.newest(MOST_REQUESTS)
@@ -37,7 +38,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
             "unpriced_tokens": time_saved.waiting,
             "measurable": any(worker.engine is not None for worker in pool),
         },
-        "shadow_mode": gateway.settings.shadow,
+        "shadow_mode": shadow_mode,
         "shadow": gateway.shadow.would_save() if gateway.shadow.judged else None,
         "sums": {name: sums._asdict() for name, sums in (("minute", minute), ("hour", hour), ("whole", whole))},
         "efficiency": {

@@ -14,6 +14,7 @@ from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Explanation
 from proxy.observability.request_diff import RequestMemory
+from proxy.observability.rolling_sums import Totals
 from proxy.observability.shadow import AnsweredRequest, ReadPrompt, Shadow
 from proxy.settings import Settings
 
@@ -120,6 +121,7 @@ async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_th
     assert told == {"tokens": 320, "seconds": 0.0, "computed_tokens": 900, "prefill_seconds": 0.0}
     assert (first.prompt, first.delivered, first.lost) == (400, 0, {})
     assert (second.prompt, second.delivered, second.lost) == (500, 0, {"unpatched": 320})
+    assert scene.shadow.sums.since_start() == Totals(2, 900, 320, 0, 0)
     for prompt in range(600, 1200, 100):
         answer(prompt)
     await scene.loss()
