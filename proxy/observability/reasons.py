@@ -21,55 +21,77 @@ class ReasonText(NamedTuple):
 
     short: str  # for a line in a list
     long: str  # one or two sentences
+    action: str  # what to do about it; empty if there is nothing
 
 
 REASON_TEXT = {
-    "hit": ReasonText("hit", "Everything that this prompt is known to share with earlier ones came from the cache."),
-    "cold": ReasonText("first sight", "No earlier request began like this one. The next one that does can share it."),
+    "hit": ReasonText(
+        "hit",
+        "Everything that this prompt is known to share with earlier ones came from the cache.",
+        "",
+    ),
+    "cold": ReasonText(
+        "first sight",
+        "No earlier request began like this one. The next one that does can share it.",
+        "Nothing, unless requests like it keep coming: then something near their start changes, such as a date.",
+    ),
     "prefix_changed": ReasonText(
         "changed in the middle",
         "It is like an earlier request, but something before the shared part's end differs; everything after that is "
         "computed again.",
+        "Move what changes (a date, an id, a list of files) behind the shared part; the explanation names it.",
     ),
     "below_unit": ReasonText(
-        "too short to share", "The part it shares is shorter than the match unit, the engine's smallest step of reuse."
+        "too short to share",
+        "The part it shares is shorter than the smallest step in which the engine reuses a prompt.",
+        "Nothing: prompts as short as this are quick to compute.",
     ),
     "not_worth_it": ReasonText(
-        "too little to be felt", "The engine kept no state there: computing it again is about as quick as reusing it."
+        "too little to be felt",
+        "The engine kept no state there: computing it again is about as quick as reusing it.",
+        "",
     ),
     "evicted": ReasonText(
         "no longer in the cache",
-        "The worker was sent this prefix before and has given its room to others. More memory for the cache helps.",
+        "The worker was sent this prefix before and has given its room to others.",
+        "Give vLLM more memory (--gpu-memory-utilization), or start fewer conversations at once.",
     ),
     "worker_restarted": ReasonText(
-        "lost in a restart", "The worker that held this prefix has restarted since, and holds nothing from before."
+        "lost in a restart",
+        "The worker that held this prefix has restarted since, and holds nothing from before.",
+        "Nothing now. If it happens often, look into the worker's log for why it restarts.",
     ),
     "other_worker": ReasonText(
         "held by another worker",
         "Another worker holds more of this prompt but had too many requests, or no room (setting load_slack).",
+        "If it happens often, raise load_slack, so that requests wait for the worker that holds their prompt.",
     ),
     "salt": ReasonText(
         "another client's prompt",
         "The same prompt was sent with another cache salt. Prefixes of different keys are kept apart on purpose; keys "
         "with one `share` are not.",
+        "If these clients may share, give their keys one `share` in the keys file.",
     ),
     "unpatched": ReasonText(
         "worker without Seamark",
-        "The worker runs without the plugin, so it keeps a state only where a request happens to stop. "
-        "`seamark doctor --worker URL` says what to change.",
+        "The worker runs without the plugin, so it keeps a state only where a request happens to stop.",
+        "Run `seamark doctor --worker URL`: it says what to install or change.",
     ),
     "no_boundary": ReasonText(
         "no place to share up to",
         "It has no text in which others could differ, or its template refuses to render such a text.",
+        "Nothing for a single request. If all of a client end so, run `seamark boundary` on one of them.",
     ),
     "no_facts": ReasonText(
         "template not known yet",
         "The gateway has not learnt this chat template yet, or the worker renders no chat for it, so no hint was sent.",
+        "Wait for a minute after a worker's start. If it stays so, `seamark doctor --worker URL` says what is missing.",
     ),
     "hint_ignored": ReasonText(
         "worker took no hint",
         "The engine did not look for it, takes no hints for such a request (prompt logprobs, speculative decoding), or "
         "gets none because answers from its cache were found to differ.",
+        "Leave prompt logprobs out of the request; run `seamark doctor --worker URL` for the rest.",
     ),
 }
 
@@ -216,6 +238,8 @@ class Explanation:
     would_save: dict[str, int] = field(default_factory=dict)  # tokens, by rewrite rule or volatile text
     rewrites: tuple[str, ...] = ()
     lost: dict[str, int] | None = None  # tokens by reason, in shadow mode; None until it is judged
+    client: str | None = None  # name and version that the client gives itself, shortened
+    missing: str | None = None  # what an answer 404 did not find: "model", "response" or "endpoint"
 
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""

@@ -1,4 +1,4 @@
-"""What requests shared and got during the last hour, and since the start: sums by slots of five seconds, in a ring.
+"""What requests shared and got, as sums in rings: the last hour by five seconds, the last day by ten minutes.
 
 Its size never changes. A slot is emptied when it is needed again, so a gateway without requests does nothing.
 """
@@ -16,6 +16,10 @@ SLOTS_OF_MINUTE = 60 // SLOT_SECONDS
 MINUTES = 60
 
 SLOTS = MINUTES * SLOTS_OF_MINUTE
+
+SLOTS_OF_PART = 10 * SLOTS_OF_MINUTE  # a part of the day: ten minutes
+
+PARTS = 144
 
 
 class Totals(NamedTuple):
@@ -40,6 +44,7 @@ class RollingSums:
         """`clock` in seconds."""
         self._clock = clock
         self._slots = [[-1, 0, 0, 0, 0, 0] for _ in range(SLOTS)]  # when, and sums in their order
+        self._parts = [[-1, 0, 0, 0, 0, 0] for _ in range(PARTS)]  # of a day
         self._older = Totals(0, 0, 0, 0, 0)  # from slots that were needed again
 
     def add(self, prompt: int, shareable: int, delivered: int) -> None:
@@ -49,12 +54,16 @@ class RollingSums:
         if slot[0] != when:
             self._older = _sum([[-1, *self._older], slot])
             slot[:] = (when, 0, 0, 0, 0, 0)
-        slot[1] += 1
-        slot[2] += prompt
-        slot[3] += shareable
-        # What one request got in excess must not hide what another one missed.
-        slot[4] += delivered if delivered < shareable else shareable
-        slot[5] += delivered
+        part = self._parts[when // SLOTS_OF_PART % PARTS]
+        if part[0] != when // SLOTS_OF_PART:
+            part[:] = (when // SLOTS_OF_PART, 0, 0, 0, 0, 0)
+        for sums in (slot, part):
+            sums[1] += 1
+            sums[2] += prompt
+            sums[3] += shareable
+            # What one request got in excess must not hide what another one missed.
+            sums[4] += delivered if delivered < shareable else shareable
+            sums[5] += delivered
 
     def last_minute(self) -> Totals:
         """The last 55 to 60 seconds."""
@@ -75,6 +84,13 @@ class RollingSums:
             if slot[0] >= 0 and age < MINUTES:
                 minutes[-1 - age].append(slot)
         return [_sum(slots) for slots in minutes]
+
+    def by_ten_minutes(self) -> list[Totals]:
+        """The last day's parts of ten minutes, the running one at the end."""
+        now = self._now() // SLOTS_OF_PART
+        slots = (self._parts[part % PARTS] for part in range(now - PARTS + 1, now + 1))
+        wanted = range(now - PARTS + 1, now + 1)
+        return [_sum([slot] if slot[0] == part else []) for part, slot in zip(wanted, slots, strict=True)]
 
     def since_start(self) -> Totals:
         """Everything."""

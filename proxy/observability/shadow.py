@@ -24,6 +24,7 @@ from proxy.metrics import Metrics
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.reasons import Explanation
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
+from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shared_tokens import SharedTokens
 from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
@@ -110,6 +111,11 @@ class Shadow:
         self._unreported = 0  # requests judged whose answers did not say what was cached
         # By worker, model, reason: tokens that were lost while the worker's cost was unknown.
         self._unpriced: dict[tuple[str, str, str], TokenWork] = {}
+        # By worker: requests that were judged while its cost was unknown, and what was computed of their prompts.
+        self._computed: dict[str, tuple[int, TokenWork]] = {}
+        self.sums = RollingSums()  # what judged requests got, of that and what the plugin would have saved
+        self._computed_tokens = 0
+        self._prefill_seconds = 0.0  # that judged requests took, by the cost models
         self._tokens: Counter[str] = Counter()  # lost, by reason
         self._seconds: dict[str, float] = {}
         self._results: Counter[str] = Counter()
@@ -169,13 +175,22 @@ class Shadow:
         }
 
     def would_save(self) -> dict[str, Any]:
-        """What the plugin would have saved so far: tokens and, as far as these are known, seconds."""
-        return {"tokens": self._tokens[CURED], "seconds": self._seconds.get(CURED, 0.0)}
+        """What the plugin would have saved so far: tokens and, as far as these are known, seconds.
+
+        Beside it, what the same requests computed in all. Both seconds are 0 while no worker's cost is known.
+        """
+        return {
+            "tokens": self._tokens[CURED],
+            "seconds": self._seconds.get(CURED, 0.0),
+            "computed_tokens": self._computed_tokens,
+            "prefill_seconds": self._prefill_seconds,
+        }
 
     def forget(self, worker: Worker) -> None:
         """The worker was removed; tokens it lost before its cost was known stay without seconds."""
         self._known.pop(worker.name, None)
         self._unpriced = {account: work for account, work in self._unpriced.items() if account[0] != worker.name}
+        self._computed.pop(worker.name, None)
 
     @property
     def judged(self) -> int:
@@ -198,14 +213,21 @@ class Shadow:
             return took
         length = len(prompt.ids) if request.prompt is None else request.prompt
         cached = request.cached if request.cached is not None else self._hits_of(request, found, length)
-        self._record(request, prompt, cached)
+        self._record(request, prompt, length, cached)
         return took
 
-    def _record(self, request: AnsweredRequest, prompt: ReadPrompt, cached: int) -> None:
+    def _record(self, request: AnsweredRequest, prompt: ReadPrompt, length: int, cached: int) -> None:
         found, lost = prompt.found, self._lost(request, prompt, cached)
         self._prefix_index.record(found.boundaries, request.boot)
         self._count("judged")
+        length = max(length, cached, *(end for _, end in lost.values()))
+        self.sums.add(length, lost[CURED][1] if CURED in lost else cached, cached)
+        self._computed_tokens += length - cached
+        requests, work = self._computed.get(request.worker.name, (0, NOTHING))
+        self._computed[request.worker.name] = requests + 1, work + TokenWork.between(cached, length)
         if (explanation := request.explanation) is not None:
+            if explanation.delivered is None:
+                explanation.prompt, explanation.delivered = length, cached
             explanation.lost = {reason: end - start for reason, (start, end) in lost.items()}
             explanation.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
         for reason, (start, end) in lost.items():
@@ -282,6 +304,8 @@ class Shadow:
             seconds = cost.seconds(self._unpriced.pop(account))
             self._seconds[reason] = self._seconds.get(reason, 0.0) + seconds
             self._metrics.shadow_lost_seconds.labels(model, reason).inc(seconds)
+        requests, work = self._computed.pop(worker.name, (0, NOTHING))
+        self._prefill_seconds += requests * cost.floor_seconds + cost.seconds(work)
 
     def _count(self, result: str) -> None:
         self._results[result] += 1

@@ -26,6 +26,7 @@ from proxy.observability.reasons import Delivery, Expectation, cache_label, reas
 from proxy.observability.request_diff import PrefixChange
 from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
+from proxy.observability.time_saved import TimeSaved
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import ProxiedRequest
 from proxy.routing.engine_events import EngineEvents, EngineOutcome
@@ -34,6 +35,8 @@ from proxy.routing.prefix_index import PrefixIndex
 logger = logging.getLogger("seamark.gateway")
 
 CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
+
+NOT_FOUND = 404
 
 # A change is sought if more than one in so many tokens of a prompt was computed.
 MOST_PARTS = 8
@@ -88,7 +91,7 @@ class Accounting:
         self._shadow = shadow
         self._excerpts = excerpts
         self.sums = RollingSums()
-        self.seconds_saved: float | None = None  # of prefill, since the start; None while step times are not known
+        self._time = TimeSaved()
         self._running: set[asyncio.Task[str | None]] = set()
         # Finding a family's member by its labels costs more than counting with it.
         self._children: dict[tuple[str, str], _Counters] = {}
@@ -121,10 +124,8 @@ class Accounting:
             remembered.prompt = usage.prompt
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
-            saved = worker.step_times.seconds(usage.cached)
-            counters.saved.inc(saved)
-            if worker.step_times.known:
-                self.seconds_saved = (self.seconds_saved or 0.0) + saved
+            self._time.reused(worker.name, model, usage.cached)
+            self._settle(worker)
         if expected is None:
             return None
         counters.predicted.inc(expected.found(expected.predicted))
@@ -153,9 +154,17 @@ class Accounting:
         name = worker.name if worker is not None else ""
         if (explanation := request.explanation) is not None:
             explanation.status, explanation.model, explanation.worker = request.status, model, name or None
+            if request.status == NOT_FOUND:
+                explanation.missing = self._missing(request)
         self._requests(model, name, request.client.endpoint, str(request.status)).inc()
         if worker is not None and request.timings.reading_seconds:
-            self._counters(model, worker).spent.inc(request.timings.reading_seconds)
+            self._spend(model, worker, request.timings.reading_seconds)
+
+    def time_saved(self) -> TimeSaved:
+        """Seconds saved and spent since the start, at what is known of the workers' pace by now."""
+        for worker in self._pool.workers:
+            self._settle(worker)
+        return self._time
 
     def replayed(self, model: str, worker: Worker, answer: bytes) -> None:
         """A prefix was computed again on a restarted worker: count its cost at the worker's step times."""
@@ -165,7 +174,15 @@ class Accounting:
             usage = None
         if usage is not None:
             seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)
-            self._counters(model, worker).spent.inc(seconds)
+            self._spend(model, worker, seconds)
+
+    def _settle(self, worker: Worker) -> None:
+        for model, seconds in self._time.settle(worker.name, worker.step_times).items():
+            self._counters(model, worker).saved.inc(seconds)
+
+    def _spend(self, model: str, worker: Worker, seconds: float) -> None:
+        self._time.spent += seconds
+        self._counters(model, worker).spent.inc(seconds)
 
     def _store(self, request: ProxiedRequest, worker: Worker, answer: Any) -> None:
         """Remember of a response what a later request may continue."""
@@ -293,6 +310,13 @@ class Accounting:
             )
             counters = self._children[labels] = _Counters(*(family.labels(*labels) for family in families))
         return counters
+
+    def _missing(self, request: ProxiedRequest) -> str:
+        """What an answer 404 did not find."""
+        if request.response_id is not None:
+            return "response"
+        known = any(worker.serves(request.model) for worker in self._pool.workers)
+        return "endpoint" if known else "model"
 
     def _model_label(self, request: ProxiedRequest) -> str:
         """The model's name if a worker serves it."""

@@ -31,6 +31,7 @@ from proxy.chat.rewrites import rewrite
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.http.json_body import parse_object, with_edits
 from proxy.metrics import Metrics
+from proxy.observability.client_name import client_name
 from proxy.observability.reasons import Explanation, Explanations
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.shadow import ReadPrompt
@@ -92,6 +93,7 @@ class PromptReader:
         """
         client, prediction = request.client, request.prediction
         explanation = request.explanation = Explanation(client.request_id, client.endpoint, owner=client.owner)
+        explanation.client = client_name(client.user_agent)
         found = Found(failure="unpatched")
         try:
             explanation.rewrites = self._rewrite(request)

@@ -57,6 +57,12 @@ class ClientRequest(NamedTuple):
         return any(name == b"content-type" and b"json" in value.lower() for name, value in self.headers)
 
     @property
+    def user_agent(self) -> str | None:
+        """What the client calls itself."""
+        agent = next((value for name, value in self.headers if name == b"user-agent"), None)
+        return agent.decode("latin-1") if agent is not None else None
+
+    @property
     def owner(self) -> str | None:
         """Name of the API key it came with."""
         return self.key.name if self.key is not None else None

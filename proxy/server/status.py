@@ -21,15 +21,24 @@ MOST_REQUESTS = 50
 
 def live(gateway: Gateway) -> dict[str, Any]:
     """The gateway as it is now; lengths in tokens, times in seconds, `now`, `since` and `began` since the epoch."""
-    pool, sums = gateway.pool.workers, gateway.accounting.sums
+    pool, shadow_mode = gateway.pool.workers, gateway.settings.shadow
+    sums = gateway.shadow.sums if shadow_mode else gateway.accounting.sums
     minute, hour, whole = sums.last_minute(), sums.last_hour(), sums.since_start()
+    time_saved = gateway.accounting.time_saved()
     newest = gateway.reader.explanations.newest(MOST_REQUESTS)
     return {
         "now": time.time(),
         "since": gateway.created,
         "alarms": alarms(gateway),
         "warnings": warnings(gateway),
-        "seconds_saved": gateway.accounting.seconds_saved,
+        "seconds_saved": time_saved.net,
+        "time": {
+            "saved": time_saved.saved,
+            "spent": time_saved.spent,
+            "unpriced_tokens": time_saved.waiting,
+            "measurable": any(worker.engine is not None for worker in pool),
+        },
+        "shadow_mode": shadow_mode,
         "shadow": gateway.shadow.would_save() if gateway.shadow.judged else None,
         "sums": {name: sums._asdict() for name, sums in (("minute", minute), ("hour", hour), ("whole", whole))},
         "efficiency": {
@@ -37,6 +46,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
             "hour": hour.efficiency,
             "minutes": [sums.efficiency for sums in sums.by_minute()],
         },
+        "day": [[sums.prompt, sums.shareable, sums.came] for sums in sums.by_ten_minutes()],
         "inflight": sum(worker.inflight for worker in pool),
         "queued": len(gateway.queue),
         "workers": [worker_status(worker, gateway.facts) for worker in pool],

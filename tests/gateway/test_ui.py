@@ -222,16 +222,20 @@ def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
         def check(page: Page) -> None:
             text(page, "#state").to_have_text("1 warning")
             text(page, "#warnings").to_contain_text("Shadow mode: nothing is changed")
-            text(page, "#lost h2").to_have_text("Tokens lost without the plugin")
-            tokens = own.gateway.shadow.would_save()["tokens"]
-            assert tokens > 0
-            text(page, "#lost .big").to_have_text(str(tokens))
+            text(page, "#saved").to_be_hidden()
+            text(page, "#lost h2").to_have_text("You would have saved")
+            lost = own.gateway.shadow.would_save()
+            assert lost["tokens"] > 0 and lost["prefill_seconds"] == 0
+            share = int(lost["tokens"] / lost["computed_tokens"] * 100)
+            text(page, "#lost .big").to_have_text(f"{lost['tokens']} tokens, {share} % of what was computed")
+            lost_by_rows = page.locator("#requests .why", has_text="tokens lost").all_text_contents()
+            assert lost_by_rows == [f"{lost['tokens'] // 2} tokens lost"] * 2
+            text(page, "#requests").not_to_contain_text("not reported")
 
         in_every_look(browser, own, pictures, "shadow", check)
-        own.gateway.shadow._seconds["unpatched"] = 83.0
+        own.gateway.shadow._seconds["unpatched"], own.gateway.shadow._prefill_seconds = 83.0, 166.0
         with opened(browser, own) as page:
-            text(page, "#lost h2").to_have_text("Time lost without the plugin")
-            text(page, "#lost .big").to_have_text("1 min 23 s")
+            text(page, "#lost .big").to_have_text("1 min 23 s, 50 % of your prefill time")
 
 
 @pytest.fixture
@@ -275,11 +279,58 @@ def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, ow
         page.screenshot(path=pictures / "gateway-gone.png", full_page=True)
 
 
-def test_seconds_saved_stand_first_once_they_are_known(browser, own):
+def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, worker, own, pictures):
+    ask(own, "one", "first")
+
+    def check(page: Page) -> None:
+        text(page, "#saved h2").to_have_text("Time saved, net")
+        text(page, "#saved .big").to_have_text("measuring …")
+        text(page, "#saved .soft").to_have_count(2)
+        text(page, "#saved .since").to_contain_text("since")
+
+    in_every_look(browser, own, pictures, "measuring", check)
     with opened(browser, own) as page:
-        text(page, "#saved h2").to_have_text("Tokens saved")
-        own.gateway.accounting.seconds_saved = 4000.0
-        text(page, "#saved .big").to_have_text("1 h 6 min", timeout=PATIENCE)
+        text(page, "#saved .big").to_have_text("measuring …")
+        worker.more_metrics = "seamark_pass_seconds 0.5\nseamark_token_seconds 25\n"
+        text(page, "#saved .big").to_have_text("1 h 6 min", timeout=PATIENCE)  # 160 tokens of before
+        own.gateway.accounting.time_saved().spent += 8000
+        text(page, "#saved .big").to_have_text("\u22121 h 6 min", timeout=PATIENCE)
+
+
+def test_a_long_list_of_requests_is_folded(browser, own):
+    for number in range(15):
+        ask(own, "one", f"r{number}")
+    with opened(browser, own) as page:
+        text(page, "#requests details").to_have_count(15)
+        text(page, "#requests details:visible").to_have_count(12)
+        page.click("#more")
+        text(page, "#requests details:visible").to_have_count(15)
+
+
+def test_a_row_names_its_client_what_a_404_was_and_what_to_do(browser, worker, own):
+    worker.status = 404
+    body = json.dumps({"model": "gone", "messages": [{"role": "user", "content": "Tide?"}]})
+    httpx.post(own.url + CHAT, content=body, headers={"user-agent": "OpenAI/Python 1.99.1 (linux)"}, timeout=30)
+    with opened(browser, own) as page:
+        row = page.locator("#requests details")
+        expect(row.locator(".where")).to_contain_text("OpenAI/Python 1.99.1")
+        expect(row.locator(".why")).to_have_text("404: no such model")
+        row.locator("summary").click()
+        expect(row.locator(".explanation")).to_contain_text("What to do: Take a name from /v1/models")
+
+
+def test_a_word_is_explained_on_a_click_and_the_day_has_a_chart(browser, own):
+    ask(own, "one", "first")
+    with opened(browser, own) as page:
+        text(page, "#help").to_be_hidden()
+        page.click("#now .help")
+        text(page, "#help").to_contain_text("need not be computed again")
+        page.keyboard.press("Escape")
+        text(page, "#help").to_be_hidden()
+        text(page, "#day g").to_have_count(1)
+        assert "Last 24 hours" in (page.locator("#day").get_attribute("aria-label") or "")
+        tops = page.evaluate("[...document.querySelectorAll('#small .card')].map((one) => one.offsetTop)")
+        assert len(tops) == 3 and len(set(tops)) == 1  # no orphan
 
 
 def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, pictures):
@@ -287,7 +338,7 @@ def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_
     file.write_text(entry("ann") + entry("root", admin=True))
     with own_gateway(worker, api_keys=file) as own:
         wait_until_up(own)
-        with opened(browser, own, LOOKS[2], logged="status of 40") as page:
+        with opened(browser, own, LOOKS[4], logged="status of 40") as page:
             text(page, "#key-why").to_have_text("This gateway requires an API key with admin = true.")
             for key, why in (("wrong", "not known"), (secret("ann"), "may not see")):
                 page.fill("#key-text", key)

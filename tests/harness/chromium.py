@@ -14,7 +14,9 @@ from tests.harness.gateways import OwnGateway
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
-DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+DESK, LAPTOP = {"width": 1440, "height": 900}, {"width": 1280, "height": 800}
+
+PHONE = {"width": 390, "height": 844}
 
 PATIENCE = 15_000  # milliseconds; the page asks every three seconds
 
@@ -58,6 +60,8 @@ class Look(NamedTuple):
 LOOKS = (
     Look("desk-light", DESK, "light"),
     Look("desk-dark", DESK, "dark"),
+    Look("laptop-light", LAPTOP, "light"),
+    Look("laptop-dark", LAPTOP, "dark"),
     Look("phone-light", PHONE, "light"),
     Look("phone-dark", PHONE, "dark"),
 )

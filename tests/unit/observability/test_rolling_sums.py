@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.observability.rolling_sums import MINUTES, SLOTS, RollingSums, Totals
+from proxy.observability.rolling_sums import MINUTES, PARTS, SLOTS, RollingSums, Totals
 
 
 class Clock:
@@ -102,3 +102,21 @@ def test_the_minute_includes_the_slot_that_is_still_filled_and_the_hour_the_minu
     assert recently.last_minute() == recently.by_minute()[-1] == Totals(1, 100, 96, 96, 96)
     clock.seconds += 3 * 60
     assert recently.by_minute()[-4] == Totals(1, 100, 96, 96, 96)
+
+
+def test_the_day_is_told_in_parts_of_ten_minutes_and_forgets_the_day_before(recently, clock):
+    clock.seconds = 600_000.0  # a full part
+    recently.add(100, 96, 48)
+    clock.seconds += 599
+    recently.add(100, 96, 96)
+    clock.seconds += 1
+    recently.add(50, 48, 0)
+    assert recently.by_ten_minutes()[-2:] == [Totals(2, 200, 192, 144, 144), Totals(1, 50, 48, 0, 0)]
+    assert len(recently.by_ten_minutes()) == PARTS
+    clock.seconds += 23 * 3600 + 40 * 60
+    assert recently.by_ten_minutes()[0].requests == 2
+    clock.seconds += 10 * 60
+    assert recently.by_ten_minutes()[0].requests == 1
+    clock.seconds += 24 * 3600
+    recently.add(10, 0, 0)
+    assert sum(part.requests for part in recently.by_ten_minutes()) == 1 and len(recently._parts) == PARTS

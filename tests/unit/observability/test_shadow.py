@@ -12,7 +12,9 @@ from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_request
 from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
+from proxy.observability.reasons import Explanation
 from proxy.observability.request_diff import RequestMemory
+from proxy.observability.rolling_sums import Totals
 from proxy.observability.shadow import AnsweredRequest, ReadPrompt, Shadow
 from proxy.settings import Settings
 
@@ -98,3 +100,31 @@ async def test_hits_that_an_answer_reports_are_its_own(scene):
     scene.answered(320, cached=320)
     assert await scene.loss() == 0
     assert await scene.judge(320) == [320]
+
+
+async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_the_cost_is_known(scene):
+    """Prompts of 400 tokens and more, a millisecond each, with a tenth of a second for whatever they hold."""
+
+    def answer(prompt: int) -> Explanation:
+        explanation, at = Explanation("r", "/v1/chat/completions"), time.perf_counter()
+        seconds = 0.1 + 0.001 * prompt
+        scene.shadow.add(
+            AnsweredRequest(CHAT, scene.worker, "w#1", "m", 1, 1, prompt, 0, seconds, True, None, explanation, at)
+        )
+        return explanation
+
+    first = answer(400)
+    await scene.loss()
+    second = answer(500)
+    await scene.loss()
+    told = scene.shadow.would_save()
+    assert told == {"tokens": 320, "seconds": 0.0, "computed_tokens": 900, "prefill_seconds": 0.0}
+    assert (first.prompt, first.delivered, first.lost) == (400, 0, {})
+    assert (second.prompt, second.delivered, second.lost) == (500, 0, {"unpatched": 320})
+    assert scene.shadow.sums.since_start() == Totals(2, 900, 320, 0, 0)
+    for prompt in range(600, 1200, 100):
+        answer(prompt)
+    await scene.loss()
+    told = scene.shadow.would_save()
+    assert (told["tokens"], told["computed_tokens"]) == (7 * 320, 6000)
+    assert told["seconds"] == pytest.approx(2.24) and told["prefill_seconds"] == pytest.approx(6.8)
