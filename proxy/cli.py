@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("proxy.commands.serve", "the gateway"),
+    "setup": Command("proxy.commands.setup", "the files to start Seamark with, for your way of running vLLM"),
     "key": Command("proxy.commands.key", "a new API key for the gateway, and its entry in the keys file"),
     "worker": Command("engine_patches.commands.worker", "a vLLM server with the patches and the flags they need"),
     "model": Command("engine_patches.commands.model", "write a small random hybrid model"),

@@ -11,7 +11,7 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,8 @@ from proxy.bench.stories import Contender, Line, Planted, Stage, Story
 from proxy.commands.parser import Parser
 
 REPORTS = Path("reports")
+
+SEAMARK, ALONE = "Seamark", "vLLM alone"
 
 COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "tok/s", "exact", "against vLLM alone")
 
@@ -95,9 +97,9 @@ def render(stories: Sequence[Story], defects: Sequence[Planted]) -> str:
     lines = []
     for story in stories:
         verdict = "held" if story.held else "NOT HELD"
-        lines += ["", f"{story.title}: {story.shared} tokens shared, oracle hit {story.oracle}"]
+        lines += ["", f"{story.title}: {story.shared} tokens shared, a perfect cache hits {story.oracle}"]
         lines += ["  " + _row(COLUMNS)]
-        alone = next(line for line in story.lines if line.engine == "vLLM alone")
+        alone = next(line for line in story.lines if line.engine == ALONE)
         lines += ["  " + _row(_cells(line, alone)) for line in story.lines]
         lines += [f"  {verdict}: {story.expectation}"]
     lines += ["", "would the exactness check notice? (each defect planted in an engine of its own kind of hit)"]
@@ -112,6 +114,9 @@ def legend() -> str:
     """What the columns mean."""
     return "\n".join(
         (
+            "hit at 2: prompt tokens that the second request took from the cache; hit after: those of later ones.",
+            f"Hits end at every {stories.UNIT}th token, here and in a perfect cache. vLLM, tuned: vLLM alone with",
+            f"--prefix-match-unit {stories.UNIT}, its own setting for such hits.",
             "passes: forward passes that computed prompt tokens, first request / later ones (median). For a fan-out:",
             "all passes of the first wave / the next one, and under 'hit after' the followers of the first.",
             "first token: the same, milliseconds, median. exact: 32 greedy tokens and their top-5 logprobs equal the",
@@ -120,6 +125,40 @@ def legend() -> str:
             "little; with a real model on a GPU it costs as much as hundreds of prompt tokens.",
         )
     )
+
+
+def in_short(played: Sequence[Story], defects: Sequence[Planted]) -> tuple[str, str, str]:
+    """What a reader should remember, in three sentences: hits, seconds, exactness."""
+    ours, theirs = (
+        {story.shared: _line(story, engine) for story in played if story.title == stories.SYSTEM_PROMPT}
+        for engine in (SEAMARK, ALONE)
+    )
+    longest = max(ours)
+    first, second = ours[longest], theirs[longest]
+    exact = all(_line(story, SEAMARK).exact for story in played)
+    noticed = all(defect.caught == (defect.defect != "none") for defect in defects)
+    return (
+        f"The second request with a system prompt found {_found(ours)} of it in the cache with Seamark, and "
+        f"{_found(theirs)} with vLLM alone.",
+        f"Its first token came after {_milliseconds(first.ttft_warm)} instead of {_milliseconds(second.ttft_warm)} "
+        f"with a prompt of {longest} tokens; the first request's took {_milliseconds(first.ttft_cold)} instead of "
+        f"{_milliseconds(second.ttft_cold)}.",
+        f"Seamark's answers were {'all' if exact else 'NOT all'} those of an engine without a cache, and the check "
+        f"that says so {'noticed' if noticed else 'did NOT notice'} every defect planted on purpose.",
+    )
+
+
+def _line(story: Story, engine: str) -> Line:
+    return next(line for line in story.lines if line.engine == engine)
+
+
+def _found(lines: Mapping[int, Line]) -> str:
+    """Hits of second requests, by their shared tokens, as a part of all shared tokens."""
+    return f"{sum(line.hit_second or 0 for line in lines.values()) / sum(lines):.0%}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "an unknown time" if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -174,7 +213,7 @@ def main(argv: list[str]) -> int:
     model = generated_model(say)
     with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Servers(Path(name)) as servers:
         folder = Path(name)
-        say("starting four engines at once: Seamark, vLLM alone, vLLM with match unit 16, the reference")
+        say("starting four engines at once: Seamark, vLLM alone, vLLM tuned for short hits, and one without a cache")
         seamark = servers.engine("seamark", model)
         alone = servers.engine("vllm-alone", model, "reference")
         fine = servers.engine(
@@ -191,9 +230,9 @@ def main(argv: list[str]) -> int:
             server.wait_until_ready()
         gateway.wait_until_ready("/ready", seconds=30)
         contenders = [
-            Contender("Seamark", gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
-            Contender("vLLM alone", alone.url, PassCounter(alone.log)),
-            Contender("vLLM, unit 16", fine.url, PassCounter(fine.log)),
+            Contender(SEAMARK, gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
+            Contender(ALONE, alone.url, PassCounter(alone.log)),
+            Contender("vLLM, tuned", fine.url, PassCounter(fine.log)),
         ]
         played, defects = asyncio.run(
             play(contenders, reference.url, fine.url, folder / "planted", tuple(args.sizes), say)
@@ -204,15 +243,20 @@ def main(argv: list[str]) -> int:
         report = write_report(played, defects, held, time.monotonic() - began)
         if args.json:
             print(report.read_text())
+            say(f"report: {report}")
         else:
-            print(render(played, defects))
             print("\n" + legend())
+            print(render(played, defects))
             print(f"\n{'every story held' if held else 'SOME STORY DID NOT HOLD'}, {time.monotonic() - began:.0f} s")
+            print(f"report: {report}")
+            print("\n" + "\n".join(in_short(played, defects)))
         if args.keep:
             for server in (alone, fine, reference):
                 server.stop()
-            print(f"serving {MODEL_NAME} at base_url {gateway.url}/v1 until interrupted", flush=True)
+            say(f"serving {MODEL_NAME} at base_url {gateway.url}/v1 until interrupted")
+            print(f"look: {gateway.url}/ui", flush=True)
             with contextlib.suppress(KeyboardInterrupt):
                 seamark.process.wait()
-        print(report)
+        elif not args.json:
+            print("look: make demo ARGS=--keep serves on afterwards and says where, http://127.0.0.1:PORT/ui")
     return 0 if held else 1

@@ -1,4 +1,4 @@
-"""`seamark bench`: what Seamark gains and costs, measured side by side with vLLM alone, on real engines."""
+"""`seamark bench`: what Seamark gains and costs beside vLLM alone, on real engines or on a stack that runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from proxy.bench.harness.servers import NotStarted
 
 # Each is a module of this package with `main(argv) -> exit status`.
 BENCHMARKS = {
+    "mine": "what your own stack finds in its cache: any OpenAI-compatible URL, alone or against another",
     "demo": "the README's stories on Seamark and on vLLM alone, every answer compared with a reference engine's",
     "grid": "how much of what two prompts share the second one hits, over a grid of lengths",
     "passes": "forward passes of the same requests on Seamark's engine and on vLLM alone",
@@ -24,7 +25,10 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in BENCHMARKS:
         asked = bool(argv) and argv[0] in ("-h", "--help")
         lines = [f"  seamark bench {name:<8} {measures}" for name, measures in BENCHMARKS.items()]
-        note = "They start real engines: run them in vLLM's environment. `seamark bench NAME --help` lists the flags."
+        note = (
+            "All but `mine` start real engines: run them in vLLM's environment. `seamark bench NAME --help` lists the "
+            "flags."
+        )
         print("usage: seamark bench NAME ...", "", *lines, "", note, sep="\n", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     benchmark: Callable[[list[str]], int]

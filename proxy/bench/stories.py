@@ -18,6 +18,8 @@ from proxy.boundaries.token_ids import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
 
+SYSTEM_PROMPT = "one system prompt, six questions"
+
 SIZES = (130, 163, 469, 1864, 6000)
 
 LONG = 1000  # shared tokens from which a cold start takes long enough to be steady
@@ -158,7 +160,7 @@ async def one_system_prompt(stage: Stage, shared: int) -> Story:
     oracle = floored(shared)
     ours = lines[0]
     return Story(
-        "one system prompt, six questions",
+        SYSTEM_PROMPT,
         shared,
         oracle,
         lines,
@@ -283,7 +285,7 @@ async def conversation(stage: Stage) -> Story:
         lines,
         # A turn ends before the generation prompt, which some templates repeat in history and some do not.
         held=lines[0].exact and all(hit >= oracle - UNIT for hit, oracle in zip(ours, oracles, strict=True)),
-        expectation=f"each turn hits the one before, {', '.join(map(str, oracles))} at best, at most a unit less",
+        expectation=f"each turn hits the one before, {', '.join(map(str, oracles))} at best, up to {UNIT} tokens less",
     )
 
 
@@ -319,7 +321,7 @@ async def same_request_twice(stage: Stage) -> Story:
         lines,
         # What is left over after the turn's end is shorter than a generation prompt and a unit.
         held=lines[0].exact and (lines[0].hit_second or 0) >= oracle - UNIT,
-        expectation=f"the second hits {oracle}, at most a unit less",
+        expectation=f"the second hits {oracle}, at most {UNIT} tokens less",
     )
 
 

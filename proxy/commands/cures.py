@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import NamedTuple
 
@@ -17,10 +18,7 @@ NEEDED = (
     "--middleware engine_patches.reporting.events_api.EventsEndpoint",
 )
 
-_IMAGE = (
-    f"docker build -f {SOURCE}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE=IMAGE -t {{name}} {SOURCE}"
-    "   # IMAGE: the one it runs now"
-)
+REGISTRY_IMAGE = "REGISTRY/seamark-worker:1"
 
 
 class Cures(NamedTuple):
@@ -31,13 +29,9 @@ class Cures(NamedTuple):
     port: int
     local: bool  # asked over the loopback
 
-    @property
-    def _where(self) -> tuple[Way, str]:
-        return self.found
-
     def install(self) -> str:
         """The plugin, and vLLM started with it."""
-        way, name = self._where
+        way, name = self.found
         open_host = "" if self.local and way in (Way.PIP, Way.SYSTEMD) else " --host 0.0.0.0"
         start = f"--model {shlex.quote(self.model)}{open_host} --port {self.port} --"
         if way is Way.COMPOSE:
@@ -47,14 +41,15 @@ class Cures(NamedTuple):
                 f"  {service}:",
                 "    image: seamark-worker",
                 f"    build: {{context: {SOURCE}, dockerfile: deploy/worker.Dockerfile, args: {{VLLM_IMAGE: IMAGE}}}}",
-                f"    command: {start} FLAGS   # IMAGE and vLLM's FLAGS: those it has now",
+                f"    command: {start} FLAGS",
+                "# IMAGE and vLLM's FLAGS: those it has now; --port as within the container",
                 f"docker compose up --build -d {service}",
             )
         if way is Way.DOCKER:
             return _indented(
-                _IMAGE.format(name="seamark-worker"),
-                f"docker run OPTIONS seamark-worker {start} FLAGS"
-                f"   # docker's OPTIONS and vLLM's FLAGS: those {name or 'it'} has now",
+                _build("seamark-worker"),
+                f"docker run OPTIONS seamark-worker {start} FLAGS",
+                f"# IMAGE, OPTIONS and FLAGS: those {name or 'the container'} has now; --port as within it",
             )
         if way is Way.SPARK:
             return _indented(
@@ -63,13 +58,13 @@ class Cures(NamedTuple):
                 " ".join(NEEDED),
             )
         if way is Way.KUBERNETES:
-            image = "REGISTRY/seamark-worker:1"
-            arguments = ", ".join(f'"{argument}"' for argument in shlex.split(start))
+            arguments = ", ".join(map(json.dumps, shlex.split(start)))
             return _indented(
-                _IMAGE.format(name=image) + f"; docker push {image}",
-                "# in the container of vLLM's pod template, then kubectl apply:",
-                f"image: {image}",
-                f"args: [{arguments}, ...]   # vLLM's own flags in place of the dots; no `command:`",
+                _build(REGISTRY_IMAGE),
+                f"docker push {REGISTRY_IMAGE}",
+                "# IMAGE: the one it runs now. In the container of its pod, without `command:`, then kubectl apply:",
+                f"image: {REGISTRY_IMAGE}",
+                f"args: [{arguments}, ...]   # vLLM's own flags in place of the dots",
             )
         if way is Way.SYSTEMD:
             unit = name or "UNIT"
@@ -85,10 +80,14 @@ class Cures(NamedTuple):
 
     def update(self, wanted: str) -> str:
         """A plugin of the release `wanted` or later."""
-        way, name = self._where
-        if way in (Way.DOCKER, Way.KUBERNETES):
-            again = "start the container" if way is Way.DOCKER else "push it and start the pods"
-            return _indented(f"{_IMAGE.format(name='seamark-worker')}, from {wanted} or later; then {again} again")
+        way, name = self.found
+        image = f"# IMAGE: vLLM's own; Seamark {wanted} or later."
+        if way is Way.DOCKER:
+            return _indented(_build("seamark-worker"), f"{image} Then start the container again")
+        if way is Way.KUBERNETES:
+            return _indented(
+                _build(REGISTRY_IMAGE), f"docker push {REGISTRY_IMAGE}", f"{image} Then start the pods again"
+            )
         if way is Way.COMPOSE:
             return _indented(f"docker compose up --build -d {name or 'SERVICE'}   # with Seamark {wanted} or later")
         if way is Way.SPARK:
@@ -101,7 +100,7 @@ class Cures(NamedTuple):
 
     def flag(self, flag: str, without: str) -> str:
         """A flag of vLLM, and what is wrong without it."""
-        way, name = self._where
+        way, name = self.found
         if way is Way.COMPOSE:
             where = f"in `command:` of the service {name or 'that runs vLLM'}, or in VLLM_ARGS of Seamark's .env"
         elif way is Way.DOCKER:
@@ -114,19 +113,19 @@ class Cures(NamedTuple):
             where = f"at the end of ExecStart=, by systemctl edit --full {name or 'UNIT'}"
         else:
             where = "a flag of vLLM"
-        return _indented(f"{flag:<36} # {where}; {without}")
+        return _indented(f"{flag}   # {where}; {without}")
 
     def drafts(self) -> str:
         """Hints beside speculative decoding."""
-        way, name = self._where
+        way, name = self.found
         if way is Way.COMPOSE:
             service = name or "SERVICE"
             lines = [
-                f"services: {{{service}: {{environment: {{SEAMARK_DRAFTS: 1}}}}}}   # Seamark's own stack: in .env",
+                f"environment: {{SEAMARK_DRAFTS: 1}}   # of {service}; in Seamark's own stack a line of .env",
                 f"docker compose up -d {service}",
             ]
         elif way is Way.DOCKER:
-            lines = [f"docker run -e SEAMARK_DRAFTS=1 ...   # the rest as {name or 'it'} has it now"]
+            lines = [f"docker run -e SEAMARK_DRAFTS=1 ...   # the rest as {name or 'its container'} has it now"]
         elif way is Way.SPARK:
             lines = ["SEAMARK_DRAFTS=1 vllm serve ...      # in the recipe's `command:`, the rest as it is"]
         elif way is Way.KUBERNETES:
@@ -143,6 +142,10 @@ class Cures(NamedTuple):
             *lines,
             "# no GPU has shown this to be right yet: `seamark gpu-check` first; or leave --speculative-config out",
         )
+
+
+def _build(image: str) -> str:
+    return f"docker build -f {SOURCE}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE=IMAGE -t {image} {SOURCE}"
 
 
 def _indented(*lines: str) -> str:

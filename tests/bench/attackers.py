@@ -146,6 +146,11 @@ def _kinds(rng: random.Random, serial: Iterator[int]) -> dict[str, Callable[[], 
 KINDS = tuple(_kinds(random.Random(0), itertools.count()))
 
 
+def slot_seconds(seconds: float) -> float:
+    """How long it is a kind's turn in attacks of so many seconds."""
+    return min(SLOT_SECONDS, seconds / len(KINDS))
+
+
 class Attackers:
     """All of them."""
 
@@ -154,7 +159,7 @@ class Attackers:
         self._address = at.hostname, at.port
         self._began = time.monotonic()
         self._until = self._began + seconds
-        self._slot = min(SLOT_SECONDS, seconds / len(KINDS))
+        self._slot = slot_seconds(seconds)
         self._serial = itertools.count()
         self._open: deque[asyncio.StreamWriter] = deque()
         self.sent: Counter[str] = Counter()

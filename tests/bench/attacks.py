@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.settings import Settings
 from tests.bench.aborts import open_files
-from tests.bench.attackers import KINDS
+from tests.bench.attackers import KINDS, slot_seconds
 from tests.bench.soak import bad_lines, resident_bytes
 from tests.bench.stream_client import Receiver
 from tests.harness.load import request
@@ -82,6 +82,7 @@ class Run:
     files_before: int
     files_after: int
     attacks: Mapping[str, int]  # sent, by kind
+    memory_by_kind: Mapping[str, int]  # the most while a kind had its turn, give or take the attackers' start
     failures: Mapping[str, int]  # what failed streams were told
     log: Sequence[str]  # lines that name an error
 
@@ -144,11 +145,14 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
     await asyncio.sleep(1)
     before = open_files(gateway.process.pid)
     until = time.monotonic() + seconds
-    honest, took, memory = Honest(gateway.url), [], [0]
+    honest, took = Honest(gateway.url), []
+    memory = dict.fromkeys(KINDS, 0)
+    began, slot = time.monotonic(), slot_seconds(seconds)
 
     async def watch() -> None:
         while time.monotonic() < until:
-            memory.append(resident_bytes(gateway.process.pid))
+            kind = KINDS[int((time.monotonic() - began) / slot) % len(KINDS)]
+            memory[kind] = max(memory[kind], resident_bytes(gateway.process.pid))
             await asyncio.sleep(0.5)
 
     parts = [watch(), *(honest.stream(number, until) for number in range(STREAMS))]
@@ -180,10 +184,11 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
         share(took, 0.99),
         share(took, 1.0),
         health_failed,
-        max(memory),
+        max(memory.values()),
         before,
         after,
         sent,
+        memory,
         honest.failures,
         bad_lines(gateway, 0)[:20],
     )
@@ -244,6 +249,8 @@ def render(quiet: Run, beside: Run, wrongs: Sequence[str]) -> str:
         lines.append(f"{each.attackers:>9}{each.streams:>9}{each.failed:>8}{late}{health}{memory}{files:>12}")
     rates = {kind: count * len(KINDS) / beside.seconds for kind, count in beside.attacks.items()}
     lines.append(f"attacks a second: {', '.join(f'{kind} {rate:.1f}' for kind, rate in rates.items())}")
+    largest = sorted(beside.memory_by_kind.items(), key=lambda pair: -pair[1])[:5]
+    lines.append(f"most memory, MiB: {', '.join(f'{kind} {size / 2**20:.0f}' for kind, size in largest)}")
     return "\n".join([*lines, *(wrongs or ["held"])])
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 NAME = "vllm-seamark"
 
-COMMANDS = ("serve", "key", "worker", "model", "boundary", "doctor", "gpu-check", "bench")
+COMMANDS = ("serve", "setup", "key", "worker", "model", "boundary", "doctor", "gpu-check", "bench")
 
 # Runs command lines one after another; imports are paid once. Nothing of this process is on its path.
 DRIVER = """
@@ -198,7 +198,7 @@ def test_bad_input_is_refused_in_a_line_that_names_it(for_gateway, tmp_path):
         "http://127.0.0.1:9": ["boundary", "--worker", "http://127.0.0.1:9", str(request)],
         "--worker": ["boundary", "--worker", "http://[", str(request)],
         "--model": ["boundary", "--model", str(tmp_path), str(request)],
-        "vllm": ["boundary", "--model", str(tmp_path / "model"), str(request)],
+        "vLLM": ["boundary", "--model", str(tmp_path / "model"), str(request)],
         "worker_api_key_file": ["doctor", "--worker", "http://127.0.0.1:9", "--worker-api-key-file", str(broken)],
         "no server answers": ["doctor", "--worker", "http://127.0.0.1:9"],
         "nonsense": ["doctor", "--worker", "nonsense"],

@@ -19,7 +19,9 @@ def test_the_demo_holds_reports_and_leaves_nothing_behind(model, tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / done.stdout.splitlines()[-1]).read_text())
+    lines = done.stdout.splitlines()
+    named = next(line for line in lines if line.startswith("report: "))
+    report = json.loads((tmp_path / named.removeprefix("report: ")).read_text())
     assert report["held"] is True
     system, *fan_outs, conversation, twice = report["stories"]
     assert len(fan_outs) == 3 and all(story["held"] for story in (system, *fan_outs, conversation, twice))
@@ -28,6 +30,10 @@ def test_the_demo_holds_reports_and_leaves_nothing_behind(model, tmp_path):
     assert all(line["exact"] for story in report["stories"] for line in story["lines"])
     assert [defect["caught"] for defect in report["planted_defects"]] == [False, True, True, True]
     assert "every story held" in done.stdout and "waited for the leader" in done.stdout
+    *_, hits, seconds, exactness, look = lines
+    assert hits.endswith("98% of it in the cache with Seamark, and 0% with vLLM alone.")
+    assert " ms instead of " in seconds and "NOT" not in exactness
+    assert look.startswith("look: make demo ARGS=--keep")
     # States cost no passes. Requests sent at the same time share passes as they happen to meet, so those say nothing.
     for story in (system, conversation, twice):
         ours, alone = story["lines"][:2]

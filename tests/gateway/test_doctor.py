@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from proxy.commands import doctor
-from proxy.commands.ways import Way
+from proxy.commands.cures import Cures
+from proxy.commands.ways import Found, Way
 from tests.harness.api_keys import entry, secret
 from tests.harness.fake_engine import engine_info
 from tests.harness.gateways import start_gateway
@@ -284,6 +286,28 @@ def test_each_way_has_cures_of_its_own_for_all_that_can_be_wrong(examined, way):
     assert not any(mark in plugin for other in Way if other != way for mark in marks[other][1:2])
     assert "--middleware" in cures(has_feed=False)
     assert "0.3 or later" in cures(version="0.2.0")
+
+
+def test_a_container_or_another_machine_needs_an_open_host(worker, examined):
+    worker.patched = False
+    assert "--host" not in examined(worker.url, "--runs-as", "pip").text
+    assert "--host 0.0.0.0" in examined(worker.url, "--runs-as", "docker").text
+    elsewhere = Cures(Found(Way.PIP), "m", 8000, local=False)
+    assert "--host 0.0.0.0 --port 8000" in elsewhere.install()
+
+
+def test_yaml_of_the_cures_is_yaml():
+    """What goes into a file, without the commands and the notes beside it."""
+    compose = Cures(Found(Way.COMPOSE, "llm"), "org/m", 8000, local=True)
+    lines = [line for line in compose.install().splitlines() if not line.strip().startswith(("docker", "#"))]
+    service = yaml.safe_load("\n".join(lines))["services"]["llm"]
+    assert service["command"] == "--model org/m --host 0.0.0.0 --port 8000 -- FLAGS"
+    assert service["build"]["dockerfile"] == "deploy/worker.Dockerfile"
+    pod = Cures(Found(Way.KUBERNETES), "org/m", 8000, local=True)
+    lines = [line for line in pod.install().splitlines() if not line.strip().startswith(("docker", "#"))]
+    container = yaml.safe_load("\n".join(lines).replace(", ...", ""))
+    assert " ".join(container["args"]) == "--model org/m --host 0.0.0.0 --port 8000 --"
+    assert yaml.safe_load(pod.drafts())["env"] == [{"name": "SEAMARK_DRAFTS", "value": "1"}]
 
 
 def test_an_engine_core_without_the_patches_is_noticed_although_the_server_has_them(examined):

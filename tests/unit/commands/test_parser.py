@@ -23,6 +23,7 @@ WRONG = {
     },
     "doctor": {"--workers": "--worker", "--gatway": "--gateway"},
     "boundary": {"--work": "--worker", "--models": "--model"},
+    "setup": {"--model-name": "--model", "--sorce": "--source or --force"},
     "key": {"--max-in": "--max-inflight", "--sharing": "--share"},
     **{f"bench {name}": {"--jsn": "--json"} for name in BENCHMARKS if name not in ("grid", "agents")},
     "bench grid": {"--pictures": "--picture"},

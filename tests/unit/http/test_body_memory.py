@@ -106,11 +106,10 @@ from proxy.http.body_memory import BodyMemory
 memory = BodyMemory(2**30)
 hold = memory.of()
 bytes(2**24)  # from now on the allocator takes blocks of up to 16 MiB from its heap
-filling = [b"x" * 1000 for _ in range(5000)]  # what is imported leaves holes, which small blocks would take
 large, small = [], []
 for _ in range(600):
     large.append(b"x" * 200_000)
-    small.append(b"x" * 1000)
+    small.append(b"x" * 20_000)  # more than fits into the holes that imports leave
 hold.take(%d)
 large.clear()
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])

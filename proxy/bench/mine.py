@@ -1,0 +1,519 @@
+"""`seamark bench mine`: what a stack that runs finds in its cache, asked as any OpenAI client would ask it.
+
+Nothing is needed but a URL: prompts are made here, their lengths are the server's own count, times are those of its
+streams. With `--against` a second stack is asked in turns, so that whatever else the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from proxy.bench.harness.prompts import QUESTIONS, prose
+from proxy.commands.parser import Parser
+from proxy.config_files import base_url, read_secret, without_credentials
+from proxy.errors import SettingsError, did_you_mean
+
+LENGTHS = (500, 2000, 6000)  # tokens of shared system prompts
+
+PAIRS = 3  # cold and warm requests of each length
+
+FAN_OUT = 4  # requests at once on one new prefix
+
+TURNS = 4  # of the conversation
+
+SAMPLE_WORDS = 300  # of the prompt by which words are converted to tokens
+
+TIMED, TURN = 4, 32  # tokens of an answer that is only timed, and of a turn
+
+HEADROOM = 512  # tokens of the context that a shared prompt leaves to questions and answers
+
+PROBE_SECONDS = 60.0  # for the first, short answer
+
+HITS, PARTLY = 0.9, 0.1  # parts of the shared tokens from which a stack is said to hit, and to hit in part
+
+SOONER = 0.7  # warm over cold from which time alone shows a hit
+
+REACH = 0.02  # seconds below which neither is said to be sooner
+
+
+class Unusable(Exception):
+    """The stack cannot be measured; the text says why, and the cure if there is one."""
+
+
+class Reply(NamedTuple):
+    """A streamed answer."""
+
+    prompt_tokens: int
+    cached_tokens: int | None  # None: not reported
+    first_token: float  # seconds after sending
+    text: str
+
+
+class Pair(NamedTuple):
+    """Two requests with one new system prompt, one after the other."""
+
+    cold: Reply
+    warm: Reply
+
+
+@dataclass
+class Measured:
+    """What one stack has answered until now."""
+
+    bare: int = 0  # tokens of the same chat without a system prompt worth the name
+    pairs: dict[int, list[Pair]] = field(default_factory=dict)  # by the length asked for, in tokens
+    fan_out: list[Reply] = field(default_factory=list)
+    turns: list[Reply] = field(default_factory=list)
+
+    @property
+    def reported(self) -> bool:
+        """Whether any answer says what came from the cache. Some servers leave a zero out."""
+        replies = [reply for pairs in self.pairs.values() for pair in pairs for reply in pair]
+        return any(reply.cached_tokens is not None for reply in (*replies, *self.fan_out, *self.turns))
+
+    def shared(self, length: int) -> int:
+        """Tokens that the pairs of a length share, some few too low: the template's own around them are not counted."""
+        return round(statistics.median(pair.cold.prompt_tokens - self.bare for pair in self.pairs[length]))
+
+    def hit(self, length: int) -> float | None:
+        """The part of the shared tokens that the second request of a pair takes from the cache; the median, up to 1."""
+        if not self.reported:
+            return None
+        return statistics.median(
+            min(1.0, (pair.warm.cached_tokens or 0) / (pair.cold.prompt_tokens - self.bare))
+            for pair in self.pairs[length]
+        )
+
+    @property
+    def hit_overall(self) -> float | None:
+        """The mean over all lengths."""
+        return statistics.mean(self.hit(length) or 0.0 for length in self.pairs) if self.reported else None
+
+    def cold(self, length: int) -> float:
+        """Seconds to the first token of a first request, the median."""
+        return statistics.median(pair.cold.first_token for pair in self.pairs[length])
+
+    def warm(self, length: int) -> float:
+        """Seconds to the first token of a second request, the median."""
+        return statistics.median(pair.warm.first_token for pair in self.pairs[length])
+
+
+class Stack:
+    """An OpenAI-compatible server. Errors are `Unusable`."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+        """`url` with `/v1` or without, with a scheme or without; without a `model`, the first one that is served."""
+        self.url = base_url(url if "://" in url else f"http://{url}")
+        self.shown = without_credentials(self.url)[0]
+        self.model = model or ""
+        self.context: int | None = None  # tokens, if the server says
+        self._models: list[str] = []
+        self._has_key = api_key is not None
+        headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx.Timeout(None, connect=5.0)
+        # Without proxies of the environment: the gateway uses none, either.
+        self.client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False)
+
+    async def find_model(self) -> None:
+        """Read `/v1/models`."""
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                answer = await self.client.get(self.url + "/v1/models")
+        except TimeoutError:
+            raise Unusable(f"{self.shown} does not answer /v1/models within {PROBE_SECONDS:.0f} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        if answer.status_code in (401, 403):
+            raise self._refused(answer.status_code)
+        try:
+            entries = [entry for entry in answer.json()["data"] if isinstance(entry["id"], str)]
+        except (ValueError, KeyError, TypeError):
+            entries = []
+        self._models = [entry["id"] for entry in entries]
+        if not self.model and not self._models:
+            raise Unusable(
+                f"{self.shown}/v1/models names no model (status {answer.status_code}): is this an OpenAI-compatible "
+                "API? If it is, give --model"
+            )
+        self.model = self.model or self._models[0]
+        for entry in entries:
+            if entry["id"] == self.model and isinstance(entry.get("max_model_len"), int):
+                self.context = entry["max_model_len"]
+
+    async def ask(self, system: str, *turns: str, tokens: int = TIMED) -> Reply:
+        """Stream a greedy answer of at most `tokens` tokens to a chat whose `turns` alternate from the user's on."""
+        messages = [{"role": "system", "content": system}]
+        messages += [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        sent = time.perf_counter()
+        first_token, text, usage = None, "", None
+        try:
+            async with self.client.stream("POST", self.url + "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise self._error(response.status_code, (await response.aread()).decode(errors="replace"))
+                async for event in _events(response, self.shown):
+                    usage = event.get("usage") or usage
+                    for choice in event.get("choices") or ():
+                        delta = choice.get("delta") or {}
+                        written = delta.get("content") or ""
+                        text += written
+                        thought = delta.get("reasoning_content") or delta.get("reasoning")
+                        if first_token is None and (written or thought or choice.get("finish_reason")):
+                            first_token = time.perf_counter() - sent
+                header = response.headers.get("x-seamark-cached", "")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        if first_token is None:
+            raise Unusable(f"{self.shown} streams no token")
+        if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+            raise Unusable(
+                f"{self.shown} streams no usage, though stream_options.include_usage asks for it: without "
+                "prompt_tokens, prompts cannot be measured"
+            )
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if cached is None and header.isdigit():
+            cached = int(header)
+        return Reply(usage["prompt_tokens"], cached, first_token, text)
+
+    def _unreachable(self, error: Exception) -> Unusable:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL | httpx.UnsupportedProtocol):
+            return Unusable(f"no server answers at {self.shown} ({error or type(error).__name__})")
+        return Unusable(f"{self.shown} broke off: {error or type(error).__name__}")
+
+    def _refused(self, status: int) -> Unusable:
+        if self._has_key:
+            return Unusable(f"{self.shown} refuses the key (status {status})")
+        return Unusable(f"{self.shown} wants a key (status {status}): --api-key-file FILE, or OPENAI_API_KEY")
+
+    def _error(self, status: int, body: str) -> Unusable:
+        if status in (401, 403):
+            return self._refused(status)
+        if status == 404 and self._models and self.model not in self._models:
+            served = ", ".join(self._models)
+            hint = did_you_mean(self.model, self._models)
+            return Unusable(f"{self.shown} serves no model {self.model!r}, but {served}{hint}")
+        return Unusable(f"{self.shown} answers {status}: {_message(body)}")
+
+
+def _message(body: str) -> str:
+    """What an error answer says, in any of the usual shapes; at most 300 characters."""
+    try:
+        said = json.loads(body)
+        said = said.get("error", said)
+        text = str(said if isinstance(said, str) else said.get("message") or said.get("detail") or body)
+    except (ValueError, AttributeError):
+        text = body
+    return text.strip()[:300] or "nothing"
+
+
+async def _events(response: httpx.Response, shown: str) -> AsyncIterator[Mapping[str, Any]]:
+    """The events of a stream. Raises `Unusable` if it is none, or holds an error."""
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise Unusable(f"{shown} streams what is no JSON object")
+        if event.get("error"):
+            raise Unusable(f"{shown} breaks its stream off: {_message(data)}")
+        yield event
+
+
+class Plan(NamedTuple):
+    """What each stack is sent."""
+
+    lengths: tuple[int, ...]  # tokens, ascending
+    pairs: int
+
+    @property
+    def middle(self) -> int:
+        """Tokens of the prefix of the fan-out and of the conversation."""
+        return self.lengths[len(self.lengths) // 2]
+
+    @property
+    def requests(self) -> int:
+        """How many in all: two short ones first, which tell what a word takes."""
+        return 2 + 2 * self.pairs * len(self.lengths) + FAN_OUT + TURNS
+
+    @property
+    def tokens(self) -> int:
+        """About how many in all prompts, without those of questions and templates."""
+        return 2 * self.pairs * sum(self.lengths) + (FAN_OUT + TURNS) * self.middle + SAMPLE_WORDS
+
+
+def plan_for(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int) -> Plan:
+    """What fits the smallest context of `stacks`. Raises `Unusable` if no length does."""
+    room = min((stack.context for stack in stacks if stack.context is not None), default=None)
+    fitting = tuple(sorted({length for length in lengths if room is None or length + HEADROOM <= room}))
+    if not fitting:
+        raise Unusable(f"the context of {room} tokens is too short for a prompt of {min(lengths)}: give --lengths")
+    return Plan(fitting, pairs)
+
+
+class Bench:
+    """The run: `measured` fills up as answers come, and holds what there is if time runs out."""
+
+    def __init__(self, stacks: Sequence[Stack], plan: Plan) -> None:
+        self._stacks = stacks
+        self._plan = plan
+        self._words_per_token: list[float] = []
+        self.measured = [Measured() for _ in stacks]
+
+    async def probe(self) -> None:
+        """Two short requests each, which show what is wrong with a stack, and what a word takes in tokens."""
+        for stack, measured in zip(self._stacks, self.measured, strict=True):
+            try:
+                async with asyncio.timeout(PROBE_SECONDS):
+                    measured.bare = (await stack.ask("Hi.", QUESTIONS[0])).prompt_tokens
+                    sample = (await stack.ask(fresh(SAMPLE_WORDS), QUESTIONS[0])).prompt_tokens
+            except TimeoutError:
+                raise Unusable(f"{stack.shown} gives no answer within {PROBE_SECONDS:.0f} s") from None
+            if sample <= measured.bare:
+                raise Unusable(f"{stack.shown} counts {sample} tokens in a prompt that is {SAMPLE_WORDS} words longer")
+            self._words_per_token.append(SAMPLE_WORDS / (sample - measured.bare))
+
+    async def run(self) -> None:
+        """All pairs once, the fan-out, the conversation, then the pairs again: an early end leaves some of each."""
+        for number in range(self._plan.pairs):
+            for length in self._plan.lengths:
+                for index in self._order(number):
+                    await self._pair(index, length)
+            if number == 0:
+                for index in self._order(number):
+                    await self._fan_out(index)
+                for index in self._order(number):
+                    await self._conversation(index)
+
+    def _order(self, number: int) -> list[int]:
+        """Each stack goes first every other time."""
+        order = list(range(len(self._stacks)))
+        return order[::-1] if number % 2 else order
+
+    def _prefix(self, index: int, length: int) -> str:
+        """New for each stack: two addresses may lead to one engine."""
+        return fresh(max(1, round(length * self._words_per_token[index])))
+
+    async def _pair(self, index: int, length: int) -> None:
+        stack, system = self._stacks[index], self._prefix(index, length)
+        cold = await stack.ask(system, QUESTIONS[0])
+        warm = await stack.ask(system, QUESTIONS[1])
+        self.measured[index].pairs.setdefault(length, []).append(Pair(cold, warm))
+
+    async def _fan_out(self, index: int) -> None:
+        stack, system = self._stacks[index], self._prefix(index, self._plan.middle)
+        asked = (stack.ask(system, question) for question in QUESTIONS[:FAN_OUT])
+        self.measured[index].fan_out = list(await asyncio.gather(*asked))
+
+    async def _conversation(self, index: int) -> None:
+        stack, system = self._stacks[index], self._prefix(index, self._plan.middle)
+        turns: list[str] = []
+        for question in QUESTIONS[:TURNS]:
+            turns.append(question)
+            reply = await stack.ask(system, *turns, tokens=TURN)
+            self.measured[index].turns.append(reply)
+            turns.append(reply.text or "Yes.")
+
+
+def fresh(words: int) -> str:
+    """Prose that no server has seen."""
+    return prose(words, secrets.randbits(64))
+
+
+def table(stacks: Sequence[Stack], measured: Sequence[Measured]) -> str:
+    """One line for each length and stack, then the fan-out and the conversation."""
+    names = ("this", "other") if len(stacks) > 1 else ("",)
+    lines = [f"{name:<6}{stack.shown}, model {stack.model}" for name, stack in zip(names, stacks, strict=True)]
+    lines += ["", f"{'':<6}{'shared tokens':>14}{'second one hits':>17}{'first token cold':>18}{'warm':>10}"]
+    for length in _common(measured):
+        for name, one in zip(names, measured, strict=True):
+            cold, warm = (f"{seconds:.3f} s" for seconds in (one.cold(length), one.warm(length)))
+            lines.append(f"{name:<6}{one.shared(length):>14,}{_percent(one.hit(length)):>17}{cold:>18}{warm:>10}")
+        if len(measured) > 1:
+            ratios = (_ratio(measured, length, 0), _ratio(measured, length, 1))
+            lines.append(f"{'this / other':<37}{ratios[0]:>16.2f} x{ratios[1]:>8.2f} x")
+    for name, one in zip(names, measured, strict=True):
+        if one.fan_out:
+            last = max(reply.first_token for reply in one.fan_out)
+            lines += ["", f"{name:<6}{FAN_OUT} requests at once on a new system prompt: the last first token after"]
+            lines[-1] += f" {last:.3f} s{_hits(one, one.fan_out)}"
+        if one.turns:
+            times = " ".join(f"{reply.first_token:.3f}" for reply in one.turns)
+            lines.append(f"{name:<6}a conversation, turn by turn: first tokens after {times} s{_hits(one, one.turns)}")
+    if not all(one.reported for one in measured):
+        lines += ["", "hits are not reported: vLLM does so with --enable-prompt-tokens-details"]
+    return "\n".join(lines)
+
+
+def _common(measured: Sequence[Measured]) -> list[int]:
+    """Lengths that every stack has answered."""
+    return sorted(length for length in measured[0].pairs if all(length in one.pairs for one in measured))
+
+
+def _percent(part: float | None) -> str:
+    return "not reported" if part is None else f"{part:.0%}"
+
+
+def _hits(one: Measured, replies: Sequence[Reply]) -> str:
+    if not one.reported:
+        return ""
+    found = " ".join(f"{reply.cached_tokens or 0:,}" for reply in replies)
+    return f"; from the cache {found} of {' '.join(f'{reply.prompt_tokens:,}' for reply in replies)} tokens"
+
+
+def _ratio(measured: Sequence[Measured], length: int, which: int) -> float:
+    """This over the other in seconds, the median over rounds: both of a round shared what the machine did then."""
+    ours, theirs = (one.pairs[length] for one in measured)
+    return statistics.median(
+        mine[which].first_token / other[which].first_token for mine, other in zip(ours, theirs, strict=False)
+    )
+
+
+def verdict(measured: Sequence[Measured]) -> str:
+    """One sentence. Needs a length that every stack has answered."""
+    length = _common(measured)[-1]
+    one = measured[0]
+    if len(measured) > 1:
+        found = [
+            "an unreported part" if other.hit_overall is None else f"{other.hit_overall:.0%}" for other in measured
+        ]
+        return (
+            f"A second request with the same system prompt finds {found[0]} of it in this stack's cache and {found[1]} "
+            f"in the other's, and its first token takes {_ratio(measured, length, 1):.2f} times as long as there at "
+            f"{one.shared(length):,} tokens, the first request's {_ratio(measured, length, 0):.2f} times."
+        )
+    cold, warm = one.cold(length), one.warm(length)
+    times = (
+        f"its first token comes after {warm:.3f} s where the first request's took {cold:.3f} s "
+        f"({one.shared(length):,} tokens)"
+    )
+    part = one.hit_overall
+    if part is None:
+        shows = warm <= SOONER * cold and cold - warm >= REACH
+        seems = "but time shows that a second request does hit" if shows else "and time shows none"
+        return f"This server does not report hits, {seems}: {times}."
+    if part >= HITS:
+        return f"A second request with the same system prompt hits: {part:.0%} of it comes from the cache, and {times}."
+    if part >= PARTLY:
+        return (
+            f"A second request with the same system prompt hits in part: {part:.0%} of it comes from the cache, on "
+            f"average over the lengths, and {times}."
+        )
+    return (
+        f"A second request with the same system prompt does not hit: {part:.0%} of it comes from the cache, and "
+        f"{times}."
+    )
+
+
+def report(stacks: Sequence[Stack], measured: Sequence[Measured]) -> dict[str, Any]:
+    """For machines: every answer without its text; times in seconds, lengths in tokens."""
+
+    def plain(reply: Reply) -> dict[str, Any]:
+        return {name: value for name, value in reply._asdict().items() if name != "text"}
+
+    return {
+        "verdict": verdict(measured),
+        "stacks": [
+            {
+                "url": stack.shown,
+                "model": stack.model,
+                "hits_reported": one.reported,
+                "lengths": {
+                    str(length): {
+                        "shared": one.shared(length),
+                        "hit": one.hit(length),
+                        "pairs": [{"cold": plain(pair.cold), "warm": plain(pair.warm)} for pair in pairs],
+                    }
+                    for length, pairs in one.pairs.items()
+                },
+                "fan_out": [plain(reply) for reply in one.fan_out],
+                "conversation": [plain(reply) for reply in one.turns],
+            }
+            for stack, one in zip(stacks, measured, strict=True)
+        ],
+    }
+
+
+async def measure(stacks: Sequence[Stack], args: Any, say: Callable[[str], None]) -> tuple[list[Measured], bool]:
+    """What each stack has answered, and whether time was enough for all of it. Raises `Unusable`."""
+    try:
+        for stack in stacks:
+            await stack.find_model()
+        plan = plan_for(stacks, args.lengths, args.pairs)
+        say(
+            f"sends {len(stacks) * plan.requests} requests with about {len(stacks) * plan.tokens:,} prompt tokens to "
+            f"{' and '.join(f'{stack.shown} ({stack.model})' for stack in stacks)}, for {args.minutes:g} minutes at "
+            "most; nothing else should be asked meanwhile"
+        )
+        bench = Bench(stacks, plan)
+        try:
+            async with asyncio.timeout(args.minutes * 60):
+                await bench.probe()
+                await bench.run()
+        except TimeoutError:
+            if not _common(bench.measured):
+                raise Unusable(f"{args.minutes:g} minutes were too short for one pair: give --minutes") from None
+            return bench.measured, False
+        return bench.measured, True
+    finally:
+        for stack in stacks:
+            await stack.client.aclose()
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="seamark bench mine", description="what a stack that runs finds in its cache")
+    parser.add_argument("--base-url", required=True, metavar="URL", help="any OpenAI-compatible server")
+    parser.add_argument("--against", metavar="URL", help="another one, asked in turns: with Seamark and without")
+    parser.add_argument("--model", help="default: the first of /v1/models")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key; default: OPENAI_API_KEY")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="TOKENS", help="of shared prompts")
+    parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="of requests for each length")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="end by then, with what there is")
+    parser.add_argument("--json", action="store_true", help="print a report instead of the table")
+    args = parser.parse_args(argv)
+    if min(*args.lengths, args.pairs, args.minutes) <= 0:
+        parser.error("lengths, pairs and minutes are above zero")
+    try:
+        key = read_secret("api_key_file", args.api_key_file) if args.api_key_file else os.environ.get("OPENAI_API_KEY")
+    except SettingsError as error:
+        parser.error(str(error))
+    stacks = [Stack(url, args.model, key or None) for url in (args.base_url, args.against) if url]
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        measured, complete = asyncio.run(measure(stacks, args, say))
+    except Unusable as error:
+        say(f"seamark bench mine: {error}")
+        return 1
+    if args.json:
+        print(json.dumps(report(stacks, measured), indent=2))
+    else:
+        print(f"\n{table(stacks, measured)}\n\n{verdict(measured)}")
+    if not complete:
+        say(f"ended after {args.minutes:g} minutes, before all was asked: --minutes")
+    return 0

@@ -1,0 +1,227 @@
+"""`seamark setup`: asks how vLLM is run, looks at what answers here, and writes the files to start Seamark with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from proxy.commands.parser import Parser
+from proxy.commands.setup_files import Plan, SetupWay, Written, files_for
+from proxy.commands.ways import DEFAULT_PORT
+from proxy.config_files import without_credentials, worker_url
+from proxy.errors import SettingsError
+from proxy.version import DISTRIBUTION
+
+PORTS = range(DEFAULT_PORT, DEFAULT_PORT + 4)
+
+PROBE_SECONDS = 1.0
+
+Ask = Callable[[str, str], str]  # a question and its default: the answer
+
+
+class Running(NamedTuple):
+    """A server that answers as vLLM does."""
+
+    url: str
+    models: tuple[str, ...]  # empty: it wants a key, or serves none
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        prog="seamark setup",
+        description="write the files to start Seamark with; on a terminal, it asks for what is missing",
+    )
+    parser.add_argument("--way", choices=list(map(str, SetupWay)), help="how vLLM is run, or shall be")
+    parser.add_argument("--model", default="", help="name, folder, or a file of deploy/models")
+    parser.add_argument(
+        "--worker",
+        action="append",
+        default=[],
+        metavar="URL",
+        help=f"a vLLM that runs already; repeat for several (default: what answers on ports {PORTS[0]} to {PORTS[-1]})",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="how many vLLM servers (default: those named, or 1)")
+    parser.add_argument("--cpu", action="store_true", help="with --way compose: no GPU, a small generated model")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the files (default seamark-setup)")
+    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+    parser.add_argument("--source", type=Path, metavar="DIR", help="a checkout of Seamark (default: what this is from)")
+    parser.add_argument(
+        "--spark",
+        type=Path,
+        metavar="DIR",
+        default=Path("~/spark-vllm-docker"),
+        help="spark-vllm-docker (default %(default)s)",
+    )
+    parser.add_argument("--registry", default="", metavar="PREFIX", help="for Kubernetes: where images are pushed")
+    args = parser.parse_args(argv)
+    ask = _ask if sys.stdin.isatty() and sys.stdout.isatty() else None
+    try:
+        plan = _plan(args, ask)
+        written = files_for(plan)
+        _write(plan.out, written, args.force)
+    except (SettingsError, OSError) as error:
+        print(f"seamark setup: {error}", file=sys.stderr)
+        return 2
+    except EOFError:
+        print("\nseamark setup: nothing was written", file=sys.stderr)
+        return 2
+    print(summary(plan, written))
+    return 0
+
+
+def running(ports: Iterable[int]) -> list[Running]:
+    """The servers on this machine that answer `/v1/models` as vLLM does, by port."""
+    found = []
+    with httpx.Client(timeout=PROBE_SECONDS, trust_env=False) as client:
+        for port in ports:
+            url = f"http://127.0.0.1:{port}"
+            try:
+                answer = client.get(f"{url}/v1/models")
+                if answer.status_code == httpx.codes.UNAUTHORIZED:
+                    found.append(Running(url, ()))
+                elif answer.is_success:
+                    found.append(Running(url, tuple(str(model["id"]) for model in answer.json()["data"])))
+            except (httpx.HTTPError, ValueError, LookupError, TypeError):
+                continue
+    return found
+
+
+def source_folder() -> Path | None:
+    """The checkout that this Seamark runs in or was installed from, as pip notes (PEP 610); None if none is there."""
+    places = [Path(__file__).resolve().parents[2]]
+    try:
+        noted = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+        places.append(Path(unquote(urlsplit(noted["url"]).path)))
+    except (metadata.PackageNotFoundError, ValueError, KeyError):
+        pass
+    return next((place for place in places if (place / "deploy/compose.yaml").is_file()), None)
+
+
+def summary(plan: Plan, written: Written) -> str:
+    """What was written, the two commands to go on, the clients' base_url, and how to switch it off."""
+    pages = (
+        "http://127.0.0.1:8081/ui" if plan.way in (SetupWay.COMPOSE, SetupWay.BESIDE) else "http://127.0.0.1:8080/ui"
+    )
+    if plan.way is SetupWay.KUBERNETES:
+        pages = "kubectl -n seamark port-forward deployment/seamark-gateway 8081, then http://127.0.0.1:8081/ui"
+    return "\n".join(
+        [
+            f"Written to {plan.out}: {', '.join(written.files)}",
+            *(f"Note: {note}" for note in written.notes),
+            "",
+            "Go on, each in a terminal of its own:",
+            *(f"  {command}" for command in written.go_on),
+            "",
+            f"Clients:    base_url {written.base_url}",
+            f"Live page:  {pages}",
+            "",
+            "Off again:",
+            *(f"  {command}" for command in written.off),
+        ]
+    )
+
+
+def _plan(args: Namespace, ask: Ask | None) -> Plan:
+    given = vars(args)
+    if given["way"] is not None:
+        way = SetupWay(given["way"])
+    elif ask is not None:
+        way = SetupWay(_one_of(ask, "How do you run vLLM", list(map(str, SetupWay))))
+    else:
+        raise SettingsError(f"--way: how do you run vLLM? {', '.join(SetupWay)}")
+    workers = tuple(map(_checked_url, given["worker"]))
+    model = given["model"]
+    # Compose and spark-vllm-docker start vLLM themselves, and pods cannot reach a loopback.
+    if not workers and way in (SetupWay.PIP, SetupWay.BESIDE, SetupWay.SYSTEMD):
+        workers = _found(running(PORTS), model)
+    if not workers and ask is not None and way in (SetupWay.BESIDE, SetupWay.SYSTEMD):
+        workers = (_checked_url(ask("Where does vLLM run", f"http://127.0.0.1:{DEFAULT_PORT}")),)
+    starts = way in (SetupWay.COMPOSE, SetupWay.SPARK) or (way in (SetupWay.PIP, SetupWay.KUBERNETES) and not workers)
+    if starts and not model and not given["cpu"] and ask is not None:
+        model = ask("Which model", "")
+    if ask is not None and not workers and not given["cpu"] and given["workers"] is None:
+        workers, given["workers"] = _several(way, ask)
+    if not model.isprintable():
+        raise SettingsError("--model: not a name or a folder")
+    # With Compose the worker that is named runs on the second machine.
+    machines = len(workers) + (way is SetupWay.COMPOSE)
+    if given["workers"] is not None:
+        machines = given["workers"]
+        if machines < 1:
+            raise SettingsError(f"--workers: {machines} is less than one")
+        several = machines > 1 and way not in (SetupWay.COMPOSE, SetupWay.KUBERNETES)
+        if (several or (way is SetupWay.KUBERNETES and workers)) and len(workers) != machines:
+            raise SettingsError(f"--workers: name all {machines} with --worker URL; {len(workers)} are named")
+    out = given["out"] or Path(ask("Folder for the files", "seamark-setup") if ask is not None else "seamark-setup")
+    source = given["source"].expanduser().resolve() if given["source"] is not None else source_folder()
+    if source is not None and not (source / "deploy/compose.yaml").is_file():
+        raise SettingsError(f"--source: {source} is no checkout of Seamark")
+    return Plan(
+        way=way,
+        model=model,
+        workers=workers,
+        machines=max(machines, 1),
+        out=out.expanduser().resolve(),
+        source=source,
+        spark=given["spark"].expanduser().resolve(),
+        registry=given["registry"],
+        cpu=given["cpu"],
+    )
+
+
+def _several(way: SetupWay, ask: Ask) -> tuple[tuple[str, ...], int | None]:
+    """The second machine's worker for Compose, or the number of workers for Kubernetes; else neither."""
+    if way is SetupWay.COMPOSE and (address := ask("The second machine's IP address, if there are two", "")):
+        return (_checked_url(f"http://{address}:{DEFAULT_PORT}"),), None
+    if way is SetupWay.KUBERNETES:
+        number = ask("How many vLLM servers", "1")
+        if not number.isdecimal():
+            raise SettingsError(f"--workers: {number!r} is not a number")
+        return (), int(number)
+    return (), None
+
+
+def _found(servers: list[Running], model: str) -> tuple[str, ...]:
+    for server in servers:
+        print(f"Found: {server.url} serves {', '.join(server.models) or 'what it tells only with a key'}")
+    return tuple(server.url for server in servers if not (model and server.models) or model in server.models)
+
+
+def _checked_url(text: str) -> str:
+    try:
+        url = worker_url(text)
+    except ValueError as error:
+        raise SettingsError(f"--worker: {error}") from None
+    if without_credentials(url)[1] is not None:
+        raise SettingsError("--worker: no password in the URL; the setting worker_api_key_file takes a key from a file")
+    return url
+
+
+def _ask(question: str, default: str) -> str:
+    return input(f"{question}{f' [{default}]' if default else ''}? ").strip() or default
+
+
+def _one_of(ask: Ask, question: str, choices: list[str]) -> str:
+    while (answer := ask(f"{question} ({', '.join(choices)})", choices[0])) not in choices:
+        print(f"One of: {', '.join(choices)}")
+    return answer
+
+
+def _write(out: Path, written: Written, force: bool) -> None:
+    there = [name for name in written.files if (out / name).exists()]
+    if there and not force:
+        raise SettingsError(f"--out: {out} has {', '.join(there)} already; nothing was written, --force overwrites")
+    for name, text in written.files.items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if name.endswith(".sh"):
+            path.chmod(0o755)

@@ -1,0 +1,466 @@
+"""The files that `seamark setup` writes. What deploy/ of the source holds is taken from there, never written twice."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from ipaddress import ip_address
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from proxy.commands.cures import NEEDED
+from proxy.commands.ways import DEFAULT_PORT, LOOPBACK
+from proxy.errors import SettingsError
+
+BASE_URL = "http://127.0.0.1:8080/v1"
+
+# Where containers find what listens on their machine.
+HOST_OF_CONTAINERS = "host.docker.internal"
+
+
+class SetupWay(StrEnum):
+    """A value of `--way`."""
+
+    PIP = "pip"
+    COMPOSE = "compose"
+    BESIDE = "compose-beside"
+    SPARK = "spark-vllm-docker"
+    SYSTEMD = "systemd"
+    KUBERNETES = "kubernetes"
+
+
+class Plan(NamedTuple):
+    """What the user said."""
+
+    way: SetupWay
+    model: str  # a name, a folder, or a file of deploy/models; empty: a vLLM with one runs already
+    workers: tuple[str, ...]  # URLs of vLLM servers that run already, or of those on other machines
+    machines: int  # with a worker each
+    out: Path  # absolute
+    source: Path | None  # a checkout of Seamark; None: not found
+    spark: Path  # a checkout of spark-vllm-docker
+    registry: str  # of the images for Kubernetes
+    cpu: bool
+
+
+class Written(NamedTuple):
+    """Texts of files by their names, and what the user does with them."""
+
+    files: Mapping[str, str]
+    go_on: tuple[str, str]  # commands
+    off: Sequence[str]  # commands
+    notes: Sequence[str] = ()
+    base_url: str = BASE_URL
+
+
+def files_for(plan: Plan) -> Written:
+    """Raises `SettingsError` naming the flag that is missing or cannot be."""
+    return _WRITERS[plan.way](plan)
+
+
+def _pip(plan: Plan) -> Written:
+    files = {"seamark.toml": _gateway_toml(plan), "gateway.sh": _gateway_script(plan)}
+    if plan.workers:
+        go_on = (_sh(plan, "gateway.sh"), f"seamark doctor --worker {shlex.quote(plan.workers[0])}")
+        return Written(files, go_on, ["Ctrl-C ends the gateway; point clients at vLLM again"], _STILL_WITHOUT_PLUGIN)
+    files["worker.sh"] = f"""\
+#!/bin/sh
+# vLLM with Seamark's plugin. It runs in vLLM's environment, into which the plugin is installed once:
+#   pip install --no-deps {_source_or_example(plan)}
+# vLLM's own flags: behind this script's name. Without the plugin: SEAMARK_ENGINE=0 before it.
+set -eu
+exec seamark worker --model {shlex.quote(_wanted_model(plan))} --port {DEFAULT_PORT} -- "$@"
+"""
+    off = [
+        "Ctrl-C ends either; point clients at vLLM again",
+        "SEAMARK_ENGINE=0 or pip uninstall vllm-seamark      # in vLLM's environment: vLLM as it was",
+    ]
+    return Written(files, (_sh(plan, "worker.sh"), _sh(plan, "gateway.sh")), off)
+
+
+def _compose(plan: Plan) -> Written:
+    overlays = ["compose.yaml"]
+    name, text = _model_file(plan)
+    variables = [("A file with the model and vLLM's flags for it.", "MODEL_FILE", name)]
+    if plan.cpu:
+        overlays.append("compose.cpu.yaml")
+        variables, text = [], None  # it makes a small model of its own
+    notes: list[str] = []
+    if plan.machines == 2 and not plan.cpu:
+        if len(plan.workers) != 1:
+            raise SettingsError(
+                "--worker: name the second machine's address once, for example http://192.168.100.11:8000"
+            )
+        second = urlsplit(plan.workers[0]).hostname or ""
+        if not _is_address(second):
+            raise SettingsError(f"--worker: {second} is a name; containers need the second machine's IP address")
+        overlays.append("compose.two-sparks.yaml")
+        variables += [
+            ("The second machine's address.", "SECOND_SPARK", second),
+            ("Where a worker's port is published. On the second machine: its own address.", "WORKER_BIND", "127.0.0.1"),
+        ]
+        notes.append(
+            f"on {second} first, with the same folders: WORKER_BIND={second} sh compose.sh up --build -d worker"
+        )
+    elif plan.machines > 1 or plan.workers:
+        raise SettingsError(
+            "--workers: Compose starts vLLM on one machine or, without --cpu, on two; more that run already: "
+            "--way compose-beside"
+        )
+    own = {} if text is None else {f"models/{name}": text, "compose.model.yaml": _own_model(plan)}
+    return _compose_files(plan, overlays, own, variables, notes)
+
+
+def _beside(plan: Plan) -> Written:
+    urls = ",".join(map(_from_container, _running(plan)))
+    variables = [("The vLLM that runs already, as containers see it.", "SEAMARK_WORKER", urls)]
+    notes = [
+        "vLLM has to listen where containers reach it: --host 172.17.0.1 (docker0), or 0.0.0.0 behind a firewall",
+        *_STILL_WITHOUT_PLUGIN,
+    ]
+    return _compose_files(plan, ["compose.yaml", "compose.beside.yaml"], {}, variables, notes)
+
+
+def _compose_files(
+    plan: Plan,
+    overlays: Sequence[str],
+    own: Mapping[str, str],
+    variables: Sequence[tuple[str, str, str]],
+    notes: Sequence[str],
+) -> Written:
+    deploy = _source(plan) / "deploy"
+    paths = [str(deploy / name) for name in overlays]
+    paths += [str(plan.out / name) for name in own if name.startswith("compose.")]
+    chosen = "".join(f"# {why}\n{name}={value}\n" for why, name, value in variables)
+    given = " \\\n    ".join(f"-f {shlex.quote(path)}" for path in paths)
+    files = {
+        "seamark.env": f"""\
+# What Compose puts into its files; {deploy}/.env.example has every other variable and its default.
+{chosen}# monitoring: Prometheus and Grafana as well; empty: neither.
+COMPOSE_PROFILES=monitoring
+# What would be saved, and nothing changed: true.
+SEAMARK_SHADOW=false
+""",
+        "compose.sh": f"""\
+#!/bin/sh
+# docker compose (2.24 or newer) with Seamark's own files, which stay where they are, and the variables of seamark.env.
+set -eu
+exec docker compose --env-file {shlex.quote(str(plan.out / "seamark.env"))} \\
+    {given} "$@"
+""",
+        **own,
+    }
+    script = _sh(plan, "compose.sh")
+    go_on = (f"{script} up --build -d", f"{script} logs -f gateway")
+    off = [f"{script} down      # down -v: with downloaded models and all else it keeps"]
+    return Written(files, go_on, off, notes)
+
+
+def _own_model(plan: Plan) -> str:
+    mount = json.dumps(f"{plan.out / 'models'}:/etc/seamark/models:ro")
+    return f"""\
+# The worker reads its model from this folder's models/.
+services:
+  worker:
+    volumes:
+      - {mount}
+"""
+
+
+def _spark(plan: Plan) -> Written:
+    source = _source(plan)
+    model = _wanted_model(plan)
+    shipped = {
+        found[1]: path.stem
+        for path in sorted((source / "deploy/spark-vllm-docker/recipes").glob("*.yaml"))
+        if (found := re.search(r"^model: (\S+)$", path.read_text(), re.M))
+    }
+    recipe = shipped.get(model) or "seamark-" + re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower())
+    files = {"seamark.toml": _gateway_toml(plan), "gateway.sh": _gateway_script(plan)}
+    copied = ""
+    if model not in shipped:
+        files[f"{recipe}.yaml"] = _recipe(recipe, model)
+        copied = f'cp {shlex.quote(str(plan.out / recipe))}.yaml "$target/recipes/"\n'
+    spark = shlex.quote(str(plan.spark))
+    files["start.sh"] = f"""\
+#!/bin/sh
+# Gives spark-vllm-docker the mod with Seamark's plugin and the recipes, and starts one of them.
+set -eu
+target={spark}
+{shlex.quote(str(source / "deploy/spark-vllm-docker/make-mod.sh"))} "$target"
+{copied}cd "$target"
+exec ./run-recipe.sh {recipe} --solo
+"""
+    recipes = " ".join(f"recipes/{name}.yaml" for name in sorted({*shipped.values(), recipe}))
+    off = [
+        "Ctrl-C ends the gateway; point clients at vLLM again",
+        f"cd {spark} && rm -r mods/seamark {recipes}      # all else there is as it was",
+    ]
+    return Written(files, (_sh(plan, "start.sh"), _sh(plan, "gateway.sh")), off)
+
+
+def _recipe(recipe: str, model: str) -> str:
+    needed = " \\\n".join(f"    {flag}" for flag in NEEDED)
+    return f"""\
+# A recipe of spark-vllm-docker: ./run-recipe.sh {recipe} --solo
+# The last four flags are those by which Seamark's gateway sees and explains hits; add your model's own. No
+# --speculative-config: beside MTP hints need SEAMARK_DRAFTS=1.
+recipe_version: "1"
+name: {json.dumps("Seamark " + model)}
+description: vLLM with Seamark's plugin
+model: {json.dumps(model)}
+container: vllm-node
+solo_only: true
+mods:
+  - mods/seamark
+defaults:
+  port: {DEFAULT_PORT}
+  host: 127.0.0.1 # the container has the network of the machine, and vLLM asks nobody for a key
+  gpu_memory_utilization: 0.8 # memory is unified: more can hang the machine
+command: |
+  vllm serve {shlex.quote(model)} \\
+    --host {{host}} \\
+    --port {{port}} \\
+    --gpu-memory-utilization {{gpu_memory_utilization}} \\
+{needed}
+"""
+
+
+def _systemd(plan: Plan) -> Written:
+    workers = ",".join(_running(plan))
+    source = _source(plan)
+    unit = "seamark-gateway.service"
+    here, root = (shlex.quote(str(path)) for path in (plan.out, source))
+    files = {
+        unit: (source / "deploy/systemd" / unit).read_text(),
+        "seamark.env": f"""\
+# Settings of the gateway; {source}/deploy/.env.example has every other one and its default.
+# No quotes, and no comment behind a value: systemd reads this file.
+SEAMARK_WORKER={workers}
+# What would be saved, and nothing changed: true.
+SEAMARK_SHADOW=false
+""",
+        "install.sh": f"""\
+#!/bin/sh
+# As root: the gateway into an environment of its own, its settings, its unit; then it starts.
+set -eu
+python3 -m venv /opt/seamark
+/opt/seamark/bin/pip install {root}
+install -D -m 600 {here}/seamark.env /etc/seamark/seamark.env
+install -m 644 {here}/{unit} /etc/systemd/system/
+systemctl daemon-reload
+systemctl enable seamark-gateway
+systemctl restart seamark-gateway
+""",
+        "remove.sh": f"""\
+#!/bin/sh
+# As root: everything that install.sh did, undone. Keys and secrets in /etc/seamark stay.
+set -eu
+systemctl disable --now seamark-gateway
+rm -f /etc/systemd/system/{unit} /etc/seamark/seamark.env
+systemctl daemon-reload
+rm -rf /opt/seamark
+""",
+    }
+    go_on = (
+        f"sudo {_sh(plan, 'install.sh')}",
+        f"/opt/seamark/bin/seamark doctor --worker {shlex.quote(plan.workers[0])}",
+    )
+    return Written(files, go_on, [f"sudo {_sh(plan, 'remove.sh')}"], _STILL_WITHOUT_PLUGIN)
+
+
+def _kubernetes(plan: Plan) -> Written:
+    source = _source(plan)
+    folder = source / "deploy/kubernetes"
+    prefix = plan.registry.rstrip("/") + "/" if plan.registry else ""
+    urls = plan.workers or tuple(
+        f"http://seamark-worker-{number}.seamark-worker:8000" for number in range(plan.machines)
+    )
+    if local := [url for url in urls if urlsplit(url).hostname in LOOPBACK]:
+        raise SettingsError(f"--worker: in a pod {local[0]} is the pod itself; give a service or an address")
+    texts = {name: (folder / name).read_text() for name in ("gateway.yaml", "redis.yaml", "network-policy.yaml")}
+    texts["gateway.yaml"] = _filled(
+        texts["gateway.yaml"],
+        ("image: seamark-gateway #", f"image: {prefix}seamark-gateway #"),
+        ('"http://seamark-worker-0.seamark-worker:8000"', json.dumps(",".join(urls))),
+    )
+    built, namespace = ["gateway"], _NAMESPACE
+    if plan.workers:
+        texts["network-policy.yaml"] = _without_worker(texts["network-policy.yaml"])
+    else:
+        built.append("worker")
+        name, text = _model_file(plan)
+        text = text or (source / "deploy/models" / name).read_text()
+        namespace += _CONFIG_MAP + f"  {name}: |\n" + "".join(f"    {line}\n" for line in text.splitlines())
+        texts["worker.yaml"] = _filled(
+            _WORKER_HEAD + (folder / "worker.yaml").read_text().partition("\napiVersion: ")[2],
+            ("image: seamark-worker #", f"image: {prefix}seamark-worker #"),
+            ("\n  replicas: 1\n", f"\n  replicas: {plan.machines}\n"),
+            ("/etc/seamark/models/nemotron-3-nano.yaml", f"/etc/seamark/models/{name}"),
+        )
+    root = shlex.quote(str(source))
+    lines = [
+        f"docker build -f {root}/deploy/{half}.Dockerfile -t {prefix}seamark-{half} {root}\n"
+        + (f"docker push {prefix}seamark-{half}\n" if prefix else "")
+        for half in built
+    ]
+    files = {
+        "00-namespace.yaml": namespace,
+        **texts,
+        "images.sh": "#!/bin/sh\n# Builds the images"
+        + (" and pushes them where your nodes find them.\n" if prefix else "; with --registry it pushes them, too.\n")
+        + "set -eu\n"
+        + "".join(lines),
+    }
+    notes = ["kubectl -n seamark port-forward service/seamark 8080:80      # until you publish it"]
+    if not prefix:
+        notes.append("without --registry the images have to be on the nodes already")
+    off = ["kubectl delete namespace seamark"]
+    go_on = (_sh(plan, "images.sh"), f"kubectl apply -f {shlex.quote(str(plan.out))}")
+    return Written(files, go_on, off, notes)
+
+
+_NAMESPACE = """\
+# Everything lives in this namespace; to delete it takes all of it away.
+apiVersion: v1
+kind: Namespace
+metadata:
+  name: seamark
+"""
+
+# In place of the one of deploy/kubernetes, which says by what commands this folder came about.
+_WORKER_HEAD = """\
+# vLLM with the plugin, one pod per GPU. For a gated model, before `kubectl apply`:
+#   kubectl create namespace seamark
+#   kubectl -n seamark create secret generic seamark-huggingface --from-literal=token=...
+# For another pod raise `replicas`, and add its URL to SEAMARK_WORKER in gateway.yaml.
+apiVersion: """
+
+_CONFIG_MAP = """\
+---
+# vLLM's own configuration (--config) of the model that the workers serve.
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: seamark-models
+  namespace: seamark
+data:
+"""
+
+
+def _without_worker(policies: str) -> str:
+    kept = [part for part in policies.split("\n---\n") if "\n  name: seamark-worker\n" not in part]
+    return "\n---\n".join(kept)
+
+
+def _filled(text: str, *changes: tuple[str, str]) -> str:
+    """`text` with passages replaced that stand in it once. Raises `SettingsError` if one does not."""
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise SettingsError(f"--source: deploy/kubernetes is of another version: no single {old.strip()!r}")
+        text = text.replace(old, new)
+    return text
+
+
+def _gateway_toml(plan: Plan) -> str:
+    workers = json.dumps(list(plan.workers) or [f"http://127.0.0.1:{DEFAULT_PORT}"])
+    return f"""\
+# Settings of the gateway. Every flag of `seamark serve --help` can stand here, with _ in place of -.
+# vLLM servers, one or several.
+worker = {workers}
+# Where clients find the gateway. 0.0.0.0 opens it to the network; then give it keys (`seamark key NAME`, api_keys).
+host = "127.0.0.1"
+port = 8080
+# What would be saved, and nothing changed: true.
+shadow = false
+# A file with the API key that vLLM wants, if it wants one.
+#worker_api_key_file = "/path/to/key"
+"""
+
+
+def _gateway_script(plan: Plan) -> str:
+    return f"""\
+#!/bin/sh
+# The gateway, in the environment that wrote this file. A flag behind this script's name wins over seamark.toml.
+set -eu
+exec {shlex.quote(sys.executable)} -m proxy.cli serve --config {shlex.quote(str(plan.out / "seamark.toml"))} "$@"
+"""
+
+
+def _model_file(plan: Plan) -> tuple[str, str | None]:
+    """Name of vLLM's configuration file for the model, and its text unless deploy/models holds it."""
+    if plan.cpu:
+        return "", None
+    model = _wanted_model(plan)
+    # Of two files for one model the shorter name is the plainer: that of Nemotron-3-Super without MTP.
+    for path in sorted((_source(plan) / "deploy/models").glob("*.yaml"), key=lambda path: len(path.name)):
+        if model in (path.name, path.stem) or f"\nmodel: {model}\n" in path.read_text():
+            return path.name, None
+    return (
+        "model.yaml",
+        f"""\
+# vLLM's own configuration: any flag of `vllm serve`, without its dashes.
+model: {json.dumps(model)}
+# On a Spark memory is unified: more can hang the machine.
+gpu-memory-utilization: 0.8
+""",
+    )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _from_container(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.hostname not in LOOPBACK:
+        return url
+    port = f":{parts.port}" if parts.port else ""
+    return urlunsplit(parts._replace(netloc=HOST_OF_CONTAINERS + port))
+
+
+def _wanted_model(plan: Plan) -> str:
+    if not plan.model:
+        raise SettingsError("--model: which model shall vLLM serve?")
+    return plan.model
+
+
+def _running(plan: Plan) -> tuple[str, ...]:
+    if not plan.workers:
+        raise SettingsError(f"--worker: --way {plan.way} goes before a vLLM that runs already; give its URL")
+    return plan.workers
+
+
+def _source(plan: Plan) -> Path:
+    if plan.source is None:
+        raise SettingsError(f"--source: --way {plan.way} needs a checkout of Seamark; give its folder")
+    return plan.source
+
+
+def _source_or_example(plan: Plan) -> str:
+    return shlex.quote(str(plan.source)) if plan.source else "/path/to/seamark"
+
+
+def _sh(plan: Plan, script: str) -> str:
+    return f"sh {shlex.quote(str(plan.out / script))}"
+
+
+_STILL_WITHOUT_PLUGIN = ("hits need the plugin in that vLLM; `seamark doctor --worker URL` says whether it has it",)
+
+_WRITERS: dict[SetupWay, Callable[[Plan], Written]] = {
+    SetupWay.PIP: _pip,
+    SetupWay.COMPOSE: _compose,
+    SetupWay.BESIDE: _beside,
+    SetupWay.SPARK: _spark,
+    SetupWay.SYSTEMD: _systemd,
+    SetupWay.KUBERNETES: _kubernetes,
+}

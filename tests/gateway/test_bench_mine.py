@@ -1,0 +1,286 @@
+"""`seamark bench mine` before a server that says what a test wants: hits, errors, an end in time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from proxy.bench import mine
+from proxy.bench.mine import Measured, Pair, Reply, Unusable, plan_for, verdict
+from proxy.boundaries.token_ids import common_prefix
+from proxy.commands.render_server import free_port
+from tests.harness.threaded_server import serving, whole_body
+
+SMALL = ("--lengths", "50", "200", "--pairs", "2")
+
+
+@dataclass
+class OpenAIServer:
+    """One token for each word, and as many from the cache as an earlier prompt began with, in whole units."""
+
+    unit: int = 1  # tokens
+    caches: bool = True
+    usage: bool = True
+    details: bool = True
+    constant: bool = False  # the same prompt_tokens for every prompt
+    header: bool = False  # hits in x-seamark-cached alone
+    key: str | None = None
+    context: int | None = None
+    hang_after: int | None = None  # requests
+    in_stream: dict[str, Any] | None = None  # an event instead of the answer
+    broken: bytes = b""  # instead of the stream
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[list[str]] = field(default_factory=list)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = await whole_body(receive)
+        headers = dict(scope["headers"])
+        if self.key is not None and headers.get(b"authorization") != f"Bearer {self.key}".encode():
+            return await self._whole(send, 401, {"error": {"message": "no"}})
+        if scope["path"] == "/v1/models":
+            entry = {"id": "tide-7b"} | ({"max_model_len": self.context} if self.context else {})
+            return await self._whole(send, 200, {"data": [entry, {"id": "other"}]})
+        request = json.loads(body)
+        self.requests.append(request)
+        if request["model"] != "tide-7b":
+            return await self._whole(send, 404, {"error": {"message": "no such model"}})
+        if self.hang_after is not None and len(self.requests) > self.hang_after:
+            await receive()  # until the client goes
+            return None
+        words = " ".join(f"<{entry['role']}> {entry['content']}" for entry in request["messages"]).split()
+        cached = max((common_prefix(words, old) for old in self.prompts), default=0)
+        cached = cached // self.unit * self.unit if self.caches else 0
+        self.prompts.append(words)
+        usage: dict[str, Any] = {"prompt_tokens": 7 if self.constant else len(words), "completion_tokens": 1}
+        if self.details:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        more = [(b"x-seamark-cached", str(cached).encode())] if self.header else []
+        events = [self.in_stream] if self.in_stream else [{"choices": [{"index": 0, "delta": {"content": "Tide."}}]}]
+        if self.usage:
+            events.append({"choices": [], "usage": usage})
+        stream = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events) + b"data: [DONE]\n\n"
+        start = {"type": "http.response.start", "status": 200}
+        await send({**start, "headers": [(b"content-type", b"text/event-stream"), *more]})
+        await send({"type": "http.response.body", "body": self.broken or stream})
+        return None
+
+    @staticmethod
+    async def _whole(send: Any, status: int, answer: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture
+def server() -> OpenAIServer:
+    return OpenAIServer()
+
+
+@pytest.fixture
+def url(server: OpenAIServer) -> Iterator[str]:
+    with serving(server) as found:
+        yield found
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def test_a_server_that_caches_hits(server, url, capsys):
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    said = capsys.readouterr()
+    assert last_line(said.out).startswith("A second request with the same system prompt hits: 100% of it")
+    assert "model tide-7b" in said.out and said.out.count("100%") == 3
+    plan = mine.Plan((50, 200), 2)
+    assert f"sends {len(server.requests)} requests" in said.err and len(server.requests) == plan.requests
+    sent = sum(len(prompt) for prompt in server.prompts)
+    assert plan.tokens <= sent <= 1.5 * plan.tokens
+
+
+def test_a_server_that_caches_nothing_does_not_hit(server, url, capsys):
+    server.caches = False
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    assert "does not hit: 0% of it" in last_line(capsys.readouterr().out)
+
+
+def test_blocks_longer_than_a_prompt_hit_in_part(server, url, capsys):
+    server.unit = 128
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    assert "hits in part" in last_line(capsys.readouterr().out)
+
+
+def test_the_lengths_asked_for_are_met_by_the_servers_own_count(server, url, capsys):
+    assert mine.main(["--base-url", url, *SMALL, "--json"]) == 0
+    (stack,) = json.loads(capsys.readouterr().out)["stacks"]
+    assert {name: entry["shared"] for name, entry in stack["lengths"].items()} == {
+        "50": pytest.approx(50, abs=3),
+        "200": pytest.approx(200, abs=3),
+    }
+    turns = [turn["prompt_tokens"] for turn in stack["conversation"]]
+    assert turns == sorted(turns) and stack["conversation"][-1]["cached_tokens"] >= turns[-2]
+    assert len(stack["fan_out"]) == mine.FAN_OUT
+
+
+def test_every_prefix_is_new(server, url):
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    systems = [request["messages"][0]["content"] for request in server.requests]
+    assert [systems.count(one) for one in dict.fromkeys(systems)] == [1, 1, 2, 2, 4, 4, 2, 2]
+
+
+def test_hits_are_also_read_from_the_header(server, url, capsys):
+    server.details, server.header = False, True
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    assert "hits: 100% of it" in last_line(capsys.readouterr().out)
+
+
+def test_hits_that_are_not_reported_are_not_made_up(server, url, capsys):
+    server.details = False
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert "--enable-prompt-tokens-details" in said and said.count("not reported") == 3
+    assert last_line(said).startswith("This server does not report hits, ")
+
+
+def test_two_stacks_are_asked_in_turns_and_side_by_side(server, url, capsys):
+    other = OpenAIServer(caches=False)
+    order: list[str] = []
+    for name, one in (("this", server), ("other", other)):
+        one.prompts = Noted(order, name)
+    with serving(other) as other_url:
+        assert mine.main(["--base-url", url, "--against", other_url, *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert "finds 100% of it in this stack's cache and 0% in the other's" in last_line(said)
+    assert said.count("this / other") == 2
+    # Both sides of a pair, one after the other: each goes first in every other round.
+    assert order[4:12] == ["this", "this", "other", "other"] * 2
+    assert order[-8:] == ["other", "other", "this", "this"] * 2
+    assert not {tuple(prompt) for prompt in server.prompts[2:]} & {tuple(prompt) for prompt in other.prompts[2:]}
+
+
+class Noted(list):
+    """A list that notes in another one that something was added."""
+
+    def __init__(self, notes: list[str], name: str) -> None:
+        self._notes, self._name = notes, name
+
+    def append(self, item: Any) -> None:
+        self._notes.append(self._name)
+        super().append(item)
+
+
+def test_nobody_answers(capsys):
+    assert mine.main(["--base-url", f"127.0.0.1:{free_port()}"]) == 1
+    said = capsys.readouterr()
+    assert "no server answers at http://127.0.0.1:" in said.err and "Traceback" not in said.err and not said.out
+
+
+def test_an_address_that_is_none(capsys):
+    assert mine.main(["--base-url", "http://"]) == 1
+    assert "no server answers at" in capsys.readouterr().err
+
+
+def test_a_wrong_model_is_told_from_those_served(url, capsys):
+    assert mine.main(["--base-url", url + "/v1", "--model", "tide-8b"]) == 1
+    assert f"{url} serves no model 'tide-8b', but tide-7b, other; did you mean tide-7b?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [(None, "wants a key (status 401): --api-key-file"), ("x", "refuses the key")]
+)
+def test_no_key_and_a_wrong_key(server, url, capsys, tmp_path, key, said):
+    server.key = "right"
+    flags = []
+    if key is not None:
+        (tmp_path / "key").write_text(key)
+        flags = ["--api-key-file", str(tmp_path / "key")]
+    assert mine.main(["--base-url", url, *flags]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_key_from_a_file_or_from_the_environment(server, url, tmp_path, monkeypatch):
+    server.key = "right"
+    (tmp_path / "key").write_text("right\n")
+    assert mine.main(["--base-url", url, *SMALL, "--api-key-file", str(tmp_path / "key")]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+
+
+def test_a_key_file_that_is_not_there(url, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        mine.main(["--base-url", url, "--api-key-file", str(tmp_path / "none")])
+    assert ended.value.code == 2 and "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"usage": False}, "streams no usage"),
+        ({"constant": True}, "counts 7 tokens in a prompt that is 300 words longer"),
+        ({"in_stream": {"error": {"message": "out of blocks"}}}, "breaks its stream off: out of blocks"),
+        ({"broken": b"data: [DONE]\n\n"}, "streams no token"),
+        ({"broken": b"data: 7\n\n"}, "streams what is no JSON object"),
+        ({"context": 400}, "the context of 400 tokens is too short"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_said(server, url, capsys, change, said):
+    for name, value in change.items():
+        setattr(server, name, value)
+    assert mine.main(["--base-url", url]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_that_is_no_api(capsys):
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"<html>"})
+
+    with serving(page) as found:
+        assert mine.main(["--base-url", found]) == 1
+    assert "names no model (status 200): is this an OpenAI-compatible API?" in capsys.readouterr().err
+
+
+def test_time_that_runs_out_leaves_what_there_is(server, url, capsys):
+    server.hang_after = 2 + 2 * 2  # the probe, and a pair of each length
+    assert mine.main(["--base-url", url, *SMALL, "--minutes", "0.1"]) == 0
+    said = capsys.readouterr()
+    assert "hits: 100%" in last_line(said.out) and "ended after 0.1 minutes" in said.err
+
+
+def test_time_that_runs_out_before_a_pair(server, url, capsys):
+    server.hang_after = 2
+    assert mine.main(["--base-url", url, *SMALL, "--minutes", "0.02"]) == 1
+    assert "too short for one pair" in capsys.readouterr().err
+
+
+def test_a_context_leaves_out_the_lengths_that_do_not_fit():
+    class Known:
+        context = 4096
+
+    assert plan_for([Known()], (500, 2000, 6000), 3).lengths == (500, 2000)
+    with pytest.raises(Unusable):
+        plan_for([Known()], (6000,), 3)
+
+
+def measured(cold: float, warm: float, cached: int | None = None) -> Measured:
+    return Measured(10, {1000: [Pair(Reply(1010, cached and 0, cold, ""), Reply(1010, cached, warm, ""))]})
+
+
+def test_without_reports_time_tells():
+    assert "does hit" in verdict([measured(1.0, 0.3)])
+    assert "time shows none" in verdict([measured(1.0, 0.9)])
+    assert "time shows none" in verdict([measured(0.010, 0.005)])  # both are over before one could tell
+
+
+def test_ratios_are_this_over_the_other():
+    said = verdict([measured(1.1, 0.2, 990), measured(1.0, 1.0, 0)])
+    assert "99% of it in this stack's cache and 0% in the other's" in said
+    assert "0.20 times as long" in said and said.endswith("the first request's 1.10 times.")
