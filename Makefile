@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts
+.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-clients
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -33,6 +33,11 @@ test-gpu-path:
 test-drafts:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/drafts $(ARGS)
+
+# The clients of deploy/clients.md, the real programs before a scripted worker. Installs them into .cache once (npm, pip).
+test-clients:
+	@./set-up.sh tests
+	@.venv/bin/python -m pytest -m on_request -s tests/gateway/test_clients.py $(ARGS)
 
 # The images of deploy/ built and its stack up on a CPU, in a container engine of its own (Debian, root; no registry).
 test-deploy:

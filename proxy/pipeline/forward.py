@@ -196,6 +196,10 @@ class ResponseRelay:
             except Broken as error:
                 end = _error_event(request, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
+                request.delivered = watch.gone and stream.is_complete
+                if request.delivered:
+                    await self._accounting.answered(request, stream.usage, stream.response)
+                    raise
                 if watch.gone:
                     request.status = CLIENT_GONE
                 else:  # the server stops

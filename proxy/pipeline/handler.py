@@ -99,7 +99,7 @@ class RequestHandler:
             async with asgi.ClientWatch(scope, receive) as watch:
                 await self._serve(request, held, send, watch)
         except asgi.ClientGone:
-            if request is not None:
+            if request is not None and not request.delivered:
                 request.status = CLIENT_GONE
         except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
             await self._refuse(request, scope, Stopping("The gateway is stopping."), request_id, send)

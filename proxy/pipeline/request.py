@@ -172,6 +172,7 @@ class ProxiedRequest:
     explanation: Explanation | None = None
     worker: Worker | None = None  # the last one it was given to
     started: bool = False  # the response has begun
+    delivered: bool = False  # a client that left had all of the response
     status: int = 0
 
     @property

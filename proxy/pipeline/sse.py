@@ -27,6 +27,15 @@ _ENDS = (b"\n\n", b"\n\r\n")
 
 _FINISHED = b'"finish_reason":"'  # in the event that ends a choice
 
+# How the last event of a stream begins, in each API.
+_LAST = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b"event: response.failed",
+)
+
 
 class SseRelay:
     """Relays one stream."""
@@ -43,6 +52,7 @@ class SseRelay:
         self._with_usage = b""
         self.first = b""  # its first event
         self.last = b""  # its last few
+        self._passed = b""  # the last few that were sent
         self.moved = time.monotonic()  # when something was last sent
         self.sending = False
 
@@ -68,6 +78,7 @@ class SseRelay:
                 self.first = self.first or chunk[: _end_of_event(chunk, 0)]
                 self.last = chunk
             await self._pass_on(chunk)
+            self._passed = chunk
         self._terminal += self._held
         self._held = b""
 
@@ -91,6 +102,12 @@ class SseRelay:
             if response is not None:
                 return response
         return None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last event that its API has was sent: clients may leave there, before the stream itself ends."""
+        start = _start_of_event(self._passed, len(self._passed) - 2)
+        return self._whole and self._passed.startswith(_LAST, start)
 
     @property
     def usage(self) -> Usage | None:

@@ -15,7 +15,7 @@ import pytest
 
 from proxy.bench.harness.servers import Server
 from tests.harness.forked_gateways import GatewayForks
-from tests.harness.gateways import start_gateway
+from tests.harness.gateways import metric, start_gateway, wait_for
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -82,6 +82,24 @@ def test_fields_that_nobody_knows_pass(worker, gateway):
 def test_a_request_id_reaches_the_worker(worker, gateway):
     post(gateway, CHAT, {"model": "m", "messages": ASK}, headers={"x-request-id": "mine-1"})
     assert (b"x-request-id", b"mine-1") in worker.requests[-1].headers
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_client_that_leaves_with_the_last_event_had_its_answer(worker, gateway, path, missing):
+    """As Codex does, before the stream itself ends; one that leaves an event earlier has left."""
+    worker.hang_in_stream, worker.hang_after = True, len(worker.streams[path]) - missing
+    body = {"model": "m", "messages": ASK, "input": "Tide?", "max_tokens": 3, "stream": True, **WITH_USAGE}
+    got = b""
+    with httpx.Client(timeout=30) as client, client.stream("POST", gateway.url + path, json=body) as answer:
+        for piece in answer.iter_raw():
+            got += piece
+            if got.count(b"\n\n") == worker.hang_after:
+                break
+    assert worker.gone.wait(30)
+    status = 499 if missing else 200
+    wait_for(lambda: metric(gateway, f'seamark_requests_total{{code="{status}",endpoint="{path}"') == 1)
+    assert (metric(gateway, "seamark_prompt_tokens_total") > 0) == (status == 200)
 
 
 def test_connections_are_kept_on_both_sides(worker, gateway):

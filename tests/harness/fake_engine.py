@@ -100,7 +100,7 @@ class FakeEngine:
         reason = reason or ("hit" if cached else "cold")
         usable = (max(position - self._ahead, 0) for position in positions)
         floored = sorted({position // MATCH_UNIT * MATCH_UNIT for position in usable} - {0})
-        states = [[at, f"{hash((salt, prompt[:at])):x}"] for at in floored] if reason != "not_worth_it" else []
+        states = [[at, _state(salt, prompt[:at])] for at in floored] if reason != "not_worth_it" else []
         admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions if takes_entries else ())
         self._kept.append(
             (
@@ -110,6 +110,12 @@ class FakeEngine:
             )
         )
         return admitted
+
+    def held(self, prompt: str, body: Mapping[str, Any]) -> int:
+        """Tokens of `prompt` that lie before the deepest state kept for it; at least one token is left to compute."""
+        salt = str(body.get("cache_salt") or "")
+        states = {(at, name) for _, _, states in self._kept for at, name in (states[3] if states else ())}
+        return max((at for at, name in states if at < len(prompt) and name == _state(salt, prompt[:at])), default=0)
 
     def has_news(self, boot: str, after: int) -> bool:
         """Whether a reader at this place would learn anything."""
@@ -130,6 +136,11 @@ class FakeEngine:
         if tuple(map(int, version.split(".")[:2])) >= ENTRIES_VERSION:
             events["resolved"] = [resolved for _, resolved, _ in new if resolved is not None]
         return events
+
+
+def _state(salt: str, tokens: str) -> str:
+    """The name of the state behind `tokens`."""
+    return f"{hash((salt, tokens)):x}"
 
 
 def hint_of(body: Mapping[str, Any]) -> list[Any]:

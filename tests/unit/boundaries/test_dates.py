@@ -23,6 +23,11 @@ RULES = "Answer from the harbour's rules alone, and name the rule that decides. 
         "3. Dec 2026",
         "Sunday",
         "14:05",
+        "2026-11-22 02:05:09 PM",  # Open WebUI's {{CURRENT_DATETIME}}
+        "02:05:09 PM",  # and its {{CURRENT_TIME}}
+        "2026-11-22 (0)",  # LibreChat's {{current_date}}
+        "2026-11-22 14:05:09 (0)",  # and its {{current_datetime}}
+        "2026-11-22T14:05:09.123+01:00",  # n8n's {{ $now }}
     ],
 )
 def test_the_cut_lies_before_the_line_with_the_date(told: str) -> None:

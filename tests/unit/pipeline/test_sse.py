@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -103,6 +104,41 @@ async def test_while_an_event_is_held_back_the_stream_stands_at_the_end_of_anoth
     await relay.run(chunks())
     await relay.beat()
     assert sent == [DELTA, HEARTBEAT] and relay.last == DELTA
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+@pytest.mark.parametrize(
+    ("last", "complete"),
+    [
+        (DONE, True),
+        (b'event: message_stop\ndata: {"type":"message_stop"}\n\n', True),
+        (b'event: response.completed\r\ndata: {"type":"response.completed"}\r\n\r\n', True),
+        (b'event: response.incomplete\ndata: {"type":"response.incomplete"}\n\n', True),
+        (LAST, False),
+        (b'event: message_delta\ndata: {"type":"message_delta"}\n\n', False),
+        (DELTA.replace(b"\xc3\xa9", b"data: [DONE]"), False),
+        (DONE[:-1], False),
+    ],
+)
+async def test_a_stream_is_complete_with_the_last_event_of_its_api(last, complete, size):
+    stream = DELTA + last
+    _, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)])
+    assert relay.is_complete == complete
+
+
+async def test_an_event_that_a_client_has_not_taken_does_not_complete_its_stream():
+    async def send(message) -> None:
+        if message["body"] == DONE:
+            raise asyncio.CancelledError
+
+    async def chunks():
+        yield DELTA
+        yield DONE
+
+    relay = SseRelay(send, strips_usage=False, keeps_first=False)
+    with pytest.raises(asyncio.CancelledError):
+        await relay.run(chunks())
+    assert not relay.is_complete
 
 
 async def test_lines_may_end_either_way_and_what_has_no_end_comes_at_the_end():
