@@ -213,7 +213,7 @@ def test_the_manifests_have_the_images_the_model_and_as_many_workers_as_asked_fo
 @pytest.mark.parametrize("name", [name for name in ANSWERS if name.startswith("kubernetes")])
 def test_kubernetes_takes_every_manifest(name, tmp_path):
     found = {key: complaints(each) for key, each in manifests(written(tmp_path, name)).items()}
-    assert found == dict.fromkeys(found, [])
+    assert found == {key: [] for key in found}
 
 
 def test_beside_a_vllm_no_manifest_speaks_of_a_worker(tmp_path):
