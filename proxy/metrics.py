@@ -45,6 +45,21 @@ class Metrics:
             of_worker,
             registry=registry,
         )
+        self.key_requests = Counter(
+            "seamark_key_requests_total", "Requests with an API key, by its name", ["key"], registry=registry
+        )
+        self.key_prompt_tokens = Counter(
+            "seamark_key_prompt_tokens_total",
+            "Prompt tokens of its requests, cached ones too",
+            ["key"],
+            registry=registry,
+        )
+        self.key_cached_tokens = Counter(
+            "seamark_key_cached_tokens_total", "Those that the engine reports as cached", ["key"], registry=registry
+        )
+        self.key_output_tokens = Counter(
+            "seamark_key_output_tokens_total", "Tokens generated for its requests", ["key"], registry=registry
+        )
         self.seconds_saved = Counter(
             "seamark_seconds_saved_total",
             "Prefill time not spent: cached tokens times the cost of a token, as the worker's engine has learnt it",

@@ -1,4 +1,4 @@
-"""How many tokens a worker's answer says the prompt had, and how many of them came from its cache."""
+"""How many tokens a worker's answer says the prompt had, how many of them came from its cache, and how many are new."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class Usage(NamedTuple):
 
     prompt: int
     cached: int | None
+    output: int = 0  # generated
 
 
 # Not within a text, where a backslash stands before each quote.
@@ -56,14 +57,15 @@ def usage_of(answer: Any) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     if (prompt := _count(usage.get("prompt_tokens"))) is not None:
-        return Usage(prompt, _cached(usage.get("prompt_tokens_details")))
+        return Usage(prompt, _cached(usage.get("prompt_tokens_details")), _count(usage.get("completion_tokens")) or 0)
     if (prompt := _count(usage.get("input_tokens"))) is None:
         return None
+    output = _count(usage.get("output_tokens")) or 0
     if isinstance(usage.get("input_tokens_details"), dict):
-        return Usage(prompt, _cached(usage["input_tokens_details"]))
+        return Usage(prompt, _cached(usage["input_tokens_details"]), output)
     # Anthropic's input_tokens are those neither read from the cache nor written to it.
     read, created = (_count(usage.get(name)) for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
-    return Usage(prompt + (read or 0) + (created or 0), read)
+    return Usage(prompt + (read or 0) + (created or 0), read, output)
 
 
 def _cached(details: Any) -> int | None:

@@ -22,6 +22,7 @@ from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
+from proxy.observability.key_usage import KeyUsage
 from proxy.observability.reasons import Delivery, Expectation, cache_label, reason_for
 from proxy.observability.request_diff import PrefixChange
 from proxy.observability.rolling_sums import RollingSums
@@ -91,6 +92,7 @@ class Accounting:
         self._shadow = shadow
         self._excerpts = excerpts
         self.sums = RollingSums()
+        self.key_usage = KeyUsage(metrics)
         self._time = TimeSaved()
         self._running: set[asyncio.Task[str | None]] = set()
         # Finding a family's member by its labels costs more than counting with it.
@@ -116,6 +118,8 @@ class Accounting:
             self._shadow.add(_for_shadow(request, worker, model, usage))
         if usage is None:
             return None
+        if request.client.key is not None:
+            self.key_usage.tokens(request.client.key.name, usage)
         expected = request.prediction.expected
         counters = self._counters(model, worker)
         counters.prompt.inc(usage.prompt)
@@ -157,6 +161,8 @@ class Accounting:
             if request.status == NOT_FOUND:
                 explanation.missing = self._missing(request)
         self._requests(model, name, request.client.endpoint, str(request.status)).inc()
+        if request.client.key is not None:
+            self.key_usage.request(request.client.key.name)
         if worker is not None and request.timings.reading_seconds:
             self._spend(model, worker, request.timings.reading_seconds)
 

@@ -160,6 +160,8 @@ def _with_pages(
             "known_positions": len(gateway.reader.positions),
             "hot_prefixes": len(gateway.warmup),
             "text_bytes_held": _text_held(gateway),
+            "since": gateway.created,
+            "keys": gateway.accounting.key_usage.as_json(),
             "self_check": self_check_status(gateway),
             "shadow": gateway.shadow.status(),
             "redis": redis_status(gateway),

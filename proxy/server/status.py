@@ -50,6 +50,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "inflight": sum(worker.inflight for worker in pool),
         "queued": len(gateway.queue),
         "workers": [worker_status(worker, gateway.facts) for worker in pool],
+        "keys": gateway.accounting.key_usage.as_json(),
         "redis": redis_status(gateway),
         "self_check": self_check_status(gateway),
         "requests": [explanation.as_json() for explanation in newest],

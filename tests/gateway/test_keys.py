@@ -66,6 +66,24 @@ def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
     seen = [httpx.get(own, headers=bearer(name)).status_code for name in ("ann", "bob", "root")]
     assert seen == [200, 404, 200]
 
+    # What each has used, by its name; a request that was refused has used nothing.
+    usage = COMPLETION["usage"]
+    used = {
+        key["name"]: key for key in httpx.get(gateway.url + "/seamark/status", headers=bearer("root")).json()["keys"]
+    }
+    assert used.keys() == {"ann", "bob", "cleo"} and used["bob"]["requests"] == 2
+    assert used["ann"] == {
+        "name": "ann",
+        "requests": 1,
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "output_tokens": usage["completion_tokens"],
+    }
+    metrics = httpx.get(gateway.url + "/metrics", headers=bearer("root")).text
+    for name, value in (("requests", 1), ("prompt_tokens", usage["prompt_tokens"])):
+        assert f'seamark_key_{name}_total{{key="ann"}} {float(value)}' in metrics
+    assert used["ann"]["output_tokens"] > 0 and secret("ann") not in metrics
+
     # A key that is taken out is refused without a restart.
     file.write_text(entry("bob"))
     wait_for(lambda: post("ann").status_code == 401)

@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_p
 from proxy.commands.render_server import free_port
 from tests.harness.api_keys import bearer, entry, secret
 from tests.harness.chromium import LOOKS, PATIENCE, TOO_WIDE, Look, chromium, in_every_look, is_red, opened
-from tests.harness.gateways import CHAT, OwnGateway, compared, own_gateway, wait_for
+from tests.harness.gateways import CHAT, OwnGateway, chat, compared, own_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 EVIL = "<script>window.broken = 1</script>"
@@ -351,6 +351,10 @@ def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_
             page.keyboard.press("Enter")
             text(page, "#figures").to_be_visible()
             text(page, "#key").to_be_hidden()
+            text(page, "#keys").to_be_hidden()  # none has asked anything
+            httpx.post(own.url + CHAT, json=chat("Tide?"), headers=bearer("ann"), timeout=30)
+            text(page, "#keys td:first-child").to_have_text("ann", timeout=PATIENCE)
+            text(page, "#keys tbody td:nth-child(2)").to_have_text("1")
             assert secret("root") not in page.url and page.input_value("#key-text") == ""
             page.reload()
             text(page, "#figures").to_be_visible()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,13 @@ def test_alert_rules_are_valid_and_fire_when_they_should():
     silent = {test["alertname"] for each in tried for test in each["alert_rule_test"] if not test["exp_alerts"]}
     rules = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]
     assert fired == silent == {rule["alert"] for rule in rules}
+
+
+def test_every_alert_leads_to_what_to_do_about_it():
+    headings = re.findall(r"^### (\w+)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    rules = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]
+    leads = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules}
+    assert leads == {name: f"grafana/README.md#{name.lower()}" for name in headings}
 
 
 def test_alert_rules_are_evaluated_on_the_real_run_without_error(run: Run):
