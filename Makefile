@@ -13,7 +13,7 @@ lint:
 	@.venv/bin/lint-imports
 	@.venv/bin/mypy
 
-# On every save: what needs no vLLM. `make test-fast ARGS="-k sentinel"` for a part.
+# On every save: what needs no vLLM. `make test-fast ARGS="-k finder"` for a part.
 test-fast: lint
 	@./set-up.sh tests
 	@.venv/bin/python -m pytest -n 2 tests/unit tests/gateway $(ARGS)
