@@ -18,7 +18,8 @@ UNIT = 16
 
 TOKENS = 32
 
-LONG = "You pilot ships into the harbour, and you name the tide before you name the berth. " * 6
+# So long that a state of it is worth a pass on any machine.
+LONG = "The tide turns at noon, and the pilots go out to the ships that wait. " * 70
 
 GREEDY = {"ignore_eos": True, "top_k": 1}
 
@@ -107,10 +108,6 @@ def test_responses_by_the_openai_sdk(servers: SharedServers, new):
     bodies = [{"instructions": new, "input": question} for question in ("When is high tide?", "And low tide?")]
     assert second.usage.input_tokens_details.cached_tokens == oracle(servers.seamark, "/v1/responses", *bodies) > 64
     assert second.output_text == ask(servers.reference, "And low tide?").output_text
-
-
-# So long that the end of its turn is looked up on a known prefix too.
-LONG = "The tide turns at noon, and the pilots go out to the ships that wait. " * 70
 
 
 def test_a_response_that_continues_another(servers: SharedServers, new):

@@ -42,22 +42,32 @@ async def client():
         yield opened
 
 
+async def not_held(client, engine: Server) -> float:
+    return (await samples_of(client, engine)).get('seamark_followers_total{fate="not_worth_it"}', 0)
+
+
 async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leaders_leave(
     client, engine: Server, servers: SharedServers
 ):
     await run_wave(client, engine, replace(WARM_UP, decoded=PLAN.decoded), "warm up")
+    before = await not_held(client, engine)
     cold = await run_wave(client, engine, PLAN, "cold", short=True)
+    alone = await not_held(client, engine) - before
     leave = Leave(seconds=leaving_time(cold))
     left = await run_wave(client, engine, PLAN, "left", leave=leave)
+    left_alone = await not_held(client, engine) - before - alone
     held = (await samples_of(client, engine))['seamark_followers_total{fate="held"}']
     right = await right_answers(client, servers.reference, PLAN, [cold, left])
     cold_line, left_line = (judged("", PLAN, wave, right) for wave in (cold, left))
-    print(cold_line, left_line, leave, f"{held:.0f} held", f"{len(cold.short_ttfts)} short", sep="\n")
+    print(cold_line, left_line, leave, f"{held:.0f} held, {alone:.0f} and {left_alone:.0f} not", sep="\n")
     shorts = SHORT_TOKENS * len(cold.short_ttfts)
-    assert cold_line.computed - shorts <= MOST_COMPUTED * PLAN.ideal
-    assert [sum(not answer.cached_tokens for answer in cold.answers), len(cold.answers)] == [2, 8]
+    # Requests reach the engine one by one, and the first of those that follow is not held where steps are so fast that
+    # it alone saves too little. It then computes the prefix itself, and is counted.
+    assert cold_line.computed - shorts <= MOST_COMPUTED * PLAN.ideal + alone * PLAN.shared
+    assert len(cold.answers) == 8
+    assert 2 <= sum(not answer.cached_tokens for answer in cold.answers) <= 2 + alone
     assert [result for result in left.results[:2] if result != Left(0)] == []
     assert (left_line.left_early, left_line.answered) == (2, 6)
-    assert left_line.computed <= MOST_COMPUTED * PLAN.ideal + PLAN.groups * PLAN.shared
+    assert left_line.computed <= MOST_COMPUTED * PLAN.ideal + (PLAN.groups + left_alone) * PLAN.shared
     assert cold_line.differing == left_line.differing == 0
     assert held >= 6
