@@ -34,7 +34,8 @@ test-drafts:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/drafts $(ARGS)
 
-# The clients of deploy/clients.md, the real programs before a scripted worker. Installs them into .cache once (npm, pip).
+# The clients of deploy/clients.md, the real programs before a scripted worker. Installs them into .cache once (npm, pip;
+# some 10 GB, most of it Open WebUI's: without it, ARGS='-k "not open-webui"').
 test-clients:
 	@./set-up.sh tests
 	@.venv/bin/python -m pytest -m on_request -s tests/gateway/test_clients.py $(ARGS)

@@ -62,7 +62,7 @@ class Client:
     health: str = "/health"  # of the server: answers 200 once it serves
 
     def install(self) -> Path:
-        """The folder of its scripts. Raises `subprocess.CalledProcessError`."""
+        """The folder of its scripts. Raises `AssertionError` if it cannot be installed."""
         version = hashlib.sha256(f"{self.package} {sys.version}".encode()).hexdigest()[:12]
         folder = (CACHE / f"client-{self.name}-{version}").absolute()
         done = folder / "installed"
@@ -70,8 +70,11 @@ class Client:
             folder.mkdir(parents=True, exist_ok=True)
             if self.npm:
                 downloads = folder / "downloads"
+                downloads.mkdir(exist_ok=True)
                 where = ["--prefix", str(folder), "--cache", str(downloads)]
-                _run(["npm", "install", "--no-audit", "--no-fund", *where, self.package])
+                # Scripts of packages write into the home folder; the user's npm settings are in there.
+                own = {"HOME": str(downloads), "NPM_CONFIG_USERCONFIG": str(Path.home() / ".npmrc")}
+                _run(["npm", "install", "--no-audit", "--no-fund", *where, self.package], {**os.environ, **own})
                 shutil.rmtree(downloads)
             else:
                 _run([sys.executable, "-m", "venv", "--clear", str(folder)])
@@ -84,16 +87,23 @@ class Client:
     def started(self, gateway: str, home: Path) -> Iterator[str]:
         """The URL that its sessions take: of `gateway`, or of a server of its own before that.
 
-        `home` is what all sessions of one user share. Raises `NotStarted`.
+        `home` is what all sessions of one user share; whatever runs in it ends here. Raises `NotStarted`.
         """
-        if self.server is None:
-            yield gateway
-            return
+        try:
+            if self.server is None:
+                yield gateway
+            else:
+                with self._served(self.server, gateway, home) as url:
+                    yield url
+        finally:
+            _end_all(home)
+
+    @contextmanager
+    def _served(self, session: Callable[[str, int, Path], Session], gateway: str, home: Path) -> Iterator[str]:
         port = free_port()
         log = home / "server.log"
-        server = Server(
-            self.name, f"http://127.0.0.1:{port}", log, self._process(self.server(gateway, port, home), home, log)
-        )
+        process = self._process(session(gateway, port, home), home, log)
+        server = Server(self.name, f"http://127.0.0.1:{port}", log, process)
         try:
             server.wait_until_ready(self.health, START_SECONDS)
             yield server.url
@@ -134,8 +144,18 @@ class Client:
             )
 
 
-def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=INSTALL_SECONDS)
+def _run(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def _end_all(home: Path) -> None:
+    """End the daemons that clients have left behind, in process groups of their own: those that run in `home`."""
+    mark = f"HOME={home}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def _claude(gateway: str, question: str, home: Path) -> Session:
@@ -196,7 +216,7 @@ def _cline(gateway: str, question: str, home: Path) -> Session:
     return Session(["cline", *provider, question], before=["cline", "auth", *told])
 
 
-SYSTEM = "You are a harbour pilot. " * 40
+SYSTEM = "You are a harbour pilot." + "".join(f" Berth {n} is {9 * n} m long." for n in range(1, 51))
 
 _LANGCHAIN = """
 import sys
@@ -239,6 +259,42 @@ def _litellm(gateway: str, port: int, home: Path) -> Session:
     return Session(["litellm", *flags], {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
 
 
+_CHAT_OF_OPEN_WEBUI = """
+import sys
+import httpx
+_, model, server, system, question = sys.argv
+user = {"name": "Pilot", "email": "pilot@example.com", "password": "harbour"}
+with httpx.Client(base_url=server, timeout=60) as client:
+    signed = client.post("/api/v1/auths/signup", json=user)
+    if signed.status_code != 200:
+        signed = client.post("/api/v1/auths/signin", json=user)
+    client.headers["authorization"] = "Bearer " + signed.raise_for_status().json()["token"]
+    client.get("/api/models").raise_for_status()
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    answer = client.post("/api/chat/completions", json={"model": model, "messages": messages})
+    print(answer.raise_for_status().text)
+"""
+
+
+def _open_webui(gateway: str, port: int, home: Path) -> Session:
+    settings = {
+        "DATA_DIR": str(home / "data"),
+        "WEBUI_SECRET_KEY": "none",
+        "OPENAI_API_BASE_URL": gateway + "/v1",
+        "OPENAI_API_KEY": "none",
+        "ENABLE_OLLAMA_API": "False",
+        "OFFLINE_MODE": "True",
+        "RAG_EMBEDDING_ENGINE": "openai",  # the other would load a model from a hub
+        "ANONYMIZED_TELEMETRY": "False",
+    }
+    return Session(["open-webui", "serve", "--host", "127.0.0.1", "--port", str(port)], settings)
+
+
+def _open_webui_session(server: str, question: str, home: Path) -> Session:
+    system = SYSTEM + "\nIt is {{CURRENT_DATETIME}}."  # another one in each request
+    return Session(["python", "-c", _CHAT_OF_OPEN_WEBUI, MODEL, server, system, question])
+
+
 CLIENTS = (
     Client("langchain", "langchain-openai==1.7.3", _script("python", "-c", _LANGCHAIN)),
     Client(
@@ -253,5 +309,6 @@ CLIENTS = (
     Client("opencode", "opencode-ai@1.18.33", _opencode, npm=True),
     Client("claude", "@anthropic-ai/claude-code@2.1.330", _claude, npm=True),
     Client("cline", "cline@3.0.65", _cline, npm=True),
+    Client("open-webui", "open-webui==0.12.4", _open_webui_session, server=_open_webui),
     Client("codex", "@openai/codex@0.169.0", _codex, npm=True),
 )

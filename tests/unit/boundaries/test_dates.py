@@ -25,8 +25,8 @@ RULES = "Answer from the harbour's rules alone, and name the rule that decides. 
         "14:05",
         "2026-11-22 02:05:09 PM",  # Open WebUI's {{CURRENT_DATETIME}}
         "02:05:09 PM",  # and its {{CURRENT_TIME}}
-        "2026-11-22 (0)",  # LibreChat's {{current_date}}
-        "2026-11-22 14:05:09 (0)",  # and its {{current_datetime}}
+        "2026-11-22 (Sunday)",  # LibreChat's {{current_date}}
+        "2026-11-22 14:05:09 +01:00 (Sunday)",  # and its {{current_datetime}}
         "2026-11-22T14:05:09.123+01:00",  # n8n's {{ $now }}
     ],
 )
