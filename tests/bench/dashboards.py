@@ -33,6 +33,8 @@ UNITS: Mapping[str, Dimension] = {
     "percentunit": RATIO,
     "reqps": RATE_OF_THINGS,
     "suffix: s/s": RATIO,
+    "suffix: min/h": RATIO,
+    "suffix: tok": {TOKENS: 1},
     "suffix: tok/s": RATE_OF_TOKENS,
     "suffix: states/s": RATE_OF_THINGS,
     "suffix: entries/s": RATE_OF_THINGS,
@@ -70,6 +72,7 @@ class Query(NamedTuple):
             "model": ".+",
             "worker": ".+",
             "instance": ".+",
+            "key": ".+",
         }
         return _VARIABLE.sub(lambda match: values[match[1] or match[2]], self.expression)
 

@@ -1,6 +1,6 @@
 """`python -m tests.bench.panels`: every query of every dashboard panel, answered by a Prometheus after a real run.
 
-An engine, four gateways before it, and traffic that gives every panel something to show. Exit status 1 if a
+An engine, five gateways before it, and traffic that gives every panel something to show. Exit status 1 if a
 query yields nothing but zeros, or values that do not fit the unit of its panel.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,19 @@ import httpx
 from proxy.bench.harness.client import CHAT, COMPLETION, open_client, status_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
+from proxy.commands.render_server import free_port
 from tests.bench.dashboards import UNITS, Query, dimension, queries
+from tests.harness.api_keys import bearer, entry
 from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus, prometheus
 
 # What a value of that unit can be in a run like this one; seconds shown as milliseconds would not be.
-PLAUSIBLE = {"s": (1e-6, 600.0), "percentunit": (1e-3, 1.05), "bytes": (1024.0, 2.0**36), "suffix: s/s": (1e-7, 60.0)}
+PLAUSIBLE = {
+    "suffix: min/h": (1e-6, 60.0),
+    "s": (1e-6, 600.0),
+    "percentunit": (1e-3, 1.05),
+    "bytes": (1024.0, 2.0**36),
+    "suffix: s/s": (1e-7, 60.0),
+}
 
 ANYTHING = (1e-3, 1e6)
 
@@ -56,6 +65,8 @@ LONG_WORDS, PRESSING_WORDS = 2600, 1500
 
 PRESSING_ANSWER = 200  # tokens
 
+KEY = "ann"
+
 USAGE = {"include_usage": True}
 
 ODD_HINTS: tuple[Any, ...] = ([-16, 10**9, 64], "64", [3])
@@ -78,6 +89,22 @@ class Rig(NamedTuple):
     wide_gateway: Server  # before it, which lets all through
     shadow: Server  # before it, which sends no hints
     careful: Server  # before it, which compares its answers in idle moments
+    keyed: Server  # before it, which asks for an API key
+
+
+class Keyed(NamedTuple):
+    """A gateway with API keys, at the two addresses that it has."""
+
+    gateway: Server
+    pages: Server  # where its metrics are, for which no key is asked
+
+
+def keyed_gateway(servers: Servers, engine: Server, folder: Path) -> Keyed:
+    """Start one before `engine`; its keys are in `folder`."""
+    keys, port = folder / "keys.toml", free_port()
+    keys.write_text(entry(KEY))
+    gateway = servers.gateway(engine, flags=("--api-keys", str(keys), "--admin-port", str(port)))
+    return Keyed(gateway, replace(gateway, url=f"http://127.0.0.1:{port}"))
 
 
 def evaluated(server: Prometheus) -> list[Row]:
@@ -125,6 +152,7 @@ async def one_round(rig: Rig, number: int) -> None:
         await _pressure(client, rig.wide_gateway.url, number)
         await _without_hints(client, rig.shadow.url, number)
         await _compared(client, rig.careful.url, number)
+        await _with_a_key(client, rig.keyed.url, number)
 
 
 async def _hits_and_misses(client: httpx.AsyncClient, url: str, number: int) -> None:
@@ -180,6 +208,13 @@ async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
         await asyncio.sleep(0.2)
 
 
+async def _with_a_key(client: httpx.AsyncClient, url: str, number: int) -> None:
+    for question in ("High tide?", "Low tide?"):
+        messages = _messages(f"With a key {number}. {prose(200, 970 + number)}", question)
+        body = {"model": MODEL_NAME, "max_tokens": 2, "messages": messages}
+        (await client.post(url + CHAT, json=body, headers=bearer(KEY))).raise_for_status()
+
+
 def _messages(system: str | None, question: str) -> list[Mapping[str, str]]:
     first = [{"role": "system", "content": system}] if system is not None else []
     return [*first, {"role": "user", "content": question}]
@@ -225,11 +260,12 @@ def main(argv: list[str]) -> int:
         say("starting an engine")
         engine = servers.engine("tight", model, flags=TIGHT)
         engine.wait_until_ready()
-        rig = Rig(engine, *(servers.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)))
-        _, *gateways = rig
-        for gateway in gateways:
+        gateways = [servers.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)]
+        keyed = keyed_gateway(servers, engine, Path(name))
+        rig = Rig(engine, *gateways, keyed.gateway)
+        for gateway in (*gateways, keyed.gateway):
             gateway.wait_until_ready("/ready", seconds=30)
-        jobs = {"seamark": gateways, "vllm": (engine,)}
+        jobs = {"seamark": (*gateways, keyed.pages), "vllm": (engine,)}
         rows = proved(prometheus(servers, Path(name), jobs), rig, say)
     if args.json:
         print(json.dumps([{**row.query._asdict(), **row._asdict(), "query": row.query.expression} for row in rows]))

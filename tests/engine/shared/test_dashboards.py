@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from proxy.bench.harness.servers import MODEL_NAME, Servers
 from tests.bench.dashboards import FOLDER, dashboards
-from tests.bench.panels import CAREFUL, IN_SHADOW, IN_TURN, Rig, Row, proved, table
+from tests.bench.panels import CAREFUL, IN_SHADOW, IN_TURN, Rig, Row, keyed_gateway, proved, table
 from tests.harness.documented_metrics import ENGINE, GATEWAY
 from tests.harness.engines import SharedServers
 from tests.harness.prometheus_server import Prometheus, installed, prometheus
@@ -38,10 +38,11 @@ def run(servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("dashboards")
     with Servers(folder) as fleet:
         own = [fleet.gateway(servers.tight, flags=flags) for flags in (IN_TURN, IN_SHADOW, CAREFUL)]
-        for gateway in own:
+        keyed = keyed_gateway(fleet, servers.tight, folder)
+        for gateway in (*own, keyed.gateway):
             gateway.wait_until_ready("/ready", seconds=30)
-        rig = Rig(servers.tight, own[0], servers.tight_gateway, *own[1:])
-        jobs = {"seamark": (*own, servers.tight_gateway, servers.untouched_gateway)}
+        rig = Rig(servers.tight, own[0], servers.tight_gateway, *own[1:], keyed.gateway)
+        jobs = {"seamark": (*own, keyed.pages, servers.tight_gateway, servers.untouched_gateway)}
         server = prometheus(fleet, folder, {**jobs, "vllm": (servers.tight, servers.untouched)})
         yield Run(proved(server, rig, print), server, servers.tight.url.removeprefix("http://"))
 

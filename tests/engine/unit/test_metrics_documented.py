@@ -84,4 +84,4 @@ def test_each_query_measures_what_its_panel_says(query):
 @pytest.mark.parametrize("rule", [rule for group in RULES for rule in group["rules"]], ids=lambda rule: rule["alert"])
 def test_each_alert_says_what_is_wrong_and_what_to_do(rule):
     assert rule["labels"]["severity"] in ("warning", "critical")
-    assert rule["annotations"].keys() == {"summary", "description"}
+    assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
