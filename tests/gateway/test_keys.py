@@ -67,7 +67,7 @@ def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
     assert seen == [200, 404, 200]
 
     # What each has used, by its name; a request that was refused has used nothing.
-    usage = COMPLETION["usage"]
+    usage = answer.json()["usage"]
     used = {
         key["name"]: key for key in httpx.get(gateway.url + "/seamark/status", headers=bearer("root")).json()["keys"]
     }

@@ -26,6 +26,14 @@ def test_cached_tokens_are_a_part_of_the_prompt(prompt, details):
     assert usage_of({"usage": {prompt: 64, details: None}}) == Usage(64, None)
 
 
+def test_what_was_generated_is_told_in_the_spelling_of_any_api():
+    assert usage_of({"usage": {"prompt_tokens": 64, "completion_tokens": 7}}) == Usage(64, None, 7)
+    assert usage_of({"usage": {"input_tokens": 64, "output_tokens": 7}}) == Usage(64, None, 7)
+    details = {"input_tokens_details": {"cached_tokens": 48}}
+    assert usage_of({"usage": {"input_tokens": 64, "output_tokens": 7, **details}}) == Usage(64, 48, 7)
+    assert usage_of({"usage": {"prompt_tokens": 64, "completion_tokens": -1}}) == Usage(64, None, 0)
+
+
 @pytest.mark.parametrize("wrapper", ["response", "message"])
 def test_events_of_streams_carry_usage_inside(wrapper):
     assert usage_of({wrapper: {"usage": {"input_tokens": 10}}}) == Usage(10, None)
@@ -42,8 +50,10 @@ def test_what_says_nothing_of_tokens_is_no_usage(answer):
 def test_what_no_counter_takes_is_no_number_of_tokens(nonsense):
     assert usage_of({"usage": {"prompt_tokens": nonsense}}) is None
     assert usage_of({"usage": {"input_tokens": nonsense}}) is None
-    assert usage_of({"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": nonsense}}}) == (9, None)
-    assert usage_of({"usage": {"input_tokens": 9, "cache_read_input_tokens": nonsense}}) == (9, None)
+    assert usage_of({"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": nonsense}}}) == Usage(
+        9, None
+    )
+    assert usage_of({"usage": {"input_tokens": 9, "cache_read_input_tokens": nonsense}}) == Usage(9, None)
 
 
 ANSWER = json.dumps(
