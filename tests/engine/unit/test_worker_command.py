@@ -170,6 +170,13 @@ def test_an_unknown_flag_is_reported_by_vllms_own_parser(tmp_path):
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
 
 
+def test_a_model_that_cannot_be_had_costs_a_line():
+    command = [sys.executable, "-m", "proxy.cli", "worker", "nobody/has-this-model"]
+    done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    assert done.returncode == 1 and "seamark worker: the model is neither here nor to be had: " in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
 def test_a_cpu_gets_float32_and_no_compilation():
     arguments = vllm_arguments("model", [], for_cpu=cpu_flags("nemotron_h"))
     assert "--enforce-eager" in arguments and arguments[arguments.index("--dtype") + 1] == "float32"
