@@ -235,8 +235,11 @@ def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
 
         in_every_look(browser, own, pictures, "shadow", check)
         own.gateway.shadow._seconds["unpatched"], own.gateway.shadow._prefill_seconds = 83.0, 166.0
-        with opened(browser, own) as page:
+
+        def check_timed(page: Page) -> None:
             text(page, "#lost .big").to_have_text("1 min 23 s, 50 % of your prefill time")
+
+        in_every_look(browser, own, pictures, "shadow-timed", check_timed)
 
 
 @pytest.fixture
@@ -294,6 +297,11 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
         text(page, "#saved .big").to_have_text("measuring …")
         worker.more_metrics = "seamark_pass_seconds 0.5\nseamark_token_seconds 25\n"
         text(page, "#saved .big").to_have_text("1 h 6 min", timeout=PATIENCE)  # 160 tokens of before
+
+        def check_normal(page: Page) -> None:
+            text(page, "#saved .big").to_have_text("1 h 6 min")
+
+        in_every_look(browser, own, pictures, "normal", check_normal)
         own.gateway.accounting.time_saved().spent += 8000
         text(page, "#saved .big").to_have_text("\u22121 h 6 min", timeout=PATIENCE)
 
