@@ -103,7 +103,7 @@ def why_not(module: str, package: str, command: str) -> str:
     if module == package or importlib.util.find_spec(package) is None:
         cure = CURES[package]
         if command == "bench" and cure == INSTALL_GATEWAY:
-            cure = f"a benchmark starts a gateway, too: pip install {DISTRIBUTIONS.get(package, package)}"
+            cure = f"benchmarks need it, too: pip install {DISTRIBUTIONS.get(package, package)}"
         return f"{package} is not installed here; {cure}"
     return f"{package} is installed here without {module}: another version than Seamark was written for"
 

@@ -256,7 +256,7 @@ def test_a_command_of_the_gateway_that_lacks_one_requirement_names_it(for_gatewa
         lines["serve"] += ["--redis", "redis://127.0.0.1:9/0", "--port", str(taken.getsockname()[1])]
         (outcome,) = for_gateway.run(lines[command], without=missing)
     assert outcome.status == 1 and not outcome.out, outcome
-    cure = f"a benchmark starts a gateway, too: pip install {missing}" if command == "bench" else INSTALL_GATEWAY
+    cure = f"benchmarks need it, too: pip install {missing}" if command == "bench" else INSTALL_GATEWAY
     assert outcome.err == f"seamark {command}: {missing} is not installed here; {cure}\n"
 
 

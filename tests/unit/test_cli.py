@@ -38,7 +38,7 @@ def test_a_benchmark_wants_the_gateways_libraries_beside_vllm(missing, capsys, n
     missing(name)
     assert cli.main(["bench", "demo"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    cure = f"a benchmark starts a gateway, too: pip install {distribution}"
+    cure = f"benchmarks need it, too: pip install {distribution}"
     assert line == f"seamark bench: {name} is not installed here; {cure}"
 
 
