@@ -25,17 +25,11 @@ def load(worker: Worker) -> int:
     return worker.prefill_tokens + worker.inflight * REQUEST_TOKENS
 
 
-def choose(
-    workers: Sequence[Worker],
-    held: Mapping[str, Holding],
-    load_slack: int,
-    affinity_key: Any = None,
-    recompute_price: float = RECOMPUTE_PRICE,
-) -> Worker:
+def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: int, affinity_key: Any = None) -> Worker:
     """One of `workers` (not empty). `held` is by boot identity; `load_slack` in requests under way.
 
     A worker may exceed the least loaded one by `load_slack` requests and by what computing its prefix elsewhere would
-    cost the fleet: `recompute_price` for each token. Requests with the same `affinity_key` (those of
+    cost the fleet: `RECOMPUTE_PRICE` for each token. Requests with the same `affinity_key` (those of
     one conversation) go to one worker unless load or a prefix decides otherwise.
     """
     if len(workers) == 1:
@@ -47,7 +41,7 @@ def choose(
     if held:
         for worker, work in zip(workers, loads, strict=True):
             usable = _usable(worker, held) if worker.boot in held else 0
-            if usable and usable >= longest and work <= bound + recompute_price * usable:
+            if usable and usable >= longest and work <= bound + RECOMPUTE_PRICE * usable:
                 near = [*near, worker] if usable == longest else [worker]
                 longest = usable
     if not near:
