@@ -204,8 +204,8 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
         metavar="S",
         help="of simulated time, a quarter to warm up (600)",
     )
-    add("--load", type=float, default=0.8, metavar="X", help="of what the workers could do with all hits (0.8)")
-    add("--users", type=int, default=39, metavar="N", help="by worker, for a trace with pauses (39)")
+    add("--load", type=float, default=0.65, metavar="X", help="of what the workers could do with all hits (0.65)")
+    add("--users", type=int, default=20, metavar="N", help="by worker, for a trace with pauses (20)")
     add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same table (1)")
     add("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
