@@ -212,7 +212,11 @@ class _Told:
     """In the place of the feeds: what the simulated engines tell goes to the gateway's own record of their states."""
 
     def __init__(self, index: PrefixIndex, workers: Sequence[Worker]) -> None:
-        self.states = {worker.url: HeldStates(index, lambda key, tokens: None) for worker in workers}
+        self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
+        self.states = {worker.url: HeldStates(index, lambda *_: None, self._computed) for worker in workers}
+
+    def _computed(self, request_id: str, tokens: int, is_last: bool) -> None:
+        self.on_computed(request_id, tokens, is_last)
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Any]) -> None:
         self.states[worker.url].sent(request_id, boundaries, entries, worker.boot)
@@ -297,6 +301,15 @@ class Seamark:
         lease.release()
 
 
+class SeamarkWhole(Seamark):
+    """The same with clients that take their answers whole: the gateway sees no first token."""
+
+    name = "seamark, whole"
+
+    def first_token(self, execution: Execution) -> None:
+        """Only the engine's events tell it."""
+
+
 def _key(name: int) -> bytes:
     return name.to_bytes(16, "little")
 
@@ -313,6 +326,7 @@ def _at_once(steps: Coroutine[Any, Any, Lease]) -> Lease:
 
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "seamark": Seamark,
+    "seamark-whole": SeamarkWhole,
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "session": SessionAffinity,

@@ -200,9 +200,9 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     add(
         "--seconds",
         type=float,
-        default=600.0,
+        default=900.0,
         metavar="S",
-        help="of simulated time, a quarter to warm up (600)",
+        help="of simulated time, a quarter to warm up (900)",
     )
     add("--load", type=float, default=0.65, metavar="X", help="of what the workers could do with all hits (0.65)")
     add("--users", type=int, default=20, metavar="N", help="by worker, for a trace with pauses (20)")
