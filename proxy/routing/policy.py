@@ -35,7 +35,8 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
     if len(workers) == 1:
         return workers[0]
     loads = [worker.prefill_tokens + worker.inflight * REQUEST_TOKENS for worker in workers]
-    bound = min(loads) + load_slack * REQUEST_TOKENS
+    least = min(loads)
+    bound = least + load_slack * REQUEST_TOKENS
     # Few of many workers hold anything of a prompt: all else is done for those few.
     longest, near = 0, []
     if held:
@@ -45,7 +46,8 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
                 near = [*near, worker] if usable == longest else [worker]
                 longest = usable
     if not near:
-        near = [worker for worker, work in zip(workers, loads, strict=True) if work <= bound]
+        most = bound if isinstance(affinity_key, str) else least
+        near = [worker for worker, work in zip(workers, loads, strict=True) if work <= most]
 
     def idlest(worker: Worker) -> tuple[int, int, int]:
         # The second spreads new prefixes over workers that are equally idle.
