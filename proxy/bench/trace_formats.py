@@ -218,8 +218,8 @@ def _claude_code(path: Path, lines: Iterable[tuple[int, dict[str, Any]]], names:
             for requests, tools, system in groups:
                 streams += 1
                 head = int(tools) + int(system)
-                shared = [("tools", tools)] * (int(tools) // BLOCK)
-                shared += [("system", tools, system)] * (head // BLOCK - len(shared))
+                shared: list[Hashable] = [("tools", tools) for _ in range(int(tools) // BLOCK)]
+                shared += [("system", tools, system) for _ in range(head // BLOCK - len(shared))]
                 for request in requests:
                     if "hash_ids" not in request:
                         continue

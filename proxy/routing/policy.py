@@ -38,7 +38,8 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
     least = min(loads)
     bound = least + load_slack * REQUEST_TOKENS
     # Few of many workers hold anything of a prompt: all else is done for those few.
-    longest, near = 0, []
+    longest = 0
+    near: list[Worker] = []
     if held:
         for worker, work in zip(workers, loads, strict=True):
             usable = _usable(worker, held) if worker.boot in held else 0
