@@ -44,6 +44,8 @@ class Dispatcher:
         self._engine_events = engine_events
         self._warmup = warmup
         self._stored = stored
+        self._prefilling: dict[str, Lease] = {}  # whose prompts count as not computed, by the engine's name of each
+        engine_events.on_computed = self._computed
 
     def lease(self, request: ProxiedRequest) -> Lease:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
@@ -69,6 +71,19 @@ class Dispatcher:
         """A slot has become free."""
         if len(self._queue):
             self._queue.wake()
+
+    def _computed(self, engine_id: str, tokens: int, is_last: bool) -> None:
+        """An engine has computed so many tokens of a prompt; `is_last`: all boundaries of it.
+
+        An answer that comes as a whole says so too late: its worker would count as busy with a prompt to the end.
+        """
+        if (lease := self._prefilling.get(engine_id)) is None:
+            return
+        found = lease.request.prediction.found
+        if is_last and found is not None and any(boundary.kind == "turn" for boundary in found.boundaries):
+            lease.prefilled()  # the prompt's end is among them, and its length was an estimate
+        else:
+            lease.prefilled_to(tokens)
 
     def not_computed(self, request: ProxiedRequest) -> None:
         """The worker never got the request: what was recorded for it is not there."""
@@ -162,7 +177,7 @@ class Dispatcher:
 class Lease:
     """One request's slot. The request is counted at its worker and its key, and un-counted, here and nowhere else."""
 
-    __slots__ = ("_dispatcher", "_is_held", "_is_trial", "_prefill_tokens", "_turn", "_was_idle", "request")
+    __slots__ = ("_dispatcher", "_is_held", "_is_trial", "_prefill_tokens", "_prompt", "_turn", "_was_idle", "request")
 
     def __init__(self, dispatcher: Dispatcher, request: ProxiedRequest) -> None:
         self._dispatcher = dispatcher
@@ -170,6 +185,7 @@ class Lease:
         self._is_held = False
         self._is_trial = False  # of a worker that failed
         self._prefill_tokens = 0  # counted as still to be computed by the worker
+        self._prompt = 0  # tokens, roughly
         self._turn = 0  # requests that the worker had been given by then, this one included
         self._was_idle = False  # it had no other request then
 
@@ -219,10 +235,11 @@ class Lease:
         request, key = self.request, self.request.client.key
         prediction = request.prediction
         request.worker, self._is_held = worker, True
-        prompt = prediction.prompt or round(len(request.body.raw) * TOKENS_PER_BYTE)
-        self._prefill_tokens = max(0, prompt - prediction.held)
+        self._prompt = prediction.prompt or round(len(request.body.raw) * TOKENS_PER_BYTE)
+        self._prefill_tokens = max(0, self._prompt - prediction.held)
         self._was_idle = not worker.inflight
         worker.prefill_tokens += self._prefill_tokens
+        self._dispatcher._prefilling[request.engine_id] = self
         worker.inflight += 1
         worker.dispatched += 1
         self._is_trial = worker.breaker.is_open and worker.breaker.begin_trial()
@@ -233,9 +250,18 @@ class Lease:
 
     def prefilled(self) -> None:
         """The answer has begun: the prompt is computed."""
-        if self._prefill_tokens:
-            self.worker.prefill_tokens -= self._prefill_tokens
-            self._prefill_tokens = 0
+        self._charge(0)
+        self._dispatcher._prefilling.pop(self.request.engine_id, None)
+
+    def prefilled_to(self, tokens: int) -> None:
+        """So many tokens of the prompt are computed."""
+        self._charge(min(self._prefill_tokens, max(0, self._prompt - tokens)))
+
+    def _charge(self, tokens: int) -> None:
+        """The worker has `tokens` of the prompt to compute."""
+        if tokens != self._prefill_tokens:
+            self.worker.prefill_tokens += tokens - self._prefill_tokens
+            self._prefill_tokens = tokens
 
     def release(self) -> None:
         """The worker is done with the request. Does nothing the second time."""

@@ -106,6 +106,8 @@ class EngineEvents:
         self._prefix_index = prefix_index
         self._learnt = learnt
         self._feeds: dict[str, _Feed] = {}
+        # Called with a request's identity, the tokens of its prompt that are computed, and whether all boundaries are.
+        self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
@@ -167,8 +169,11 @@ class EngineEvents:
     def _feed(self, worker: Worker) -> _Feed:
         feed = self._feeds.get(worker.url)
         if feed is None:
-            feed = self._feeds[worker.url] = _Feed(HeldStates(self._prefix_index, self._learnt))
+            feed = self._feeds[worker.url] = _Feed(HeldStates(self._prefix_index, self._learnt, self._computed))
         return feed
+
+    def _computed(self, request_id: str, tokens: int, is_last: bool) -> None:
+        self.on_computed(request_id, tokens, is_last)
 
     def _ensure_reader(self, worker: Worker, feed: _Feed) -> None:
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:

@@ -47,10 +47,20 @@ class _State:
 class HeldStates:
     """The states of one worker, as its engine reports them. What cannot be known counts as not held."""
 
-    def __init__(self, prefix_index: PrefixIndex, learnt: Callable[[bytes, int], None]) -> None:
-        """`learnt` is called with the key and the tokens of each boundary that the engine has resolved."""
+    def __init__(
+        self,
+        prefix_index: PrefixIndex,
+        learnt: Callable[[bytes, int], None],
+        computed: Callable[[str, int, bool], None] = lambda *_: None,
+    ) -> None:
+        """`learnt` is called with the key and the tokens of each boundary that the engine has resolved.
+
+        `computed`, as the engine goes through a prompt, with the request's identity, the tokens that are done, and
+        whether all of its boundaries lie before.
+        """
         self._prefix_index = prefix_index
         self._learnt = learnt
+        self._computed = computed
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
         self._states: OrderedDict[str, _State] = OrderedDict()
         self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
@@ -155,6 +165,7 @@ class HeldStates:
         if not later:
             self._not_held((key for key in pending.boundaries if key not in pending.placed), pending.boot)
             del self._pending[request_id]
+        self._computed(request_id, end, not later)
 
     def _tie(self, key: bytes, tokens: int, name: str, boot: str) -> None:
         tied = self._tied.get(key)

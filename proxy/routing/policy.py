@@ -13,6 +13,12 @@ from proxy.routing.prefix_index import Holding
 # The weight of a request under way beside its prefill, in tokens to prefill: it takes part in every pass.
 REQUEST_TOKENS = 512
 
+# What a token computed again costs, in tokens that the request would wait for. Waiting at the holder delays the request
+# and nobody else. Computing again elsewhere delays it, and as much whoever comes behind it there (2); and the copy puts
+# as much out of a full cache, which its owner computes again at the same price (2 x 2). On replayed traces, 1 keeps
+# fewer hits than a session bound to one worker, and 4 the most with the earliest first tokens.
+RECOMPUTE_PRICE = 4
+
 
 def load(worker: Worker) -> int:
     """A worker's work, in tokens to prefill. It is counted when requests are sent, so a burst sees itself."""
@@ -22,23 +28,35 @@ def load(worker: Worker) -> int:
 def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: int, affinity_key: Any = None) -> Worker:
     """One of `workers` (not empty). `held` is by boot identity; `load_slack` in requests under way.
 
-    A worker may exceed the least loaded one by `load_slack` requests and by what its prefix saves: waiting that long
-    costs no more than computing the prefix elsewhere. Requests with the same `affinity_key` (those of
+    A worker may exceed the least loaded one by `load_slack` requests and by what computing its prefix elsewhere would
+    cost the fleet: `RECOMPUTE_PRICE` for each token. Requests with the same `affinity_key` (those of
     one conversation) go to one worker unless load or a prefix decides otherwise.
     """
     if len(workers) == 1:
         return workers[0]
-    usable = {worker.url: _usable(worker, held) for worker in workers}
-    bound = min(map(load, workers)) + load_slack * REQUEST_TOKENS
-    near = [worker for worker in workers if load(worker) <= bound + usable[worker.url]]
+    loads = [worker.prefill_tokens + worker.inflight * REQUEST_TOKENS for worker in workers]
+    least = min(loads)
+    bound = least + load_slack * REQUEST_TOKENS
+    # Few of many workers hold anything of a prompt: all else is done for those few.
+    longest = 0
+    near: list[Worker] = []
+    if held:
+        for worker, work in zip(workers, loads, strict=True):
+            usable = _usable(worker, held) if worker.boot in held else 0
+            if usable and usable >= longest and work <= bound + RECOMPUTE_PRICE * usable:
+                near = [*near, worker] if usable == longest else [worker]
+                longest = usable
+    if not near:
+        most = bound if isinstance(affinity_key, str) else least
+        near = [worker for worker, work in zip(workers, loads, strict=True) if work <= most]
 
-    def longest_then_idlest(worker: Worker) -> tuple[int, int, int, int]:
-        # The third spreads new prefixes over workers that are equally idle.
+    def idlest(worker: Worker) -> tuple[int, int, int]:
+        # The second spreads new prefixes over workers that are equally idle.
         named = f"{affinity_key} {worker.url}".encode(errors="surrogatepass") if isinstance(affinity_key, str) else None
         drawn = xxh3_64_intdigest(named) if named is not None else 0
-        return (-usable[worker.url], 0 if drawn else load(worker), drawn, worker.dispatched)
+        return (0 if drawn else load(worker), drawn, worker.dispatched)
 
-    return min(near, key=longest_then_idlest)
+    return min(near, key=idlest)
 
 
 def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:

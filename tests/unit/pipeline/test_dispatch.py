@@ -108,6 +108,30 @@ async def test_a_lease_counts_its_request_and_its_prefill_until_the_first_byte()
     assert scene.counted() == (0, 0, 0)
 
 
+async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_the_answer_has_begun_or_not():
+    scene = Scene("a")
+    async with scene.dispatcher.lease(scene.request()):
+        scene.events.on_computed("r", 100, False)
+        assert scene.counted() == (1, 1, 60)
+        scene.events.on_computed("r", 40, False)  # never more than before
+        scene.events.on_computed("another gateway's", 160, True)
+        assert scene.counted() == (1, 1, 60)
+        scene.events.on_computed("r", 200, False)
+        assert scene.counted() == (1, 1, 0)
+    scene.events.on_computed("r", 100, False)
+    assert scene.counted() == (0, 0, 0)
+
+
+async def test_a_prompt_is_computed_once_the_engine_has_passed_its_last_turn_however_long_it_was_taken_to_be():
+    scene = Scene("a")
+    request = scene.request()
+    turn = SYSTEM._replace(kind="turn", key=b"t")
+    request.prediction.found = request.prediction.found._replace(boundaries=(SYSTEM, turn))
+    async with scene.dispatcher.lease(request):
+        scene.events.on_computed("r", 120, True)
+        assert scene.counted() == (1, 1, 0)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError])
 async def test_whatever_ends_a_request_it_is_counted_no_more(error):
     scene = Scene("a")

@@ -310,3 +310,11 @@ def test_a_prefix_that_another_worker_holds_is_new_to_this_one(gateway, end):
     getattr(gateway.held_states, end)("r")
     assert gateway.held(b"s") == 0
     assert gateway.prefix_index.longest([b"s"], ["another#1"])["another#1"].tokens == 163
+
+
+def test_the_engine_tells_how_far_a_prompt_is_computed_and_when_its_last_boundary_is_behind_it():
+    computed = []
+    states = HeldStates(PrefixIndex(10**6), lambda *_: None, lambda *told: computed.append(told))
+    states.sent("r", (SYSTEM, TURN), (163, 400), BOOT)
+    states.apply([["came", "r", 200, [[160, "a"]]], ["came", "r", 400, []], ["came", "another", 9, []]], BOOT)
+    assert computed == [("r", 200, False), ("r", 400, True)]

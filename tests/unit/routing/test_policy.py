@@ -9,7 +9,7 @@ from proxy.fleet.pool import union_of_models
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.pipeline.sse import usage_in_stream
-from proxy.routing.policy import choose
+from proxy.routing.policy import RECOMPUTE_PRICE, choose
 from proxy.routing.prefix_index import Holding
 
 
@@ -59,8 +59,29 @@ def test_new_prefixes_spread_over_idle_workers():
 
 
 def test_a_holder_that_is_too_busy_is_passed_over():
-    workers = [worker("a"), worker("b", inflight=9)]
+    workers = [worker("a"), worker("b", inflight=12)]
     assert choose(workers, {"b": Holding(400, b"deep", is_told=True)}, load_slack=8).boot == "a"
+
+
+def test_a_request_waits_for_its_holder_up_to_what_computing_its_prefix_elsewhere_costs_the_fleet():
+    workers = [worker("a"), worker("b")]
+    held = {"b": Holding(1600, b"deep", is_told=True)}
+    workers[1].prefill_tokens = RECOMPUTE_PRICE * 1600
+    assert choose(workers, held, load_slack=0).boot == "b"
+    workers[1].prefill_tokens += 1
+    assert choose(workers, held, load_slack=0).boot == "a"
+
+
+def test_of_several_holders_that_are_too_busy_the_next_one_is_chosen():
+    workers = [worker("a"), worker("b", inflight=100), worker("c")]
+    held = {"b": Holding(4000, b"deep", is_told=True), "c": Holding(400, b"short", is_told=True)}
+    assert choose(workers, held, load_slack=0).boot == "c"
+
+
+def test_of_equal_holders_the_less_loaded_one_is_chosen():
+    workers = [worker("a", inflight=2), worker("b", inflight=1), worker("c")]
+    held = {name: Holding(400, b"deep", is_told=True) for name in "ab"}
+    assert choose(workers, held, load_slack=8).boot == "b"
 
 
 def test_usage_is_read_from_the_end_of_a_stream():

@@ -1,0 +1,336 @@
+"""Traces of requests, public or drawn: what each prompt shares with earlier ones, and where in it boundaries lie.
+
+Two published formats are read; neither holds any text. A prompt is a chain of blocks with names, equal where everything
+up to the block's end is equal.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from proxy.boundaries.boundary import Kind
+
+BLOCK = 512  # tokens
+
+Format = Literal["mooncake", "claude-code"]
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+# Tokens of a block in the Claude Code traces.
+FINE_BLOCK = 64
+
+MAX_PATH = 80  # places kept of a prompt on which earlier ones had boundaries: the first and the last ones
+
+# What so many of a trace's sessions share is taken to be shared by everybody: a system prompt.
+COMMON_SHARE = 1 / 30
+
+COMMON_SESSIONS = 3
+
+
+class BadTrace(Exception):
+    """A file that is no trace; the message names the line and the cure."""
+
+
+class Place(NamedTuple):
+    """The end of a beginning of a prompt, where a state may be kept."""
+
+    tokens: int
+    kind: Kind
+    name: int  # equal where that beginning is
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request; lengths in tokens, times in seconds."""
+
+    session: int
+    turn: int  # 0 for the first of its session
+    arrival: float  # since the trace's start; 0 in a trace that says pauses instead
+    pause: float  # after the answer before it
+    prompt: int
+    output: int
+    blocks: tuple[int, ...]  # names of its full blocks
+    boundaries: tuple[Place, ...]  # that a gateway finds in it, ascending
+    path: tuple[Place, ...]  # these, and those of earlier requests on its way
+    shareable: int  # up to the deepest boundary that an earlier request had on its way
+
+    def copied(self, copy: int, common: Common) -> TraceRequest:
+        """The same request of another user, who shares with this one what is common to all."""
+        if not copy:
+            return self
+        offset = copy << 44
+
+        def place(at: Place) -> Place:
+            return at if at.name in common.places else at._replace(name=at.name + offset)
+
+        return replace(
+            self,
+            session=self.session + offset,
+            blocks=tuple(name if name in common.blocks else name + offset for name in self.blocks),
+            boundaries=tuple(map(place, self.boundaries)),
+            path=tuple(map(place, self.path)),
+        )
+
+
+class Common(NamedTuple):
+    """Names of what most sessions share."""
+
+    blocks: frozenset[int]
+    places: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Sessions, each its requests in order."""
+
+    name: str
+    sessions: tuple[tuple[TraceRequest, ...], ...]
+    is_timed: bool  # requests arrive when the trace says; if not, some seconds after the answer before
+
+    @property
+    def requests(self) -> list[TraceRequest]:
+        """All of them, session by session."""
+        return [request for session in self.sessions for request in session]
+
+    @property
+    def span(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return max(request.arrival for request in self.requests) + 1.0
+
+    def common(self) -> Common:
+        """What is taken to be shared by copies of these sessions, too."""
+        least = max(COMMON_SESSIONS, math.ceil(COMMON_SHARE * len(self.sessions)))
+        counts: dict[tuple[bool, int], int] = {}
+        for session in self.sessions:
+            seen = {(True, name) for request in session for name in request.blocks[:64]}
+            seen |= {(False, place.name) for request in session for place in request.path[:8]}
+            for item in seen:
+                counts[item] = counts.get(item, 0) + 1
+        shared = [item for item, count in counts.items() if count >= least]
+        return Common(
+            frozenset(name for is_block, name in shared if is_block),
+            frozenset(name for is_block, name in shared if not is_block),
+        )
+
+
+class _Names:
+    """A number for each beginning."""
+
+    def __init__(self) -> None:
+        self._names: dict[Hashable, int] = {}
+
+    def of(self, *parts: Hashable) -> int:
+        return self._names.setdefault(parts, len(self._names) + 1)
+
+
+class _Row(NamedTuple):
+    """A request as a trace has it."""
+
+    stream: int | None  # the session, if the trace says it
+    arrival: float
+    pause: float
+    prompt: int
+    output: int
+    blocks: tuple[int, ...]  # named by `_Names`
+    head: int  # tokens of its system prompt; 0: none known
+    end: Hashable  # tells apart prompts with equal blocks
+
+
+def read(path: Path, wanted: Format | None = None) -> Trace:
+    """The trace in a file, gzipped or not, in the format that is `wanted` or that its first line has.
+
+    Raises `BadTrace`.
+    """
+    try:
+        lines = _lines(path)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise BadTrace(f"{path} cannot be read: {error}. Give a .jsonl or .jsonl.gz file.") from None
+    if not lines:
+        raise BadTrace(f"{path} is empty: give a file with one JSON object a line.")
+    first = lines[0][1]
+    form: Format = wanted or ("claude-code" if "requests" in first else "mooncake")
+    names = _Names()
+    rows = _mooncake(path, lines, names) if form == "mooncake" else _claude_code(path, lines, names)
+    return _with_boundaries(path.name, rows, names, is_timed=form == "mooncake")
+
+
+def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    found = []
+    with opened(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise BadTrace(f"{path}, line {number}: no JSON object. A trace has one on each line; cut this one.")
+            found.append((number, row))
+    return found
+
+
+def _bad(path: Path, number: int, form: Format, needs: str) -> BadTrace:
+    other = next(name for name in FORMATS if name != form)
+    return BadTrace(f"{path}, line {number}: {needs}. Correct or cut the line, or try --format {other}.")
+
+
+def _mooncake(path: Path, lines: Iterable[tuple[int, dict[str, Any]]], names: _Names) -> Iterator[_Row]:
+    """Mooncake's: an arrival in milliseconds, and names of blocks of 512 tokens that hold for the whole trace."""
+    for number, row in lines:
+        try:
+            prompt, output = int(row["input_length"]), int(row["output_length"])
+            ids, arrival = [int(name) for name in row["hash_ids"]], float(row["timestamp"]) / 1000
+        except (KeyError, TypeError, ValueError):
+            needs = "needs numbers timestamp, input_length, output_length and a list hash_ids"
+            raise _bad(path, number, "mooncake", needs) from None
+        if prompt < 1 or arrival < 0:
+            raise _bad(path, number, "mooncake", "input_length has to be at least 1 and timestamp at least 0")
+        full = min(prompt // BLOCK, len(ids))
+        end = ids[full] if full < len(ids) else None
+        head = BLOCK if full and ids[0] == 0 else 0  # the block with which nearly all of them begin
+        yield _Row(None, arrival, 0.0, prompt, max(1, output), _chained(names, ids[:full]), head, end)
+
+
+def _claude_code(path: Path, lines: Iterable[tuple[int, dict[str, Any]]], names: _Names) -> Iterator[_Row]:
+    """One session a line, subagents inside; blocks of 64 tokens with names of the session's own.
+
+    Sessions with equally long tools and system prompts are taken to share these.
+    """
+    streams = 0
+    step = BLOCK // FINE_BLOCK
+    for number, row in lines:
+        try:
+            groups = [(row["requests"], row["tool_tokens"], row["system_tokens"])]
+            groups += [
+                (inner["requests"], inner.get("tool_tokens", 0), inner.get("system_tokens", 0))
+                for inner in row["requests"]
+                if inner.get("type") == "subagent" and "requests" in inner
+            ]
+            for requests, tools, system in groups:
+                streams += 1
+                head = int(tools) + int(system)
+                shared: list[Hashable] = [("tools", tools) for _ in range(int(tools) // BLOCK)]
+                shared += [("system", tools, system) for _ in range(head // BLOCK - len(shared))]
+                for request in requests:
+                    if "hash_ids" not in request:
+                        continue
+                    ids, prompt = request["hash_ids"], int(request["in"])
+                    full = min(prompt // BLOCK, len(ids) // step)
+                    own = [(streams, *ids[at * step : (at + 1) * step]) for at in range(len(shared), full)]
+                    pause, output = float(request.get("think_time") or 0), max(1, int(request["out"]))
+                    blocks = _chained(names, [*shared[:full], *own])
+                    yield _Row(streams, 0.0, pause, max(1, prompt), output, blocks, head, ids[-1] if ids else None)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            needs = "needs tool_tokens, system_tokens and a list requests, each with in, out and hash_ids"
+            raise _bad(path, number, "claude-code", needs) from None
+
+
+def _chained(names: _Names, contents: Sequence[Hashable]) -> tuple[int, ...]:
+    chain, parent = [], 0
+    for content in contents:
+        parent = names.of("block", parent, content)
+        chain.append(parent)
+    return tuple(chain)
+
+
+def _with_boundaries(name: str, rows: Iterable[_Row], names: _Names, *, is_timed: bool) -> Trace:
+    """What a gateway finds in these prompts, in the order of the trace.
+
+    Boundaries are the end of the system prompt; where an earlier prompt with its answer ends, if this one goes on from
+    there (history); where two earlier prompts have parted (learned); and its own end (turn).
+    """
+    sessions: dict[int, list[TraceRequest]] = {}
+    by_end: dict[int, TraceRequest] = {}  # by last full block
+    nexts: dict[int, int] = {}  # what followed a block first
+    parted: set[int] = set()
+    kept: set[int] = set()  # places that a request before had as boundaries
+    for row in rows:
+        before = _continued(row, by_end)
+        stream = row.stream if row.stream is not None else before.session if before else len(sessions) + 1
+        places = {place.name: place for place in before.path} if before else {}
+        own: dict[int, Place] = {}
+
+        def add(tokens: int, kind: Kind, place: int, own: dict[int, Place] = own) -> None:
+            own[place] = Place(tokens, kind, place)
+
+        if 16 <= row.head < row.prompt and len(row.blocks) >= row.head // BLOCK:
+            whole = row.blocks[row.head // BLOCK - 1] if row.head >= BLOCK else 0
+            add(row.head, "system", names.of("system", whole, row.head))
+        for at, block in enumerate(row.blocks, 1):
+            if block in parted and (before is None or at * BLOCK > before.prompt):
+                add(at * BLOCK, "learned", names.of("learned", block))
+        if before is not None and before.prompt + before.output < row.prompt:
+            at = before.prompt + before.output
+            inside = row.blocks[min(at // BLOCK, len(row.blocks)) - 1] if row.blocks else 0
+            add(at, "history", names.of("history", inside, at))
+        last = row.blocks[-1] if row.blocks else 0
+        add(row.prompt, "turn", names.of("turn", last, row.prompt, row.end, 0 if row.blocks else stream))
+        for block, following in zip(row.blocks, row.blocks[1:], strict=False):
+            if nexts.setdefault(block, following) != following:
+                parted.add(block)
+        path = sorted({**places, **own}.values())
+        if len(path) > MAX_PATH:
+            path = path[:8] + path[8 - MAX_PATH :]
+        shareable = max((place.tokens for place in path if place.name in kept), default=0)
+        kept |= own.keys()
+        session = sessions.setdefault(stream, [])
+        request = TraceRequest(
+            session=stream,
+            turn=len(session),
+            arrival=row.arrival,
+            pause=row.pause,
+            prompt=row.prompt,
+            output=row.output,
+            blocks=row.blocks,
+            boundaries=tuple(sorted(own.values())),
+            path=tuple(path),
+            shareable=min(shareable, row.prompt - 1),
+        )
+        session.append(request)
+        if len(row.blocks) > 1:
+            by_end[last] = request
+    return Trace(name, tuple(tuple(session) for session in sessions.values()), is_timed)
+
+
+def _continued(row: _Row, by_end: dict[int, TraceRequest]) -> TraceRequest | None:
+    """The longest earlier request that this one is taken to go on from."""
+    for block in reversed(row.blocks[1:]):
+        before = by_end.get(block)
+        if before is not None and before.prompt <= row.prompt:
+            return before
+    return None
+
+
+def synthetic(sessions: int, seed: int) -> Trace:
+    """Conversations with the lengths, pauses and turns of Mooncake's conversation trace; deterministic by `seed`.
+
+    Drawn from log-normal and geometric distributions fitted to its first 4,000 requests: 1.4 turns on the average, a
+    first prompt of 6,861 tokens in the median and 12,500 on the average, every fourth later turn with an attachment.
+    """
+    drawn = random.Random(seed)  # a simulation
+    names = _Names()
+    pending: list[tuple[float, _Row]] = []
+    for session in range(1, sessions + 1):
+        arrival, prompt = drawn.random() * sessions / 2.2, min(120_000, round(drawn.lognormvariate(8.83, 1.1)) + BLOCK)
+        ids: list[Hashable] = ["system"]
+        while True:
+            output = max(1, round(drawn.gauss(347, 180)))
+            ids += [(session, at) for at in range(len(ids), prompt // BLOCK)]
+            row = _Row(session, arrival, 0.0, prompt, output, _chained(names, ids), BLOCK, (session, prompt))
+            pending.append((arrival, row))
+            if drawn.random() < 0.71:
+                break
+            arrival += drawn.lognormvariate(4.76, 0.9)
+            is_long = drawn.random() < 0.25
+            prompt += output + round(drawn.lognormvariate(8.4, 0.9) if is_long else drawn.lognormvariate(3.2, 1.0)) + 1
+    rows = [row for _, row in sorted(pending, key=lambda item: item[0])]
+    return _with_boundaries("synthetic conversations", rows, names, is_timed=True)

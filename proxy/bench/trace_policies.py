@@ -1,0 +1,335 @@
+"""Ways to choose a worker, side by side: Seamark's own code, and what other routers publish, simulated.
+
+Each takes requests one by one, and hears what engines tell as soon as a gateway would.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from prometheus_client import Histogram
+
+from proxy.bench.simulated_fleet import MATCH_UNIT, Execution, Fleet, News, Policy
+from proxy.bench.trace_formats import BLOCK, TraceRequest
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.boundaries.renderer import WorkerRenderer
+from proxy.chat.responses import StoredResponses
+from proxy.fleet.pool import WorkerPool
+from proxy.fleet.warmup import WarmupSet
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
+from proxy.pipeline.dispatch import Dispatcher, Lease
+from proxy.pipeline.request import ClientRequest, ProxiedRequest, RequestBody
+from proxy.routing.engine_events import EngineEvents
+from proxy.routing.held_states import HeldStates
+from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.queue import AdmissionQueue
+from proxy.settings import Settings
+from proxy.version import version
+
+INDEX_BYTES = 48 * 2**20  # the share of the default `memory_bytes` that the gateway gives its index
+
+# Defaults of sglang-router's cache_aware policy: --cache-threshold, --balance-abs-threshold, --balance-rel-threshold.
+CACHE_THRESHOLD, MOST_APART, MOST_RATIO = 0.3, 64, 1.5
+
+# Weights of llm-d's scorers, and how old the metrics are that its picker reads.
+PREFIX_WEIGHT, QUEUE_WEIGHT, CACHE_WEIGHT = 3.0, 2.0, 2.0
+
+SCRAPE_SECONDS = 0.05
+
+
+class Simulated:
+    """What the simulated policies have in common: requests under way by worker, and a draw among equals."""
+
+    name = ""
+
+    def __init__(self, workers: int, seed: int) -> None:
+        self.workers = range(workers)
+        self.inflight = [0] * workers
+        self.fleet: Fleet | None = None  # for those that read the engines' metrics
+        self._drawn = random.Random(seed)  # a simulation
+
+    def choose(self, execution: Execution, now: float) -> int:
+        """The worker's number, counted."""
+        worker = self.pick(execution.request, now)
+        self.inflight[worker] += 1
+        return worker
+
+    def pick(self, request: TraceRequest, now: float) -> int:
+        """The worker's number."""
+        raise NotImplementedError
+
+    def best(self, score: Callable[[int], float]) -> int:
+        """The worker with the highest score, drawn among equals."""
+        scores = [score(worker) for worker in self.workers]
+        highest = max(scores)
+        return self._drawn.choice([worker for worker in self.workers if scores[worker] == highest])
+
+    def least_loaded(self) -> int:
+        """The worker with the fewest requests under way."""
+        return self.best(lambda worker: -self.inflight[worker])
+
+    def hear(self, news: News) -> None:
+        """Most do not listen."""
+
+    def first_token(self, execution: Execution) -> None:
+        """Most do not count prefill."""
+
+    def ended(self, execution: Execution) -> None:
+        """One less under way."""
+        self.inflight[execution.worker] -= 1
+
+
+class RoundRobin(Simulated):
+    """Each in turn."""
+
+    name = "round robin"
+
+    def __init__(self, workers: int, seed: int) -> None:
+        super().__init__(workers, seed)
+        self._next = -1
+
+    def pick(self, request: TraceRequest, now: float) -> int:
+        """The next one."""
+        self._next = (self._next + 1) % len(self.workers)
+        return self._next
+
+
+class LeastLoaded(Simulated):
+    """The fewest requests under way."""
+
+    name = "least loaded"
+
+    def pick(self, request: TraceRequest, now: float) -> int:
+        """The idlest."""
+        return self.least_loaded()
+
+
+class SessionAffinity(Simulated):
+    """A session stays where it began: at the worker that then had the fewest sessions."""
+
+    name = "session affinity"
+
+    def __init__(self, workers: int, seed: int) -> None:
+        super().__init__(workers, seed)
+        self._sessions: dict[int, int] = {}
+        self._counts = [0] * workers
+
+    def pick(self, request: TraceRequest, now: float) -> int:
+        """Where the session is."""
+        worker = self._sessions.get(request.session)
+        if worker is None:
+            worker = self._sessions[request.session] = self.best(lambda worker: -self._counts[worker])
+            self._counts[worker] += 1
+        return worker
+
+
+class CacheAware(Simulated):
+    """sglang-router's cache_aware, as published: one tree of what was sent where, and thresholds."""
+
+    name = "cache_aware"
+
+    def __init__(self, workers: int, seed: int) -> None:
+        super().__init__(workers, seed)
+        self._tree: dict[int, dict[int, float]] = {}  # by block, when each worker was last sent it
+
+    def pick(self, request: TraceRequest, now: float) -> int:
+        """The last one that was sent the longest beginning, if that is long and load is even; the idlest if not."""
+        fewest, most = min(self.inflight), max(self.inflight)
+        sent, matched = None, 0
+        for at in range(len(request.blocks), 0, -1):
+            if known := self._tree.get(request.blocks[at - 1]):
+                sent, matched = max(known, key=known.__getitem__), at * BLOCK
+                break
+        is_uneven = most - fewest > MOST_APART and most > fewest * MOST_RATIO
+        if sent is None or is_uneven or matched / request.prompt <= CACHE_THRESHOLD:
+            sent = self.least_loaded()
+        for block in request.blocks:
+            self._tree.setdefault(block, {})[sent] = now
+        return sent
+
+
+class PrecisePrefix(Simulated):
+    """llm-d's precise prefix scorer beside its scorers of queues and of cache in use, weighted 3, 2 and 2."""
+
+    name = "llm-d precise"
+
+    def __init__(self, workers: int, seed: int) -> None:
+        super().__init__(workers, seed)
+        self._holders: dict[int, set[int]] = {}  # by place
+        self._read_at = -1.0
+        self._queues: list[int] = []
+        self._in_use: list[float] = []
+
+    def hear(self, news: News) -> None:
+        """A state is there, or gone."""
+        if news.gone:
+            self._holders.get(news.gone, set()).discard(news.worker)
+        for place in news.kept:
+            self._holders.setdefault(place.name, set()).add(news.worker)
+
+    def pick(self, request: TraceRequest, now: float) -> int:
+        """The highest sum of scores; what was just sent is taken to be held."""
+        if self.fleet is not None and now - self._read_at > SCRAPE_SECONDS:
+            self._read_at = now
+            self._queues = [len(worker.waiting) for worker in self.fleet.workers]
+            self._in_use = [worker.cache_in_use for worker in self.fleet.workers]
+        held: dict[int, int] = {}
+        for place in reversed(request.path):
+            if place.tokens < request.prompt:
+                for worker in self._holders.get(place.name, ()):
+                    held.setdefault(worker, place.tokens)
+        shortest, longest = min(self._queues), max(self._queues)
+
+        def score(worker: int) -> float:
+            queue = (longest - self._queues[worker]) / (longest - shortest) if longest > shortest else 1.0
+            prefix = PREFIX_WEIGHT * held.get(worker, 0) / request.prompt
+            return prefix + QUEUE_WEIGHT * queue + CACHE_WEIGHT * (1 - self._in_use[worker])
+
+        chosen = self.best(score)
+        for place in request.boundaries:
+            self._holders.setdefault(place.name, set()).add(chosen)
+        return chosen
+
+
+class _Workers:
+    """In the place of the pool: all are up and serve every model."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = self.up = list(workers)
+
+    def for_model(self, model: object) -> list[Worker]:
+        return self.workers
+
+    serving = for_model
+
+
+class _Told:
+    """In the place of the feeds: what the simulated engines tell goes to the gateway's own record of their states."""
+
+    def __init__(self, index: PrefixIndex, workers: Sequence[Worker]) -> None:
+        self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
+        self.states = {worker.url: HeldStates(index, lambda *_: None, self._computed) for worker in workers}
+
+    def _computed(self, request_id: str, tokens: int, is_last: bool) -> None:
+        self.on_computed(request_id, tokens, is_last)
+
+    def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Any]) -> None:
+        self.states[worker.url].sent(request_id, boundaries, entries, worker.boot)
+
+    def refused(self, worker: Worker, request_id: str) -> None:
+        self.states[worker.url].refused(request_id)
+
+
+class Seamark:
+    """The gateway's own dispatcher, choice, index and record of states, fed with the simulated engines' events."""
+
+    name = "seamark"
+
+    def __init__(self, workers: int, seed: int) -> None:
+        del seed  # nothing is drawn
+        engine = EngineInfo(version(), "simulated", MATCH_UNIT, BLOCK)
+        urls = [f"http://worker-{number}" for number in range(workers)]
+        self._workers = [Worker(url, cast(WorkerRenderer, None), up=True, boot=url, engine=engine) for url in urls]
+        for worker in self._workers:
+            worker.renderer_ids[""] = b""  # one template, whose facts are known
+        self._numbers = {url: number for number, url in enumerate(urls)}
+        index = PrefixIndex(INDEX_BYTES)
+        self._told = _Told(index, self._workers)
+        self.fleet: Fleet | None = None
+        self.choice_seconds = 0.0  # CPU time of all choices
+        self._leases: dict[int, tuple[Lease, ProxiedRequest]] = {}
+        self._executions = 0
+        self._dispatcher = Dispatcher(
+            cast(Settings, SimpleNamespace(load_slack=Settings.model_fields["load_slack"].default)),
+            cast(WorkerPool, _Workers(self._workers)),
+            AdmissionQueue(1, 1.0, Histogram("seconds", "of waiting", registry=None)),
+            index,
+            cast(EngineEvents, self._told),
+            WarmupSet(10**6),
+            StoredResponses(10**6),
+        )
+
+    def choose(self, execution: Execution, now: float) -> int:
+        """Where the dispatcher sends it."""
+        self._executions += 1
+        trace = execution.request
+        boundaries = tuple(
+            Boundary(place.kind, _key(place.name), place.tokens, place.tokens, place.tokens)
+            for place in trace.boundaries
+            if place in execution.hint
+        )
+        found = Found(boundaries, tuple(_key(place.name) for place in trace.path), "learnt")
+        identity = str(self._executions)
+        client = ClientRequest("POST", "", "", "other", [], identity, None, now)
+        request = ProxiedRequest(client, RequestBody(b""), identity)
+        request.prediction.found, request.prediction.prompt = found, trace.prompt
+        started = time.process_time()
+        lease = _at_once(self._dispatcher.lease(request).__aenter__())
+        self.choice_seconds += time.process_time() - started
+        self._leases[id(execution)] = (lease, request)
+        return self._numbers[lease.worker.url]
+
+    def hear(self, news: News) -> None:
+        """A state is there, or gone."""
+        worker = self._workers[news.worker]
+        states = self._told.states[worker.url]
+        if news.gone:
+            states.apply([("gone", str(news.gone))], worker.boot)
+        elif news.request is not None and (known := self._leases.get(id(news.request))) is not None:
+            kept = [(place.tokens, str(place.name)) for place in news.kept]
+            states.apply([("came", known[1].engine_id, news.end, kept)], worker.boot)
+            if news.request.end and news.end >= news.request.request.prompt:
+                del self._leases[id(news.request)]
+
+    def first_token(self, execution: Execution) -> None:
+        """A stream has begun."""
+        self._leases[id(execution)][0].prefilled()
+
+    def ended(self, execution: Execution) -> None:
+        """The answer is complete: the slot is free, and what was not found there is not there."""
+        lease, request = self._leases[id(execution)]
+        found = request.prediction.found
+        if found is not None:
+            left = {boundary.key for boundary in found.boundaries}
+            states = self._told.states[lease.worker.url]
+            states.fell_short(found.prefixes, left, execution.hit, MATCH_UNIT, lease.worker.boot)
+        lease.release()
+
+
+class SeamarkWhole(Seamark):
+    """The same with clients that take their answers whole: the gateway sees no first token."""
+
+    name = "seamark, whole"
+
+    def first_token(self, execution: Execution) -> None:
+        """Only the engine's events tell it."""
+
+
+def _key(name: int) -> bytes:
+    return name.to_bytes(16, "little")
+
+
+def _at_once(steps: Coroutine[Any, Any, Lease]) -> Lease:
+    """What a coroutine returns that does not wait: in simulated time there is always a slot."""
+    try:
+        steps.send(None)
+    except StopIteration as end:
+        lease: Lease = end.value
+        return lease
+    raise RuntimeError("The dispatcher waits though every worker has a slot.")
+
+
+POLICIES: dict[str, Callable[[int, int], Policy]] = {
+    "seamark": Seamark,
+    "seamark-whole": SeamarkWhole,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "session": SessionAffinity,
+    "cache-aware": CacheAware,
+    "llm-d": PrecisePrefix,
+}

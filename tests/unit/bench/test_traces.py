@@ -1,0 +1,204 @@
+"""Traces as they are read, the fleet that serves them in simulated time, and the policies side by side."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from proxy.bench import traces
+from proxy.bench.simulated_fleet import PROFILES, Fleet, Profile
+from proxy.bench.trace_formats import BLOCK, BadTrace, read, synthetic
+from proxy.bench.trace_policies import POLICIES, Seamark
+
+EXCERPTS = Path(__file__).parents[2] / "data" / "traces"
+
+CONVERSATION = EXCERPTS / "mooncake_conversation.jsonl.gz"
+
+AGENTS = EXCERPTS / "claude_code.jsonl.gz"
+
+# Three turns of one conversation, and one request of somebody else with the same first block.
+ROWS = (
+    {"timestamp": 0, "input_length": 1100, "output_length": 100, "hash_ids": [0, 1, 2]},
+    {"timestamp": 9000, "input_length": 1300, "output_length": 50, "hash_ids": [0, 1, 3]},
+    {"timestamp": 9500, "input_length": 1536, "output_length": 5, "hash_ids": [0, 7, 8]},
+    {"timestamp": 20000, "input_length": 1800, "output_length": 1, "hash_ids": [0, 1, 9, 10]},
+)
+
+
+def trace_file(tmp_path: Path, *lines: object) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_turns_of_a_conversation_find_each_other_and_share_what_the_earlier_one_left(tmp_path):
+    trace = read(trace_file(tmp_path, *ROWS))
+    ours, other = trace.sessions
+    assert [request.turn for request in ours] == [0, 1, 2] and len(other) == 1
+    assert [(place.tokens, place.kind) for place in ours[1].boundaries] == [
+        (BLOCK, "system"),
+        (1200, "history"),
+        (1300, "turn"),
+    ]
+    assert [request.shareable for request in ours] == [0, 1100, 1300]
+    assert other[0].shareable == BLOCK
+
+
+def test_where_prompts_have_parted_twice_a_later_one_asks_for_a_state(tmp_path):
+    rows = [{"timestamp": at, "input_length": 1600, "output_length": 1, "hash_ids": [5, 6, 7 + at]} for at in range(3)]
+    kinds = [[place.kind for place in request.boundaries] for request in read(trace_file(tmp_path, *rows)).requests]
+    assert kinds == [["turn"], ["turn"], ["learned", "turn"]]
+
+
+def test_claude_code_sessions_share_their_tools_and_system_prompt_and_nothing_else(tmp_path):
+    def session(first: int) -> dict[str, object]:
+        request = {"in": 2048, "out": 9, "hash_ids": list(range(first, first + 32)), "think_time": 4.5}
+        return {"requests": [request], "tool_tokens": 600, "system_tokens": 500}
+
+    trace = read(trace_file(tmp_path, session(1), session(1)))
+    (one,), (two,) = trace.sessions
+    assert not trace.is_timed and one.pause == 4.5
+    assert one.blocks[:2] == two.blocks[:2] and not set(one.blocks[2:]) & set(two.blocks[2:])
+    assert two.shareable == 1100
+
+
+@pytest.mark.parametrize(
+    ("line", "form", "told"),
+    [
+        ("{broken\n", None, "line 5: no JSON object. A trace has one on each line; cut this one."),
+        ({"timestamp": 1}, None, "line 5: needs numbers timestamp, input_length, output_length and a list hash_ids"),
+        ({"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}, None, "input_length has to be"),
+        ({}, "claude-code", "line 1: needs tool_tokens, system_tokens and a list requests"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named_with_its_cure(tmp_path, line, form, told):
+    path = trace_file(tmp_path, *ROWS, line)
+    with pytest.raises(BadTrace) as raised:
+        read(path, form)
+    assert told in str(raised.value) and str(path) in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read_costs_one_line(tmp_path, capsys):
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 1000)[:20])
+    for name in ("missing.jsonl", "cut.gz"):
+        assert traces.main(["--trace", str(tmp_path / name)]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and name in error and "Give a .jsonl or .jsonl.gz file." in error
+
+
+def test_copies_of_a_trace_share_with_it_what_most_sessions_share():
+    trace = read(CONVERSATION)
+    common = trace.common()
+    request = max(trace.requests, key=lambda request: len(request.blocks))
+    copy = request.copied(1, common)
+    assert copy.blocks[0] == request.blocks[0] and copy.blocks[-1] != request.blocks[-1]
+    assert request.copied(0, common) is request
+    assert [place.tokens for place in copy.path] == [place.tokens for place in request.path]
+
+
+def test_drawn_conversations_are_the_same_with_the_same_seed_and_like_the_trace():
+    trace = synthetic(600, seed=3)
+    assert trace == synthetic(600, seed=3) != synthetic(600, seed=4)
+    real = read(CONVERSATION)
+
+    def mean_prompt(requests) -> float:
+        return sum(request.prompt for request in requests) / len(requests)
+
+    assert 0.7 < mean_prompt(trace.requests) / mean_prompt(real.requests) < 1.4
+    assert 1.3 < len(trace.requests) / len(trace.sessions) < 1.5
+
+
+def test_a_lone_request_takes_what_the_profile_says(tmp_path):
+    trace = read(trace_file(tmp_path, ROWS[0]))
+    profile = Profile(pass_seconds=1.0, token_seconds=0.001, sequence_seconds=0.5)
+    fleet = Fleet(1, profile, POLICIES["round-robin"](1, 0), traces.hint_of)
+    fleet.send(trace.requests[0], 0.0)
+    fleet.run(1e9)
+    (done,) = fleet.executions
+    assert (done.hit, done.first) == (0, pytest.approx(2.1))
+    assert done.end == pytest.approx(2.1 + 99 * 1.5)
+
+
+def test_a_later_turn_finds_the_state_of_the_one_before_until_it_is_evicted(tmp_path):
+    requests = read(trace_file(tmp_path, *ROWS)).requests
+    hits = {}
+    for states in (100, 1):
+        profile = Profile(cache_tokens=200_000, state_tokens=1000, state_share=states * 1000 / 200_000)
+        fleet = Fleet(1, profile, POLICIES["round-robin"](1, 0), traces.hint_of)
+        for request in requests:
+            fleet.send(request, request.arrival)
+        fleet.run(1e9)
+        hits[states] = [done.hit for done in sorted(fleet.executions, key=lambda done: done.arrived)]
+    # In order of arrival: the conversation's first two turns, the other request, the third turn.
+    assert hits == {100: [0, 1088, 512, 1296], 1: [0, 1088, 0, 0]}
+
+
+def test_every_policy_serves_every_request_once():
+    trace = read(AGENTS)
+    for name, policy in POLICIES.items():
+        made = policy(3, 1)
+        fleet = Fleet(3, PROFILES["datacentre"], made, traces.hint_of)
+        if hasattr(made, "fleet"):
+            made.fleet = fleet
+        sent = [request for session in trace.sessions for request in session[:3]]
+        for at, request in enumerate(sent):
+            fleet.send(request, 3.0 * at)
+        fleet.run(1e9)
+        assert sorted(id(done.request) for done in fleet.executions) == sorted(map(id, sent)), name
+        assert all(0 <= done.hit < done.request.prompt for done in fleet.executions)
+
+
+def test_seamarks_own_dispatcher_sends_a_conversation_where_its_states_are():
+    requests = read(AGENTS).sessions[0]
+    policy = Seamark(4, 0)
+    fleet = Fleet(4, PROFILES["datacentre"], policy, traces.hint_of)
+    for at, request in enumerate(requests):
+        fleet.send(request, 100.0 * at)
+    fleet.run(1e9)
+    assert len({done.worker for done in fleet.executions}) == 1
+    assert [done.hit for done in fleet.executions] == [request.shareable // 16 * 16 for request in requests]
+    assert all(worker.inflight == worker.prefill_tokens == 0 for worker in policy._workers)
+
+
+@pytest.mark.parametrize("trace", [CONVERSATION, AGENTS])
+def test_the_report_is_the_same_with_the_same_seed(trace, capsys):
+    flags = ["--trace", str(trace), "--workers", "2", "--users", "2", "--seconds", "60", "--json"]
+    flags += ["--policy", "seamark", "--policy", "cache-aware"]
+    reports = []
+    for _ in range(2):
+        assert traces.main(flags) == 0
+        report = json.loads(capsys.readouterr().out)
+        for outcome in report["outcomes"]:
+            outcome.pop("choice_microseconds")
+        reports.append(report)
+    assert reports[0] == reports[1]
+    assert [outcome["policy"] for outcome in reports[0]["outcomes"]] == ["seamark", "cache-aware"]
+    for outcome in reports[0]["outcomes"]:
+        assert 0 < outcome["hit_efficiency"] <= 1 and outcome["first_token_p99"] >= outcome["first_token_p50"] > 0
+        assert 1 <= outcome["imbalance"] <= 2
+
+
+def test_the_table_has_a_row_for_each_policy_and_number_of_workers(capsys):
+    flags = ["--trace", str(AGENTS), "--workers", "1", "--workers", "2", "--users", "1", "--seconds", "60"]
+    assert traces.main([*flags, "--policy", "session", "--policy", "llm-d"]) == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if row and row[0] in "12"] == [
+        ["1", "session"],
+        ["1", "llm-d"],
+        ["2", "session"],
+        ["2", "llm-d"],
+    ]
+
+
+def test_a_profile_comes_from_a_file_and_a_wrong_one_is_refused(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    path.write_text('{"token_seconds": 0.002}')
+    assert traces.profile_from(path) == Profile(token_seconds=0.002)
+    for text in ('{"tokens": 1}', '{"token_seconds": 0}', "[]", "{"):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match="2"):
+            traces.main(["--profile", str(path)])
+        assert "needs a JSON object of positive numbers, of pass_seconds," in capsys.readouterr().err
