@@ -41,13 +41,13 @@ def test_an_answer_reports_the_prompt_that_was_prepared(url, shape):
     body = body_of(shape, steps(3, seed=1))
     ids = rendered(url, shape.path, body)
     answer = post(url + shape.path, body, **{CACHED.decode(): "160"})
-    assert usage_of(answer.json()) == (len(ids), 160)
+    assert usage_of(answer.json()) == (len(ids), 160, 1)
 
 
 def test_without_one_it_renders_the_chat_itself(url):
     ids = rendered(url, CHAT, CHAT_BODY)
     rendered(url, CHAT, {**CHAT_BODY, "messages": [{"role": "user", "content": "Another prompt, and a longer one."}]})
-    assert usage_of(post(url + CHAT, CHAT_BODY).json()) == (len(ids), 0)
+    assert usage_of(post(url + CHAT, CHAT_BODY).json()) == (len(ids), 0, 1)
 
 
 def test_hints_are_resolved_and_reported(url):
