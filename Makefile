@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-clients
+.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -39,6 +39,11 @@ test-drafts:
 test-clients:
 	@./set-up.sh tests
 	@.venv/bin/python -m pytest -m on_request -s tests/gateway/test_clients.py $(ARGS)
+
+# The chart's custom resources by their authors' definitions, as npm has them (some 35 MB into .cache once).
+test-chart:
+	@./set-up.sh tests
+	@.venv/bin/python -m pytest -m on_request tests/gateway/test_deploy_helm.py $(ARGS)
 
 # The images of deploy/ built and its stack up on a CPU, in a container engine of its own (Debian, root; no registry).
 test-deploy:

@@ -39,6 +39,7 @@ from engine_patches.scheduler.cache_keys import (
 from engine_patches.scheduler.chunks import end_chunk
 from engine_patches.scheduler.fan_out import hold_followers
 from engine_patches.scheduler.hooks import count_hits, count_tail_states, release_before_reset, set_up_checkpoints
+from engine_patches.scheduler.kv_events import announce_resumable_blocks
 from engine_patches.scheduler.match_unit import default_to_fine_unit
 from engine_patches.scheduler.state_events import watch_removed_keys
 from engine_patches.scheduler.state_writes import keep_only_true_states, learn_step_time, write_after_scheduling
@@ -252,6 +253,34 @@ PATCHES: tuple[Patch, ...] = (
         relies_on=(Shape(f"{KV_CACHE_MANAGER}.__init__", mentions=("manager.shared_prefix_checkpoint",)),),
     ),
     Patch(
+        "kv-events",
+        f"{SCHEDULER}.__init__",
+        why="KV events name attention blocks that no state makes usable; nothing is replaced where they are off",
+        upstream="vllm#44451, #43258; ai-dynamo/dynamo#12169",
+        until="vLLM announces of a hybrid what can be resumed, and indexes go by it",
+        build=announce_resumable_blocks,
+        mentions=("self.enable_kv_cache_events = (",),
+        relies_on=(
+            Shape(
+                f"{POOL}.cache_full_blocks",
+                "self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask",
+                mentions=("if blk.is_null or (block_mask is not None and not block_mask[i])",),
+            ),
+            CACHE_PARTIAL_BLOCK,
+            Shape(
+                f"{POOL}.emit_cached_block_events", "self, request, num_cached_blocks, block_size, kv_cache_group_id"
+            ),
+            Shape(f"{POOL}._emit_block_removed_events", "self, block_hashes"),
+            Shape(f"{POOL}.take_events", "self", mentions=("self.kv_event_queue = []",)),
+            Shape(
+                f"{POOL}._build_block_stored_event",
+                mentions=("request.all_token_ids[start_token_idx:end_token_idx]", "extra_keys_list", "self.medium"),
+            ),
+            Shape(f"{POOL}.reset_prefix_cache", mentions=("self.cached_block_hash_to_block = BlockHashToBlockMap()",)),
+            Shape(f"{KV_CACHE_MANAGER}.take_events", "self", mentions=("self.block_pool.take_events()",)),
+        ),
+    ),
+    Patch(
         "chunk-end",
         f"{SCHEDULER}._mamba_block_aligned_split",
         why="chunks run to the budget, since states no longer need a chunk's end; if they do, chunks end at hints",
@@ -280,6 +309,15 @@ PATCHES: tuple[Patch, ...] = (
             Shape(f"{POOL}.get_new_blocks", "self, num_blocks"),
             Shape(f"{POOL}.free_blocks", "self, ordered_blocks"),
             CACHE_PARTIAL_BLOCK,
+            # What a connector loads may come before the steps that are running have written.
+            Shape(
+                f"{SCHEDULER}._free_cow_retained_blocks",
+                "self, blocks, fence_seq",
+                (
+                    "if not self.defer_block_free or fence_seq <= self.processed_step_seq:",
+                    "self.deferred_frees.append((fence_seq, ",
+                ),
+            ),
             # A state that is given up is put behind others in the list of free blocks.
             Shape(
                 "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.__init__",

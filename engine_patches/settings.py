@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from ipaddress import IPv4Network, IPv6Network, ip_network
 
 MODE_VARIABLE = "SEAMARK_ENGINE"
 
@@ -11,20 +13,41 @@ FULL, REFERENCE, OFF = "1", "reference", "0"
 
 DEFAULT_SHARE = 0.5  # of all cache blocks
 
+DEFAULT_PIN_SHARE = 0.1
+
 logger = logging.getLogger("vllm.seamark")
 
 FAN_OUT = "SEAMARK_FAN_OUT"  # 0: no request waits for another one's prefix
 
 STATE_SHARE = "SEAMARK_STATE_SHARE"  # part of the cache's blocks that states may hold, 0..1
 
+PIN_SHARE = "SEAMARK_PIN_SHARE"  # part of the cache's blocks that pinned prompts may hold, 0..1
+
 CHUNK_ENDS = "SEAMARK_CHUNK_ENDS"  # 1: states only at the ends of a kernel's chunks; 0: on any match unit
 
+HINTS_FROM = "SEAMARK_HINTS_FROM"  # addresses and networks whose header x-seamark-boundaries is read; *: all
+
 DRAFTS = "SEAMARK_DRAFTS"  # 1: hints are used beside speculative decoding, too
+
+KV_EVENTS = "SEAMARK_KV_EVENTS"  # what vLLM's KV events say of a hybrid; 0: what vLLM says
+
+UNITS, BLOCKS = "units", "blocks"  # attention blocks that lead to a state, as long as the match unit or a cache block
 
 
 def drafts() -> bool:
     """Whether hints are used beside speculative decoding."""
     return _switch(DRAFTS, False)
+
+
+def hints_from() -> tuple[IPv4Network | IPv6Network, ...]:
+    """Networks whose requests may carry a hint in a header."""
+    found: list[IPv4Network | IPv6Network] = []
+    for each in filter(None, map(str.strip, os.environ.get(HINTS_FROM, "").split(","))):
+        try:
+            found += map(ip_network, ("0.0.0.0/0", "::/0") if each == "*" else (each,))
+        except ValueError:
+            logger.error("seamark: %s: %r is no address or network, and is ignored", HINTS_FROM, each)
+    return tuple(found)
 
 
 def fan_out() -> bool:
@@ -37,16 +60,33 @@ def chunk_ends(default: bool) -> bool:
     return _switch(CHUNK_ENDS, default)
 
 
+def kv_events() -> str:
+    """What KV events announce: `UNITS` or `BLOCKS` that lead to a held state, or all that vLLM does (`OFF`)."""
+    value = os.environ.get(KV_EVENTS, "").strip().lower()
+    if value not in ("", UNITS, BLOCKS, OFF):
+        logger.error("seamark: %s=%r is not one of %s, %s, %s; %s is used", KV_EVENTS, value, UNITS, BLOCKS, OFF, UNITS)
+    return value if value in (BLOCKS, OFF) else UNITS
+
+
 def state_share() -> float:
     """Part of the cache's blocks that states may hold."""
-    value = os.environ.get(STATE_SHARE, "").strip()
+    return _share(STATE_SHARE, DEFAULT_SHARE, "(0, 1]", lambda share: 0 < share <= 1)
+
+
+def pin_share() -> float:
+    """Part of the cache's blocks that pinned prompts may hold."""
+    return _share(PIN_SHARE, DEFAULT_PIN_SHARE, "[0, 1)", lambda share: 0 <= share < 1)
+
+
+def _share(name: str, default: float, interval: str, is_in: Callable[[float], bool]) -> float:
+    value = os.environ.get(name, "").strip()
     try:
-        share = float(value) if value else DEFAULT_SHARE
+        share = float(value) if value else default
     except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        logger.error("seamark: %s=%r is not a number in (0, 1]; %s is used", STATE_SHARE, value, DEFAULT_SHARE)
-        return DEFAULT_SHARE
+        share = float("nan")
+    if not is_in(share):
+        logger.error("seamark: %s=%r is not a number in %s; %s is used", name, value, interval, default)
+        return default
     return share
 
 

@@ -89,6 +89,7 @@ class WatchedFile(Generic[T]):
         self._stamp = self._current_stamp()
         self.value: T = read(path)
         self.is_current = True  # the file could be used when it was last read
+        self.failed: Callable[[], None] = lambda: None  # it has changed, and cannot be used
 
     def refresh(self) -> bool:
         """Whether there is a new value. A line in the log says so, or says why the old value stays."""
@@ -101,6 +102,7 @@ class WatchedFile(Generic[T]):
         except SettingsError as error:
             self.is_current = False
             logger.error("%s; its previous content stays in force", error)
+            self.failed()
             return False
         self.is_current = True
         logger.info("%s was read again", self._path)
@@ -124,6 +126,19 @@ def worker_url(url: object) -> str:
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from None
     return base_url(text)
+
+
+def service_url(name: object) -> str:
+    """The base URL of a service whose addresses are workers, from `NAME:PORT`. Raises `ValueError`."""
+    text = str(name).strip()
+    if text.lower().startswith("https://"):
+        raise ValueError("https is not for addresses, which no certificate names: give each worker with worker")
+    url = worker_url(text if text.lower().startswith("http://") else f"http://{text}")
+    if without_credentials(url)[1] is not None:
+        raise ValueError("it may hold no credentials: give each worker with worker")
+    if urlsplit(url).port is None:
+        raise ValueError("it must be NAME:PORT, for example vllm.default.svc:8000")
+    return url
 
 
 def without_credentials(url: str) -> tuple[str, str | None]:

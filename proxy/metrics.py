@@ -48,17 +48,11 @@ class Metrics:
         self.key_requests = Counter(
             "seamark_key_requests_total", "Requests with an API key, by its name", ["key"], registry=registry
         )
-        self.key_prompt_tokens = Counter(
-            "seamark_key_prompt_tokens_total",
-            "Prompt tokens of its requests, cached ones too",
-            ["key"],
+        self.key_tokens = Counter(
+            "seamark_key_tokens_total",
+            "Tokens of its requests: of their prompts, of those the cached ones, and of their answers",
+            ["key", "kind"],
             registry=registry,
-        )
-        self.key_cached_tokens = Counter(
-            "seamark_key_cached_tokens_total", "Those that the engine reports as cached", ["key"], registry=registry
-        )
-        self.key_output_tokens = Counter(
-            "seamark_key_output_tokens_total", "Tokens generated for its requests", ["key"], registry=registry
         )
         self.seconds_saved = Counter(
             "seamark_seconds_saved_total",
@@ -166,6 +160,36 @@ class Metrics:
             ["setting"],
             registry=registry,
         )
+        self.discovered = Gauge(
+            "seamark_discovered_workers", "Addresses of a name in workers_dns", ["name"], registry=registry
+        )
+        self.discovery_failures = Counter(
+            "seamark_discovery_failures_total",
+            "Times that a name in workers_dns could not be resolved",
+            ["name"],
+            registry=registry,
+        )
+        self.config_reload_errors = Counter(
+            "seamark_config_reload_errors_total",
+            "Times that a changed file could not be used, by the setting that names it",
+            ["file"],
+            registry=registry,
+        )
+        self.response_cache_requests = Counter(
+            "seamark_response_cache_total",
+            "Requests that the response cache saw: answered from it, from one under way, computed, or none of its own",
+            ["result"],
+            registry=registry,
+        )
+        self.response_cache_bytes = Gauge(
+            "seamark_response_cache_bytes", "Memory that stored answers and shared ones take", registry=registry
+        )
+        self.response_cache_entries = Gauge(
+            "seamark_response_cache_entries", "Answers in the response cache", registry=registry
+        )
+        self.response_cache_evictions = Counter(
+            "seamark_response_cache_evictions_total", "Answers dropped from the full response cache", registry=registry
+        )
         # Workers without the plugin.
         of_loss = ["model", "reason"]
         self.shadow_lost_tokens = Counter(
@@ -194,3 +218,9 @@ class Metrics:
         )
         for result in ("same", "noise", "differs"):
             self.self_checks.labels(result)
+
+    def forget_worker(self, name: str) -> None:
+        """Drop all series of a worker that is gone: an autoscaler makes new ones for ever."""
+        for family in vars(self).values():
+            if "worker" in getattr(family, "_labelnames", ()):
+                family.remove_by_labels({"worker": name})

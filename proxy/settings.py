@@ -11,14 +11,23 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from proxy.config_files import VALUE_ERROR, read_toml, worker_url
+from proxy.config_files import VALUE_ERROR, read_toml, service_url, worker_url
 from proxy.errors import SettingsError, did_you_mean
 
 PREFIX = "SEAMARK_"
 
 # Variables with our prefix that are for vLLM's environment. One file of variables often serves gateway and workers.
 PLUGIN_VARIABLES = frozenset(
-    {"SEAMARK_ENGINE", "SEAMARK_FAN_OUT", "SEAMARK_STATE_SHARE", "SEAMARK_CHUNK_ENDS", "SEAMARK_DRAFTS"}
+    {
+        "SEAMARK_ENGINE",
+        "SEAMARK_FAN_OUT",
+        "SEAMARK_STATE_SHARE",
+        "SEAMARK_PIN_SHARE",
+        "SEAMARK_CHUNK_ENDS",
+        "SEAMARK_DRAFTS",
+        "SEAMARK_HINTS_FROM",
+        "SEAMARK_KV_EVENTS",
+    }
 )
 
 # What Kubernetes sets in each pod for a Service called `seamark` or `seamark-...`, beside an address in `..._PORT`.
@@ -30,6 +39,9 @@ RewriteRule = Literal["billing_header", "tools_sorted"]
 REWRITE_RULES: tuple[RewriteRule, ...] = get_args(RewriteRule)
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+# Flags that are given once for each value, and what a value is.
+REPEATED = {"worker": "URL", "workers_dns": "NAME:PORT"}
 
 # Settings whose values may hold a password. They are never printed.
 SECRET = frozenset({"redis"})
@@ -53,6 +65,15 @@ class Settings(BaseModel):
     )
     workers_file: Path | None = Field(
         None, description="TOML file with [[worker]] entries (url, max_inflight); read again when it changes"
+    )
+    workers_dns: tuple[str, ...] = Field(
+        (),
+        description="NAME:PORT (repeat for several): each address of that name, IPv4 and IPv6, is a worker, as with a "
+        "headless service of Kubernetes; workers join once they are found well, and finish their requests when gone",
+    )
+    workers_dns_interval: float = Field(5.0, gt=0, description="seconds between two looks at workers_dns")
+    workers_dns_keep: float = Field(
+        60.0, ge=0, description="seconds that workers stay whose name in workers_dns is not resolved any more"
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on")
@@ -78,6 +99,21 @@ class Settings(BaseModel):
         ge=0,
         description="memory for the text of recent prompts: it serves to learn what they share inside, to say what "
         "changed, and to continue stored responses; 0 keeps no text and does none of these",
+    )
+    prefixes_file: Path | None = Field(
+        None,
+        description="JSON file of prompts that every worker keeps in its cache; read again when it changes",
+    )
+    response_cache: int = Field(
+        0,
+        ge=0,
+        description="memory in bytes for whole answers: an identical deterministic request, of the same key or sharing "
+        "group, gets the same bytes again if it, or response_cache_models, allows that; 0: no response cache",
+    )
+    response_cache_models: tuple[str, ...] = Field(
+        (),
+        description="models, separated by commas, whose deterministic requests the response cache answers without "
+        "x-seamark-cache: allow; *: all",
     )
     rewrite: tuple[RewriteRule, ...] = Field(
         ("billing_header",),
@@ -177,6 +213,11 @@ class Settings(BaseModel):
         False, description="leave requests and answers unchanged, send no hints, and report what is lost without them"
     )
 
+    sidecar: bool = Field(
+        False,
+        description="one gateway beside each vLLM, behind a balancer that knows prefixes: one worker, whose /metrics "
+        "are shown with the gateway's own; nothing is shared with others",
+    )
     redis: str | None = Field(
         None, repr=False, description="URL of a Redis server through which gateways share what they learn"
     )
@@ -189,6 +230,16 @@ class Settings(BaseModel):
         except ValidationError:
             return values  # the field itself says what is wrong
         return {**IN_SHADOW, **values} if on else values
+
+    @model_validator(mode="after")
+    def _beside_one_worker(self) -> Settings:
+        if self.sidecar:
+            if len(self.worker) != 1:
+                raise ValueError("sidecar: it stands beside one vLLM: name that one with --worker")
+            for name in ("workers_file", "workers_dns", "redis"):
+                if getattr(self, name):
+                    raise ValueError(f"sidecar: it knows no other gateway or worker: leave out {name}")
+        return self
 
     @field_validator("redis")
     @classmethod
@@ -218,7 +269,15 @@ class Settings(BaseModel):
             raise ValueError("it must be a URL or a list of URLs")
         return tuple(dict.fromkeys(map(worker_url, urls)))
 
-    @field_validator("rewrite", mode="before")
+    @field_validator("workers_dns", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, Sequence):
+            raise ValueError("it must be NAME:PORT or a list of these")
+        return tuple(dict.fromkeys(service_url(name) for name in names if str(name).strip()))
+
+    @field_validator("rewrite", "response_cache_models", mode="before")
     @classmethod
     def _rules(cls, value: Any) -> Any:
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
@@ -230,8 +289,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, field in Settings.model_fields.items():
         flag = "--" + name.replace("_", "-")
         text = field.description or ""
-        if name == "worker":
-            parser.add_argument(flag, action="append", metavar="URL", help=text)
+        if name in REPEATED:
+            parser.add_argument(flag, action="append", metavar=REPEATED[name], help=text)
             continue
         default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         text += "" if default is None else f" (default {str(default).lower()})"
@@ -258,7 +317,7 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     # An empty variable was left as .env.example has it. Only for the rewrite rules does it mean something: none.
     values.update({name: value for name, value in variables.items() if value or (value == "" and name == "rewrite")})
     values.update({name: getattr(args, name) for name in names if getattr(args, name) is not None})
-    if not values.get("worker") and not values.get("workers_file"):
+    if not any(values.get(name) for name in ("worker", "workers_file", "workers_dns")):
         raise SettingsError(
             "worker: none is given; name at least one vLLM server, for example --worker http://127.0.0.1:8000"
         )
@@ -292,9 +351,11 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 def _complaints(errors: Sequence[Any]) -> list[str]:
     complaints = []
     for error in errors:
+        message = error["msg"].removeprefix(VALUE_ERROR)
+        if not error["loc"]:  # of settings that do not go together
+            complaints.append(message)
+            continue
         hidden = error["loc"][0] in SECRET or "@" in str(error["input"])  # a worker's URL may hold a password
         got = "" if hidden else f" (got {error['input']!r})"
-        complaints.append(
-            f"{'.'.join(str(part) for part in error['loc'])}: {error['msg'].removeprefix(VALUE_ERROR)}{got}"
-        )
+        complaints.append(f"{'.'.join(str(part) for part in error['loc'])}: {message}{got}")
     return complaints

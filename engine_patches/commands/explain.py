@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches import plugin, settings
+from engine_patches import kv_connectors, plugin, settings
+from engine_patches.kv_connectors import WITHOUT, Decision, Lane
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 
 HERE, GPU = "here", "gpu"  # whose attention kernels decide the length of a block
@@ -176,6 +177,21 @@ def layer_kinds(config: Any) -> Sequence[str]:
     return kinds
 
 
+def is_hybrid(config: Mapping[str, Any]) -> bool:
+    """Whether a model's `config.json` names recurrent layers beside attention; False if it does not say."""
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, Mapping) else config
+    if str(text.get("model_type", "")).startswith(GDN_MODEL_TYPES) or text.get("linear_attn_config"):
+        return True
+    kinds = set(text.get("layers_block_type") or text.get("layer_types") or ())
+    if kinds:
+        return bool(kinds & RECURRENT and kinds & ATTENTION)
+    pattern = text.get("hybrid_override_pattern")  # one letter for each layer of Nemotron-H
+    if isinstance(pattern, str):
+        return {"M", "*"} <= set(pattern)
+    return bool(text.get("num_attention_heads")) and any(name.startswith("mamba_") for name in text)
+
+
 def _stand_ins(config: Any, kinds: Sequence[str]) -> dict[str, Any]:
     """Layers by name that answer vLLM's questions about their cache as the model's own would."""
     from vllm.config import set_current_vllm_config
@@ -290,7 +306,7 @@ def memory_for_cache(config: Any) -> tuple[int, str] | None:
     ), f"{cache.gpu_memory_utilization:.0%} of {_amount(total)} without the weights; activations need some"
 
 
-def report(cost: Cost, memory: tuple[int, str] | None, share: float) -> Iterator[str]:
+def report(cost: Cost, memory: tuple[int, str] | None, share: float, connector: Decision = WITHOUT) -> Iterator[str]:
     """The cost as lines of text. `memory`: bytes of cache and where the number comes from."""
     size, source = memory or (EXAMPLE, "for example: --kv-cache-memory-bytes was not given")
     kept = cost.states_in(size, share)
@@ -305,10 +321,12 @@ def report(cost: Cost, memory: tuple[int, str] | None, share: float) -> Iterator
         ("which holds", f"{cost.tokens_in(size):,} tokens of KV, or {cost.states_in(size):,} states"),
         ("states may take", f"{share:.0%} of it ({settings.STATE_SHARE}): {kept:,} states"),
     ]
+    if connector.names:
+        rows.append(("KV connector", ", ".join(connector.names)))
     yield cost.model
     for name, value in rows:
         yield f"  {name:<18}{value}"
-    for line in advice(cost, kept):
+    for line in (*advice(cost, kept), *about(connector)):
         yield f"  * {line}"
 
 
@@ -322,6 +340,16 @@ def advice(cost: Cost, kept: int) -> Iterator[str]:
         yield f"room for {kept} states is little: more memory for the cache, or a larger {settings.STATE_SHARE}"
 
 
+def about(connector: Decision) -> Iterator[str]:
+    """What configured KV connectors change."""
+    if connector.lane is Lane.NO_HINTS:
+        yield f"{connector.reason}: hints are refused"
+    elif connector.lane is Lane.NOT_SERVED:
+        yield connector.reason
+    elif connector.lane is Lane.CHUNK_ENDS:
+        yield f"{connector.reason}: a state costs a pass; beside NixlConnector it costs none"
+
+
 def main(arguments: Sequence[str], kernels: str) -> int:
     """Print what a state costs under a command line of `vllm serve`; exit status 1 if that cannot be said.
 
@@ -332,7 +360,8 @@ def main(arguments: Sequence[str], kernels: str) -> int:
     try:
         with _gpu_kernels() if kernels == GPU else contextlib.nullcontext():
             config = configure(arguments)
-            lines = list(report(cost_of(config), memory_for_cache(config), settings.state_share()))
+            connector = kv_connectors.decide(config)
+            lines = list(report(cost_of(config), memory_for_cache(config), settings.state_share(), connector))
     except CannotExplain as error:
         print(f"seamark worker: {error}", file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from engine_patches.kv_connectors import Lane, decide_by
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 
 INSTALL = (
@@ -104,8 +105,10 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         epilog="`--help=all` lists vLLM's flags, which win over those that are set here: "
         f"{' '.join(NEEDED_FLAGS)} {MIDDLEWARE[0]}. Variables of the environment: SEAMARK_ENGINE=0 leaves vLLM "
         "untouched, =reference cures its defects and no more; SEAMARK_FAN_OUT=0: no request waits for another one's "
-        "prefix; SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_CHUNK_ENDS=1: "
-        "states only at the ends of a kernel's chunks.",
+        "prefix; SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_PIN_SHARE=0.1: "
+        "part that pinned prompts may hold; SEAMARK_HINTS_FROM: networks whose header x-seamark-boundaries is read; "
+        "SEAMARK_CHUNK_ENDS=1: states only at the ends of a kernel's chunks; SEAMARK_KV_EVENTS=blocks: KV events name "
+        "whole cache blocks, =0: all that vLLM announces.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="MODEL", help="folder or name; or first, or `model` in vLLM's --config FILE")
@@ -179,6 +182,44 @@ def vllm_arguments(
     return [*arguments, *MIDDLEWARE, *given]
 
 
+def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}) -> str | None:
+    """Why vLLM could not serve a model with the KV connector of a command line, in one sentence; None if it could.
+
+    vLLM's own words for that, half a minute later, name neither. `given`, `config`: flags, and what the file of vLLM's
+    `--config` says.
+    """
+    decision = decide_by(transfer_config(given, config))
+    if decision.lane is not Lane.NOT_SERVED:
+        return None
+    from engine_patches.commands import explain
+
+    served = "through NixlConnector and, on a GPU, OffloadingConnector it can"
+    return f"{decision.reason}; {served}" if explain.is_hybrid(config_of(model)) else None
+
+
+def transfer_config(given: Sequence[str], config: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The fields of vLLM's `KVTransferConfig` that flags and a config file name; what is malformed is left to vLLM."""
+    flags = {name.replace("_", "-"): value for name, value in config.items()}
+    for number, argument in enumerate(given):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--kv"):
+            following = given[number + 1 : number + 2]
+            head, dot, rest = name.removeprefix("--").partition(".")  # a field of its own keeps its underscores
+            flags[head.replace("_", "-") + dot + rest] = value if equals else "".join(following)
+    transfer = flags.get("kv-transfer-config") or {}
+    if isinstance(transfer, str):
+        try:
+            transfer = json.loads(transfer)
+        except ValueError:
+            transfer = {}
+    fields = dict(transfer) if isinstance(transfer, Mapping) else {}
+    start = "kv-transfer-config."
+    fields |= {name.removeprefix(start): value for name, value in flags.items() if name.startswith(start)}
+    if flags.get("kv-offloading-size") and flags.get("kv-offloading-backend") == "lmcache":
+        fields["kv_connector"] = "LMCacheMPConnector"  # as vLLM does
+    return fields
+
+
 def vllm_environment(environment: Mapping[str, str], on_cpu: bool) -> dict[str, str]:
     """Environment of the server: CPU defaults for what is unset, and Seamark among the plugins that a user admits."""
     wanted = {**(CPU_ENVIRONMENT if on_cpu else {}), **environment}
@@ -213,6 +254,9 @@ def main(argv: list[str]) -> int:
         return 1
     os.environ.update(vllm_environment(os.environ, on_cpu))
     name = model or config.get("model")
+    if why := refusal(str(name), given, config):
+        print(f"seamark worker: {why}", file=sys.stderr)
+        return 1
     for_cpu = cpu_flags(model_type_of(str(name)) if name else "") if on_cpu else {}
     arguments = vllm_arguments(model, given, config, for_cpu)
     if explain:

@@ -13,9 +13,11 @@ import re
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
+from engine_patches.reporting import hint_header
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateEvicted, StateStored
 
@@ -25,8 +27,14 @@ MAX_KEPT = 8192  # requests, and states that came or went; some 300 bytes each
 
 MAX_ID = 512  # characters kept of an id; vLLM takes headers of megabytes, and the gateway's ids have at most 265
 
-# Of a request with the value 1, and of its answer: REASON,HIT,SHARED,POSITION:POSITION.., lengths in tokens.
+# Of a request with the value 1, and of its answer: REASON,HIT,SHARED,POSITION:POSITION.., lengths in tokens. Of one
+# that pins its prompt: also ,FATE.
 HEADER = b"x-seamark-outcome"
+
+# Of a request from a gateway: GATEWAY,PROMPT,LEFT. Its tokens, and how many of them the gateway expects to be computed.
+LOAD_HEADER = b"x-seamark-load"
+
+_LOAD = re.compile(rb"([0-9a-f]{1,32}),(\d{1,8}),(\d{1,8})", re.ASCII)
 
 MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
 
@@ -49,6 +57,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Outcome(NamedTuple):
@@ -59,18 +68,88 @@ class Outcome(NamedTuple):
     hit_tokens: int
     shared: int  # with an earlier prompt that the engine has seen
     resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
+    pin: str = ""  # what became of its wish to pin its prompt, or to release it
 
     @property
     def header(self) -> bytes:
         """The value of `HEADER`."""
-        positions = ":".join(map(str, self.resolved))
-        return f"{self.reason},{self.hit_tokens},{self.shared},{positions}".encode()
+        fields = [self.reason, self.hit_tokens, self.shared, ":".join(map(str, self.resolved)), self.pin]
+        return ",".join(map(str, fields if self.pin else fields[:-1])).encode()
 
 
 def client_id(engine_id: str) -> str:
     """The `X-Request-Id` in vLLM's name of a request, or the name itself if it has another form; its beginning."""
     match = _COMPLETION.fullmatch(engine_id) or _OTHER.fullmatch(engine_id)
     return (match[1] if match else engine_id)[:MAX_ID]
+
+
+class Load(NamedTuple):
+    """What there is to do."""
+
+    requests: int  # under way
+    prefill_tokens: int  # of their prompts, still to be computed
+
+
+@dataclass(eq=False)
+class CountedRequest:
+    """A request under way, as its gateway counts it; lengths in tokens."""
+
+    gateway: str
+    request_id: str  # its X-Request-Id
+    prompt: int
+    left: int  # to be computed
+
+
+class GatewayLoads:
+    """What each gateway has at this API server. Each counts its own; here they learn of one another."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, Load] = {}  # by gateway; those with requests
+        self._requests: dict[str, CountedRequest] = {}  # by X-Request-Id
+
+    def begin(self, header: bytes, request_id: str) -> CountedRequest | None:
+        """A request with this `LOAD_HEADER` comes; None if that is nonsense, and the request is not counted."""
+        match = _LOAD.fullmatch(header)
+        if match is None:
+            return None
+        request = CountedRequest(match[1].decode(), request_id, int(match[2]), int(match[3]))
+        self._requests[request_id] = request
+        self._add(request.gateway, 1, request.left)
+        return request
+
+    def computed(self, request_id: str, end: int) -> None:
+        """So many tokens of a prompt are computed."""
+        if (request := self._requests.get(request_id)) is not None:
+            self._leave(request, max(0, request.prompt - end))
+
+    def answered(self, request: CountedRequest) -> None:
+        """Its answer begins: the prompt is computed."""
+        self._leave(request, 0)
+
+    def end(self, request: CountedRequest) -> None:
+        """It is over."""
+        self._leave(request, 0)
+        self._add(request.gateway, -1, 0)
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+
+    def beside(self, gateway: str) -> Load:
+        """What all other gateways have."""
+        others = [load for name, load in self._loads.items() if name != gateway]
+        return Load(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
+
+    def _leave(self, request: CountedRequest, left: int) -> None:
+        if left < request.left:
+            self._add(request.gateway, 0, left - request.left)
+            request.left = left
+
+    def _add(self, gateway: str, requests: int, tokens: int) -> None:
+        before = self._loads.get(gateway, Load(0, 0))
+        load = Load(before.requests + requests, before.prefill_tokens + tokens)
+        if load.requests:
+            self._loads[gateway] = load
+        else:
+            self._loads.pop(gateway, None)
 
 
 class Feed:
@@ -84,7 +163,8 @@ class Feed:
         self._kept: deque[tuple[int, Outcome | list[Any]]] = deque(maxlen=MAX_KEPT)
         self._latest: OrderedDict[str, Outcome] = OrderedDict()  # of those kept, by X-Request-Id
         self._last_number: dict[int, int] = {}  # of an event, by engine
-        self._readers: set[asyncio.Event] = set()  # those that wait
+        self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
+        self.loads = GatewayLoads()
 
     def add_outcome(self, request: AdmittedRequest) -> None:
         """A request was admitted. One with several answers (`n`) has the outcome of its first child."""
@@ -98,6 +178,12 @@ class Feed:
         if len(self._latest) > MAX_KEPT:
             self._latest.popitem(last=False)
 
+    def add_pin(self, engine_id: str, fate: str) -> None:
+        """What became of a request's wish to pin its prompt, or to release it; it was admitted before."""
+        name = client_id(engine_id)
+        if (outcome := self._latest.get(name)) is not None:
+            self._latest[name] = outcome._replace(pin=fate)
+
     def take_latest(self, request_id: str) -> Outcome | None:
         """The latest outcome under an `X-Request-Id`, once; None if this process knows none."""
         return self._latest.pop(request_id, None)
@@ -109,6 +195,7 @@ class Feed:
         self._last_number[engine] = number
         match event:
             case StateStored(request_id, end, states):
+                self.loads.computed(client_id(request_id), end)
                 self._keep(["came", client_id(request_id), end, states])
             case StateEvicted(name):
                 self._keep(["gone", name])
@@ -124,12 +211,19 @@ class Feed:
         for reader in self._readers:
             reader.set()
 
-    def after(self, cursor: int, boot: str | None = None) -> dict[str, Any]:
+    def wake_others(self, gateway: str) -> None:
+        """A gateway's load has changed. Call in the event loop that serves."""
+        for reader, name in self._readers.items():
+            if name is not None and name != gateway:
+                reader.set()
+
+    def after(self, cursor: int, boot: str | None = None, gateway: str | None = None) -> dict[str, Any]:
         """Everything later than `cursor`, or everything kept if `boot` is another process's.
 
         `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
         what its hint's entries name. `states` only if this process gets all events. `reset`: entries were lost to the
-        reader, so it no longer knows what the cache holds.
+        reader, so it no longer knows what the cache holds. `load`, with `states` and for a `gateway` that names itself:
+        the requests of all others here, and the tokens of their prompts to compute.
         """
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
@@ -150,20 +244,29 @@ class Feed:
             "outcomes": [(outcome.request_id, outcome.reason, outcome.hit_tokens) for outcome in outcomes],
             "resolved": [(outcome.request_id, outcome.shared, outcome.resolved) for outcome in outcomes],
         }
-        return {**answer, "states": states[::-1], "reset": reset} if self.has_all_events else answer
+        if not self.has_all_events:
+            return answer
+        load = {"load": self.loads.beside(gateway)} if gateway is not None else {}
+        return {**answer, "states": states[::-1], "reset": reset, **load}
 
-    async def wait_after(self, cursor: int, boot: str | None, seconds: float) -> dict[str, Any]:
-        """As `after`, once there is something, or `seconds` have passed."""
-        if seconds and boot == self.boot and cursor >= self._cursor:
+    async def wait_after(
+        self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None
+    ) -> dict[str, Any]:
+        """As `after`, once there is something, the load is not what the gateway knows, or after `seconds`.
+
+        `load`: what it knows, as REQUESTS:TOKENS.
+        """
+        is_known = gateway is None or load is None or load == "{}:{}".format(*self.loads.beside(gateway))
+        if seconds and boot == self.boot and cursor >= self._cursor and is_known:
             added = asyncio.Event()
-            self._readers.add(added)
+            self._readers[added] = gateway
             try:
                 await asyncio.wait_for(added.wait(), seconds)
             except TimeoutError:
                 pass
             finally:
-                self._readers.discard(added)
-        return self.after(cursor, boot)
+                self._readers.pop(added, None)
+        return self.after(cursor, boot, gateway)
 
 
 feed = Feed()
@@ -172,16 +275,24 @@ feed = Feed()
 class EventsEndpoint:
     """ASGI middleware for vLLM's `--middleware`: `GET /seamark/outcomes?boot=B&after=N&wait=S`, all else to the app.
 
-    The app's answer to a request with `HEADER` gets that header, if it is no stream and its outcome is known here.
+    With `gateway=ID&load=REQUESTS:TOKENS` a gateway also reads what others have here, by the `LOAD_HEADER` of each
+    request. The app's answer to a request with `HEADER` gets that header, if it is no stream and its outcome is known
+    here. A hint in a header of a request from a trusted hop goes into its body (`hint_header`).
     """
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and hint_header.is_in(scope):
+            receive = await hint_header.into_body(scope, receive)
         if scope["type"] != "http" or scope["path"] != PATH:
-            asked = scope["type"] == "http" and (HEADER, b"1") in scope["headers"]
-            await self._app(scope, receive, _adds_outcome(scope, send) if asked else send)
+            headers = dict(scope["headers"]) if scope["type"] == "http" else {}
+            sends = _adds_outcome(scope, send) if headers.get(HEADER) == b"1" else send
+            if LOAD_HEADER in headers:
+                await _counted(self._app, scope, receive, sends, headers)
+            else:
+                await self._app(scope, receive, sends)
             return
         if scope["method"] != "GET":
             await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
@@ -195,7 +306,31 @@ class EventsEndpoint:
             await _answer(send, 400, {"error": "wait: use a number of seconds"})
             return
         seconds = min(float(wait), MAX_WAIT)
-        await _answer(send, 200, await feed.wait_after(int(after), query.get("boot", [None])[-1], seconds))
+        boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
+        await _answer(send, 200, await feed.wait_after(int(after), boot, seconds, gateway, load))
+
+
+async def _counted(app: App, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+    """The app's answer, while the request counts as its gateway's."""
+    request_id = headers.get(b"x-request-id", b"").decode("latin-1")[:MAX_ID]
+    request = feed.loads.begin(headers[LOAD_HEADER], request_id)
+    if request is None:
+        await app(scope, receive, send)
+        return
+    counted = request
+    feed.wake_others(counted.gateway)
+
+    async def send_counted(message: Message) -> None:
+        if counted.left and message.get("body"):
+            feed.loads.answered(counted)
+            feed.wake_others(counted.gateway)
+        await send(message)
+
+    try:
+        await app(scope, receive, send_counted)
+    finally:
+        feed.loads.end(counted)
+        feed.wake_others(counted.gateway)
 
 
 def _adds_outcome(scope: Scope, send: Send) -> Send:

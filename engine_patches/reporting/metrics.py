@@ -10,9 +10,9 @@ import vllm
 from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from engine_patches import ledger, speculation
+from engine_patches import kv_connectors, ledger, speculation
 from engine_patches.reporting.events_api import feed
-from engine_patches.reporting.stats_channel import EVENT, REQUEST, decode_event, decode_request, detach
+from engine_patches.reporting.stats_channel import EVENT, PIN, REQUEST, decode_event, decode_request, detach
 from engine_patches.scheduler import match_unit
 from engine_patches.scheduler.state_events import StateEvicted
 
@@ -24,7 +24,7 @@ class Families:
         self.info = Gauge(
             "seamark_engine_info",
             "1 while Seamark's patches are live; lengths in tokens",
-            ["version", "vllm", "match_unit", "block_size", "ahead"],
+            ["version", "vllm", "match_unit", "block_size", "ahead", "connector", "lane"],
             multiprocess_mode="max",
         )
         self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
@@ -36,6 +36,10 @@ class Families:
         )
         self.hits = Counter("seamark_checkpoint_hits_total", "Requests that resumed from a recurrent state")
         self.hit_tokens = Counter("seamark_checkpoint_hit_tokens_total", "Prompt tokens those requests did not compute")
+        self.pinned_blocks = Gauge(
+            "seamark_pinned_blocks", "Cache blocks that pinned prompts hold", multiprocess_mode="max"
+        )
+        self.pins = Counter("seamark_pins_total", "Requests to pin a prompt, or to release it", ["fate"])
         self.ignored = Counter("seamark_hints_ignored_total", "Hint entries without effect", ["reason"])
         self.outcomes = Counter(
             "seamark_engine_requests_total", "Requests by why they did or did not resume from the cache", ["reason"]
@@ -71,6 +75,8 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.shown: tuple[str, ...] | None = None
+        connector = kv_connectors.decide(vllm_config)
+        self._connector = ("+".join(connector.names), connector.lane.value) if connector.names else ("", "")
         # Each of several API servers gets a part of the events; of several engines, each has a cache of its own.
         EngineMetrics._engines.add(engine_index)
         if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1 or len(EngineMetrics._engines) > 1:
@@ -85,12 +91,12 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
             )
 
     def _show(self, unit: int, block_size: int, ahead: int) -> None:
-        lengths = (str(unit), str(block_size), str(ahead))
-        if lengths == self.shown:
+        labels = (str(unit), str(block_size), str(ahead), *self._connector)
+        if labels == self.shown:
             return
         self._hide()
-        families().info.labels(own_version(), vllm.__version__, *lengths).set(1)
-        self.shown = lengths
+        families().info.labels(own_version(), vllm.__version__, *labels).set(1)
+        self.shown = labels
 
     def _hide(self) -> None:
         if self.shown is not None:
@@ -118,6 +124,7 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
         metrics.spent.inc(report.pop("spent_ns") / 1e9)
         metrics.pass_seconds.set(report.pop("pass_ns") / 1e9)
         metrics.token_seconds.set(report.pop("token_ns") / 1e9)
+        metrics.pinned_blocks.set(report.pop("pinned_blocks"))
         labelled = {
             "written": metrics.written,
             "ignored": metrics.ignored,
@@ -128,6 +135,10 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
             group, _, label = name.partition("/")
             if group == REQUEST:
                 feed.add_outcome(decode_request(label, hit_tokens=count))
+            elif group == PIN:
+                fate, _, request_id = label.partition("/")
+                metrics.pins.labels(fate).inc()
+                feed.add_pin(request_id, fate)
             elif group == EVENT:
                 number, event = decode_event(label)
                 metrics.evicted.inc(isinstance(event, StateEvicted))

@@ -19,6 +19,8 @@ EVENT = "event"
 
 REQUEST = "request"
 
+PIN = "pin"
+
 
 def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
     """Put the counts since the last report, and the gauges, into a `SchedulerStats`.
@@ -45,8 +47,11 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
         **{f"outcome/{reason}": count for reason, count in counts.outcomes.items()},
         **{f"follower/{fate}": count for fate, count in counts.followers.items()},
         **{f"ignored/{reason}": count for reason, count in counts.ignored.items()},
+        "pinned_blocks": checkpoints.pins.num_blocks if checkpoints.pins is not None else 0,
         **{f"{REQUEST}/{encode_request(request)}": request.hit_tokens for request in counts.requests},
     }
+    # Behind the outcomes, which they add to.
+    report |= {f"{PIN}/{fate}/{request_id}": 0 for request_id, fate in counts.pinned}
     if events is not None:
         report |= {f"{EVENT}/{number}/{encode_event(event)}": 0 for number, event in events.take()}
     carrier.update((PREFIX + name, count) for name, count in report.items())

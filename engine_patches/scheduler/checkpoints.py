@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from engine_patches.scheduler.hints import (
     CheckpointTarget,
     checkpoint_targets,
 )
+from engine_patches.scheduler.pins import NOT_CACHED, Pins
 from engine_patches.scheduler.reasons import NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
@@ -61,7 +62,10 @@ class Checkpoints:
     gate: PrefillGate | None = None  # holds followers back; None if fan-out is switched off
     retention: Retention | None = None  # None if vLLM keeps the states
     state_events: StateEvents | None = None  # None without states
+    pins: Pins | None = None  # None without states
+    pinning: set[str] = field(default_factory=set)  # requests that pin their prompts, or release them
     unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
+    give_back: Callable[[list[Any]], None] | None = None  # frees blocks of states; None: the pool does, at once
     _held: list[Any] = field(default_factory=list)  # blocks written in the running step
 
     def __post_init__(self) -> None:
@@ -100,6 +104,9 @@ class Checkpoints:
             self.counters.hint_ignored(self.refuse_all)
         if not self.enabled:
             return state
+        state.pin = hints.pin_in(request)
+        if state.pin is not None:
+            self.pinning.add(request.request_id)
         ignore = self.counters.hint_ignored
         if state.hinted:
             state.resolved = hints.resolve(hint, request.prompt_token_ids, request.num_prompt_tokens, ignore)
@@ -119,7 +126,7 @@ class Checkpoints:
         reach = math.ceil((TURN_REACH + self.alignment + self.ahead) / self.match_unit)
         self.turn_value.came_back(hashes[max(units - reach, 0) : units])
         targets = self.targets(request, state)
-        if not targets:
+        if not targets or state.pin:
             return 0
         end = targets[-1].position
         if end > len(hashes) * self.match_unit:
@@ -181,11 +188,12 @@ class Checkpoints:
     def release(self, pool: Any) -> None:
         """Make the blocks of the last step's states cache like any other.
 
-        That step may still run. Workers run steps in order, so the next owner of such a block writes after it.
+        That step may still run. Workers run steps in order, so the next owner of such a block writes after it; only
+        what a KV connector loads comes in no such order, and `give_back` waits for the step if there may be one.
         """
         if self._held:
-            pool.free_blocks(self._held)
-            self._held = []
+            held, self._held = self._held, []
+            (self.give_back or pool.free_blocks)(held)
 
     def expect_states(self, request: Any, start: int) -> None:
         """A request is going to be computed from token `start`: requests that share its prefix may wait for it."""
@@ -235,6 +243,32 @@ class Checkpoints:
             return state.resumed_at > 0 and target.position - state.resumed_at <= NEAR_UNITS * self.match_unit
         hinted = state.hinted_positions
         return target.kind in (TAIL, EDGE) or (len(hinted) > 1 and target.position == hinted[-1])
+
+    def pin_prompts(self, requests: Mapping[str, Any]) -> None:
+        """A step is planned to its end: pin, or release, the prompts computed with it whose requests ask for that.
+
+        `requests`: those alive, by id.
+        """
+        for name in list(self.pinning):
+            request = requests.get(name)
+            # vLLM has counted the step's tokens already.
+            if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
+                self.pinning.discard(name)
+                if request is not None:
+                    self.counters.prompt_pinned(name, self._pin(request))
+
+    def _pin(self, request: Any) -> str:
+        pins, events = self.pins, self.state_events
+        units = request.num_prompt_tokens // self.match_unit
+        if pins is None or events is None or not units:
+            return NOT_CACHED
+        prompt: bytes = request.block_hashes[units - 1]
+        state = self.state_of(request)
+        if not state.pin:
+            return pins.release(prompt)
+        wanted = state.positions or [target.position for target in self.targets(request)]
+        found = (position for position in wanted if events.is_found(request, position))
+        return pins.pin(prompt, [key for position in found for key in events.keys_of(request, position)])
 
     def admitted(self, request: Any, hit_tokens: int) -> None:
         """A request starts with `hit_tokens` from the cache, 0 for none."""

@@ -34,6 +34,7 @@ class Counts:
     written: Counter[str] = field(default_factory=Counter)  # states by kind
     ignored: Counter[str] = field(default_factory=Counter)  # hint entries by reason
     outcomes: Counter[str] = field(default_factory=Counter)  # requests by reason
+    pinned: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))  # requests, and fates
     requests: deque[AdmittedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
     hits: int = 0  # requests that resumed from a state
@@ -44,7 +45,7 @@ class Counts:
     @property
     def empty(self) -> bool:
         """Whether nothing has happened."""
-        return not (self.written or self.ignored or self.outcomes or self.followers)
+        return not (self.written or self.ignored or self.outcomes or self.followers or self.pinned)
 
 
 class Counters:
@@ -72,6 +73,10 @@ class Counters:
         """A request starts."""
         self.counts.outcomes[request.reason] += 1
         self.counts.requests.append(request)
+
+    def prompt_pinned(self, request_id: str, fate: str) -> None:
+        """What became of a request's wish to pin its prompt, or to release it: one of those in `pins`."""
+        self.counts.pinned.append((request_id, fate))
 
     def resumed(self, key: bytes, hit_tokens: int, saved_seconds: float) -> None:
         """A request resumes at `hit_tokens`; it is a hit on a state if that was registered under `key`."""

@@ -231,7 +231,7 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
         gate: PrefillGate | None = checkpoints.gate
         if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
             return True
-        if not request.skip_reading_prefix_cache and _waits(self, gate, request):
+        if not request.skip_reading_prefix_cache and not _is_loaded(request) and _waits(self, gate, request):
             return False
         held = gate.release(request)
         if held is not None:
@@ -239,6 +239,12 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
         return True
 
     return _handle_blocked_waiting_request
+
+
+def _is_loaded(request: Any) -> bool:
+    """Whether a KV connector brings the states of a request's prompt: to wait for others would spare it nothing."""
+    params = getattr(request, "kv_transfer_params", None)
+    return bool(params and params.get("do_remote_prefill"))
 
 
 def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:

@@ -21,6 +21,12 @@ from typing import Any, NamedTuple
 
 FIELD = "seamark_boundaries"
 
+# From the gateway alone, which takes it out of what clients send. 1: the prompt stays in the cache; 0: no longer.
+PIN = "seamark_pin"
+
+# The same as an action of vLLM's KV hints (tests/upstream/kv_checkpoint.md); a later minor version only adds fields.
+ACTION, ACTION_MAJOR = "kv.checkpoint", "1"
+
 # Every position costs a state and a part of a pass, and every pattern a look through the prompt.
 MAX_ENTRIES = 16
 
@@ -43,6 +49,7 @@ IGNORED_REASONS = (
     "not_found",  # the prompt does not hold these token ids
     "too_many",
     "speculative",
+    "connector",  # one that puts values into the cache that nobody has computed
     "not_worth_it",  # a hit there would not be felt
     "no_room",  # the cache has no block to spare
     "single_token",  # a step over one token writes no state
@@ -53,6 +60,8 @@ HINTED, LEARNED, TAIL, EDGE, JUNCTION = "hinted", "learned", "tail", "edge", "ju
 
 # A request without a hint; None is a hint, a malformed one.
 NONE = object()
+
+_COUNT = re.compile(r"-?[0-9]{1,9}")
 
 _PATTERN = re.compile(
     rf"(first|last)(?:(?<=last)-(\d{{1,6}}))?:(\d{{1,9}}(?:,\d{{1,9}}){{0,{MAX_PATTERN - 1}}})", re.ASCII
@@ -72,10 +81,60 @@ class CheckpointTarget(NamedTuple):
 def hint_in(request: Any) -> Any:
     """The hint as it came with a vLLM `Request`, `NONE` without one.
 
-    This is the one place that knows how hints travel: in `vllm_xargs`. The `<|mamba_checkpoint|>` token of vLLM's RFC
-    #55697 would be another carrier, whose position in the prompt is the hint.
+    This is the one place that knows how hints travel: as `kv.checkpoint` actions in vLLM's `KvHintsEnvelope`, which a
+    caller in vLLM's own process may attach (its HTTP servers do not take one yet), and else in `vllm_xargs`. The token
+    `<|mamba_checkpoint|>` of vLLM's RFC #55697 would be another carrier, whose position in the prompt is the hint.
     """
+    envelope = getattr(request, "kv_hints", None)
+    actions = () if envelope is None else [action for action in envelope.actions if _is_ours(action)]
+    if actions:
+        return [entry for action in actions for entry in _entries_of(action.payload)]
     return (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD, NONE)
+
+
+def pin_in(request: Any) -> bool | None:
+    """Whether a vLLM `Request` pins its prompt, or releases it; None if it says nothing of the kind."""
+    pin = (getattr(request.sampling_params, "extra_args", None) or {}).get(PIN)
+    return bool(pin) if pin in (0, 1) else None
+
+
+def entries_in(header: str) -> list[int | str] | None:
+    """The entries of a hint that came as a header, `;` between them; None if they are no hint."""
+    entries: list[int | str] = []
+    for text in header.split(";"):
+        entry = text.strip()
+        if _COUNT.fullmatch(entry):
+            entries.append(int(entry))
+        elif _PATTERN.fullmatch(entry):
+            entries.append(entry)
+        else:
+            return None
+    return entries if len(entries) <= MAX_ENTRIES else None
+
+
+def _is_ours(action: Any) -> bool:
+    major = action.action_version.partition(".")[0]
+    return bool(action.action_type == ACTION and major == ACTION_MAJOR)
+
+
+def _entries_of(payload: Any) -> list[object]:
+    """The entries of a hint that a `kv.checkpoint` action's payload stands for; None for one that it does not word."""
+    boundaries = payload.get("boundaries") if isinstance(payload, dict) else None
+    if not isinstance(boundaries, list):
+        return [None]
+    return [_entry_of(boundary) for boundary in boundaries[: MAX_ENTRIES + 1]]  # one too many is counted
+
+
+def _entry_of(boundary: Any) -> object:
+    if not isinstance(boundary, dict):
+        return None
+    match boundary:
+        case {"tokens": int(position)}:
+            return position
+        case {"behind": str(where), "token_ids": list(ids)} if len(ids) <= MAX_PATTERN:
+            skipped = f"-{boundary['skip']}" if boundary.get("skip") else ""
+            return f"{where}{skipped}:{','.join(map(str, ids))}"
+    return None
 
 
 def resolve(

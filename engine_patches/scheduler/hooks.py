@@ -6,13 +6,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from engine_patches import ledger, settings, speculation
+from engine_patches import kv_connectors, ledger, settings, speculation
 from engine_patches.forward.layers import is_promised
-from engine_patches.scheduler import preflight
+from engine_patches.kv_connectors import Lane
+from engine_patches.scheduler import pins, preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.hints import HINTED, LEARNED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
+from engine_patches.scheduler.pins import Pins
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.state_events import StateEvents
 
@@ -37,9 +39,8 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         )
         managers = self.kv_cache_manager.coordinator.single_type_managers
         recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
-        refusal = _refusal_of_drafts(self, recurrent) if recurrent else None
-        if refusal is not None:
-            checkpoints.refuse_all = "speculative"
+        checkpoints.refuse_all, refusal = _refusal(self, recurrent) if recurrent else (None, "")
+        if checkpoints.refuse_all is not None:
             logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal)
         elif recurrent and self.mamba_partial_cache_hit and _preflight_passes() and ledger.rely_on_patches():
             checkpoints.enabled = True
@@ -57,6 +58,15 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             self.mamba_has_prefill_checkpoint_blocks = False
 
     return __init__
+
+
+def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> tuple[str | None, str]:
+    """Why a scheduler's hints are refused, by one of `hints.IGNORED_REASONS` and in words; None if they are not."""
+    drafts = _refusal_of_drafts(scheduler, recurrent)
+    if drafts is not None:
+        return "speculative", drafts
+    connector = kv_connectors.decide(scheduler.vllm_config)
+    return ("connector", connector.reason) if connector.lane is Lane.NO_HINTS else (None, "")
 
 
 def _refusal_of_drafts(scheduler: Any, recurrent: Sequence[Any]) -> str | None:
@@ -97,27 +107,40 @@ def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
         checkpoints.attention_managers,
         [checkpoints.drop_in(manager) for manager in checkpoints.attention_managers],
     )
+    checkpoints.pins = Pins(pool, pins.limit(scheduler, settings.pin_share()))
     groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     recurrent = [groups[group] for group in checkpoints.recurrent_groups]
     specs = [group.kv_cache_spec for group in recurrent]
     checkpoints.counters.state_bytes = sum(
         group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in recurrent
     )
-    # A connector loads into and stores from the blocks that it knows of; ours are taken after that.
-    checkpoints.writes_in_forward = scheduler.connector is None and all(map(is_promised, specs))
+    connector = kv_connectors.decide(scheduler.vllm_config)
+    checkpoints.writes_in_forward = connector.lane is Lane.INSIDE and all(map(is_promised, specs))
     warn_of_narrow_states(specs)
     if checkpoints.writes_in_forward:
         checkpoints.place_states_on(state_alignment(specs, scheduler.vllm_config, checkpoints.match_unit))
         checkpoints.retention = Retention(pool, settings.state_share())
         if settings.fan_out():
             checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.match_unit, drop=checkpoints.drop)
+        checkpoints.give_back = lambda blocks: _give_back_after_their_step(scheduler, blocks)
     logger.info(
-        "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens",
+        "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
         "inside the pass" if checkpoints.writes_in_forward else "at the ends of chunks, one pass each",
         checkpoints.alignment,
         checkpoints.match_unit,
         checkpoints.block_size,
+        f"; KV connector {', '.join(connector.names)}" if connector.names else "",
+        f": {connector.reason}" if connector.reason else "",
     )
+
+
+def _give_back_after_their_step(scheduler: Any, blocks: list[Any]) -> None:
+    """Make blocks that the last planned step writes free, if a connector may load into them not before that step ends.
+
+    Passes write one after the other, so without a connector the next owner may be chosen at once. What a connector
+    loads comes beside the passes: vLLM then holds the blocks of a request that is done until its last step is, too.
+    """
+    scheduler._free_cow_retained_blocks(blocks, scheduler.sched_step_seq)
 
 
 def _preflight_passes() -> bool:
@@ -170,7 +193,14 @@ def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
         checkpoints.before_reset(self.kv_cache_manager.block_pool)
-        emptied = original(self, *args, **kwargs)
+        held = checkpoints.pins
+        released = held.let_go() if held is not None else {}
+        emptied = False
+        try:
+            emptied = original(self, *args, **kwargs)
+        finally:
+            if held is not None and not emptied:
+                held.take_again(released)
         if emptied and checkpoints.state_events is not None:
             checkpoints.state_events.clear()
         return emptied

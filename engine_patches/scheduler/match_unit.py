@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_patches import settings, speculation
+from engine_patches import kv_connectors, settings, speculation
 
 DEFAULT = 16  # tokens
 
@@ -27,11 +27,17 @@ GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `mode
 def expected(vllm_config: Any) -> int:
     """Tokens of which a hit in an engine with this configuration is a multiple, before it has said so itself."""
     configured: int | None = vllm_config.cache_config.prefix_match_unit
-    if not vllm_config.model_config.is_hybrid or speculation.refusal(vllm_config) is not None:
+    if not vllm_config.model_config.is_hybrid or hints_refused(vllm_config):
         return configured or int(vllm_config.cache_config.block_size)
     unit = unit_of(vllm_config)
     gdn = vllm_config.model_config.hf_text_config.model_type.startswith(GDN_MODEL_TYPES)
     return math.lcm(unit, GDN_CHUNK) if gdn and settings.chunk_ends(default=True) else unit
+
+
+def hints_refused(vllm_config: Any) -> bool:
+    """Whether drafts or a KV connector keep an engine with this configuration from using hints."""
+    connector = kv_connectors.decide(vllm_config).lane
+    return speculation.refusal(vllm_config) is not None or connector is kv_connectors.Lane.NO_HINTS
 
 
 def unit_of(vllm_config: Any) -> int:
@@ -72,7 +78,7 @@ def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
         if (
             cache_config.prefix_match_unit is not None
             or not cache_config.enable_prefix_caching
-            or speculation.refusal(vllm_config) is not None
+            or hints_refused(vllm_config)
             or not recurrent
             or len(groups) < 2
         ):

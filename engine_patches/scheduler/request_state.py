@@ -20,6 +20,7 @@ class RequestState:
     shared: int = 0  # a prompt seen before begins like its own up to here, whole match units
     learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
+    pin: bool | None = None  # its prompt is to be pinned, or released; None: neither
     resumed_at: int = 0  # its state was found there when it was admitted
     chunk_start: int = 0  # where its running chunk begins
     states: set[int] = field(default_factory=set)  # positions of its states, to which keys of its rows have to lead

@@ -131,9 +131,9 @@ class StateEvents:
         # Who shares the state alone, and not the tokens that lead to it, does not find it: those name it, too.
         state = key_at(request, position + self._drop, self._unit, self._recurrent[0])
         if state not in self._needs:
-            if not self._has_all(self._keys_of(request, position)):
+            if not self.is_found(request, position):
                 return ""
-            needs = tuple(self._keys_of(request, position))
+            needs = tuple(self.keys_of(request, position))
             self._needs[state] = needs
             for key in needs:
                 self._needed_by.setdefault(key, set()).add(state)
@@ -143,7 +143,12 @@ class StateEvents:
                 self._emit(StateEvicted(_name(oldest)))
         return _name(state)
 
-    def _keys_of(self, request: Any, position: int) -> Iterator[bytes]:
+    def is_found(self, request: Any, position: int) -> bool:
+        """Whether a lookup finds the request's state at `position`."""
+        return self._has_all(self.keys_of(request, position))
+
+    def keys_of(self, request: Any, position: int) -> Iterator[bytes]:
+        """The keys that have to be cached for the request's state at `position` to be found."""
         for group in self._recurrent:
             yield key_at(request, position, self._unit, group)
         for group, block_size, drop in self._attention:

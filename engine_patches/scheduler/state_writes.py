@@ -27,6 +27,8 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
         output = original(self, *args, **kwargs)
         if checkpoints.writes_in_forward:
             setattr(output, WRITES, _plan_writes(self, output))
+        if checkpoints.pinning:
+            checkpoints.pin_prompts(self.requests)
         if checkpoints.state_events is not None:
             emit_events(self, output)
         output.seamark_planned_at = time.monotonic()

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 from prometheus_client import Histogram
 
-from proxy.bench.simulated_fleet import MATCH_UNIT, Execution, Fleet, News, Policy
+from proxy.bench.simulated_fleet import MATCH_UNIT, NEWS_SECONDS, Execution, Fleet, News, Policy
 from proxy.bench.trace_formats import BLOCK, TraceRequest
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.chat.responses import StoredResponses
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupSet
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.pipeline.dispatch import Dispatcher, Lease
 from proxy.pipeline.request import ClientRequest, ProxiedRequest, RequestBody
@@ -40,6 +42,10 @@ CACHE_THRESHOLD, MOST_APART, MOST_RATIO = 0.3, 64, 1.5
 PREFIX_WEIGHT, QUEUE_WEIGHT, CACHE_WEIGHT = 3.0, 2.0, 2.0
 
 SCRAPE_SECONDS = 0.05
+
+LOAD_SECONDS = 0.01  # until the worker has told other gateways of a request: they wait for that with a read
+
+SHARED_SECONDS = 0.05  # until what one gateway has learnt is known to the others: an exchange with Redis
 
 
 class Simulated:
@@ -234,19 +240,19 @@ class Seamark:
         del seed  # nothing is drawn
         engine = EngineInfo(version(), "simulated", MATCH_UNIT, BLOCK)
         urls = [f"http://worker-{number}" for number in range(workers)]
-        self._workers = [Worker(url, cast(WorkerRenderer, None), up=True, boot=url, engine=engine) for url in urls]
-        for worker in self._workers:
+        self.workers = [Worker(url, cast(WorkerRenderer, None), up=True, boot=url, engine=engine) for url in urls]
+        for worker in self.workers:
             worker.renderer_ids[""] = b""  # one template, whose facts are known
         self._numbers = {url: number for number, url in enumerate(urls)}
-        index = PrefixIndex(INDEX_BYTES)
-        self._told = _Told(index, self._workers)
+        self.index = index = PrefixIndex(INDEX_BYTES)
+        self._told = _Told(index, self.workers)
         self.fleet: Fleet | None = None
         self.choice_seconds = 0.0  # CPU time of all choices
         self._leases: dict[int, tuple[Lease, ProxiedRequest]] = {}
         self._executions = 0
         self._dispatcher = Dispatcher(
             cast(Settings, SimpleNamespace(load_slack=Settings.model_fields["load_slack"].default)),
-            cast(WorkerPool, _Workers(self._workers)),
+            cast(WorkerPool, _Workers(self.workers)),
             AdmissionQueue(1, 1.0, Histogram("seconds", "of waiting", registry=None)),
             index,
             cast(EngineEvents, self._told),
@@ -276,7 +282,7 @@ class Seamark:
 
     def hear(self, news: News) -> None:
         """A state is there, or gone."""
-        worker = self._workers[news.worker]
+        worker = self.workers[news.worker]
         states = self._told.states[worker.url]
         if news.gone:
             states.apply([("gone", str(news.gone))], worker.boot)
@@ -299,6 +305,83 @@ class Seamark:
             states = self._told.states[lease.worker.url]
             states.fell_short(found.prefixes, left, execution.hit, MATCH_UNIT, lease.worker.boot)
         lease.release()
+
+
+class SeamarkGateways:
+    """Several gateways of Seamark's before one fleet: each request comes to one of them, drawn at random.
+
+    Each has its own leases and hears all engines. What one has at a worker, the others learn there; what one learns of
+    held states, they know `SHARED_SECONDS` later, as through Redis.
+    """
+
+    def __init__(self, workers: int, seed: int, gateways: int) -> None:
+        self.name = f"seamark, {gateways} gateways"
+        self._drawn = random.Random(seed)  # a simulation
+        self.gateways = [Seamark(workers, seed) for _ in range(gateways)]
+        self._owner: dict[int, Seamark] = {}  # by execution
+        self._shared: deque[tuple[float, Seamark, Callable[[PrefixIndex], None]]] = deque()
+        self._loads: deque[tuple[float, Seamark, int, Load]] = deque()  # as they change, with the worker's number
+        self._known: list[dict[Seamark, Load]] = [{} for _ in range(workers)]  # what each has there, as others know
+        self._now = 0.0
+        for gateway in self.gateways:
+            gateway.index.on_held = partial(self._held, gateway)
+            gateway.index.on_forget = partial(self._forgot, gateway)
+
+    @property
+    def choice_seconds(self) -> float:
+        """CPU time of all choices."""
+        return sum(gateway.choice_seconds for gateway in self.gateways)
+
+    def choose(self, execution: Execution, now: float) -> int:
+        """Where the gateway that got it sends it."""
+        self._now = now
+        while self._shared and self._shared[0][0] <= now - SHARED_SECONDS:
+            _, teller, apply = self._shared.popleft()
+            for gateway in self.gateways:
+                if gateway is not teller:
+                    apply(gateway.index)
+        while self._loads and self._loads[0][0] <= now - LOAD_SECONDS:
+            _, teller, number, load = self._loads.popleft()
+            self._known[number][teller] = load
+            sums = [sum(part) for part in zip(*self._known[number].values(), strict=True)]
+            for gateway in self.gateways:
+                own = self._known[number].get(gateway, Load())
+                gateway.workers[number].others = Load(sums[0] - own.requests, sums[1] - own.prefill_tokens)
+        gateway = self._owner[id(execution)] = self._drawn.choice(self.gateways)
+        number = gateway.choose(execution, now)
+        self._tell(gateway, number, now)
+        return number
+
+    def hear(self, news: News) -> None:
+        """Every gateway reads every engine."""
+        self._now = news.time
+        for gateway in self.gateways:
+            gateway.hear(news)
+        if news.request is not None and (owner := self._owner.get(id(news.request))) is not None:
+            self._tell(owner, news.worker, news.time + NEWS_SECONDS)
+
+    def first_token(self, execution: Execution) -> None:
+        """Its gateway relays it."""
+        owner = self._owner[id(execution)]
+        owner.first_token(execution)
+        self._tell(owner, execution.worker, execution.first)
+
+    def ended(self, execution: Execution) -> None:
+        """Its gateway relays it."""
+        owner = self._owner.pop(id(execution))
+        owner.ended(execution)
+        self._tell(owner, execution.worker, execution.end)
+
+    def _tell(self, teller: Seamark, number: int, time: float) -> None:
+        """What a gateway has at a worker is known to the others `LOAD_SECONDS` later."""
+        worker = teller.workers[number]
+        self._loads.append((time, teller, number, Load(worker.inflight, worker.prefill_tokens)))
+
+    def _held(self, teller: Seamark, key: bytes, tokens: int, boot: str) -> None:
+        self._shared.append((self._now, teller, lambda index: index.record_remote(key, tokens, boot)))
+
+    def _forgot(self, teller: Seamark, keys: Sequence[bytes], boot: str) -> None:
+        self._shared.append((self._now, teller, lambda index: index.forget(keys, boot, remote=True)))
 
 
 class SeamarkWhole(Seamark):

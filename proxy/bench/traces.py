@@ -16,7 +16,7 @@ from typing import Any
 
 from proxy.bench.simulated_fleet import PROFILES, Execution, Fleet, Profile
 from proxy.bench.trace_formats import FORMATS, BadTrace, Place, Trace, TraceRequest, read, synthetic
-from proxy.bench.trace_policies import POLICIES, Seamark, Simulated
+from proxy.bench.trace_policies import POLICIES, Seamark, SeamarkGateways, Simulated
 from proxy.boundaries.resolve import MAX_ENTRIES
 from proxy.commands.parser import Parser
 
@@ -71,10 +71,13 @@ class Replay:
     load: float  # of what the workers could do if they shared one endless cache
     users: int  # by worker, for a trace with pauses
     seed: int
+    gateways: int = 1  # of Seamark's, which share held states and hear the engines
 
     def run(self, policy_name: str, workers: int) -> Outcome:
         """One policy. Deterministic, except for the CPU time of choices."""
         policy = POLICIES[policy_name](workers, self.seed)
+        if self.gateways > 1 and policy_name == "seamark":
+            policy = SeamarkGateways(workers, self.seed, self.gateways)
         fleet = Fleet(workers, self.profile, policy, hint_of)
         if isinstance(policy, Simulated):
             policy.fleet = fleet
@@ -105,7 +108,9 @@ class Replay:
             first_token_p99=waits[min(len(waits) - 1, int(0.99 * len(waits)))],
             requests_per_second=len(counted) / (end - WARM_UP * self.seconds),
             imbalance=max(shares) * workers / len(counted),
-            choice_microseconds=1e6 * policy.choice_seconds / choices if isinstance(policy, Seamark) else None,
+            choice_microseconds=1e6 * policy.choice_seconds / choices
+            if isinstance(policy, Seamark | SeamarkGateways)
+            else None,
         )
 
     @property
@@ -196,6 +201,7 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     add("--format", choices=FORMATS, help="of the trace; left out: by its first line")
     add("--workers", type=int, action="append", metavar="N", help="repeat for several (4)")
     add("--policy", choices=POLICIES, action="append", help="repeat for several (all)")
+    add("--gateways", type=int, default=1, metavar="N", help="of Seamark's, before the same workers (1)")
     add("--profile", default="datacentre", metavar="NAME|FILE", help=f"a worker: {', '.join(PROFILES)}, or a JSON file")
     add(
         "--seconds",
@@ -216,6 +222,8 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
             parser.error(f"--{name}: more than 0")
     if min(args.workers) < 1:
         parser.error("--workers: at least 1")
+    if args.gateways < 1:
+        parser.error("--gateways: at least 1")
     try:
         return args, PROFILES.get(args.profile) or profile_from(Path(args.profile))
     except ValueError as error:
@@ -226,7 +234,7 @@ def main(argv: list[str]) -> int:
     args, profile = _arguments(argv)
     try:
         trace = read(args.trace, args.format) if args.trace else synthetic(SYNTHETIC_SESSIONS, args.seed)
-        replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed)
+        replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed, args.gateways)
         if not args.json:
             print(_described(replay), HEAD, sep="\n", flush=True)
         outcomes = []
@@ -239,7 +247,7 @@ def main(argv: list[str]) -> int:
         print(f"seamark bench traces: {error}", file=sys.stderr)
         return 1
     if args.json:
-        settings = {name: getattr(args, name) for name in ("seconds", "load", "users", "seed")}
+        settings = {name: getattr(args, name) for name in ("seconds", "load", "users", "seed", "gateways")}
         report = {"trace": trace.name, **settings, "profile": asdict(profile), "outcomes": list(map(asdict, outcomes))}
         print(json.dumps(report, indent=1))
     else:

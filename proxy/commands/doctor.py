@@ -200,6 +200,7 @@ def _examine(client: httpx.Client, url: str, shown: str, has_key: bool, found: F
         *_engine(engine, setup, cures),
         *_caching(setup, cures),
         *_drafts(client, url, model, engine, setup, cures),
+        *_connector(setup, cures),
         *([_events(client, url, cures)] if engine is not None else []),
         details,
         _render(client, url, model, cures),
@@ -333,6 +334,26 @@ def _drafts(
         )
         return [Diagnosis(False, "speculative decoding is on, without hints", cures.drafts(), fatal=fatal)]
     return [Diagnosis(True, "speculative decoding is on, with hints")]
+
+
+# How states are kept beside a KV connector, by the lane in `seamark_engine_info`.
+LANES = {
+    "inside_pass": "states are written inside a pass, as without one",
+    "chunk_ends": "each state costs a pass; beside NixlConnector it costs none",
+    "not_served": "vLLM cannot serve hybrid models through it",
+}
+
+
+def _connector(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
+    """KV connectors, and how states are kept beside them."""
+    if not setup.connector:
+        return []
+    name = f"KV connector {setup.connector}"
+    if setup.lane == "no_hints":
+        cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
+        fatal = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints beside it"
+        return [Diagnosis(False, f"{name}: hints are refused", cure, fatal=fatal)]
+    return [Diagnosis(True, f"{name}: {LANES.get(setup.lane, setup.lane)}")]
 
 
 def _refuses_hints(client: httpx.Client, url: str, model: str) -> bool:

@@ -310,9 +310,12 @@ def _kubernetes(plan: Plan) -> Written:
     built, namespace = ["gateway"], _NAMESPACE
     if plan.workers:
         texts["network-policy.yaml"] = _without_worker(texts["network-policy.yaml"])
+        values = f"worker:\n  enabled: false\ngateway:\n  settings:\n    worker: {json.dumps(list(urls))}\n"
     else:
         built.append("worker")
         name, text = _model_file(plan)
+        values = f"worker:\n  replicas: {plan.machines}\n"
+        values += f"  modelConfig: {json.dumps(text)}\n" if text else f"  modelFile: {name}\n"
         text = text or (source / "deploy/models" / name).read_text()
         namespace += _CONFIG_MAP + f"  {name}: |\n" + "".join(f"    {line}\n" for line in text.splitlines())
         texts["worker.yaml"] = _filled(
@@ -330,12 +333,16 @@ def _kubernetes(plan: Plan) -> Written:
     files = {
         "00-namespace.yaml": namespace,
         **texts,
+        # In a folder of its own, where `kubectl apply` does not look.
+        "helm/values.yaml": _VALUES_HEAD + f"images:\n  registry: {json.dumps(plan.registry)}\n" + values,
         "images.sh": "#!/bin/sh\n# Builds the images"
         + (" and pushes them where your nodes find them.\n" if prefix else "; with --registry it pushes them, too.\n")
         + "set -eu\n"
         + "".join(lines),
     }
     notes = ["kubectl -n seamark port-forward service/seamark 8080:80      # until you publish it"]
+    with_values = f"{root}/deploy/helm/seamark -f {shlex.quote(str(plan.out / 'helm/values.yaml'))}"
+    notes.append(f"with Helm, not kubectl apply: helm install seamark -n seamark --create-namespace {with_values}")
     if not prefix:
         notes.append("without --registry the images have to be on the nodes already")
     off = ["kubectl delete namespace seamark"]
@@ -358,6 +365,10 @@ _WORKER_HEAD = """\
 #   kubectl -n seamark create secret generic seamark-huggingface --from-literal=token=...
 # For another pod raise `replicas`, and add its URL to SEAMARK_WORKER in gateway.yaml.
 apiVersion: """
+
+_VALUES_HEAD = """\
+# Values of the chart deploy/helm/seamark for what the manifests in the folder above do. Its values.yaml has the rest.
+"""
 
 _CONFIG_MAP = """\
 ---

@@ -56,19 +56,15 @@ class WorkerPool:
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
-        self._file = None
+        self.discovered: tuple[str, ...] = ()  # base URLs
+        self.file = None
         if settings.workers_file is not None:
-            self._file = WatchedFile(settings.workers_file, read_workers)
+            self.file = WatchedFile(settings.workers_file, read_workers)
         self.workers: list[Worker] = []
         self.warm: Callable[[Worker], Awaitable[None]] | None = None  # before a restarted worker takes requests
         self.changed: Callable[[], None] = lambda: None  # which workers are ready may have changed
         self.removed: Callable[[Worker], None] = lambda worker: None
         self._reconcile()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the workers file could be used when it was last read."""
-        return self._file is None or self._file.is_current
 
     @property
     def up(self) -> list[Worker]:
@@ -79,6 +75,14 @@ class WorkerPool:
         """Identities of the workers as they run now."""
         return [worker.boot for worker in self.workers if worker.boot]
 
+    async def exposition(self, worker: Worker) -> str:
+        """A worker's own metrics, in Prometheus' text format; empty if it does not give them."""
+        try:
+            status, text = await self._get(worker, "/metrics")
+        except (Unreachable, Broken):
+            return ""
+        return text.decode(errors="replace") if status == 200 else ""
+
     async def ready(self) -> list[Worker]:
         """Workers that are up, after a health check of all if none was."""
         if not self.up:
@@ -87,7 +91,9 @@ class WorkerPool:
 
     def serving(self, model: Any) -> list[Worker]:
         """Workers that are up and serve `model`, warm or not."""
-        return [worker for worker in self.workers if worker.up and worker.serves(model)]
+        if not isinstance(model, str):  # said once: this runs for every request, over all workers
+            return []
+        return [worker for worker in self.workers if worker.up and model in worker.model_ids]
 
     def for_model(self, model: Any) -> list[Worker]:
         """Workers to choose from: those that are up and serve `model`, without those that fail while others do not.
@@ -95,6 +101,8 @@ class WorkerPool:
         If no worker ever served it, all that are up: they word the refusal. Raises `NoWorker`.
         """
         if serving := self.serving(model):
+            if not [worker for worker in serving if worker.warming or worker.breaker.is_open]:
+                return serving
             return _fit([worker for worker in serving if not worker.warming] or serving)
         served_by = [worker for worker in self.workers if worker.serves(model)]
         if served_by or not (up := self.up):
@@ -109,8 +117,17 @@ class WorkerPool:
 
     def refresh(self) -> None:
         """Read the workers file again if it has changed."""
-        if self._file is not None and self._file.refresh():
+        if self.file is not None and self.file.refresh():
             self._reconcile()
+
+    def discover(self, urls: tuple[str, ...]) -> None:
+        """The names in the settings have these addresses now. New ones are looked at before they get requests."""
+        self.discovered = urls
+        before = {worker.url for worker in self.workers}
+        self._reconcile()
+        for worker in self.workers:
+            if worker.url not in before:
+                self._spawn(self.check_health(worker))
 
     async def check_all(self) -> None:
         """Check the health of every worker, now."""
@@ -144,7 +161,8 @@ class WorkerPool:
         """Add and remove workers until they are those wanted now; a removed one finishes the requests it has."""
         settings = self._settings
         named: list[tuple[str, int | None]] = [(url, None) for url in settings.worker]
-        named += self._file.value if self._file is not None else ()
+        named += self.file.value if self.file is not None else ()
+        named += [(url, None) for url in self.discovered]
         wanted: dict[str, int] = {}
         with_credentials: dict[str, bool] = {}
         for url, limit in named:
@@ -255,7 +273,8 @@ class WorkerPool:
         if found.engine is not None:
             worker.vllm = found.engine.vllm
         worker.cache_tokens, worker.hits, worker.probed_at = found.cache_tokens, found.hits, probed_at
-        self._metrics.engine_patched.labels(worker.name).set(found.engine is not None)
+        if worker in self.workers:  # else it was removed meanwhile, with its series
+            self._metrics.engine_patched.labels(worker.name).set(found.engine is not None)
         if worker.engine is not None:
             await self._learn_templates(worker)
         return _what_it_is(worker, found, is_gateway=gateway_id is not None)

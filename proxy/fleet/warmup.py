@@ -12,12 +12,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
 from proxy.chat.chat import RESPONSES
-from proxy.http.json_body import HINT, TRANSFERS, XARGS, with_fields
+from proxy.http.json_body import HINT, PIN, TRANSFERS, XARGS, with_fields
+
+T = TypeVar("T")
 
 # A prefix that nobody has used for so long (seconds) counts half.
 HALF_LIFE = 300.0
@@ -59,10 +61,13 @@ class WarmupRequest(NamedTuple):
     found: Found
     model: Any
 
-    def body_with(self, hint: Sequence[Entry]) -> bytes:
-        """The request for one token, and hardly anything else, with this hint."""
+    def body_with(self, hint: Sequence[Entry], *, pin: bool | None = None) -> bytes:
+        """The request for one token, and hardly anything else, with this hint.
+
+        `pin`: the engine is to keep the prompt in its cache, or to let it go again.
+        """
         put = {**self.put, **(_ONE_TOKEN_OF_A_RESPONSE if self.endpoint == RESPONSES else _ONE_TOKEN)}
-        put[XARGS] = {HINT: list(hint)}
+        put[XARGS] = {HINT: list(hint)} if pin is None else {HINT: list(hint), PIN: int(pin)}
         return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))
 
 
@@ -130,7 +135,7 @@ class WarmupSet:
         self.held -= self._entries.pop(key).size
 
 
-async def replay_all(requests: Sequence[WarmupRequest], replay: Callable[[WarmupRequest], Awaitable[None]]) -> None:
+async def replay_all(requests: Sequence[T], replay: Callable[[T], Awaitable[None]]) -> None:
     """Run `replay` for each of `requests`, a few at once, the first ones first."""
     waiting = iter(requests)
 

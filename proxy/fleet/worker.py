@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
@@ -110,6 +110,16 @@ class CacheQuarantine:
         return given + (self._salt if self.cache_allowed else fresh_salt())
 
 
+class Load(NamedTuple):
+    """What a worker has to do, as a gateway counts it."""
+
+    requests: int = 0  # under way
+    prefill_tokens: int = 0  # of prompts, still to be computed
+
+
+NO_LOAD = Load()
+
+
 def fresh_salt() -> str:
     """A salt under which no cache holds anything."""
     return os.urandom(SALT_BYTES).hex()
@@ -149,6 +159,7 @@ class Worker:
     warming: bool = False  # prefixes are replayed on it; it gets requests only if no other worker can take them
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
+    others: Load = NO_LOAD  # what other gateways have there, as the worker's plugin tells; none if it does not
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began
 

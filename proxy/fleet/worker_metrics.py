@@ -105,24 +105,28 @@ class EngineSetup(NamedTuple):
     block_size: int | None  # tokens that vLLM alone finds a multiple of; None: not told
     drafts: bool  # speculative decoding is on
     hints_refused: bool  # some hints were, because of it
+    connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
+    lane: str = ""  # how states are kept beside them, as the plugin says
 
 
 def read_setup(text: str) -> EngineSetup:
     """For a diagnosis. Raises `ValueError` for what is no exposition."""
-    wanted = (CACHE, DRAFTS, IGNORED)
+    wanted = (CACHE, DRAFTS, IGNORED, ENGINE)
     lines = "\n".join(line for line in text.split("\n") if line.startswith(wanted))
-    caching, block_size, drafts, refused = None, None, False, False
+    caching, block_size, drafts, refused, connector, lane = None, None, False, False, "", ""
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:
             if sample.name == CACHE:
                 caching = {"True": True, "False": False}.get(sample.labels.get("enable_prefix_caching", ""))
                 size = sample.labels.get("block_size", "")
                 block_size = int(size) if size.isdecimal() else None
+            elif sample.name == ENGINE and sample.value == 1:
+                connector, lane = sample.labels.get("connector", ""), sample.labels.get("lane", "")
             drafts = drafts or sample.name == DRAFTS
             refused = refused or (
                 sample.name == IGNORED and sample.labels.get("reason") == "speculative" and sample.value > 0
             )
-    return EngineSetup(caching, block_size, drafts, refused)
+    return EngineSetup(caching, block_size, drafts, refused, connector, lane)
 
 
 def _release(version: str) -> tuple[int, ...]:

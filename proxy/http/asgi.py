@@ -34,8 +34,18 @@ HOP_BY_HOP = frozenset(
     }
 )
 
-# Request headers that the gateway sets itself.
-RECOMPUTED = frozenset({b"content-length", b"host", b"expect", b"x-request-id", b"x-seamark-outcome"})
+# Request headers that the gateway sets itself, or that only it and other trusted hops may send to a worker.
+RECOMPUTED = frozenset(
+    {
+        b"content-length",
+        b"host",
+        b"expect",
+        b"x-request-id",
+        b"x-seamark-outcome",
+        b"x-seamark-boundaries",
+        b"x-seamark-load",
+    }
+)
 
 # A client's key is for the gateway alone; workers have a key of their own, if any.
 RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
@@ -51,6 +61,7 @@ OWN_RESPONSE = frozenset(
         b"x-seamark-cached",
         b"x-seamark-reason",
         b"x-seamark-outcome",
+        b"x-seamark-cache",
     }
 )
 

@@ -80,19 +80,14 @@ class KeyRing:
     def __init__(self, path: Path, secret: str | None) -> None:
         """Salts are derived from `secret`, or from a random one if it is None. Raises `SettingsError` for the file."""
         self._secret = (secret or secrets.token_hex(32)).encode()
-        self._file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile, EXAMPLE))
+        self.file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile, EXAMPLE))
         self._keys: dict[str, ApiKey] = {}
         self._by_hash: dict[bytes, ApiKey] = {}
         self._load()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the file could be used when it was last read."""
-        return self._file.is_current
-
     def refresh(self) -> None:
         """Read the file again if it has changed."""
-        if self._file.refresh():
+        if self.file.refresh():
             self._load()
 
     def authenticate(self, scope: asgi.Scope) -> ApiKey:
@@ -108,9 +103,13 @@ class KeyRing:
             raise Unauthorized("The gateway does not know this API key.")
         return key
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key that has this name in the file."""
+        return self._keys.get(name)
+
     def _load(self) -> None:
         previous, self._keys, self._by_hash = self._keys, {}, {}
-        for name, entry in self._file.value.keys.items():
+        for name, entry in self.file.value.keys.items():
             key = previous.get(name) or ApiKey(name, entry, "")
             key.entry = entry
             key.salt = self._salt(f"group:{entry.share}" if entry.share is not None else f"key:{name}")
@@ -141,6 +140,8 @@ SHOWS_THE_SALT = ("/render", "/render/")
 OPEN = frozenset({"/health", "/ready"})
 
 EXPLANATIONS = "/seamark/requests/"
+
+PREFIXES = "/seamark/prefixes"
 
 ROOT = "/"  # leads to the page
 

@@ -10,10 +10,11 @@ import re
 
 from proxy.errors import BadRequest
 from proxy.http.asgi import HeaderList
-from proxy.http.json_body import HINT, TRANSFERS, XARGS
+from proxy.http.json_body import HINT, PIN, TRANSFERS, XARGS
 
 # In JSON, a name may be written with escapes.
-_FORBIDDEN = re.compile("|".join((*(re.escape(name) for name in (HINT, *TRANSFERS)), r"\\u00[0-9A-Fa-f]{2}")).encode())
+_NAMES = (HINT, PIN, *TRANSFERS)
+_FORBIDDEN = re.compile("|".join((*map(re.escape, _NAMES), r"\\u00[0-9A-Fa-f]{2}")).encode())
 
 _CHARSET = re.compile(rb"charset[^;=]*=?([^;]*)")
 
@@ -34,5 +35,5 @@ def check_form(headers: HeaderList, raw: bytes) -> None:
                 if charset.strip(b" \t\"'") not in _PLAIN_CHARSETS:
                     raise BadRequest("A form in this character set is not read here. Send it in UTF-8.")
     if XARGS.encode() in raw and _FORBIDDEN.search(raw) is not None:
-        text = f"A form's {XARGS} must not hold {HINT}, {' or '.join(TRANSFERS)}, nor names with escapes."
+        text = f"A form's {XARGS} must not hold {', '.join(_NAMES)}, nor names with escapes."
         raise BadRequest(text, param=XARGS)

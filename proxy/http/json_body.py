@@ -17,6 +17,9 @@ XARGS = "vllm_xargs"
 
 HINT = "seamark_boundaries"
 
+# Also in `vllm_xargs`, and never from clients: 1 has the engine keep the prompt in its cache, 0 let it go.
+PIN = "seamark_pin"
+
 # Fields that say where to fetch whose cache from. A client must not set them.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 

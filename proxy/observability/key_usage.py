@@ -34,13 +34,12 @@ class KeyUsage:
 
     def tokens(self, name: str, usage: Usage) -> None:
         """And its engine has reported its tokens: of an answer that a client leaves early it reports none."""
-        used, metrics = self._of(name), self._metrics
+        used, cached = self._of(name), usage.cached or 0
         used.prompt_tokens += usage.prompt
-        used.cached_tokens += usage.cached or 0
+        used.cached_tokens += cached
         used.output_tokens += usage.output
-        metrics.key_prompt_tokens.labels(name).inc(usage.prompt)
-        metrics.key_cached_tokens.labels(name).inc(usage.cached or 0)
-        metrics.key_output_tokens.labels(name).inc(usage.output)
+        for kind, tokens in (("prompt", usage.prompt), ("cached", cached), ("output", usage.output)):
+            self._metrics.key_tokens.labels(name, kind).inc(tokens)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Totals of all keys that were used, by name; lengths in tokens."""

@@ -34,6 +34,11 @@ class TimeSaved:
         if tokens:
             self._waiting[worker, model] += tokens
 
+    def forget(self, worker: str) -> None:
+        """The worker is gone, and its pace was never known."""
+        for name, model in [each for each in self._waiting if each[0] == worker]:
+            del self._waiting[name, model]
+
     def settle(self, worker: str, step_times: StepTimes) -> dict[str, float]:
         """Count the tokens that wait for this worker's pace. Returns the seconds by model; none while it is unknown."""
         if not step_times.known:

@@ -166,6 +166,14 @@ class Accounting:
         if worker is not None and request.timings.reading_seconds:
             self._spend(model, worker, request.timings.reading_seconds)
 
+    def forget(self, worker: str) -> None:
+        """Nothing is under way any more at a worker that is gone."""
+        for labels in [labels for labels in self._children if labels[1] == worker]:
+            del self._children[labels]
+        self._requests.cache_clear()
+        self._time.forget(worker)
+        self._metrics.forget_worker(worker)
+
     def time_saved(self) -> TimeSaved:
         """Seconds saved and spent since the start, at what is known of the workers' pace by now."""
         for worker in self._pool.workers:

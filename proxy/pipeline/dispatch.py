@@ -119,7 +119,8 @@ class Dispatcher:
         workers = self._pool.for_model(request.model)
         if (keeper := self._keeper(request)) is not None:
             workers = [keeper]
-        return [worker for worker in workers if worker.has_room]
+        # As `has_room` says, and `takes_hints` below: for a thousand workers, a property costs more than all else here.
+        return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
 
     def _choose(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Worker:
         """Choose and record it in one go, so that a request arriving right behind already follows."""
@@ -128,7 +129,8 @@ class Dispatcher:
         if found is None:
             return choose(workers, {}, self._load_slack)
         # All that could hold it, because a worker that is full or not ready yet has not lost it.
-        boots = [worker.boot for worker in self._pool.serving(request.model) if worker.takes_hints]
+        serving = self._pool.serving(request.model)
+        boots = {worker.boot for worker in serving if worker.engine is not None and worker.cache.hints_allowed}
         held = self._prefix_index.longest(found.prefixes, boots)
         worker = choose(workers, held, self._load_slack, affinity_key(request.client.headers, request.body.parsed))
         prediction.held = held[worker.boot].tokens if worker.boot in held else 0
@@ -204,6 +206,16 @@ class Lease:
         if (worker := self.request.worker) is None:
             raise RuntimeError("The lease has not been entered.")
         return worker
+
+    @property
+    def prompt(self) -> int:
+        """The prompt's tokens, roughly."""
+        return self._prompt
+
+    @property
+    def prefill_tokens(self) -> int:
+        """What the worker has still to compute of it, as it is counted."""
+        return self._prefill_tokens
 
     @property
     def is_alone(self) -> bool:

@@ -25,7 +25,7 @@ from proxy.pipeline.accounting import CLIENT_GONE, Accounting
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import ProxiedRequest
 from proxy.pipeline.sse import Heartbeats, SseRelay
-from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
+from proxy.routing.engine_events import LOAD_HEADER, OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
 # How vLLM's answers begin.
@@ -94,9 +94,13 @@ class ResponseRelay:
         while True:
             worker = lease.worker
             raw = self._encoded(request, worker)
+            sent_headers = headers
+            if worker.engine is not None and client.method == "POST":
+                load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
+                sent_headers = [*headers, (LOAD_HEADER, load.encode())]  # other gateways learn of it there
             try:
                 response = await self._upstream.send(
-                    client.method, worker.url + client.target, headers, raw, self._silence_timeout, fresh
+                    client.method, worker.url + client.target, sent_headers, raw, self._silence_timeout, fresh
                 )
             except Exhausted:
                 lease.never_sent()

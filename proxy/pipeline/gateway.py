@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.boundaries.facts_learner import FactsLearner
-from proxy.config_files import read_secret
+from proxy.config_files import WatchedFile, read_secret
+from proxy.fleet.discovery import Discovery
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.self_check import SelfCheck
 from proxy.fleet.warmup import WarmupRequest, WarmupSet, replay_all
@@ -20,11 +22,14 @@ from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
+from proxy.pipeline.caching_handler import CachingHandler
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.handler import RequestHandler
+from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.preflight import Preflights
 from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.response_cache import ResponseCache
 from proxy.pipeline.sse import Heartbeats
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.prefix_index import PrefixIndex
@@ -62,7 +67,7 @@ class Gateway:
         self.reader = reader = PromptReader(settings, metrics, self.facts)
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
-        self.engine_events = EngineEvents(self.upstream, self.prefix_index, reader.told)
+        self.engine_events = EngineEvents(self.upstream, self.prefix_index, reader.told, self.pool.gateway_id)
         self.warmup = WarmupSet(settings.text_bytes // 8)
         dispatcher = Dispatcher(
             settings, self.pool, self.queue, self.prefix_index, self.engine_events, self.warmup, reader.stored
@@ -74,9 +79,17 @@ class Gateway:
         self.self_check = SelfCheck(
             settings, self.pool, self.warmup, reader.stored, self.upstream, metrics, self._void_cache
         )
+        self.pinned = PinnedPrompts(
+            settings, self.pool, self.upstream, self.keys, reader, self.engine_events, self.prefix_index
+        )
         self.heartbeats = Heartbeats(settings.heartbeat, metrics.heartbeats)
         relay = ResponseRelay(settings, metrics, self.pool, self.upstream, self.accounting, self.heartbeats)
-        self.handler = RequestHandler(
+        self.response_cache: ResponseCache | None = None
+        handler: Callable[..., RequestHandler] = RequestHandler
+        if settings.response_cache:
+            self.response_cache = ResponseCache(settings.response_cache, metrics)
+            handler = partial(CachingHandler, self.response_cache, settings.response_cache_models)
+        self.handler = handler(
             settings,
             metrics,
             self.keys,
@@ -91,13 +104,13 @@ class Gateway:
         self.redis_sync: RedisSync | None = None  # with other gateways
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))
-        if settings.workers_file is not None:
-            metrics.file_current.labels("workers_file").set_function(lambda: self.pool.is_current)
-        if (keys := self.keys) is not None:
-            metrics.file_current.labels("api_keys").set_function(lambda: keys.is_current)
+        self._count_failures("workers_file", self.pool.file)
+        self._count_failures("prefixes_file", self.pinned.file)
+        self._count_failures("api_keys", self.keys.file if self.keys is not None else None)
         self.pool.changed = self.queue.wake
         self.pool.warm = self._warm
         self.pool.removed = self._forget
+        self._leaving: list[Worker] = []  # removed, with requests under way
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -108,7 +121,12 @@ class Gateway:
             "files": self._watch_files,
             "shadow": self.shadow.run,
             "self_check": self.self_check.run,
+            "pinned_prompts": self.pinned.run,
         }
+        if names := self.settings.workers_dns:
+            settings = self.settings
+            interval, keep = settings.workers_dns_interval, settings.workers_dns_keep
+            parts["discovery"] = Discovery(names, interval, keep, self.metrics, self.pool.discover).run
         if self.settings.redis is not None:
             from proxy.routing.redis_sync import RedisSync  # and with it redis: not imported if it is not wanted
 
@@ -141,26 +159,46 @@ class Gateway:
             else:
                 return
 
+    def _count_failures(self, setting: str, file: WatchedFile[Any] | None) -> None:
+        if file is not None:
+            self.metrics.file_current.labels(setting).set_function(lambda: file.is_current)
+            file.failed = self.metrics.config_reload_errors.labels(setting).inc
+
     async def _watch_files(self) -> None:
         while True:
             await asyncio.sleep(FILES_INTERVAL)
             self.read_files()
+            self._forget_figures()
 
     def read_files(self) -> None:
         """Read again those files that have changed."""
         self.pool.refresh()
         if self.keys is not None:
             self.keys.refresh()
+        self.pinned.refresh()
 
     def _forget(self, worker: Worker) -> None:
         """The worker was removed."""
         self.engine_events.forget(worker)
         self.shadow.forget(worker)
         self.self_check.forget(worker)
+        self.pinned.removed(worker)
+
+        self._leaving.append(worker)
+
+    def _forget_figures(self) -> None:
+        """Of workers that are gone and have answered their last request."""
+        present = {worker.name for worker in self.pool.workers}
+        for worker in [worker for worker in self._leaving if not worker.inflight]:
+            self._leaving.remove(worker)
+            if worker.name not in present:
+                self.accounting.forget(worker.name)
 
     def _void_cache(self, worker: Worker) -> None:
         """Nothing that the worker held can be used any more."""
         self.prefix_index.forget_all(worker.boot)
+        if self.response_cache is not None:
+            self.response_cache.void(worker.boot)
 
     async def _warm(self, worker: Worker) -> None:
         """Replay hot prefixes on a worker that has restarted."""
@@ -178,6 +216,7 @@ class Gateway:
                 self.prefix_index.record(warmup.found.boundaries, worker.boot, hint)
 
         if worker.takes_hints:
+            await self.pinned.make(worker)
             await replay_all(self.warmup.hottest({entry.get("id") for entry in worker.models}), replay)
 
 

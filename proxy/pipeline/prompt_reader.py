@@ -134,18 +134,7 @@ class PromptReader:
 
         It came as `size` bytes with the API key `owner`, and takes `memory`. Its prompt is rendered for that, once.
         """
-        model = chat.body.get("model")
-        if not isinstance(model, str) or not worker.serves(model):
-            return ReadPrompt(Found(failure="no_boundary"))
-        if model in worker.mute_models and model not in worker.renderer_ids:
-            return ReadPrompt(Found(failure="no_facts"))
-        if not await worker.identify(model):
-            worker.mute_models.add(model)  # else every request would ask it again
-            return ReadPrompt(Found(failure="no_facts"))
-        renderer_id = worker.renderer_ids[model]
-        setting = setting_of(chat.body)
-        await self._facts.learn(worker.renderer, renderer_id, model, setting, owner)
-        found = self._finder.find(chat, self._facts.facts(renderer_id, setting), renderer_id, size)
+        found = await self._found_at(chat, worker, size, owner)
         if found.layout is None:
             return ReadPrompt(found)
         try:
@@ -161,6 +150,35 @@ class PromptReader:
         boundaries = tuple(sorted((each for each in placed if each.tokens), key=lambda boundary: boundary.tokens))
         found = found._replace(boundaries=boundaries)
         return ReadPrompt(found, self._remember(chat, found, memory, owner), prompt)
+
+    async def find_beside(self, request: ProxiedRequest, worker: Worker) -> Found:
+        """The boundaries of a parsed request that no client waits for, at `worker`; the rewrite rules are applied.
+
+        What the template lacks for that is learnt first.
+        """
+        self._rewrite(request)
+        client, body = request.client, request.body
+        chat = chat_in(client.endpoint, body.parsed, self.stored)
+        if chat is None or body.memory.values > self._most_values:
+            return Found(failure="no_boundary")
+        found = await self._found_at(chat, worker, len(body.raw), client.owner)
+        self._heads.learn(found, worker.renderer, client.owner)  # for the next time
+        return found
+
+    async def _found_at(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> Found:
+        """The boundaries of a chat of `size` bytes at `worker`, whose template is learnt if it is not known."""
+        model = chat.body.get("model")
+        if not isinstance(model, str) or not worker.serves(model):
+            return Found(failure="no_boundary")
+        if model in worker.mute_models and model not in worker.renderer_ids:
+            return Found(failure="no_facts")
+        if not await worker.identify(model):
+            worker.mute_models.add(model)  # else every request would ask it again
+            return Found(failure="no_facts")
+        renderer_id = worker.renderer_ids[model]
+        setting = setting_of(chat.body)
+        await self._facts.learn(worker.renderer, renderer_id, model, setting, owner)
+        return self._finder.find(chat, self._facts.facts(renderer_id, setting), renderer_id, size)
 
     def weigh(self, model: Any, size: int, prompt: int) -> None:
         """A request of `size` bytes had a prompt of so many tokens."""

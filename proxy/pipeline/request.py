@@ -18,11 +18,14 @@ from proxy.errors import NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import HINT, NOTHING, TRANSFERS, XARGS, Memory, with_fields, with_hint
+from proxy.http.json_body import HINT, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
 from proxy.observability.reasons import Expectation, Explanation
 from proxy.observability.request_diff import RememberedRequest
 
 RESPONSE_PATH = RESPONSES + "/"
+
+# In `vllm_xargs`, beside the hint, which is replaced.
+NOT_FROM_CLIENTS = frozenset({PIN, *TRANSFERS})
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
 SESSION_HEADERS = (
@@ -90,8 +93,9 @@ class RequestBody:
         for name in TRANSFERS:
             self._drop(name)
         xargs = parsed.get(XARGS)
-        if isinstance(xargs, dict) and not xargs.keys().isdisjoint(TRANSFERS):
-            parsed[XARGS] = self.put[XARGS] = {name: value for name, value in xargs.items() if name not in TRANSFERS}
+        if isinstance(xargs, dict) and not xargs.keys().isdisjoint(NOT_FROM_CLIENTS):
+            kept = {name: value for name, value in xargs.items() if name not in NOT_FROM_CLIENTS}
+            parsed[XARGS] = self.put[XARGS] = kept
         if client.key is not None:
             if client.endpoint == RESPONSES:
                 self._drop("request_id")  # a response is stored by it, and may be another's

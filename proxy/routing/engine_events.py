@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
@@ -56,17 +56,23 @@ class EngineOutcome(NamedTuple):
     reason: str
     shared: int | None = None  # with an earlier prompt that the engine has seen; None: it does not say
     positions: tuple[int, ...] = ()  # what the hint's entries became, in their order; 0 for what is not there
+    pin: str = ""  # what became of the wish to pin its prompt, or to release it
 
 
-# In an answer of a worker that was asked for it: `reason,hit,shared,position:position:...`.
+# Of a request to a worker with the plugin: this gateway, the prompt's tokens, and how many of them are to be computed.
+LOAD_HEADER = b"x-seamark-load"
+
+# In an answer of a worker that was asked for it: `reason,hit,shared,position:position:...`, and `,fate` of a pin.
 OUTCOME_HEADER = "x-seamark-outcome"
 
 
 def outcome_in(header: str | None) -> EngineOutcome | None:
     """The outcome in the header of an answer; None if there is none, or nonsense."""
     try:
-        reason, _, shared, positions = (header or "").split(",")
-        return EngineOutcome(reason, int(shared), tuple(map(int, filter(None, positions.split(":")))))
+        reason, _, shared, positions, *pin = (header or "").split(",")
+        if len(pin) > 1 or not all(map(str.isidentifier, pin)):
+            return None
+        return EngineOutcome(reason, int(shared), tuple(map(int, filter(None, positions.split(":")))), "".join(pin))
     except ValueError:
         return None
 
@@ -88,6 +94,7 @@ class _Feed:
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
     wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for an outcome
     reader: asyncio.Task[None] | None = None
+    load: Load | None = None  # of other gateways, as it was last read
 
     @property
     def follows(self) -> bool:
@@ -99,15 +106,25 @@ class EngineEvents:
     """The feeds of all workers. Use inside a running event loop; `aclose` when done."""
 
     def __init__(
-        self, upstream: Upstream, prefix_index: PrefixIndex, learnt: Callable[[bytes, int], None] = lambda *_: None
+        self,
+        upstream: Upstream,
+        prefix_index: PrefixIndex,
+        learnt: Callable[[bytes, int], None] = lambda *_: None,
+        gateway_id: str = "",
     ) -> None:
-        """`learnt` is called with the key and the tokens of each boundary that an engine has resolved."""
+        """`learnt` is called with the key and the tokens of each boundary that an engine has resolved.
+
+        `gateway_id`: what workers know this gateway's requests by, hexadecimal; they tell it what others have there.
+        """
+        self._gateway_id = gateway_id
         self._upstream = upstream
         self._prefix_index = prefix_index
         self._learnt = learnt
         self._feeds: dict[str, _Feed] = {}
         # Called with a request's identity, the tokens of its prompt that are computed, and whether all boundaries are.
         self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
+        # Called with a worker whose cache may have been emptied.
+        self.on_cleared: Callable[[Worker], None] = lambda _: None
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
@@ -203,13 +220,17 @@ class EngineEvents:
             pass  # gone, or without a feed
         except Exception as error:
             logger.error("events of worker %s: %s", worker.name, type(error).__name__)
+        finally:
+            feed.load, worker.others = None, Load()
         feed.silent_until = time.monotonic() + SILENT_SECONDS
         for request_id in list(feed.waiting):
             _resolve(feed, request_id)
 
     async def _read(self, worker: Worker, feed: _Feed) -> None:
         wait = POLL_SECONDS if feed.follows else 0
-        query = urlencode({"boot": feed.boot, "after": feed.cursor, "wait": wait})
+        query = urlencode({"boot": feed.boot, "after": feed.cursor, "wait": wait, "gateway": self._gateway_id})
+        if feed.load is not None:
+            query += f"&load={feed.load.requests}:{feed.load.prefill_tokens}"
         read = self._upstream.fetch("GET", f"{worker.url}{PATH}?{query}", timeout=READ_TIMEOUT)
         status, answer = await asyncio.wait_for(read, READ_TIMEOUT)
         if status != 200:
@@ -239,6 +260,8 @@ class EngineEvents:
                 for request_id, (_, positions) in said.items():
                     feed.held_states.resolved(request_id, positions)
                 feed.held_states.apply(events["states"], worker.boot)
+                if any(kind == "cleared" for kind, *_ in events["states"]):
+                    self.on_cleared(worker)
         except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
             logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
             feed.held_states.forget_all(worker.boot)
@@ -250,6 +273,8 @@ class EngineEvents:
         while len(feed.outcomes) > MAX_OUTCOMES:
             feed.outcomes.popitem(last=False)
         feed.boot, feed.cursor = boot, int(events["cursor"])
+        feed.load = Load(*map(int, events["load"])) if feed.follows and "load" in events else None
+        worker.others = feed.load or Load()
 
 
 def _resolve(feed: _Feed, request_id: str) -> None:

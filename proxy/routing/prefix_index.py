@@ -6,7 +6,7 @@ A request that goes out is expected to leave its prefixes at its worker; the eng
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from prometheus_client import Counter
@@ -113,10 +113,10 @@ class PrefixIndex:
 
         `remote`: another gateway reports that.
         """
-        keys = list(keys)
+        keys = [key for key in keys if self.holds(key, boot)]
         for key in keys:
             self.set_held(key, boot, 0)
-        if self.on_forget is not None and not remote:
+        if keys and self.on_forget is not None and not remote:
             self.on_forget(keys, boot)
 
     def forget_all(self, boot: str) -> None:
@@ -128,28 +128,25 @@ class PrefixIndex:
         prefix = self._prefixes.get(key)
         return prefix.held.get(boot, 0) if prefix is not None else 0
 
-    def longest(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> dict[str, Holding]:
-        """For each of `boots`, the deepest of `prefixes` (shortest first) that it holds anything of."""
-        wanted = set(boots)
+    def longest(self, prefixes: Sequence[bytes], boots: Collection[str]) -> dict[str, Holding]:
+        """For each of `boots` (a set, if they are many), the deepest of `prefixes`, shortest first, that it holds."""
         found: dict[str, Holding] = {}
         for key in reversed(prefixes):
-            if not wanted:
+            if len(found) == len(boots):
                 break
             prefix = self._prefixes.get(key)
             if prefix is None:
                 continue
             for boot, tokens in prefix.held.items():
-                if tokens and boot in wanted:
+                if tokens and boot not in found and boot in boots:
                     found[boot] = Holding(tokens, key, bool(prefix.tokens))
-                    wanted.discard(boot)
         return found
 
-    def sent(self, prefixes: Sequence[bytes], boots: Iterable[str]) -> Prefix | None:
+    def sent(self, prefixes: Sequence[bytes], boots: Collection[str]) -> Prefix | None:
         """The deepest of `prefixes` that any of `boots` was sent, held or not; None if none was."""
-        wanted = set(boots)
         for key in reversed(prefixes):
             prefix = self._prefixes.get(key)
-            if prefix is not None and not wanted.isdisjoint(prefix.held):
+            if prefix is not None and any(boot in boots for boot in prefix.held):
                 return prefix
         return None
 

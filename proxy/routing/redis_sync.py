@@ -43,12 +43,22 @@ ERRORS_TO_DOWN = 3
 
 RETRY_SECONDS = 2.0
 
-# Entries of one stream; Redis keeps about a hundred more. At most 1.4 kB (holdings) or 2.3 kB (positions) each.
-STREAM_ENTRIES = 8192
+# Entries of one stream; Redis keeps about a hundred more. At most 1.4 kB each.
+STREAM_ENTRIES = 2048
+
+# Of Redis, that one stream takes at most; measured, rounded up.
+STREAM_BYTES = 3.5 * 2**20
+
+# Every gateway reads what every other writes. Beyond so many that write, each writes less often, and more in one entry.
+GATEWAYS_AT_ONCE = 4
+
+# A gateway counts as one that writes for so long after its last entry.
+WRITER_SECONDS = 60.0
 
 STREAM_SECONDS = 6 * 3600  # without entries until it expires
 
-# In one exchange, over all streams. The event loop waits while one reply is parsed.
+# In one exchange, over all workers' streams, and as many of positions, to which all gateways write. The event loop
+# waits while one reply is parsed.
 READ_ENTRIES = 32
 
 WRITE_RECORDS = 256
@@ -166,6 +176,8 @@ class RedisSync:
         self._outgoing: dict[bytes, list[tuple[Any, ...]]] = {}  # by stream; not known to be written
         self._written: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
         self._cursors: dict[bytes, bytes] = {}  # by stream, the last entry that was read
+        self._writers: dict[bytes, float] = {}  # other gateways, and when (time.monotonic()) each was last heard
+        self._next_write = 0.0  # time.monotonic()
         self._start_over()
         prefix_index.on_held, prefix_index.on_forget, positions.on_put = self._held, self._forgot, self._put
 
@@ -211,11 +223,15 @@ class RedisSync:
 
     async def _exchange(self) -> bool:
         """Write what waits and read what is new, in one round trip. Returns whether there is more of either."""
-        self._take()
+        now = time.monotonic()
+        if now >= self._next_write or len(self._waiting) >= WRITE_RECORDS:
+            self._take()
+            self._next_write = now + self._write_seconds(now)
         streams = {POSITIONS_STREAM: None, **{holdings_stream(boot): boot for boot in self._boots()}}
-        cursors: dict[Any, Any] = {stream: self._cursors.get(stream, b"0") for stream in streams}
-        self._cursors = cursors
-        count = max(1, READ_ENTRIES // len(streams))
+        self._cursors = {stream: self._cursors.get(stream, b"0") for stream in streams}
+        cursors: dict[Any, Any] = dict(self._cursors)
+        count = max(1, READ_ENTRIES // max(1, len(streams) - 1))
+        position_cursor = cursors.pop(POSITIONS_STREAM)
         async with self._redis.pipeline(transaction=False) as pipeline:
             for stream, records in self._outgoing.items():
                 form = POSITIONS if stream == POSITIONS_STREAM else HOLDINGS
@@ -223,13 +239,15 @@ class RedisSync:
                     packed = pack(form, self._writer, records[start : start + MAX_RECORDS])
                     pipeline.xadd(stream, {b"n": packed}, maxlen=STREAM_ENTRIES, approximate=True)
                 pipeline.expire(stream, STREAM_SECONDS)
-            pipeline.xread(cursors, count)
+            pipeline.xread({POSITIONS_STREAM: position_cursor}, READ_ENTRIES)
+            if cursors:
+                pipeline.xread(cursors, count)
             replies = await pipeline.execute()
         self._sent.inc(sum(map(len, self._outgoing.values())))
         self._outgoing.clear()
-        more, applied = bool(self._waiting), 0
-        for stream, entries in replies[-1]:
-            more |= len(entries) == count
+        more, applied = len(self._waiting) >= WRITE_RECORDS, 0
+        for stream, entries in [news for reply in replies[-1 - bool(cursors) :] for news in reply]:
+            more |= len(entries) == (READ_ENTRIES if stream == POSITIONS_STREAM else count)
             for number, fields in entries:
                 applied += self._apply(streams[stream], fields.get(b"n", b""))
                 self._cursors[stream] = number
@@ -237,6 +255,11 @@ class RedisSync:
                     applied = 0
                     await asyncio.sleep(0)
         return more
+
+    def _write_seconds(self, now: float) -> float:
+        """Between two writes: so long that all gateways together write no more entries than a few would."""
+        self._writers = {writer: heard for writer, heard in self._writers.items() if now - heard < WRITER_SECONDS}
+        return INTERVAL_SECONDS * max(1.0, (1 + len(self._writers)) / GATEWAYS_AT_ONCE)
 
     def _take(self) -> None:
         """Sort waiting events by stream, as many as one exchange takes."""
@@ -279,6 +302,7 @@ class RedisSync:
             return 1
         if batch.writer == self._writer:
             return 1
+        self._writers[batch.writer] = time.monotonic()
         if boot is None:
             for key, tokens in batch.records:
                 self._positions.put_remote(key, tokens)

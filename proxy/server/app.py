@@ -13,10 +13,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS
-from proxy.errors import Forbidden, GatewayError, NotFound, Stopping
+from proxy.errors import BodyTooLarge, Forbidden, GatewayError, NotFound, Stopping
 from proxy.fleet.pool import no_worker, union_of_models
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
+from proxy.observability.exposition import merged
 from proxy.pipeline.error_responses import error_body, error_headers
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.preflight import ANY_SITE
@@ -145,7 +146,10 @@ def _with_pages(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        shown = generate_latest(gateway.metrics.registry)
+        if gateway.settings.sidecar:  # an endpoint picker looks for vLLM's figures here
+            shown = merged(await gateway.pool.exposition(gateway.pool.workers[0]), shown.decode()).encode()
+        return Response(shown, media_type=CONTENT_TYPE_LATEST)
 
     @app.get(MODELS)
     async def models(request: Request) -> Response:
@@ -164,6 +168,7 @@ def _with_pages(
             "keys": gateway.accounting.key_usage.as_json(),
             "self_check": self_check_status(gateway),
             "shadow": gateway.shadow.status(),
+            "prefixes": gateway.pinned.as_json(),
             "redis": redis_status(gateway),
         }
 
@@ -181,11 +186,23 @@ def _with_pages(
     async def live_figures() -> Response:
         return _plain_json(live(gateway))
 
+    @app.get(auth.PREFIXES)
+    async def prefixes() -> dict[str, Any]:
+        return {"prefixes": gateway.pinned.as_json()}
+
+    @app.post(auth.PREFIXES)
+    async def pin(request: Request) -> Response:
+        _refuse_other_sites(request)
+        return _plain_json(await gateway.pinned.add(await _bounded_body(request, gateway.settings.max_body_bytes)))
+
+    @app.delete(auth.PREFIXES + "/{name}")
+    async def unpin(request: Request, name: str) -> Response:
+        _refuse_other_sites(request)
+        return _plain_json(await gateway.pinned.remove(name))
+
     @app.post("/seamark/self-check/reset")
     async def reset_self_check(request: Request) -> dict[str, bool]:
-        # Any page may post to an address that only this machine reaches; a browser says which site's page it was.
-        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise Forbidden("Another site's page cannot turn hints on again.")
+        _refuse_other_sites(request)
         gateway.self_check.reset()
         return {"hints_off": gateway.self_check.hints_off}
 
@@ -219,6 +236,22 @@ def _with_pages(
         return error_response(GatewayError("The gateway failed to handle this request."))
 
     return app
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Any page may post to an address that only this machine reaches; a browser says which site's page it was."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise Forbidden("Another site's page cannot do this.")
+
+
+async def _bounded_body(request: Request, most: int) -> bytes:
+    """Raises `BodyTooLarge` for one of more than `most` bytes."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise BodyTooLarge(f"The body is larger than {most} bytes (setting max_body_bytes).")
+    return bytes(body)
 
 
 def _for_pages(request: Request) -> dict[str, str]:

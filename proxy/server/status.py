@@ -51,6 +51,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "queued": len(gateway.queue),
         "workers": [worker_status(worker, gateway.facts) for worker in pool],
         "keys": gateway.accounting.key_usage.as_json(),
+        "prefixes": gateway.pinned.as_json(),
         "redis": redis_status(gateway),
         "self_check": self_check_status(gateway),
         "requests": [explanation.as_json() for explanation in newest],

@@ -85,7 +85,7 @@ class GatewayServer(_Server):
         keys = "; an API key is required" if settings.api_keys is not None else ""
         shadow = "; shadow mode: requests and answers stay as they are" if settings.shadow else ""
         logger.info(f"Seamark {version()}: base_url {address}/v1 (Anthropic clients: {address}){page}{keys}{shadow}")
-        if not self._gateway.pool.workers:
+        if not self._gateway.pool.workers and not settings.workers_dns:
             logger.warning("there is no worker: %s names none", settings.workers_file)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -50,10 +50,12 @@ SETTLE_SECONDS = 60.0
 # Small tables, and so a small bound.
 FLAGS = ("--memory-bytes", "16000000", "--text-bytes", "16000000", "--max-bodies-bytes", "268435456")
 
-# What the gateway takes beside its settings (proxy/README.md, "Limits"): the interpreter with all that it has imported,
-# and for each byte of a body half a byte more, in holes that the allocator keeps between what is still in use.
+# What the gateway takes beside its settings (proxy/README.md, "Limits"): the interpreter with all that it has imported.
 CODE_BYTES = 160 * 2**20
-BODY_BYTES_HELD = 1.5
+
+# The limit of bodies holds for all bytes together, but the allocator has one store for small objects, such as parsed
+# values, and another for large ones, such as bodies as they came; each keeps what it needed at its own worst moment.
+BODY_BYTES_HELD = 2.0
 
 WORDS = (
     "late: from the worker's step to the client, of honest streams' frames; most: the worst of all. health: from\n"

@@ -86,7 +86,7 @@ PEERS = (
 def start(servers: Servers, peer: Peer, worker: Server, folder: Path, say: Callable[[str], None]) -> Started:
     """Install a peer if need be, and start it before `worker`. A failure is returned, not raised."""
     try:
-        scripts = _environment(peer, say) / "bin"
+        scripts = environment_of(peer, say) / "bin"
         port = free_port()
         (script, *arguments), environment = peer.command(port, worker.url, folder)
         server = servers.start(peer.name, port, [str(scripts / script), *arguments], environment)
@@ -97,7 +97,7 @@ def start(servers: Servers, peer: Peer, worker: Server, folder: Path, say: Calla
     return Started(peer, server)
 
 
-def _environment(peer: Peer, say: Callable[[str], None]) -> Path:
+def environment_of(peer: Peer, say: Callable[[str], None]) -> Path:
     """The folder of the peer's virtual environment; one for each, so that none decides what another gets."""
     version = hashlib.sha256(f"{peer.package} {sys.version}".encode()).hexdigest()[:12]
     folder = (CACHE / f"peer-{peer.name}-{version}").absolute()

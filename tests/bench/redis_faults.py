@@ -1,7 +1,7 @@
-"""`python -m tests.bench.redis_faults`: what sharing through Redis costs, and what a slow, frozen or dead Redis costs.
+"""`python -m tests.bench.redis_faults`: what Redis costs, and what one costs that is slow, frozen, full or dead.
 
 A gateway with Redis and one without stand before the same worker without an engine and get the same requests in turn.
-Redis is slowed, frozen and killed in the middle of a run. Exit status 1 if a request failed, if the 99th
+Redis is slowed, frozen, filled and killed in the middle of a run. Exit status 1 if a request failed, if the 99th
 percentile grew by more than `MOST_ADDED`, or if the gateway did not notice what was done to its Redis.
 """
 
@@ -180,6 +180,8 @@ async def measure(
         await phase("slow", by_way, lambda: setattr(way, "seconds", LATE_SECONDS))
         await phase("frozen", direct, redis.freeze)
         redis.thaw()  # what warms the next phase up waits until it is noticed
+        await phase("full", direct, redis.fill)
+        redis.make_room()
         await phase("killed", direct, redis.kill)
     return phases
 

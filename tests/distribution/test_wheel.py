@@ -16,12 +16,13 @@ import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
 
 from proxy.cli import INSTALL_GATEWAY
+from tests.harness.helm import render
 
 ROOT = Path(__file__).parents[2]
 
@@ -285,6 +286,45 @@ def test_the_workers_image_has_the_plugins_commands_and_names_the_half_it_lacks(
             assert status == 2 and err.count("\n") == 1 and "pip install /path/to/seamark" in err, (name, err)
         else:
             assert err.startswith("usage: ") and status == (0 if name else 2)
+
+
+@pytest.mark.parametrize("way", ["wheel", "init"])
+def test_the_charts_init_container_puts_the_plugin_beside_a_vllm(way, wheel, tmp_path):
+    """The two commands of the pod where no Seamark is: the second one gets as far as one does without vLLM."""
+    (pod,) = (
+        each["spec"]["template"]["spec"]
+        for each in render(ROOT / "deploy/helm/seamark", ["--set", f"plugin.from={way}"]).objects
+        if each["kind"] == "StatefulSet"
+    )
+    here = {"/wheel": wheel.parent, "/out": wheel.parent, "/opt/seamark": tmp_path / "plugin", "/etc/seamark": tmp_path}
+
+    def run(container: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*container["command"], *arguments]
+        for place, folder in here.items():
+            command = [part.replace(place, str(folder)) for part in command]
+        environment = {"PATH": f"{bare}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path / "own")}
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    venv.create(tmp_path / "venv", symlinks=True)
+    bare = tmp_path / "venv/bin"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/of_the_image.py").touch()
+    unpacked = run(pod["initContainers"][0])
+    assert unpacked.returncode == 0, unpacked.stderr
+    (vllm,) = pod["containers"]
+    told = run(vllm, "a/model")
+    assert told.returncode == 1 and "vLLM is not installed here" in told.stderr, told.stderr
+    # What vLLM looks for, beside what the image had on its path.
+    plugins = "from importlib.metadata import entry_points as e; import of_the_image; "
+    plugins += 'print([each.value for each in e(group="vllm.general_plugins")])'
+    shell = [
+        *vllm["command"][:2],
+        vllm["command"][2].partition("exec ")[0] + f"export PYTHONPATH; exec python3 -c '{plugins}'",
+    ]
+    found = run({"command": shell})
+    assert found.stdout.strip() == "['engine_patches.plugin:register']", found.stderr
+    # A ConfigMap takes no more.
+    assert wheel.stat().st_size < 1 << 20
 
 
 def test_bad_input_is_refused_in_a_line_that_names_it(for_gateway, tmp_path):

@@ -29,6 +29,31 @@ def test_every_key_leads_to_what_it_promises(model: Path, cores):
         assert found["hit_tokens"] > 400
 
 
+@pytest.mark.parametrize("blocks", ["units", "blocks"])
+def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, blocks):
+    events = {"kv_events": blocks}
+    cores = [
+        {**ROOM, **events},
+        {**TIGHT, **events},
+        {**TIGHT, **events, "overlap": True, "policy": "priority"},
+        {**TIGHT, **events, "writes_in_forward": False, "export": True},
+        {**TIGHT, **events, "attention_groups": 2},
+    ]
+    found = run_apart("scheduler_audit", str(model), json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
+    for audited in found:
+        assert audited["errors"] == []
+        assert audited["missing"] == 0
+        assert audited["announced"] > 100 and audited["hit_tokens"] > 300
+    assert all(audited["withdrawn"] > 100 for audited in found[1:])
+
+
+def test_the_audit_notices_kv_events_of_what_cannot_be_resumed(model: Path):
+    """vLLM's own events of a hybrid."""
+    audited = {"seeds": [1], "chats": 20, "cores": [{**ROOM, "kv_events": "0"}]}
+    (found,) = run_apart("scheduler_audit", str(model), json.dumps(audited))
+    assert any("lead to no state" in error for error in found["errors"])
+
+
 def test_the_audit_notices_evictions_without_an_event(model: Path):
     audited = {"seeds": [1], "chats": 60, "cores": [TIGHT]}
     (complete,) = run_apart("scheduler_audit", str(model), json.dumps(audited))

@@ -69,7 +69,7 @@ def test_a_misspelt_variable_is_named_before_what_is_missing_without_it():
     command = [sys.executable, "-m", "proxy.cli", "serve"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     ignored, missing = done.stderr.splitlines()
-    assert "SEAMARK_WORKERS is ignored: no setting 'workers'; did you mean worker or workers_file?" in ignored
+    assert "SEAMARK_WORKERS is ignored: no setting 'workers'; did you mean worker or workers_dns?" in ignored
     assert done.returncode == 2 and "worker: none is given" in missing
 
 

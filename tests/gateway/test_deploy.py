@@ -100,6 +100,7 @@ def test_no_default_of_the_plugin_is_shown_wrong(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert shown[engine_settings.FAN_OUT] == str(int(engine_settings.fan_out()))
     assert float(shown[engine_settings.STATE_SHARE]) == engine_settings.state_share()
+    assert float(shown[engine_settings.PIN_SHARE]) == engine_settings.pin_share()
     assert shown[plugin.MODE_VARIABLE] == plugin.FULL and shown[engine_settings.CHUNK_ENDS] == ""
 
 

@@ -121,6 +121,35 @@ def test_drafts_without_the_plugin_are_named_beside_it(examined):
     assert told.verdict.startswith("cannot hit: the plugin") and "WRONG speculative decoding is on" in told.text
 
 
+def beside(connector: str, lane: str) -> str:
+    """The line of a plugin beside a KV connector."""
+    return engine_info().replace("{", f'{{connector="{connector}",lane="{lane}",')
+
+
+@pytest.mark.parametrize(
+    ("lane", "said"),
+    [
+        ("inside_pass", "inside a pass, as without one"),
+        ("chunk_ends", "each state costs a pass"),
+        ("not_served", "vLLM cannot serve hybrid models through it"),
+        ("of_a_later_plugin", "of_a_later_plugin"),
+    ],
+)
+def test_a_connector_is_named_with_what_it_changes(worker, examined, lane, said):
+    worker.patched, worker.more_metrics = False, beside("NixlConnector+Mine", lane)
+    told = examined(worker.url)
+    assert told.status == 0 and told.verdict.startswith("will hit")
+    assert re.search(rf"ok    KV connector NixlConnector\+Mine: .*{said}", told.text)
+
+
+def test_a_connector_beside_which_hints_are_refused_is_the_cause(worker, examined):
+    worker.patched, worker.more_metrics = False, beside("DecodeBenchConnector", "no_hints")
+    told = examined(worker.url)
+    assert told.status == 1 and told.verdict.startswith("cannot hit: KV connector DecodeBenchConnector puts values")
+    assert "WRONG KV connector DecodeBenchConnector: hints are refused" in told.text
+    assert "--kv-transfer-config" in told.text
+
+
 def test_a_worker_that_computes_nothing_cannot_hit(worker, examined):
     worker.status = 500
     told = examined(worker.url)

@@ -393,3 +393,14 @@ def test_a_request_that_the_worker_refused_left_nothing_to_predict(worker, gatew
     assert post(gateway, chat("Tide?")).headers["x-seamark-predicted"] == "0"
     told(worker)
     assert int(post(gateway, chat("Tide?")).headers["x-seamark-predicted"]) > 400
+
+
+def test_a_worker_is_told_whose_a_request_is_and_what_there_is_to_compute(fleet, worker):
+    gateway = start_gateway(fleet, worker)
+    for _ in range(2):
+        post(gateway, chat("Tide?"), headers={"x-seamark-load": "aa,1,1"})
+    told = [dict(request.headers)[b"x-seamark-load"].decode().split(",") for request in worker.requests[-2:]]
+    identity = httpx.get(gateway.url + "/health").json()["gateway"]
+    assert [name for name, _, _ in told] == [identity, identity]
+    (first, again) = ((int(prompt), int(left)) for _, prompt, left in told)
+    assert 0 <= again[1] < first[1] <= first[0] and again[1] <= again[0]

@@ -157,7 +157,7 @@ def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_said(stand: Stan
 def test_a_peer_that_does_not_start_is_left_out_and_why_is_said(stand: Stand, tmp_path: Path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "broken").symlink_to("/bin/false")
-    monkeypatch.setattr(peers, "_environment", lambda peer, say: tmp_path)
+    monkeypatch.setattr(peers, "environment_of", lambda peer, say: tmp_path)
     peer = Peer("broken", "broken==1", lambda *about: Command(["broken"]))
     started = peers.start(stand.servers, peer, stand.worker, tmp_path, print)
     assert started.server is None and started.failure.startswith("broken ended with 1")

@@ -80,8 +80,8 @@ def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
         "output_tokens": usage["completion_tokens"],
     }
     metrics = httpx.get(gateway.url + "/metrics", headers=bearer("root")).text
-    for name, value in (("requests", 1), ("prompt_tokens", usage["prompt_tokens"])):
-        assert f'seamark_key_{name}_total{{key="ann"}} {float(value)}' in metrics
+    assert 'seamark_key_requests_total{key="ann"} 1.0' in metrics
+    assert f'seamark_key_tokens_total{{key="ann",kind="prompt"}} {float(usage["prompt_tokens"])}' in metrics
     assert used["ann"]["output_tokens"] > 0 and secret("ann") not in metrics
 
     # A key that is taken out is refused without a restart.

@@ -7,12 +7,15 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -177,6 +180,10 @@ def frozen(server: RedisServer, way: LateWay) -> None:
     server.freeze()
 
 
+def full(server: RedisServer, way: LateWay) -> None:
+    server.fill()
+
+
 def slow(server: RedisServer, way: LateWay) -> None:
     way.seconds = LATE_SECONDS
 
@@ -184,11 +191,12 @@ def slow(server: RedisServer, way: LateWay) -> None:
 BACK: dict[Callable, Callable] = {
     killed: lambda server, way: server.start(),
     frozen: lambda server, way: server.thaw(),
+    full: lambda server, way: server.make_room(),
     slow: lambda server, way: setattr(way, "seconds", 0.0),
 }
 
 
-@pytest.mark.parametrize("harm", [killed, frozen, slow])
+@pytest.mark.parametrize("harm", [killed, frozen, slow, full])
 def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, workers, server, harm):
     with late_way(server.port) as way:
         first, second = (sharing_gateway(fleet, workers, (way if harm is slow else server).url) for _ in range(2))
@@ -255,9 +263,11 @@ class Tables:
         self.redis_sync = RedisSync(server.url, self.prefix_index, self.positions, self.metrics, lambda: [boot])
 
     async def exchange(self) -> None:
-        """Until nothing is left to write or read."""
-        while await self.redis_sync._exchange():
-            pass
+        """Until nothing is left to write or read, without the pauses between two writes."""
+        more = True
+        while more or self.redis_sync._waiting:
+            self.redis_sync._next_write = 0.0
+            more = await self.redis_sync._exchange()
 
     def count(self, fate: str) -> float:
         return self.metrics.registry.get_sample_value("seamark_redis_news_total", {"fate": fate})
@@ -451,3 +461,64 @@ async def test_while_redis_is_away_the_oldest_news_is_dropped_and_counted(server
     await other.exchange()
     assert one.count("sent") == other.count("heard") == len(other.positions) == redis_sync.WAITING_EVENTS
     assert other.positions.get(key_of(4)) == 0 and other.positions.get(key_of(5)) == 16
+
+
+async def test_sixteen_gateways_know_all_that_each_has_learnt_within_two_rounds(server):
+    many = [Tables(server) for _ in range(16)]
+    for at, one in enumerate(many):
+        one.hold(at)
+        for number in range(20):
+            one.positions.put(key_of(1000 + 20 * at + number), 64)
+    for _ in range(2):
+        for one in many:
+            await one.redis_sync._exchange()
+    for one in many:
+        assert all(one.holds(at) for at in range(16)) and len(one.positions) == 16 * 20
+
+
+async def test_the_more_gateways_write_the_less_often_each_does(server, client, monkeypatch):
+    many = [Tables(server) for _ in range(16)]
+    now = [1000.0]
+    monkeypatch.setattr(redis_sync, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    interval = redis_sync.INTERVAL_SECONDS
+    for at in range(40):
+        for number, one in enumerate(many):
+            one.hold(100 * at + number)
+            await one.redis_sync._exchange()
+        now[0] += interval
+        if at == 19:
+            before = client.xlen(redis_sync.holdings_stream(BOOT))
+    written = client.xlen(redis_sync.holdings_stream(BOOT)) - before
+    assert written <= 20 * (redis_sync.GATEWAYS_AT_ONCE + 1)
+    assert sum(one.count("sent") for one in many) >= 16 * (40 - 16 // redis_sync.GATEWAYS_AT_ONCE)
+
+
+def test_a_stream_takes_no_more_of_redis_than_is_said_and_the_manifest_has_room_for_64_workers(server, client):
+    records = [(redis_sync.HELD, bytes(16), 9)] * redis_sync.MAX_RECORDS
+    largest = redis_sync.pack(redis_sync.HOLDINGS, b"w" * 8, records)
+    with client.pipeline(transaction=False) as pipeline:
+        for _ in range(redis_sync.STREAM_ENTRIES + 500):
+            pipeline.xadd("stream", {"n": largest}, maxlen=redis_sync.STREAM_ENTRIES, approximate=True)
+        pipeline.execute()
+    used = client.memory_usage("stream", samples=0)
+    assert redis_sync.STREAM_BYTES / 2 < used < redis_sync.STREAM_BYTES
+    manifest = Path("deploy/kubernetes/redis.yaml").read_text()
+    megabytes = int(re.search(r"--maxmemory, (\d+)mb, --maxmemory-policy, volatile-ttl", manifest)[1])
+    assert megabytes * 2**20 >= 65 * redis_sync.STREAM_BYTES
+
+
+async def test_a_full_redis_drops_the_stream_that_was_written_to_longest_ago(server, client, monkeypatch):
+    client.config_set("maxmemory-policy", "volatile-ttl")
+    monkeypatch.setattr(redis_sync, "STREAM_SECONDS", 100)
+    old, new = Tables(server, boot="old"), Tables(server)
+    for number in range(8000):
+        old.redis_sync._held(key_of(number), 100, "old")
+    await old.exchange()
+    monkeypatch.setattr(redis_sync, "STREAM_SECONDS", 6 * 3600)  # as if it were much later
+    new.hold(1)
+    await new.exchange()
+    client.config_set("maxmemory", client.info("memory")["used_memory"] - 2**15)
+    new.hold(2)
+    await new.exchange()
+    assert not client.exists(redis_sync.holdings_stream("old"))
+    assert client.exists(redis_sync.holdings_stream(BOOT))

@@ -22,6 +22,7 @@ from proxy.commands.render_server import free_port
 from proxy.commands.setup_files import SetupWay
 from proxy.settings import Settings, add_arguments, load
 from tests.deploy.compose_files import DEPLOY, OF_THE_USER, example, read
+from tests.harness import helm
 from tests.harness.gateways import CHAT, chat, wait_for
 from tests.harness.kubernetes_schemas import complaints
 from tests.harness.recording_worker import recording_worker
@@ -29,6 +30,15 @@ from tests.harness.recording_worker import recording_worker
 WORKER = ("--worker", "http://127.0.0.1:8000/v1")
 
 SECOND = ("--worker", f"http://{OF_THE_USER['SECOND_SPARK']}:8000")
+
+IN_KUBERNETES = {
+    "00-namespace.yaml",
+    "gateway.yaml",
+    "redis.yaml",
+    "network-policy.yaml",
+    "images.sh",
+    "helm/values.yaml",
+}
 
 # Every kind of answer: the flags, and files that have to come of them.
 ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
@@ -56,11 +66,11 @@ ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "kubernetes": (
         ("--way", "kubernetes", "--workers", "2", "--model", "a/B", "--registry", "registry.example/us"),
-        {"00-namespace.yaml", "gateway.yaml", "worker.yaml", "redis.yaml", "network-policy.yaml", "images.sh"},
+        IN_KUBERNETES | {"worker.yaml"},
     ),
     "kubernetes, vLLM runs": (
         ("--way", "kubernetes", "--worker", "http://vllm.models:8000"),
-        {"00-namespace.yaml", "gateway.yaml", "redis.yaml", "network-policy.yaml", "images.sh"},
+        IN_KUBERNETES,
     ),
 }
 
@@ -214,6 +224,30 @@ def test_the_manifests_have_the_images_the_model_and_as_many_workers_as_asked_fo
 def test_kubernetes_takes_every_manifest(name, tmp_path):
     found = {key: complaints(each) for key, each in manifests(written(tmp_path, name)).items()}
     assert found == {key: [] for key in found}
+
+
+@pytest.mark.parametrize("name", [name for name in ANSWERS if name.startswith("kubernetes")])
+def test_with_helm_the_values_run_the_same_pods(name, tmp_path):
+    out = written(tmp_path, name)
+    rendered = helm.render(DEPLOY / "helm/seamark", ["--values", str(out / "helm/values.yaml")])
+    assert not rendered.error, rendered.error
+    by_helm = {(each["kind"], each["metadata"]["name"]): each for each in rendered.objects}
+    for key, manifest in manifests(out).items():
+        if key[0] in ("Deployment", "StatefulSet"):
+            same = by_helm.pop(key)["spec"]
+            assert same["replicas"] == manifest["spec"]["replicas"]
+            (new,), (old,) = (each["template"]["spec"]["containers"] for each in (same, manifest["spec"]))
+            assert (new["image"], new.get("args")) == (old["image"], old.get("args"))
+            workers = [
+                [each["value"] for each in container.get("env", ()) if each["name"] == "SEAMARK_WORKER"]
+                for container in (new, old)
+            ]
+            assert workers[0] == workers[1]
+        elif key[0] == "ConfigMap":
+            assert {file: yaml.safe_load(text) for file, text in by_helm[key]["data"].items()} == {
+                file: yaml.safe_load(text) for file, text in manifest["data"].items()
+            }
+    assert not any(kind in ("Deployment", "StatefulSet") for kind, _ in by_helm)
 
 
 def test_beside_a_vllm_no_manifest_speaks_of_a_worker(tmp_path):

@@ -342,6 +342,19 @@ def test_a_word_is_explained_on_a_click_and_the_day_has_a_chart(browser, own):
         assert len(tops) == 3 and len(set(tops)) == 1  # no orphan
 
 
+def test_pinned_prompts_are_shown_with_what_became_of_them(browser, worker):
+    with own_gateway(worker) as own:
+        wait_until_up(own)
+        worker.engine.room = 1
+        for name in ("rules", "log"):
+            httpx.post(own.url + "/seamark/prefixes", json={"name": name, "body": chat(name)}, timeout=30)
+        with opened(browser, own, LOOKS[0]) as page:
+            text(page, "#prefixes td:first-child").to_have_text("rules", timeout=PATIENCE)
+            text(page, "#prefixes td:last-child").to_contain_text(": in the cache")
+            httpx.delete(own.url + "/seamark/prefixes/rules", timeout=30)
+            text(page, "#prefixes").to_be_hidden(timeout=PATIENCE)
+
+
 def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, pictures):
     file = tmp_path / "keys.toml"
     file.write_text(entry("ann") + entry("root", admin=True))

@@ -58,11 +58,13 @@ class Admitted(NamedTuple):
     hit: int
     shared: int
     positions: Sequence[int]
+    pin: str = ""  # what became of the wish to pin its prompt, or to release it
 
     @property
     def header(self) -> str:
         """The value of `x-seamark-outcome`."""
-        return f"{self.reason},{self.hit},{self.shared},{':'.join(map(str, self.positions))}"
+        told = f"{self.reason},{self.hit},{self.shared},{':'.join(map(str, self.positions))}"
+        return f"{told},{self.pin}" if self.pin else told
 
 
 class FakeEngine:
@@ -72,9 +74,11 @@ class FakeEngine:
         """`ahead`: tokens past a state that a prompt has to share to find it."""
         self.boot = f"feed of {boot}"
         self._ahead = ahead
-        self._kept: list[tuple[list[Any], list[Any] | None, list[Any] | None]] = []  # outcome, resolved, states
+        self._kept: list[tuple[list[Any] | None, list[Any] | None, list[Any] | None]] = []  # outcome, resolved, states
         self._seen: dict[str, list[str]] = {}  # prompts, by cache salt
         self.read_to = 0  # what a gateway has read
+        self.room = 8  # prompts that can be pinned
+        self.pinned: list[tuple[str, str]] = []  # cache salts and prompts
 
     @property
     def cursor(self) -> int:
@@ -102,6 +106,7 @@ class FakeEngine:
         floored = sorted({position // MATCH_UNIT * MATCH_UNIT for position in usable} - {0})
         states = [[at, _state(salt, prompt[:at])] for at in floored] if reason != "not_worth_it" else []
         admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions if takes_entries else ())
+        admitted = admitted._replace(pin=self._pin(salt, prompt, body) if takes_entries else "")
         self._kept.append(
             (
                 [request_id, reason, cached],
@@ -111,10 +116,28 @@ class FakeEngine:
         )
         return admitted
 
+    def clear(self) -> None:
+        """The cache is emptied."""
+        self.pinned.clear()
+        self._kept.append((None, None, ["cleared"]))
+
+    def _pin(self, salt: str, prompt: str, body: Mapping[str, Any]) -> str:
+        xargs = body.get("vllm_xargs")
+        pin = xargs.get("seamark_pin") if isinstance(xargs, dict) else None
+        if pin == 0:
+            self.pinned = [each for each in self.pinned if each != (salt, prompt)]
+            return "released"
+        if pin == 1 and (salt, prompt) not in self.pinned:
+            if len(self.pinned) == self.room:
+                return "no_room"
+            self.pinned.append((salt, prompt))
+        return "pinned" if pin == 1 else ""
+
     def held(self, prompt: str, body: Mapping[str, Any]) -> int:
         """Tokens of `prompt` that lie before the deepest state kept for it; at least one token is left to compute."""
         salt = str(body.get("cache_salt") or "")
-        states = {(at, name) for _, _, states in self._kept for at, name in (states[3] if states else ())}
+        came = [event for _, _, event in self._kept if event is not None and event[0] == "came"]
+        states = {(at, name) for event in came for at, name in event[3]}
         return max((at for at, name in states if at < len(prompt) and name == _state(salt, prompt[:at])), default=0)
 
     def has_news(self, boot: str, after: int) -> bool:
@@ -129,7 +152,7 @@ class FakeEngine:
         events: dict[str, Any] = {
             "boot": self.boot,
             "cursor": self.cursor,
-            "outcomes": [outcome for outcome, _, _ in new],
+            "outcomes": [outcome for outcome, _, _ in new if outcome is not None],
             "states": [state for _, _, state in new if state is not None],
             "reset": bool(boot) and boot != self.boot,
         }

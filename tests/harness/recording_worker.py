@@ -263,9 +263,9 @@ async def _answer(
 
 
 @contextmanager
-def recording_worker(**state: Any) -> Iterator[RecordingWorker]:
-    """The fake under a real HTTP server, in a thread."""
+def recording_worker(address: str = "127.0.0.1", port: int = 0, **state: Any) -> Iterator[RecordingWorker]:
+    """The fake under a real HTTP server, in a thread; port 0: a free one."""
     worker = RecordingWorker(**state)
     app = CORSMiddleware(worker, allow_origins=worker.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    with serving(app) as worker.url:
+    with serving(app, address, port) as worker.url:
         yield worker

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+import redis
+
 from proxy.commands.render_server import free_port
 
 START_SECONDS = 10.0
@@ -55,6 +57,17 @@ class RedisServer:
     def thaw(self) -> None:
         """Go on."""
         self._process.send_signal(signal.SIGCONT)
+
+    def fill(self) -> None:
+        """From now on there is no room for another write, and nothing is evicted."""
+        with redis.Redis.from_url(self.url) as client:
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("maxmemory", 1)
+
+    def make_room(self) -> None:
+        """As much as anybody wants."""
+        with redis.Redis.from_url(self.url) as client:
+            client.config_set("maxmemory", 0)
 
     def kill(self) -> None:
         """End it at once, frozen or not."""

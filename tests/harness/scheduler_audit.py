@@ -11,12 +11,15 @@ per process. Prints JSON.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -43,11 +46,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine_patches import ledger
+from engine_patches import ledger, settings
 from engine_patches.forward.layers import promise
 from engine_patches.forward.step_writes import WRITES
 from engine_patches.patches import PATCHES
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
+from tests.harness.kv_event_index import KvEventIndex
 
 BLOCK, UNIT = 64, 16  # tokens
 
@@ -80,10 +84,14 @@ class Core:
         attention_groups: int = 1,
         block: int = BLOCK,
         speculative: dict[str, Any] | None = None,
+        kv_events: str | None = None,
+        connector: dict[str, Any] | None = None,
     ) -> None:
         """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
         at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
-        `speculative`: as vLLM's `--speculative-config`. Steps can be audited in blocks of `BLOCK` tokens.
+        `speculative`, `connector`: as vLLM's `--speculative-config` and `--kv-transfer-config`. Steps can be audited in
+        blocks of `BLOCK` tokens.
+        `kv_events`: what its KV events announce (`SEAMARK_KV_EVENTS`), which are audited then; None: events are off.
         """
         config = EngineArgs(
             model=model,
@@ -96,10 +104,14 @@ class Core:
             scheduling_policy=policy,
             async_scheduling=overlap,
             speculative_config=speculative,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if kv_events else None,
+            kv_transfer_config=KVTransferConfig(**connector) if connector else None,
         ).create_engine_config()
         config.cache_config.block_size = config.cache_config.mamba_block_size = block
         config.cache_config.prefix_match_unit = UNIT
         config.cache_config.num_gpu_blocks = blocks
+        if connector:  # a CPU's configuration plans no step ahead
+            config.scheduler_config.async_scheduling = overlap
         recurrent = dict(
             block_size=block,
             shapes=((1,),),
@@ -124,6 +136,8 @@ class Core:
             groups.append(KVCacheGroupSpec([f"a{number}"], attention))
         self._place_draft_head(groups)
         self.export, self.overlap, self.policy = export, overlap, policy
+        if kv_events:
+            os.environ[settings.KV_EVENTS] = kv_events
         self.scheduler: Any = (AsyncScheduler if overlap else Scheduler)(
             config,
             KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
@@ -141,6 +155,14 @@ class Core:
         self.hits: dict[str, int] = {}  # tokens each request started with, when first admitted
         self.stored: dict[str, tuple[Any, int]] = {}  # by name, states that events say can be found: hashes, position
         self.evicted = 0  # events that say that one can no longer be found
+        self._announced_size = block if kv_events == settings.BLOCKS else UNIT
+        self.index = KvEventIndex(self._announced_size) if kv_events else None
+        self.announced = self.withdrawn = 0  # blocks, by KV events
+        self.missing = 0  # blocks that lead to a state and are not announced, at most
+        self._ever: list[Request] = []
+        self._last_held: set[int] = set()
+        if kv_events:
+            self.scheduler.kv_event_publisher = self
         self._contents: dict[int, dict[Any, int]] = {}  # block id -> attention row, or "state" -> prefix
         self._meant: dict[bytes, tuple[int, int]] = {}  # block hash -> prefix, its length
         self._tables: dict[str, list[list[int]]] = {}  # the worker's block tables
@@ -159,15 +181,20 @@ class Core:
         max_tokens: int = 1,
         salt: str | None = None,
         priority: int = 0,
+        transfer: dict[str, Any] | None = None,
     ) -> Request:
-        """Add a request."""
-        extra = None if hint is None else {"seamark_boundaries": hint}
-        parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        """Add a request. `transfer`: its `kv_transfer_params`."""
+        extra = {} if hint is None else {"seamark_boundaries": hint}
+        if transfer is not None:
+            extra["kv_transfer_params"] = transfer
+        parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
         request = Request(
             name, list(tokens), parameters, None, block_hasher=self.hasher, cache_salt=salt, priority=priority
         )
         self._tokens[name] = list(tokens)
+        self._ever.append(request)
         self.scheduler.add_request(request)
+        del self._tokens[name][request.num_prompt_tokens :]  # one that prefills for another engine computes fewer
         return request
 
     def run(self, most: int = 2000) -> None:
@@ -242,6 +269,31 @@ class Core:
         for hashes, position in self.stored.values():
             if self._found(hashes, position) != position:
                 self.errors.append(f"a state at {position} is reported as stored, and is not found")
+
+    def publish(self, batch: Any) -> None:
+        """As vLLM's publisher of KV events."""
+        if self.index is None:
+            return
+        for event in batch.events:
+            self.index.apply(msgspec.to_builtins(event))
+
+    def _check_kv_events(self) -> None:
+        """An index built from KV events holds what leads to a state that vLLM's own lookup finds, and nothing else."""
+        if self.index is None:
+            return
+        resumable: set[int] = set()
+        for request in self._ever:
+            found = self._found(request.block_hashes, len(request.block_hashes) * UNIT)
+            resumable.update(self.index.keys(request.all_token_ids[:found], request.cache_salt))
+        held = self.index.held
+        if held - resumable:
+            self.errors.append(f"{len(held - resumable)} blocks are announced that lead to no state")
+        self.errors += [f"KV events: {surprise}" for surprise in self.index.surprises]
+        self.index.surprises.clear()
+        self.missing = max(self.missing, len(resumable - held))
+        self.announced += len(held - self._last_held)
+        self.withdrawn += len(self._last_held - held)
+        self._last_held = set(held)
 
     def _found(self, block_hashes: Any, most: int) -> int:
         return self.scheduler.kv_cache_manager.coordinator.find_longest_cache_hit(block_hashes, most)[1]
@@ -346,6 +398,7 @@ class Core:
             sampled_token_ids=[sampled[name] for name in names],
         )
         self.scheduler.update_from_output(output, runner)
+        self._check_kv_events()
 
 
 def random_entry(draw: random.Random, tokens: Sequence[int], position: int) -> object:
@@ -418,6 +471,7 @@ def main(model: str, argument: str) -> None:
     found = []
     for options in wanted["cores"]:
         errors, hit_tokens, evicted = [], 0, 0
+        announced = withdrawn = missing = 0
         for seed in wanted["seeds"]:
             core = Core(model, **options)
             random_traffic(core, seed, wanted["chats"])
@@ -426,7 +480,10 @@ def main(model: str, argument: str) -> None:
             errors += [f"seed {seed}: {error}" for error in core.errors[:3]]
             hit_tokens += sum(core.hits.values())
             evicted += core.evicted
-        found.append({"core": options, "errors": errors, "hit_tokens": hit_tokens, "evicted": evicted})
+            announced, withdrawn = announced + core.announced, withdrawn + core.withdrawn
+            missing = max(missing, core.missing)
+        audited = {"core": options, "errors": errors, "hit_tokens": hit_tokens, "evicted": evicted}
+        found.append({**audited, "announced": announced, "withdrawn": withdrawn, "missing": missing})
     print(json.dumps(found))
 
 

@@ -60,6 +60,7 @@ LIMITS = (
     Limit("max_collected_bytes", (), "the answer comes without `x-seamark-cached` and `x-seamark-reason`"),
     Limit("drain_timeout", (errors.Stopping,), "in a stream an event says so"),
     Limit("memory_bytes", (), "the oldest is forgotten: a hit is lost"),
+    Limit("response_cache", (), "the answer not asked for the longest goes; one above a quarter of it is not kept"),
     Limit("text_bytes", (), "the oldest is forgotten: a hit, a reason or a replay is lost"),
 )
 

@@ -12,17 +12,22 @@ import uvicorn
 
 
 @contextmanager
-def serving(app: Any, **options: Any) -> Iterator[str]:
-    """Its URL. `options` are uvicorn's; the socket is bound before the server starts, so that nobody takes the port."""
+def serving(app: Any, address: str = "127.0.0.1", port: int = 0, **options: Any) -> Iterator[str]:
+    """Its URL, at an address of this machine; port 0: a free one. `options` are uvicorn's.
+
+    The socket is bound before the server starts, so that nobody takes the port.
+    """
     server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="critical", **options))
-    listening = socket.create_server(("127.0.0.1", 0))
+    kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=kind)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the server did not start"
         thread.join(0.01)
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        host = f"[{address}]" if ":" in address else address
+        yield f"http://{host}:{listening.getsockname()[1]}"
     finally:
         server.should_exit = server.force_exit = True
         thread.join()

@@ -141,7 +141,8 @@ def run(source: Path, module: str, *arguments: str) -> Any:
 def main(versions: list[str]) -> int:
     model = str(generated_model(print))
     cut = {"writes_in_forward": False}  # chunks end at the states instead
-    cores = [{}, {"blocks": 30, "running": 4}, {"overlap": True}, cut, {**cut, "export": False}]
+    tight = {"blocks": 30, "running": 4}
+    cores = [{}, tight, {"overlap": True}, cut, {**cut, "export": False}, {**tight, "kv_events": "units"}]
     drafting_model = str(generated_model(print, mtp=True))
     drafting = [*draft_cores.CORES, *draft_cores.HEADS]
     wanted = {

@@ -104,19 +104,18 @@ def test_hint_ignored(servers: SharedServers, new):
 
 
 def test_another_worker_has_more(servers: SharedServers, fleet: Servers, new):
-    gateway = fleet.gateway(servers.seamark, servers.tight, flags=("--load-slack", "0"))
+    gateway = fleet.gateway(servers.seamark, servers.tight, flags=("--max-inflight", "1"))
     gateway.wait_until_ready("/ready", seconds=30)
-    short = new[:120]  # less is lost by computing it again than by waiting behind one request
-    first = ask(gateway, short, "High tide?")
+    first = ask(gateway, new, "High tide?")
     holder = first.headers["x-seamark-worker"]
-    # A long answer keeps the holder busy; with no slack at all the next request has to go elsewhere.
+    # A long answer takes the holder's only place, so the next request has to go elsewhere.
     body = {"model": MODEL_NAME, "prompt": "Tide", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.Client(timeout=120) as client:
         for _ in range(8):
             with client.stream("POST", gateway.url + "/v1/completions", json=body) as busy:
                 if busy.headers["x-seamark-worker"] != holder:
                     continue
-                answer = ask(gateway, short, "And low?")
+                answer = ask(gateway, new, "And low?")
                 assert answer.headers["x-seamark-worker"] != holder
                 assert explained(gateway, answer)["reason"] == "other_worker"
                 return

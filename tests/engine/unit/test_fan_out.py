@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
-from engine_patches.scheduler.fan_out import MIN_PATIENCE_SECONDS, PAUSE_SECONDS, ExpectedState, PrefillGate
+from engine_patches.scheduler.counters import Counters
+from engine_patches.scheduler.fan_out import (
+    MIN_PATIENCE_SECONDS,
+    PAUSE_SECONDS,
+    ExpectedState,
+    PrefillGate,
+    hold_followers,
+)
 from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16
@@ -262,6 +269,20 @@ def test_a_follower_that_is_gone_is_forgotten(gate):
     assert list(gate.waiting) == ["follower"]
     gate.drop_gone({"leader"})
     assert not gate.waiting
+
+
+@pytest.mark.parametrize(
+    ("transfer", "begins"), [(None, False), ({"do_remote_decode": True}, False), ({"do_remote_prefill": True}, True)]
+)
+def test_a_request_whose_states_are_loaded_from_elsewhere_does_not_wait(gate, transfer, begins):
+    leader = leading(gate)
+    follower = request("follower")
+    follower.kv_transfer_params, follower.skip_reading_prefix_cache = transfer, False
+    engine = scheduler([leader], [follower])
+    engine.seamark.gate, engine.seamark.counters = gate, Counters()
+    state = SimpleNamespace(shared=0, gave_up_on=None, not_held=False)
+    engine.seamark.state_of = lambda _: state
+    assert hold_followers(lambda *_: True)(engine, follower) is begins
 
 
 def test_no_request_waits_while_states_find_no_room(gate, clock):

@@ -8,11 +8,13 @@ import pytest
 
 from engine_patches.reporting import metrics
 from engine_patches.reporting.events_api import Feed
-from engine_patches.reporting.metrics import EngineMetrics
+from engine_patches.reporting.metrics import EngineMetrics, families
 from engine_patches.reporting.stats_channel import attach
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import StateEvicted
+
+LENGTHS = {"seamark/block_size": 384, "seamark/ahead": 0}
 
 
 @pytest.fixture
@@ -31,8 +33,24 @@ def served_by(processes: int) -> SimpleNamespace:
         cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),
         model_config=SimpleNamespace(is_hybrid=False),
         speculative_config=None,
+        kv_transfer_config=None,
         num_speculative_tokens=0,
     )
+
+
+def test_connectors_are_named_with_how_states_are_kept_beside_them(feed):
+    transfer = {"kv_connector": "NixlConnector", "kv_connector_module_path": "my.connectors"}
+    engine = served_by(1)
+    engine.kv_transfer_config = SimpleNamespace(**transfer)
+    engine.device_config = SimpleNamespace(device_type="cpu")
+    shown = {}
+    for config in (served_by(1), engine):
+        logger = EngineMetrics(config)
+        logger.record(SimpleNamespace(waiting_lora_adapters={"seamark/match_unit": 16, **LENGTHS}), None)
+        samples = families().info.collect()[0].samples
+        shown |= {sample.labels["connector"]: sample.labels["lane"] for sample in samples}
+        logger._hide()
+    assert shown == {"": "", "NixlConnector": "chunk_ends"}
 
 
 @pytest.mark.parametrize(
@@ -63,3 +81,18 @@ def test_requests_and_states_arrive_where_a_gateway_reads_them(feed):
     assert [outcome[:3] for outcome in answer["outcomes"]] == [("a", "hit", 160)]
     assert answer["states"] == [["gone", "5c"]]
     assert stats.waiting_lora_adapters == {"an adapter": 1}
+
+
+def test_what_became_of_a_pin_arrives_with_the_outcome_of_its_request(feed):
+    checkpoints = Checkpoints(match_unit=16, block_size=384)
+    counters = checkpoints.counters
+    for name, fate in (("chatcmpl-a/b-00000000", "pinned"), ("chatcmpl-c-00000000", "no_room")):
+        counters.request_admitted(AdmittedRequest(name, "cold", 0, 0, (163,)))
+        counters.prompt_pinned(name, fate)
+    counters.prompt_pinned("chatcmpl-unknown-00000000", "released")
+    stats = SimpleNamespace(waiting_lora_adapters={})
+    attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+    EngineMetrics(served_by(1)).record(stats, None)
+    headers = [outcome.header for name in ("a/b", "c") if (outcome := feed.take_latest(name)) is not None]
+    assert headers == [b"cold,0,0,163,pinned", b"cold,0,0,163,no_room"]
+    assert feed.take_latest("unknown") is None and not stats.waiting_lora_adapters

@@ -10,6 +10,7 @@ import pytest
 import torch
 import vllm.platforms
 from vllm import forward_context
+from vllm.model_executor.layers.mamba import mamba_utils
 
 from engine_patches.forward import step_writes
 from engine_patches.forward.layers import mamba2_with_states
@@ -57,12 +58,12 @@ class Layer:
 
     prefix, tped_intermediate_size, tped_conv_size, conv_kernel_size = "layers.0", GATE, CHANNELS, WIDTH + 1
 
-    def __init__(self, blocks: dict[tuple[int, int], int]) -> None:
+    def __init__(self, blocks: dict[tuple[int, int], int], dim_first: bool) -> None:
         self.blocks = blocks  # that take the states, by row and offset
         generator = torch.Generator().manual_seed(1)
         self.conv_state = torch.rand(BLOCKS, CHANNELS, WIDTH, generator=generator, dtype=torch.float64)
         self.ssm_state = torch.rand(BLOCKS, 1, CHANNELS, 1, generator=generator, dtype=torch.float64)
-        self.kv_cache = (self.conv_state.transpose(1, 2), self.ssm_state)
+        self.kv_cache = (self.conv_state if dim_first else self.conv_state.transpose(1, 2), self.ssm_state)
         self.metadata: Any = None
 
     def conv_ssm_forward(self, projected_states: Any, output: Any) -> None:
@@ -124,9 +125,22 @@ def metadata_of(rows: list[Row], decodes: int, slots: bool) -> Any:
     )
 
 
-def run(monkeypatch, rows: list[Row], writes: dict[int, list[int]], *, decodes=0, on_cpu=False, slots=False) -> Layer:
-    """One step of a layer; rows and offsets of `writes` count the prefills only."""
+def run(
+    monkeypatch,
+    rows: list[Row],
+    writes: dict[int, list[int]],
+    *,
+    decodes=0,
+    on_cpu=False,
+    slots=False,
+    dim_first=False,
+) -> Layer:
+    """One step of a layer; rows and offsets of `writes` count the prefills only.
+
+    `dim_first`: of the convolution's states in the cache, as NIXL needs them.
+    """
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    monkeypatch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: dim_first)
     places = [(row, offset) for row, offsets in writes.items() for offset in offsets]
     blocks = {place: block for block, place in enumerate(places, 10)}
     of_rows = {
@@ -142,7 +156,7 @@ def run(monkeypatch, rows: list[Row], writes: dict[int, list[int]], *, decodes=0
         query_start_loc_cpu=starts,
         seq_lens_cpu_upper_bound=torch.tensor([9] * decodes + [computed + tokens for computed, tokens in rows]),
     )
-    layer = Layer(blocks)
+    layer = Layer(blocks, dim_first)
     build = plan_scan_states(lambda *_: metadata_of(rows, decodes, slots))
     layer.metadata = build(SimpleNamespace(layer_names=["layers.0"]), 0, common)
     context = SimpleNamespace(attn_metadata={"layers.0": layer.metadata})
@@ -162,19 +176,21 @@ ROWS = [(0, 30), (5, 20), (8, 17), (14, 12)]
 WRITES = {0: [8, 9, 16, 30], 1: [1, 2, 3, 19], 2: [8], 3: [2, 12]}
 
 
+@pytest.mark.parametrize("dim_first", [False, True])
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("decodes", [0, 3])
 @pytest.mark.parametrize("row", range(len(ROWS)))
-def test_each_state_is_that_of_a_chunk_that_ends_there(monkeypatch, row, decodes, on_cpu, slots):
+def test_each_state_is_that_of_a_chunk_that_ends_there(monkeypatch, row, decodes, on_cpu, slots, dim_first):
     rows = ROWS[row:] + ROWS[:row]  # the row's tokens are the first in the step, whatever its length
     writes = {(number - row) % len(ROWS): offsets for number, offsets in WRITES.items()}
-    layer = run(monkeypatch, rows, writes, decodes=decodes, on_cpu=on_cpu, slots=slots)
+    of_step = dict(decodes=decodes, on_cpu=on_cpu, slots=slots, dim_first=dim_first)
+    layer = run(monkeypatch, rows, writes, **of_step)
     for offset in WRITES[row]:
         block = layer.blocks[0, offset]
         conv, ssm = layer.conv_state[block], layer.ssm_state[block]
         shorter = [(rows[0][0], offset), *rows[1:]]
-        expected = run(monkeypatch, shorter, {}, decodes=decodes, on_cpu=on_cpu, slots=slots)
+        expected = run(monkeypatch, shorter, {}, **of_step)
         assert torch.equal(conv, expected.conv_state[0]) and torch.equal(ssm, expected.ssm_state[0])
 
 

@@ -11,7 +11,7 @@ import pytest
 from proxy.bench import traces
 from proxy.bench.simulated_fleet import PROFILES, Fleet, Profile
 from proxy.bench.trace_formats import BLOCK, BadTrace, read, synthetic
-from proxy.bench.trace_policies import POLICIES, Seamark
+from proxy.bench.trace_policies import POLICIES, Seamark, SeamarkGateways
 
 EXCERPTS = Path(__file__).parents[2] / "data" / "traces"
 
@@ -160,7 +160,32 @@ def test_seamarks_own_dispatcher_sends_a_conversation_where_its_states_are():
     fleet.run(1e9)
     assert len({done.worker for done in fleet.executions}) == 1
     assert [done.hit for done in fleet.executions] == [request.shareable // 16 * 16 for request in requests]
-    assert all(worker.inflight == worker.prefill_tokens == 0 for worker in policy._workers)
+    assert all(worker.inflight == worker.prefill_tokens == 0 for worker in policy.workers)
+
+
+def test_several_gateways_serve_a_conversation_where_its_states_are_whichever_its_turns_come_to():
+    requests = read(AGENTS).sessions[0]
+    policy = SeamarkGateways(4, 0, 3)
+    fleet = Fleet(4, PROFILES["datacentre"], policy, traces.hint_of)
+    for at, request in enumerate(requests):
+        fleet.send(request, 100.0 * at)
+    fleet.run(1e9)
+    assert sum(gateway.choice_seconds > 0 for gateway in policy.gateways) > 1
+    assert len({done.worker for done in fleet.executions}) == 1
+    assert [done.hit for done in fleet.executions] == [request.shareable // 16 * 16 for request in requests]
+    for gateway in policy.gateways:
+        assert all(worker.inflight == worker.prefill_tokens == 0 for worker in gateway.workers)
+
+
+def test_requests_through_several_gateways_at_once_spread_as_through_one():
+    trace = read(AGENTS)
+    request, common = trace.sessions[0][0], trace.common()
+    for gateways in (1, 4):
+        fleet = Fleet(8, PROFILES["datacentre"], SeamarkGateways(8, 0, gateways), traces.hint_of)
+        for at in range(8):
+            fleet.send(request.copied(at + 1, common), 1.0 + 0.02 * at)
+        fleet.run(1e9)
+        assert sorted(done.worker for done in fleet.executions) == list(range(8)), gateways
 
 
 @pytest.mark.parametrize("trace", [CONVERSATION, AGENTS])

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 # A flag that nobody has, and what abbreviations made of a flag that somebody has.
 WRONG = {
     "serve": {
-        "--workers": "--worker or --workers-file",
+        "--workers": "--worker or --workers-dns",
         "--prot": "--port",
         "--admin-prot=1": "--admin-port or --admin-host",
     },

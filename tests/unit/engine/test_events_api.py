@@ -8,7 +8,7 @@ import json
 import pytest
 
 from engine_patches.reporting import events_api
-from engine_patches.reporting.events_api import HEADER, MAX_KEPT, EventsEndpoint, Feed
+from engine_patches.reporting.events_api import HEADER, LOAD_HEADER, MAX_KEPT, EventsEndpoint, Feed
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import StateStored
 
@@ -139,3 +139,80 @@ def test_what_is_kept_for_answers_is_bounded(feed):
         feed.add_outcome(admitted(str(number)))
     assert feed.take_latest("9") is None and feed.take_latest("10") is not None
     assert len(feed._latest) == MAX_KEPT - 1
+
+
+def counted(*requests: tuple[str, int, int], feed: Feed) -> list:
+    return [
+        feed.loads.begin(f"{gateway},{prompt},{left}".encode(), f"{gateway}-{at}")
+        for at, (gateway, prompt, left) in enumerate(requests)
+    ]
+
+
+def test_a_gateway_learns_what_others_have_here_and_nothing_of_its_own(feed):
+    first, second, third = counted(("a", 1000, 400), ("b", 2000, 1900), ("b", 10, 10), feed=feed)
+    assert feed.after(0, gateway="a")["load"] == (2, 1910)
+    assert feed.after(0, gateway="b")["load"] == (1, 400)
+    assert feed.after(0, gateway="c")["load"] == (3, 2310)
+    assert "load" not in feed.after(0)
+    feed.loads.answered(second)
+    feed.loads.end(third)
+    assert feed.after(0, gateway="a")["load"] == (1, 0)
+    feed.loads.end(second)
+    feed.loads.end(first)
+    assert feed.after(0, gateway="c")["load"] == (0, 0)
+
+
+def test_what_the_engine_has_computed_of_a_prompt_is_no_longer_to_be_done(feed):
+    counted(("a", 1000, 400), feed=feed)
+    for number, (end, left) in enumerate([(500, 400), (800, 200), (1000, 0)], start=1):
+        feed.add_event(0, number, StateStored("chatcmpl-a-0-00000000", end, ()))
+        assert feed.after(0, gateway="b")["load"] == (1, left)
+
+
+def test_a_request_counts_from_its_head_to_its_end_and_its_prompt_until_the_answer_begins(feed):
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(feed.loads.beside("b"))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        seen.append(feed.loads.beside("b"))
+        await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
+        seen.append(feed.loads.beside("b"))
+        raise ConnectionError("the client has left")
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": [(LOAD_HEADER, b"a,1000,400")]}
+    with pytest.raises(ConnectionError):
+        asyncio.run(EventsEndpoint(app)(scope, None, send))
+    assert seen == [(1, 400), (1, 400), (1, 0)] and feed.loads.beside("b") == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"a", b"a,1", b"a,1,-1", b"a,1,1,1", b"x y,1,1", b"a" * 33 + b",1,1", b"a,1,999999999"]
+)
+def test_a_request_with_a_load_that_is_none_is_served_and_not_counted(feed, header):
+    assert answered([*ASKS, (LOAD_HEADER, header)])[b"content-type"] == b"application/json"
+    assert feed.loads.begin(header, "r") is None and feed.loads.beside("b") == (0, 0)
+
+
+def test_a_gateway_that_waits_is_woken_by_others_and_not_by_itself(feed):
+    async def scenario():
+        own = asyncio.create_task(feed.wait_after(0, feed.boot, 60.0, "a", "0:0"))
+        other = asyncio.create_task(feed.wait_after(0, feed.boot, 60.0, "b", "0:0"))
+        await asyncio.sleep(0)
+        counted(("a", 1000, 400), feed=feed)
+        feed.wake_others("a")
+        assert (await other)["load"] == (1, 400)
+        assert not own.done()
+        own.cancel()
+        # What changed between two reads is not waited for.
+        assert (await feed.wait_after(0, feed.boot, 60.0, "b", "0:0"))["load"] == (1, 400)
+
+    asyncio.run(scenario())
+
+
+def test_one_of_several_api_servers_says_nothing_of_load(feed):
+    feed.has_all_events = False
+    assert "load" not in feed.after(0, gateway="a")

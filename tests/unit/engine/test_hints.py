@@ -17,9 +17,11 @@ from engine_patches.scheduler.hints import (
     MAX_COMPARED_OF_HINT,
     MAX_ENTRIES,
     MAX_PATTERN,
+    NONE,
     TAIL,
     checkpoint_targets,
     first_end,
+    hint_in,
     last_end,
     resolve,
     turn_end,
@@ -237,3 +239,71 @@ def test_a_state_lies_where_those_who_share_the_boundary_can_use_it(boundary, ah
 def test_a_boundary_whose_state_would_lie_before_the_first_unit_is_too_short():
     ignored: list[str] = []
     assert usable_positions([31, 32], 16, ignored.append, ahead=16) == (16,) and ignored == ["below_unit"]
+
+
+def carried(*actions, xargs=None):
+    """The hint of a request that came with these `(type, version, payload)` of vLLM's KV hints, and with `xargs`."""
+    made = [
+        SimpleNamespace(action_id=str(number), action_type=kind, action_version=version, payload=payload)
+        for number, (kind, version, payload) in enumerate(actions)
+    ]
+    envelope = SimpleNamespace(protocol_version="0.1", message_id="m", actions=made) if actions else None
+    extra = None if xargs is None else {hints.FIELD: xargs}
+    return hint_in(SimpleNamespace(kv_hints=envelope, sampling_params=SimpleNamespace(extra_args=extra)))
+
+
+BOUNDARIES = {
+    "boundaries": [
+        {"tokens": 163},
+        {"tokens": -4},
+        {"behind": "first", "token_ids": [7, 8]},
+        {"behind": "last", "token_ids": [9], "skip": 2},
+        {"behind": "last", "token_ids": [9], "skip": 0, "of a later version": 1},
+    ]
+}
+
+
+def test_an_action_of_vllms_kv_hints_says_the_same_as_a_hint():
+    assert carried(("kv.checkpoint", "1.0", BOUNDARIES)) == [163, -4, "first:7,8", "last-2:9", "last:9"]
+
+
+def test_an_action_stands_in_place_of_what_the_client_sent():
+    one, other = {"boundaries": [{"tokens": 32}]}, {"boundaries": [{"tokens": 64}]}
+    assert carried(("kv.checkpoint", "1.0", one), ("kv.checkpoint", "1.7", other), xargs=[5]) == [32, 64]
+
+
+@pytest.mark.parametrize("action", [("kv.fetch", "1.0", {}), ("kv.checkpoint", "2.0", BOUNDARIES)])
+def test_actions_that_are_not_ours_are_passed_over(action):
+    assert carried(action) is NONE
+    assert carried(action, xargs=[5]) == [5]
+
+
+def test_a_request_without_an_envelope_is_read_as_before():
+    assert carried() is NONE
+    assert hint_in(SimpleNamespace(sampling_params=SimpleNamespace(extra_args={hints.FIELD: [5]}))) == [5]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        None,
+        {},
+        {"boundaries": 163},
+        {"boundaries": [163]},
+        {"boundaries": [{}]},
+        {"boundaries": [{"tokens": True}]},
+        {"boundaries": [{"tokens": "first:1"}]},
+        {"boundaries": [{"behind": "middle", "token_ids": [1]}]},
+        {"boundaries": [{"behind": "first", "token_ids": []}]},
+        {"boundaries": [{"behind": "first", "token_ids": ["1,2", None]}]},
+        {"boundaries": [{"behind": "last", "token_ids": [1], "skip": -1}]},
+        {"boundaries": [{"behind": "last", "token_ids": [1] * (MAX_PATTERN + 1)}]},
+    ],
+)
+def test_a_boundary_that_an_action_does_not_word_is_malformed(payload):
+    assert read(carried(("kv.checkpoint", "1.0", payload))) == ((), Counter(malformed=1))
+
+
+def test_an_action_is_not_read_to_its_end():
+    many = {"boundaries": [{"tokens": 3}] * 10_000}
+    assert read(carried(("kv.checkpoint", "1.0", many))) == ((), Counter(too_many=1, below_unit=MAX_ENTRIES))

@@ -23,13 +23,15 @@ def config(unit: int | None = None, block: int = 384, hybrid: bool = True, **cha
         prefix_match_unit=unit, block_size=block, enable_prefix_caching=changes.pop("caching", True)
     )
     drafts, drop = changes.pop("drafts", 0), changes.pop("drop", False)
+    connector = changes.pop("connector", None)
     return SimpleNamespace(
         cache_config=cache,
         model_config=model,
         num_speculative_tokens=drafts,
         speculative_config=drafting("mtp" if drop else "ngram", drop) if drafts else None,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        kv_transfer_config=None,
+        kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
+        device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(async_scheduling=False),
     )
 
@@ -60,6 +62,8 @@ MAMBA1, MAMBA2, GDN = Recurrent("MAMBA1"), Recurrent("MAMBA2"), Recurrent("GDN_A
         (config(model_type="qwen3_5_moe"), 64),
         (config(model_type="qwen3_next", block=528), 64),
         (config(model_type="qwen3_next", unit=16), 64),
+        (config(connector="NixlPushConnector"), 16),
+        (config(connector="DecodeBenchConnector", block=528), 528),
     ],
 )
 def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit):
@@ -128,6 +132,11 @@ def test_a_hybrid_gets_the_finest_unit_that_divides_its_blocks(resolve, spec, bl
     vllm_config = config(block=block)
     assert resolve(groups(ATTENTION, spec), vllm_config) == (block, unit)
     assert vllm_config.cache_config.prefix_match_unit == (unit if unit < block else None)
+
+
+@pytest.mark.parametrize(("connector", "unit"), [("NixlPushConnector", 16), ("DecodeBenchConnector", 384)])
+def test_blocks_stay_vllms_own_where_a_connector_keeps_hints_from_being_used(resolve, connector, unit):
+    assert resolve(groups(ATTENTION, MAMBA2), config(connector=connector)) == (384, unit)
 
 
 @pytest.mark.parametrize(("drop", "unit"), [(False, 64), (True, 16)])

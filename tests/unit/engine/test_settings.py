@@ -38,7 +38,23 @@ def test_what_is_no_part_of_the_cache_is_the_default_with_one_line(monkeypatch, 
     assert settings.STATE_SHARE in line and repr(value) in line
 
 
+@pytest.mark.parametrize(("value", "share"), [("", settings.DEFAULT_PIN_SHARE), ("0", 0.0), ("0.3", 0.3)])
+def test_pinned_prompts_may_hold_a_part_of_the_cache_or_nothing(monkeypatch, lines, value, share):
+    monkeypatch.setenv(settings.PIN_SHARE, value)
+    assert settings.pin_share() == share and not lines
+    monkeypatch.setenv(settings.PIN_SHARE, "1")
+    assert settings.pin_share() == settings.DEFAULT_PIN_SHARE and settings.PIN_SHARE in lines[0]
+
+
 @pytest.mark.parametrize(("value", "on", "logged"), [("1", True, 0), ("0", False, 0), ("", True, 0), ("yes", True, 1)])
 def test_a_switch_is_on_off_or_as_by_default(monkeypatch, lines, value, on, logged):
     monkeypatch.setenv(settings.FAN_OUT, value)
     assert settings.fan_out() is on and len(lines) == logged
+
+
+@pytest.mark.parametrize(
+    ("value", "events", "logged"), [("", "units", 0), ("Blocks", "blocks", 0), ("0", "0", 0), ("all", "units", 1)]
+)
+def test_kv_events_name_units_blocks_or_what_vllm_does(monkeypatch, lines, value, events, logged):
+    monkeypatch.setenv(settings.KV_EVENTS, value)
+    assert settings.kv_events() == events and len(lines) == logged

@@ -19,9 +19,11 @@ def test_each_key_has_totals_of_its_own_in_metrics_and_as_json():
         {"name": "bob", "requests": 1, "prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0},
     ]
 
-    def value(name: str, key: str) -> float | None:
-        return metrics.registry.get_sample_value(f"seamark_key_{name}_total", {"key": key})
+    def counted(key: str) -> list[float | None]:
+        value = metrics.registry.get_sample_value
+        kinds = ("prompt", "cached", "output")
+        tokens = [value("seamark_key_tokens_total", {"key": key, "kind": kind}) for kind in kinds]
+        return [value("seamark_key_requests_total", {"key": key}), *tokens]
 
-    names = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
-    assert [value(name, "ann") for name in names] == [2, 150, 80, 7]
-    assert [value(name, "bob") for name in names] == [1, None, None, None]
+    assert counted("ann") == [2, 150, 80, 7]
+    assert counted("bob") == [1, None, None, None]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -332,3 +333,18 @@ async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing()
             end(WORKER, "r")
         events.fell_short(WORKER, (b"s",), (), 0)
         assert not events._feeds
+
+
+async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
+    feed, worker = Feed(old=False), replace(WORKER)
+    async with reading(feed) as events:
+        events.sent(worker, "r", [], ())
+        await until(lambda: len(feed.asked) == 2)
+        assert "load" not in feed.asked[1]
+        feed.tell([], load=[3, 5000])
+        await until(lambda: worker.others == (3, 5000))
+        await until(lambda: len(feed.asked) == 3)
+        assert feed.asked[2]["load"] == ["3:5000"]
+        feed.status = 0
+        feed.news.set()
+        await until(lambda: worker.others == (0, 0))  # nothing is known any more

@@ -6,10 +6,10 @@ import pytest
 
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import union_of_models
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.pipeline.sse import usage_in_stream
-from proxy.routing.policy import RECOMPUTE_PRICE, choose
+from proxy.routing.policy import LEAD_PRICE, LEAD_TOKENS, RECOMPUTE_PRICE, REQUEST_TOKENS, choose
 from proxy.routing.prefix_index import Holding
 
 
@@ -36,6 +36,23 @@ def test_requests_with_one_cache_key_go_to_one_worker_where_nothing_else_speaks(
     assert choose(workers, {"b": Holding(400, b"deep", is_told=True)}, 8, "session").boot == "b"
 
 
+def test_a_worker_that_goes_moves_no_conversation_of_the_others():
+    workers = [worker(name) for name in "abcde"]
+    keys = [f"session {number}" for number in range(50)]
+    before = {key: choose(workers, {}, 8, key).boot for key in keys}
+    after = {key: choose(workers[1:], {}, 8, key).boot for key in keys}
+    assert "a" in before.values()
+    assert all(after[key] == before[key] for key in keys if before[key] != "a")
+
+
+def test_of_many_equal_holders_the_one_that_was_sent_the_fewest_is_chosen():
+    workers = [worker(str(number)) for number in range(100)]
+    for number, one in enumerate(workers):
+        one.dispatched = abs(number - 70)
+    held = {one.boot: Holding(4000, b"head", is_told=True) for one in workers}
+    assert choose(workers, held, load_slack=8) is workers[70]
+
+
 def test_a_holding_shorter_than_the_match_unit_does_not_count():
     workers = [worker("a", inflight=1), worker("b")]
     assert choose(workers, {"a": Holding(15, b"head", is_told=True)}, load_slack=8).boot == "b"
@@ -59,21 +76,31 @@ def test_new_prefixes_spread_over_idle_workers():
 
 
 def test_a_holder_that_is_too_busy_is_passed_over():
-    workers = [worker("a"), worker("b", inflight=12)]
+    workers = [worker("a"), worker("b", inflight=21)]
     assert choose(workers, {"b": Holding(400, b"deep", is_told=True)}, load_slack=8).boot == "a"
 
 
-def test_a_request_waits_for_its_holder_up_to_what_computing_its_prefix_elsewhere_costs_the_fleet():
+@pytest.mark.parametrize(
+    ("tokens", "wait"),
+    [
+        (160, LEAD_PRICE * 160),  # little to lose, little to wait for
+        (3072, LEAD_TOKENS),
+        (8192, LEAD_TOKENS),  # a lead that is soon gone
+        (16_384, RECOMPUTE_PRICE * 16_384),
+        (100_000, RECOMPUTE_PRICE * 100_000),  # what computing it elsewhere costs the fleet
+    ],
+)
+def test_a_request_waits_for_its_holder_up_to_what_the_prefix_is_worth(tokens, wait):
     workers = [worker("a"), worker("b")]
-    held = {"b": Holding(1600, b"deep", is_told=True)}
-    workers[1].prefill_tokens = RECOMPUTE_PRICE * 1600
+    held = {"b": Holding(tokens, b"deep", is_told=True)}
+    workers[1].prefill_tokens = wait
     assert choose(workers, held, load_slack=0).boot == "b"
     workers[1].prefill_tokens += 1
     assert choose(workers, held, load_slack=0).boot == "a"
 
 
 def test_of_several_holders_that_are_too_busy_the_next_one_is_chosen():
-    workers = [worker("a"), worker("b", inflight=100), worker("c")]
+    workers = [worker("a"), worker("b", inflight=129), worker("c")]
     held = {"b": Holding(4000, b"deep", is_told=True), "c": Holding(400, b"short", is_told=True)}
     assert choose(workers, held, load_slack=0).boot == "c"
 
@@ -82,6 +109,17 @@ def test_of_equal_holders_the_less_loaded_one_is_chosen():
     workers = [worker("a", inflight=2), worker("b", inflight=1), worker("c")]
     held = {name: Holding(400, b"deep", is_told=True) for name in "ab"}
     assert choose(workers, held, load_slack=8).boot == "b"
+
+
+def test_what_other_gateways_have_at_a_worker_is_work_like_ones_own():
+    workers = [worker("a"), worker("b", inflight=1)]
+    workers[0].others = Load(requests=2)
+    assert choose(workers, {}, load_slack=8).boot == "b"
+    workers[0].others = Load(prefill_tokens=LEAD_PRICE * 1600 + 9 * REQUEST_TOKENS + 1)
+    held = {"a": Holding(1600, b"deep", is_told=True)}
+    assert choose(workers, held, load_slack=8).boot == "b"
+    workers[0].others = Load(prefill_tokens=LEAD_PRICE * 1600)
+    assert choose(workers, held, load_slack=8).boot == "a"
 
 
 def test_usage_is_read_from_the_end_of_a_stream():

@@ -1,0 +1,142 @@
+"""Which of vLLM's KV connectors go together with hints, and how states are written beside them: one table.
+
+A connector loads into cache blocks, and stores from them, by itself. States that are written inside a pass lie in
+blocks that are chosen once a step is planned, so a connector must neither need to know them nor touch them while they
+are free. Of vLLM's connectors only NIXL that pulls has been shown to do neither (`tests.harness.transfer_audit`): it
+reads and writes blocks of whole requests, which stay theirs meanwhile.
+
+Nothing here imports vLLM: `seamark worker` asks before it starts.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from engine_patches import module_source
+from engine_patches.ledger import Shape, ShapeMismatch
+
+
+class Lane(enum.Enum):
+    """How states are kept beside a connector, from the best to the worst."""
+
+    INSIDE = "inside_pass"  # as without one
+    CHUNK_ENDS = "chunk_ends"  # a chunk is cut for each state, at a pass each
+    NO_HINTS = "no_hints"  # hints are refused
+    NOT_SERVED = "not_served"  # vLLM starts no hybrid model with it
+
+
+# By vLLM's names. Any other is `CHUNK_ENDS`: vLLM hands each state at a chunk's end to it by itself.
+CONNECTORS: Mapping[str, Lane] = {
+    "NixlConnector": Lane.INSIDE,  # another name of the next
+    "NixlPullConnector": Lane.INSIDE,
+    "NixlPushConnector": Lane.CHUNK_ENDS,
+    "DecodeBenchConnector": Lane.NO_HINTS,
+    # No `SupportsHMA`: vLLM turns its hybrid cache manager off, and then cannot lay the caches out.
+    "ExampleConnector": Lane.NOT_SERVED,
+    "FlexKVConnectorV1": Lane.NOT_SERVED,
+    "HF3FSKVConnector": Lane.NOT_SERVED,
+    "LMCacheConnectorV1": Lane.NOT_SERVED,
+    "LMCacheMPConnector": Lane.NOT_SERVED,  # vLLM's; LMCache may bring one that vLLM prefers
+}
+
+LMCACHE_MP = "LMCacheMPConnector"
+
+MULTI = "MultiConnector"
+
+UNKNOWN = "is not known to leave alone the blocks that a pass writes states into"
+
+_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+
+# What NIXL was shown to be right with: it takes the blocks of whole requests, and vLLM keeps blocks that it may write
+# from being handed out before the steps that wrote them last are done.
+_SHOWN = (
+    Shape(
+        f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler.update_state_after_alloc",
+        "self, request, blocks, num_external_tokens",
+        ("blocks.get_unhashed_block_ids_all_groups()", "self.get_exchange_clipped_blocks("),
+    ),
+    Shape(
+        f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler.request_finished",
+        "self, request, block_ids",
+        ("delay_free_blocks = any(", "block_ids = self.get_exchange_clipped_blocks(block_ids)"),
+    ),
+    Shape(
+        f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler.get_exchange_clipped_blocks",
+        mentions=("blocks = clip_ssm_state_blocks(blocks, n_spec_blocks)",),
+    ),
+)
+
+
+class Decision(NamedTuple):
+    """What a configuration's connectors mean for hints."""
+
+    lane: Lane = Lane.INSIDE
+    names: tuple[str, ...] = ()  # of the connectors; of a MultiConnector those inside it
+    reason: str = ""  # why the lane is no better: half a sentence that begins with the connector's name
+
+
+WITHOUT = Decision()
+
+
+def decide(vllm_config: Any) -> Decision:
+    """What the connectors of a `VllmConfig` mean for hints."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return WITHOUT
+    return decide_by(vars(transfer), on_cpu=vllm_config.device_config.device_type == "cpu")
+
+
+def decide_by(transfer: Mapping[str, Any], on_cpu: bool = True) -> Decision:
+    """The same by the fields of a `KVTransferConfig`, as far as they are given. `on_cpu`: the model runs on one."""
+    children = list(_connectors_in(transfer))
+    names = tuple(str(child["kv_connector"]) for child in children)
+    found = [(_lane_of(child, on_cpu), name) for child, name in zip(children, names, strict=True)]
+    order = list(Lane)
+    (lane, reason), name = max(found, key=lambda each: order.index(each[0][0]), default=((Lane.INSIDE, ""), ""))
+    return Decision(lane, names, f"{name} {reason}" if reason else "")
+
+
+def _connectors_in(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A connector's configuration, or those of the connectors inside a MultiConnector."""
+    name = transfer.get("kv_connector")
+    if not name:
+        return
+    children = (transfer.get("kv_connector_extra_config") or {}).get("connectors")
+    if name == MULTI and not transfer.get("kv_connector_module_path") and children:
+        for child in children:
+            yield from _connectors_in(child)
+    else:
+        yield transfer
+
+
+def _lane_of(transfer: Mapping[str, Any], on_cpu: bool) -> tuple[Lane, str]:
+    """The lane of one connector, and why it is not a better one."""
+    # A module of one's own may hold a class of any name.
+    known = None if transfer.get("kv_connector_module_path") else CONNECTORS.get(str(transfer["kv_connector"]))
+    if known is Lane.NOT_SERVED and not (transfer["kv_connector"] == LMCACHE_MP and _lmcache_has_its_own()):
+        return known, "knows caches of one kind only, and vLLM cannot serve hybrid models through it"
+    if known is Lane.NO_HINTS:
+        return known, "puts values into the cache that nobody has computed"
+    if known is not Lane.INSIDE:
+        return Lane.CHUNK_ENDS, UNKNOWN
+    if (transfer.get("kv_connector_extra_config") or {}).get("bidirectional_kv_xfer"):
+        return Lane.CHUNK_ENDS, f"with bidirectional_kv_xfer {UNKNOWN}"
+    if transfer.get("kv_buffer_device") == "cpu" and not on_cpu:
+        return Lane.CHUNK_ENDS, f"with a buffer in the host's memory {UNKNOWN}"
+    try:
+        for shape in _SHOWN:
+            shape.check()
+    except ShapeMismatch as error:
+        return Lane.CHUNK_ENDS, f"of this vLLM {UNKNOWN}: {error}"
+    return known, ""
+
+
+def _lmcache_has_its_own() -> bool:
+    """Whether LMCache is installed with a connector that vLLM takes in place of its own. What that can do is open."""
+    try:
+        module_source.definitions("lmcache.integration.vllm.lmcache_mp_connector", LMCACHE_MP)
+    except ImportError:
+        return False
+    return True

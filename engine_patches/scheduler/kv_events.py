@@ -1,0 +1,320 @@
+"""KV events of a hybrid (`--kv-events-config`): the attention blocks that lead to a held state, and no others.
+
+vLLM announces every attention block that it caches. Of a hybrid that says little: a prompt is resumed only where a
+recurrent state is held, so an index built from those events promises hits that do not come. Here a block is announced
+as long as some held state lies at its end or behind it, and withdrawn with the last of them. What recurrent groups
+announce is left out: vLLM gives their blocks the same hashes, and indexes that know no groups take them for attention.
+
+All of it happens where vLLM hands its events out, once a step, and only if events are on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine_patches import settings
+from engine_patches.scheduler.cache_keys import key_at
+
+logger = logging.getLogger("vllm.seamark")
+
+
+class AttentionGroup(NamedTuple):
+    """An attention cache group. Lengths in tokens."""
+
+    group: int
+    block_size: int  # of its cache
+    announced: int  # of the blocks that events name, a part of `block_size`
+    drop: int = 0  # past a state, up to which its keys have to reach
+
+
+@dataclass(slots=True)
+class _Block:
+    """An announced block."""
+
+    parent: bytes | None  # hash of the block before it
+    uses: int = 0  # announced blocks right behind it, and states in it or at its end
+
+
+class _Held(NamedTuple):
+    """A state that can be resumed."""
+
+    keys: tuple[bytes, ...]  # cache keys, all of which it needs
+    last: tuple[tuple[int, bytes | None], ...]  # by attention group: hash of the last block announced for it
+
+
+class ResumableBlocks:
+    """The attention blocks of one scheduler's cache that are announced. Lengths in tokens."""
+
+    def __init__(
+        self, pool: Any, match_unit: int, recurrent: Iterable[int], attention: Sequence[AttentionGroup]
+    ) -> None:
+        from vllm.distributed.kv_events import BlockRemoved
+        from vllm.v1.core import kv_cache_utils
+
+        self._pool = pool
+        self._unit = match_unit
+        self._recurrent = tuple(recurrent)
+        self._attention = tuple(attention)
+        self._drop = max((each.drop for each in attention), default=0)
+        # How far a key of a cache group lies past the state that it makes findable.
+        self._past = dict.fromkeys(self._recurrent, 0) | {each.group: each.drop for each in attention}
+        self._announced: dict[int, dict[bytes, _Block]] = {each.group: {} for each in attention}
+        self._held: dict[bytes, _Held] = {}  # by the key that finds it
+        self._needed_by: dict[bytes, set[bytes]] = {}
+        self._removed: set[bytes] = set()  # needed keys that a block has lost; another one may carry them
+        self._touched: dict[int, tuple[Any, set[int]]] = {}  # requests, and where they may have made a state findable
+        self._reports: list[tuple[Any, AttentionGroup, int]] = []  # requests that want what they found announced
+        self._cached = pool.cached_block_hash_to_block
+        self._block_removed = BlockRemoved
+        self._external = kv_cache_utils.maybe_convert_block_hash
+        # vLLM 0.33 has methods for blocks whose hashes cover the tokens behind them.
+        self._extra_keys = getattr(pool, "_generate_event_extra_keys", kv_cache_utils.generate_block_hash_extra_keys)
+        self._ahead_of = getattr(pool, "_lookahead_token_ids", None)
+
+    def take_over(self) -> None:
+        """Stand between the pool and whoever takes its events. A pool without events keeps its own methods."""
+        pool = self._pool
+        self._cache_full_blocks, pool.cache_full_blocks = pool.cache_full_blocks, self.cache_full_blocks
+        self._cache_partial_block, pool.cache_partial_block = pool.cache_partial_block, self.cache_partial_block
+        self._emit_cached, pool.emit_cached_block_events = pool.emit_cached_block_events, self.emit_cached_block_events
+        self._emit_removed, pool._emit_block_removed_events = pool._emit_block_removed_events, self.keys_removed
+        self._take, pool.take_events = pool.take_events, self.take_events
+
+    def cache_full_blocks(
+        self,
+        request: Any,
+        blocks: Any,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: Any = None,
+    ) -> None:
+        """In place of the pool's: remember at which positions a state may have become findable."""
+        self._cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+        )
+        for number in range(num_cached_blocks, num_full_blocks):
+            if not blocks[number].is_null and (block_mask is None or block_mask[number - num_cached_blocks]):
+                self._touch(request, (number + 1) * block_size, kv_cache_group_id)
+
+    def cache_partial_block(
+        self,
+        request: Any,
+        block: Any,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> Any:
+        """In place of the pool's: the same for a key inside a block."""
+        key = self._cache_partial_block(
+            request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
+        )
+        if key is not None:
+            self._touch(request, num_tokens, kv_cache_group_id)
+        return key
+
+    def emit_cached_block_events(
+        self, request: Any, num_cached_blocks: int, block_size: int, kv_cache_group_id: int
+    ) -> None:
+        """In place of the pool's: a request whose `kv_cache_report_mode` is "full" has found these blocks."""
+        for each in self._attention:
+            if each.group == kv_cache_group_id:
+                self._reports.append((request, each, num_cached_blocks * block_size))
+        if kv_cache_group_id not in self._past:
+            self._emit_cached(request, num_cached_blocks, block_size, kv_cache_group_id)
+
+    def keys_removed(self, block_hashes: Sequence[bytes]) -> None:
+        """In place of the pool's: a block has lost these keys."""
+        self._emit_removed(block_hashes)
+        self._removed.update(key for key in block_hashes if key in self._needed_by)
+
+    def take_events(self) -> list[Any]:
+        """In place of the pool's: events since the last call, those of other cache groups first."""
+        events = [event for event in self._take() if getattr(event, "group_idx", None) not in self._past]
+        if self._pool.cached_block_hash_to_block is not self._cached:  # emptied as a whole
+            events = [*self._clear(), *events]  # an index may pass over AllBlocksCleared
+        touched, self._touched = self._touched, {}
+        # A state that comes may keep announced what another one leaves, so those that go come last.
+        for request, positions in touched.values():
+            for position in sorted(positions):
+                events += self._announce(request, position)
+        reports, self._reports = self._reports, []
+        for request, each, num_tokens in reports:
+            events += self._report(request, each, num_tokens)
+        return events + self._withdraw()
+
+    def _touch(self, request: Any, num_tokens: int, group: int) -> None:
+        past = self._past.get(group)
+        if past is not None:
+            self._touched.setdefault(id(request), (request, set()))[1].add(num_tokens - past)
+
+    def _announce(self, request: Any, position: int) -> list[Any]:
+        """The events of a state at `position` that can be resumed; none if it cannot, or is announced already."""
+        reached = position + self._drop
+        if position <= 0 or reached > len(request.block_hashes) * self._unit:
+            return []
+        state = key_at(request, reached, self._unit, self._recurrent[0])
+        if state in self._held:
+            return []
+        keys = []
+        for key in self._keys_of(request, position):
+            if self._cached.get_one_block(key) is None:
+                return []
+            keys.append(key)
+        events: list[Any] = []
+        last = tuple((each.group, self._store(request, each, position, events)) for each in self._attention)
+        self._held[state] = _Held(tuple(keys), last)
+        for key in keys:
+            self._needed_by.setdefault(key, set()).add(state)
+        return events
+
+    def _keys_of(self, request: Any, position: int) -> Iterator[bytes]:
+        for group in self._recurrent:
+            yield key_at(request, position, self._unit, group)
+        for group, block_size, _, drop in self._attention:
+            reached = position + drop
+            for edge in range(block_size, reached + 1, block_size):
+                yield key_at(request, edge, self._unit, group)
+            if reached % block_size:
+                yield key_at(request, reached, self._unit, group)
+
+    def _store(self, request: Any, each: AttentionGroup, position: int, events: list[Any]) -> bytes | None:
+        """Announce the blocks up to `position` that are not yet; the hash of the last, None if there is none."""
+        announced, hashes = self._announced[each.group], self._hashes(request, each, position // each.announced)
+        first = len(hashes)
+        while first and hashes[first - 1] not in announced:
+            first -= 1
+        parent = hashes[first - 1] if first else None
+        for block_hash in hashes[first:]:
+            if parent is not None:
+                announced[parent].uses += 1
+            announced[block_hash] = _Block(parent)
+            parent = block_hash
+        if parent is not None:
+            announced[parent].uses += 1
+        if first < len(hashes):
+            events.append(self._stored(request, each, hashes, first))
+        return parent
+
+    def _report(self, request: Any, each: AttentionGroup, num_tokens: int) -> list[Any]:
+        """Announce once more what is announced of the first tokens of a request."""
+        whole = min(num_tokens, len(request.block_hashes) * self._unit) // each.announced
+        hashes = self._hashes(request, each, whole)
+        announced = self._announced[each.group]
+        known = next((index for index, each_hash in enumerate(hashes) if each_hash not in announced), whole)
+        return [self._stored(request, each, hashes[:known], 0)] if known else []
+
+    def _hashes(self, request: Any, each: AttentionGroup, number: int) -> list[bytes]:
+        """Hashes of the first blocks of a request, as long as those announced."""
+        units = each.announced // self._unit
+        return [request.block_hashes[units * index - 1] for index in range(1, number + 1)]
+
+    def _stored(self, request: Any, each: AttentionGroup, hashes: Sequence[bytes], first: int) -> Any:
+        """vLLM's event for all but the `first` blocks of `hashes`."""
+        size, extra_keys, feature = each.announced, [], 0
+        for number in range(first, len(hashes)):
+            keys, feature = self._extra_keys(request, number * size, (number + 1) * size, feature)
+            extra_keys.append(keys)
+        options = {}
+        if self._ahead_of is not None:
+            ends = range((first + 1) * size, (len(hashes) + 1) * size, size)
+            ahead = self._pool.num_hash_lookahead_tokens
+            options["lookahead_token_ids"] = [self._ahead_of(request, end) for end in ends] if ahead else None
+        return self._pool._build_block_stored_event(
+            request,
+            block_hashes=[self._external(block_hash) for block_hash in hashes[first:]],
+            parent_block_hash=self._external(hashes[first - 1]) if first else None,
+            start_token_idx=first * size,
+            end_token_idx=len(hashes) * size,
+            block_size=size,
+            kv_cache_group_id=each.group,
+            extra_keys_list=extra_keys,
+            **options,
+        )
+
+    def _withdraw(self) -> list[Any]:
+        """The events of states that can no longer be resumed."""
+        events = []
+        removed, self._removed = self._removed, set()
+        for key in removed:
+            if self._cached.get_one_block(key) is None:
+                for state in list(self._needed_by.get(key, ())):
+                    events += self._forget(state)
+        return events
+
+    def _forget(self, state: bytes) -> list[Any]:
+        held = self._held.pop(state)
+        for key in held.keys:
+            states = self._needed_by[key]
+            states.discard(state)
+            if not states:
+                del self._needed_by[key]
+        events = []
+        for group, last in held.last:
+            announced, gone, block_hash = self._announced[group], [], last
+            while block_hash is not None:
+                block = announced[block_hash]
+                block.uses -= 1
+                if block.uses:
+                    break
+                del announced[block_hash]
+                gone.append(block_hash)
+                block_hash = block.parent
+            events += self._gone(group, gone)
+        return events
+
+    def _clear(self) -> list[Any]:
+        """Withdraw everything: the cache was emptied."""
+        events = []
+        for group, announced in self._announced.items():
+            events += self._gone(group, list(reversed(announced)))
+            announced.clear()
+        self._held.clear()
+        self._needed_by.clear()
+        self._removed.clear()
+        self._reports.clear()
+        self._cached = self._pool.cached_block_hash_to_block
+        return events
+
+    def _gone(self, group: int, hashes: Sequence[bytes]) -> list[Any]:
+        """vLLM's event for withdrawn blocks, none before one that follows it."""
+        if not hashes:
+            return []
+        names = [self._external(block_hash) for block_hash in hashes]
+        return [self._block_removed(block_hashes=names, medium=self._pool.medium, group_idx=group)]
+
+
+def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., None]:
+    """Replacement of `Scheduler.__init__`: if KV events are on, those of a hybrid are ours."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        checkpoints = getattr(self, "seamark", None)
+        if checkpoints is None or not checkpoints.enabled or not self.enable_kv_cache_events:
+            return
+        blocks = settings.kv_events()
+        if blocks == settings.OFF:
+            return
+        unit = checkpoints.match_unit
+        attention = [
+            AttentionGroup(
+                manager.kv_cache_group_id,
+                manager.block_size,
+                unit if blocks == settings.UNITS else manager.block_size,
+                checkpoints.drop_in(manager),
+            )
+            for manager in checkpoints.attention_managers
+        ]
+        pool = self.kv_cache_manager.block_pool
+        ResumableBlocks(pool, unit, checkpoints.recurrent_groups, attention).take_over()
+        logger.info(
+            "seamark: KV events announce attention blocks up to held states, in blocks of %s tokens",
+            ", ".join(str(each.announced) for each in attention),
+        )
+
+    return __init__

@@ -1,0 +1,130 @@
+"""Workers found by name: all addresses of a service, looked up again and again, so that an autoscaler works.
+
+The system's resolver is asked (`getaddrinfo`): it knows /etc/hosts, the search domains that Kubernetes sets, and IPv6.
+It tells no times to live, so the pace is a setting. What a name had stays for a while when it cannot be resolved;
+whether those workers answer is for health checks to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from proxy.metrics import Metrics
+
+logger = logging.getLogger("seamark.discovery")
+
+# Seconds that a round waits for a resolver. A question that takes longer is not asked a second time meanwhile.
+ANSWER_SECONDS = 5.0
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+async def addresses_of(host: str, port: int) -> Sequence[str]:
+    """All addresses of `host`, IPv4 and IPv6. Raises `OSError` if there are none, or none is told."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+@dataclass
+class _Service:
+    """One name, and what it was resolved to last."""
+
+    url: str  # as the settings have it
+    workers: frozenset[str] = frozenset()  # base URLs
+    told_at: float = 0.0  # time.monotonic()
+    failing: bool = False
+    asking: asyncio.Future[Sequence[str]] | None = None
+
+    def count(self) -> int:
+        """Its workers."""
+        return len(self.workers)
+
+
+class Discovery:
+    """Looks names up at a set pace. Use inside a running event loop."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        interval: float,
+        keep: float,
+        metrics: Metrics,
+        changed: Callable[[tuple[str, ...]], None],
+        resolve: Resolve | None = None,
+    ) -> None:
+        """`names`: base URLs whose hosts are looked up; `interval` and `keep` in seconds.
+
+        `changed` is called with the base URLs of all workers found, whenever these change. `resolve` takes the place of
+        `addresses_of`.
+        """
+        self._services = [_Service(name) for name in names]
+        self._interval = interval
+        self._keep = keep
+        self._metrics = metrics
+        self._changed = changed
+        self._resolve = resolve or addresses_of
+        self._found: tuple[str, ...] = ()
+        for service in self._services:
+            metrics.discovered.labels(_host(service)).set_function(service.count)
+
+    async def run(self) -> None:
+        """Look all names up, for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._interval)
+
+    async def look(self) -> None:
+        """Look all names up once; a name that is not answered for in time counts as not resolved."""
+        await asyncio.gather(*map(self._look_up, self._services))
+        found = tuple(sorted({worker for service in self._services for worker in service.workers}))
+        if found != self._found:
+            self._found = found
+            self._changed(found)
+
+    async def _look_up(self, service: _Service) -> None:
+        parts = urlsplit(service.url)
+        host, port = parts.hostname or "", parts.port or 80
+        if service.asking is None:
+            service.asking = asyncio.ensure_future(self._resolve(host, port))
+        done, _ = await asyncio.wait((service.asking,), timeout=ANSWER_SECONDS)
+        if not done:
+            self._failed(service, f"no answer within {ANSWER_SECONDS:g} s")
+            return
+        asked, service.asking = service.asking, None
+        try:
+            addresses = asked.result()
+        except (OSError, UnicodeError) as error:
+            self._failed(service, getattr(error, "strerror", None) or "not resolved")
+            return
+        service.told_at, service.failing = time.monotonic(), False
+        # A link-local address means something on one interface only.
+        workers = frozenset(_url(parts, address, port) for address in addresses if "%" not in address)
+        if workers != service.workers:
+            logger.info("%s has %d addresses, %d before", _host(service), len(workers), len(service.workers))
+            service.workers = workers
+
+    def _failed(self, service: _Service, why: str) -> None:
+        self._metrics.discovery_failures.labels(_host(service)).inc()
+        if not service.failing:
+            service.failing = True
+            kept = f"; its {len(service.workers)} workers stay for {self._keep:g} s" if service.workers else ""
+            logger.warning("%s cannot be resolved: %s%s", _host(service), why, kept)
+        if service.workers and time.monotonic() - service.told_at >= self._keep:
+            logger.warning("%s was not resolved for %g s: its workers are removed", _host(service), self._keep)
+            service.workers = frozenset()
+
+
+def _host(service: _Service) -> str:
+    return service.url.split("://", 1)[-1]
+
+
+def _url(parts: Any, address: str, port: int) -> str:
+    host = f"[{address}]" if ":" in address else address
+    return f"{parts.scheme}://{host}:{port}{parts.path}"

@@ -1,0 +1,212 @@
+"""Which requests may get the bytes of an earlier answer, what tells them apart, and which answers may be kept.
+
+Only what is certain to come out the same again: greedy or seeded sampling, and a prompt that stands in the body itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from proxy.http import asgi
+from proxy.pipeline.request import ProxiedRequest
+
+EMBEDDINGS = "/v1/embeddings"
+
+CACHEABLE = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS})
+
+HEADER = b"x-seamark-cache"
+
+ALLOW = b"allow"  # value of the header in a request
+
+ANY_MODEL = "*"
+
+# Request headers on which an answer may depend; without keys of the gateway's own, also who asks the worker.
+TOLD_APART = frozenset(
+    {
+        b"accept",
+        b"accept-encoding",
+        b"anthropic-beta",
+        b"anthropic-version",
+        b"authorization",
+        b"content-encoding",
+        b"content-type",
+        b"cookie",
+        b"openai-beta",
+        b"origin",
+        b"x-api-key",
+    }
+)
+
+DIGEST_BYTES = 32
+
+# What lies at an address may change; what a body holds itself does not.
+_REMOTE = re.compile(rb'"(?:url|image_url|video_url|audio_url|file_url)"\s*:\s*"(?!data:)')
+
+_FINAL = {
+    CHAT: frozenset({"stop", "length", "tool_calls", "function_call"}),
+    COMPLETIONS: frozenset({"stop", "length"}),
+    MESSAGES: frozenset({"end_turn", "max_tokens", "stop_sequence", "tool_use"}),
+}
+
+_FINISH = re.compile(rb'"(?:finish|stop)_reason"\s*:\s*"')
+
+
+class Directives(NamedTuple):
+    """What a `Cache-Control` says (RFC 9111, 5.2)."""
+
+    no_store: bool = False
+    no_cache: bool = False
+    private: bool = False
+    max_age: float | None = None  # seconds
+
+
+def directives_in(headers: Iterable[tuple[bytes, bytes]]) -> Directives:
+    """All `Cache-Control` headers as one (names in lower case). A `max-age` that is no number counts as 0."""
+    told: dict[str, str] = {}
+    for name, value in headers:
+        if name == b"cache-control":
+            for part in value.decode("latin-1").lower().split(","):
+                word, _, argument = part.strip().partition("=")
+                told[word.strip()] = argument.strip().strip('"')
+    age = told.get("max-age")
+    return Directives(
+        "no-store" in told,
+        "no-cache" in told,
+        "private" in told,
+        None if age is None else float(age) if age.isdecimal() else 0.0,
+    )
+
+
+def is_allowed(headers: Iterable[tuple[bytes, bytes]], model: Any, models: tuple[str, ...]) -> bool:
+    """Whether the client's header or the operator's list of `models` lets the cache answer."""
+    if ANY_MODEL in models or (isinstance(model, str) and model in models):
+        return True
+    return any(name == HEADER and value.strip().lower() == ALLOW for name, value in headers)
+
+
+def is_repeatable(request: ProxiedRequest) -> bool:
+    """Whether the same request is certain to mean the same, and to get an answer as good the second time."""
+    client, body, parsed = request.client, request.body, request.body.parsed
+    if client.method != "POST" or client.path not in CACHEABLE or not parsed or _REMOTE.search(body.raw):
+        return False
+    if client.path == EMBEDDINGS:
+        return True
+    if client.path == RESPONSES and (
+        request.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
+    ):
+        return False
+    return _is_number(parsed.get("temperature"), 0) or _is_number(parsed.get("seed"))
+
+
+def _is_number(value: Any, wanted: float | None = None) -> bool:
+    """Whether it is a number in JSON, and `wanted` if that is given. An absent temperature is the model's to choose."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (wanted is None or value == wanted)
+
+
+def _has_tools_of_the_server(tools: Any) -> bool:
+    """Tools that the worker calls by itself: a search finds something else tomorrow."""
+    return isinstance(tools, list) and any(
+        not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools
+    )
+
+
+def digest(request: ProxiedRequest, secret: bytes) -> bytes:
+    """The request's name in the cache, which nobody can steer without `secret`: of `DIGEST_BYTES` bytes.
+
+    It covers whose prefixes the request shares, API, query, headers of `TOLD_APART` and the body as it goes to workers.
+    """
+    client, body = request.client, request.body
+    hashed = hashlib.blake2b(key=secret, digest_size=DIGEST_BYTES)
+    parts = [
+        b"" if client.key is None else client.key.salt.encode(),
+        # A response can be continued by the key that asked for it, and by no other of its group.
+        (client.owner or "").encode(errors="surrogatepass") if client.path == RESPONSES else b"",
+        client.target.encode("latin-1"),
+        b"stripped" if body.strips_usage else b"",
+        *(part for header in client.headers if header[0] in TOLD_APART for part in header),
+        body.encoded(()),
+    ]
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "big"))
+        hashed.update(part)
+    return hashed.digest()
+
+
+def may_keep(headers: asgi.HeaderList) -> bool:
+    """Whether a worker's answer with these headers may be given to others who ask the same."""
+    told = directives_in(headers)
+    if told.no_store or told.no_cache or told.private:
+        return False
+    varies = {name.strip() for key, value in headers if key == b"vary" for name in value.lower().split(b",")}
+    return varies <= TOLD_APART and all(key not in (b"content-encoding", b"set-cookie") for key, _ in headers)
+
+
+def is_final(path: str, asked: Mapping[str, Any], is_stream: bool, body: bytes) -> bool:
+    """Whether `body` is a whole answer, each choice of which ended by itself; `asked` is the request.
+
+    One that was cut off, aborted, or broken by an error is not.
+    """
+    try:
+        if is_stream:
+            return _is_final_stream(path, asked, body)
+        answer = json.loads(body)
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return False
+    if not isinstance(answer, dict):
+        return False
+    if path == EMBEDDINGS:
+        return bool(answer.get("data"))
+    if path == RESPONSES:
+        return _is_final_response(answer)
+    if path == MESSAGES:
+        return answer.get("stop_reason") in _FINAL[MESSAGES]
+    choices = answer.get("choices")
+    return (
+        isinstance(choices, list)
+        and len(choices) == _choices_of(asked)
+        and all(choice.get("finish_reason") in _FINAL[path] for choice in choices)
+    )
+
+
+def _is_final_stream(path: str, asked: Mapping[str, Any], body: bytes) -> bool:
+    lines = [line for line in body.splitlines() if line]
+    if any(line.startswith((b'data: {"error"', b"event: error")) for line in lines):
+        return False
+    data = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
+    if not data:
+        return False
+    if path == RESPONSES:
+        last = json.loads(data[-1] if data[-1] != b"[DONE]" else data[-2])
+        return _is_final_response(last.get("response") or {})
+    told = [json.loads(each) for each in data if _FINISH.search(each)]
+    if path == MESSAGES:
+        ends = [event["delta"]["stop_reason"] for event in told if event.get("type") == "message_delta"]
+        return len(ends) == 1 and ends[0] in _FINAL[MESSAGES] and json.loads(data[-1]).get("type") == "message_stop"
+    if path not in _FINAL or data[-1] != b"[DONE]":
+        return False
+    ended = {
+        choice["index"]: choice["finish_reason"] for event in told for choice in event["choices"] if _has_ended(choice)
+    }
+    return len(ended) == _choices_of(asked) and _FINAL[path].issuperset(ended.values())
+
+
+def _has_ended(choice: Mapping[str, Any]) -> bool:
+    return choice.get("finish_reason") is not None
+
+
+def _is_final_response(response: Mapping[str, Any]) -> bool:
+    if response.get("status") == "incomplete":
+        return (response.get("incomplete_details") or {}).get("reason") == "max_output_tokens"
+    return response.get("status") == "completed"
+
+
+def _choices_of(asked: Mapping[str, Any]) -> int:
+    """How many choices the answer to a chat or completion has."""
+    prompt = asked.get("prompt")
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return int(asked.get("n") or 1) * (len(prompt) if several and isinstance(prompt, list) else 1)

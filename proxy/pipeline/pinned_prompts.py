@@ -1,0 +1,401 @@
+"""Prompts that are to stay in every worker's cache: made ready when a worker starts, and again whenever it restarts.
+
+A prompt is sent once to each worker that serves its model, with its hint and the wish to pin it; the engine holds its
+blocks (`engine_patches/scheduler/pins.py`) within a share of the cache, and says what became of the wish. What an
+operator pins is kept in memory as it was given; a prompt without a file is gone with the gateway's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from proxy.chat.chat import CHAT
+from proxy.config_files import WatchedFile
+from proxy.errors import BadRequest, GatewayError, NotFound, SettingsError
+from proxy.fleet.pool import WorkerPool
+from proxy.fleet.warmup import WarmupRequest, replay_all
+from proxy.fleet.worker import Worker
+from proxy.http.auth import ApiKey, KeyRing
+from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.json_body import memory_of, parse_object
+from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.routing.engine_events import OUTCOME_HEADER, EngineEvents, outcome_in
+from proxy.routing.prefix_index import PrefixIndex
+from proxy.settings import Settings
+
+logger = logging.getLogger("seamark.pinned_prompts")
+
+MOST_PROMPTS, MOST_BYTES = 64, 2**24  # of all prompts together
+
+MAX_NAME = 128  # characters
+
+POLL_SECONDS = 1.0
+
+# After that a worker that failed is asked again.
+RETRY_SECONDS = 30.0
+
+PINNED, RELEASED = "pinned", "released"
+NO_ROOM = "no_room"  # in the engine's share of pins
+WAITING, FAILED, NO_FACTS, NOT_TOLD = "waiting", "failed", "no_facts", "not_told"
+
+WORDS = {
+    PINNED: "in the cache, and stays there",
+    RELEASED: "in the cache like any other prompt",
+    NO_ROOM: "pins hold their whole share of the cache: SEAMARK_PIN_SHARE of the worker, or unpin another",
+    "not_cached": "too short for a state, or the cache had no block to spare",
+    WAITING: "not tried yet: the worker is down, starts, or gets no hints",
+    FAILED: "the worker answered with an error; it is tried again",
+    NO_FACTS: "its chat template does not tell where a prompt can be cut; it is tried again",
+    NOT_TOLD: "the worker does not say: its plugin is older, or it has several API servers",
+}
+
+# What is tried again by itself, and what a release of another pin may change.
+_PASSING = frozenset({FAILED, NO_FACTS})
+
+
+class PinEntry(BaseModel):
+    """One prompt, in the file or in the body of `POST /seamark/prefixes`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=MAX_NAME, pattern=r"^[^\x00-\x1f/?#\x7f]+$")
+    body: dict[str, Any]  # a chat request
+    key: str | None = None  # name of the API key whose prefix cache it is for
+
+
+EXAMPLE = """
+A correct file: [{"name": "rules", "body": {"model": "M", "messages": [{"role": "system", "content": "..."}]}}]"""
+
+_FILE = TypeAdapter(list[PinEntry])
+
+
+def read_prefixes(path: Path) -> list[PinEntry]:
+    """The prompts that the file names. Raises `SettingsError`."""
+    try:
+        entries = _FILE.validate_json(path.read_bytes())
+    except OSError as error:
+        raise SettingsError(f"prefixes_file: {path} cannot be read ({error.strerror})") from None
+    except ValidationError as error:
+        raise SettingsError(f"prefixes_file: {path}: {_complaint(error)}{EXAMPLE}") from None
+    names = [entry.name for entry in entries]
+    for entry in entries:
+        if names.count(entry.name) > 1:
+            raise SettingsError(f"prefixes_file: {path}: two prompts are called {entry.name!r}")
+    return entries
+
+
+def _complaint(error: ValidationError) -> str:
+    """The first thing wrong, without what was given: it may be a prompt."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+class Fate(NamedTuple):
+    """What became of a prompt at one worker."""
+
+    boot: str
+    word: str  # of `WORDS`
+    at: float  # time.monotonic()
+
+
+@dataclass(eq=False)
+class PinnedPrompt:
+    """One prompt, and what became of it at each worker."""
+
+    name: str
+    model: str
+    raw: bytes  # the chat request
+    key: ApiKey | None
+    from_file: bool
+    tokens: int = 0  # of the prompt; 0: not known yet
+    fates: dict[str, Fate] = field(default_factory=dict)  # by the worker's address
+
+    def fate(self, worker: Worker) -> str:
+        """What became of it at `worker` as it runs now."""
+        fate = self.fates.get(worker.url)
+        return fate.word if fate is not None and fate.boot == worker.boot else WAITING
+
+    def is_due(self, worker: Worker) -> bool:
+        """Whether it is to be pinned at `worker` now."""
+        word = self.fate(worker)
+        passed = word in _PASSING and time.monotonic() - self.fates[worker.url].at >= RETRY_SECONDS
+        return worker.serves(self.model) and (word == WAITING or passed)
+
+
+class PinnedPrompts:
+    """One per gateway."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pool: WorkerPool,
+        upstream: Upstream,
+        keys: KeyRing | None,
+        reader: PromptReader,
+        engine_events: EngineEvents,
+        prefix_index: PrefixIndex,
+    ) -> None:
+        """Raises `SettingsError` for a file that cannot be used."""
+        self._limits = settings.max_json_depth, settings.max_json_values
+        self._most_values = settings.max_boundary_values
+        self._timeout = settings.silence_timeout
+        self._pool = pool
+        self._upstream = upstream
+        self._keys = keys
+        self._reader = reader
+        self._engine_events = engine_events
+        self._prefix_index = prefix_index
+        self._prompts: dict[str, PinnedPrompt] = {}
+        self._released: list[PinnedPrompt] = []  # their blocks are still to be let go
+        self._turns: dict[str, asyncio.Lock] = {}  # by the worker's address: its pins come and go one batch at a time
+        self.file: WatchedFile[list[PinEntry]] | None = None
+        engine_events.on_cleared = self.forget
+        if settings.prefixes_file is not None:
+            self.file = WatchedFile(settings.prefixes_file, self._read)
+            self._load(self.file.value)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """All prompts by name; lengths in tokens. Nothing of their texts."""
+        return [self._shown(prompt) for _, prompt in sorted(self._prompts.items())]
+
+    async def add(self, raw: bytes) -> dict[str, Any]:
+        """Pin the prompt in the body of a request at every worker that is up; what became of it.
+
+        A prompt that has the name already is released. Raises `BadRequest`, or `PinRefused` if there is room nowhere.
+        """
+        try:
+            entry = PinEntry.model_validate(parse_object(raw, *self._limits))
+        except ValidationError as error:
+            where = error.errors()[0]["loc"]
+            raise BadRequest(f"{_complaint(error)}.", param=str(where[0]) if where else None) from None
+        prompt = self._prompt(entry)
+        previous = self._prompts.get(entry.name)
+        if previous is not None and previous.from_file:
+            raise BadRequest(f"The prompt {entry.name!r} stands in prefixes_file: change it there.", param="name")
+        self._check_room(prompt, previous)
+        self._put(prompt)
+        await self.make_all()
+        words = {prompt.fate(worker) for worker in self._pool.up if worker.serves(prompt.model)}
+        if words == {NO_ROOM}:
+            self._drop(prompt)
+            raise PinRefused(f"The prompt was not pinned: {WORDS[NO_ROOM]}.")
+        return self._shown(prompt)
+
+    async def remove(self, name: str) -> dict[str, Any]:
+        """Let a prompt go. Raises `NotFound`, or `BadRequest` for one of the file."""
+        prompt = self._prompts.get(name)
+        if prompt is None:
+            raise NotFound("No prompt of this name is pinned.")
+        if prompt.from_file:
+            raise BadRequest(f"The prompt {name!r} stands in prefixes_file: take it out there.", param="name")
+        self._drop(prompt)
+        await self.make_all()
+        return self._shown(prompt)
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        if self.file is not None and self.file.refresh():
+            self._load(self.file.value)
+
+    def removed(self, worker: Worker) -> None:
+        """The worker is gone."""
+        self.forget(worker)
+        self._turns.pop(worker.url, None)
+
+    def forget(self, worker: Worker) -> None:
+        """The worker's cache was emptied: what it held is gone."""
+        for prompt in self._prompts.values():
+            prompt.fates.pop(worker.url, None)
+
+    async def run(self) -> None:
+        """Pin what is not pinned yet, for ever."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await self.make_all()
+
+    async def make_all(self) -> None:
+        """Pin and release what is to be, at every worker that is up."""
+        async with asyncio.TaskGroup() as group:
+            for worker in self._pool.up:
+                group.create_task(self.make(worker))
+
+    async def make(self, worker: Worker) -> None:
+        """Pin and release what is to be at one worker."""
+        async with self._turns.setdefault(worker.url, asyncio.Lock()):
+            gone = [prompt for prompt in self._released if prompt.fate(worker) == PINNED]
+            for prompt in gone:
+                await self._send(prompt, worker, pin=False)
+            self._released = [prompt for prompt in self._released if self._is_held(prompt)]
+            due = [prompt for prompt in self._prompts.values() if prompt.is_due(worker)]
+            if due and worker.takes_hints:
+                await replay_all(due, lambda prompt: self._send(prompt, worker, pin=True))
+
+    def _is_held(self, prompt: PinnedPrompt) -> bool:
+        return any(prompt.fate(worker) == PINNED for worker in self._pool.workers)
+
+    async def _send(self, prompt: PinnedPrompt, worker: Worker, *, pin: bool) -> None:
+        """Have the worker pin a prompt, or release it, and note what became of that."""
+        boot = worker.boot
+        try:
+            word = await self._ask(prompt, worker, pin=pin)
+        except (Unreachable, Broken):
+            word = FAILED
+        except Exception as error:  # the kind alone: the message might hold prompt text
+            logger.error("pinned prompt %s at worker %s: %s", prompt.name, worker.name, type(error).__name__)
+            word = FAILED
+        if word != PINNED and pin:
+            logger.warning("prompt %s is not pinned at worker %s: %s", prompt.name, worker.name, WORDS.get(word, word))
+        if pin:
+            prompt.fates[worker.url] = Fate(boot, word, time.monotonic())
+            if self._prompts.get(prompt.name) is not prompt and prompt not in self._released:
+                self._released.append(prompt)  # it was let go meanwhile
+        else:
+            prompt.fates.pop(worker.url, None)
+            for other in self._prompts.values():  # there is room again, and the same prompt may have another name
+                if other.fate(worker) == NO_ROOM or (other.raw, other.key) == (prompt.raw, prompt.key):
+                    other.fates.pop(worker.url, None)
+
+    async def _ask(self, prompt: PinnedPrompt, worker: Worker, *, pin: bool) -> str:
+        request = self._request(prompt)
+        found = await self._reader.find_beside(request, worker)
+        hint = worker.hint(found)
+        if not hint:
+            return NO_FACTS
+        body = request.body
+        put = {name: value for name, value in body.put.items() if name == "cache_salt"}
+        replay = WarmupRequest(CHAT, body.raw, body.names, put, found.without_request(), prompt.model)
+        headers = [
+            *self._upstream.own_headers,
+            (b"content-type", b"application/json"),
+            (b"x-request-id", request.engine_id.encode()),
+            (OUTCOME_HEADER.encode(), b"1"),
+        ]
+        self._engine_events.sent(worker, request.engine_id, found.boundaries, hint)
+        self._prefix_index.record(found.boundaries, worker.boot, hint)
+        answer = await self._upstream.send(
+            "POST", worker.url + CHAT, headers, replay.body_with(hint, pin=pin), read_timeout=self._timeout, fresh=True
+        )
+        try:
+            told = await answer.read()
+        finally:
+            answer.close()
+        if answer.status != 200:
+            self._engine_events.refused(worker, request.engine_id)
+            return FAILED
+        prompt.tokens = _prompt_tokens(told) or prompt.tokens
+        outcome = outcome_in(answer.header(OUTCOME_HEADER))
+        return outcome.pin if outcome is not None and outcome.pin else NOT_TOLD
+
+    def _request(self, prompt: PinnedPrompt) -> ProxiedRequest:
+        scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        request = request_of(scope, prompt.raw, f"pin-{os.urandom(16).hex()}", prompt.key)
+        parsed = parse_object(prompt.raw, *self._limits)
+        request.body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
+        request.body.take(parsed, request.client, asks_usage=False)
+        return request
+
+    def _prompt(self, entry: PinEntry, *, from_file: bool = False) -> PinnedPrompt:
+        """Raises `BadRequest`."""
+        model, messages = entry.body.get("model"), entry.body.get("messages")
+        if not isinstance(model, str) or not model:
+            raise BadRequest("body.model: name the model whose prompt it is.", param="body")
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise BadRequest("body.messages: a chat request has a list of messages.", param="body")
+        key = None
+        if self._keys is not None:
+            key = self._keys.named(entry.key) if entry.key is not None else None
+            if key is None:
+                raise BadRequest("key: name the API key, from the keys file, whose cache it is for.", param="key")
+        elif entry.key is not None:
+            raise BadRequest("key: this gateway has no API keys.", param="key")
+        return PinnedPrompt(entry.name, model, json.dumps(entry.body).encode(), key, from_file)
+
+    def _check_room(self, prompt: PinnedPrompt, previous: PinnedPrompt | None) -> None:
+        others = [each for each in self._prompts.values() if each is not previous]
+        if len(others) >= MOST_PROMPTS:
+            raise BadRequest(f"{MOST_PROMPTS} prompts are pinned already, and no more can be: unpin one.", param="name")
+        if sum(len(each.raw) for each in (*others, prompt)) > MOST_BYTES:
+            raise BadRequest(f"All pinned prompts together may have {MOST_BYTES:,} bytes.", param="body")
+
+    def _put(self, prompt: PinnedPrompt) -> None:
+        if (previous := self._prompts.get(prompt.name)) is not None:
+            self._drop(previous)
+        self._prompts[prompt.name] = prompt
+
+    def _drop(self, prompt: PinnedPrompt) -> None:
+        del self._prompts[prompt.name]
+        self._released.append(prompt)
+
+    def _read(self, path: Path) -> list[PinEntry]:
+        """The file's prompts, each of which can be pinned. Raises `SettingsError`."""
+        entries = read_prefixes(path)
+        if len(entries) > MOST_PROMPTS:
+            raise SettingsError(f"prefixes_file: {path} names {len(entries)} prompts; {MOST_PROMPTS} can be pinned")
+        size = 0
+        for entry in entries:
+            try:
+                size += len(self._prompt(entry).raw)
+            except BadRequest as error:
+                raise SettingsError(f"prefixes_file: {path}: {entry.name!r}: {error}{EXAMPLE}") from None
+        if size > MOST_BYTES:
+            raise SettingsError(f"prefixes_file: {path}: all prompts together may have {MOST_BYTES:,} bytes")
+        return entries
+
+    def _load(self, entries: Iterable[PinEntry]) -> None:
+        named = {entry.name: self._prompt(entry, from_file=True) for entry in entries}
+        for prompt in list(self._prompts.values()):
+            new = named.get(prompt.name)
+            if new is None and prompt.from_file:
+                self._drop(prompt)
+            elif new is not None and (new.raw, new.key) == (prompt.raw, prompt.key):
+                prompt.from_file = True
+                del named[prompt.name]
+        for prompt in named.values():
+            self._put(prompt)
+
+    def _shown(self, prompt: PinnedPrompt) -> dict[str, Any]:
+        return {
+            "name": prompt.name,
+            "model": prompt.model,
+            "key": prompt.key.name if prompt.key is not None else None,
+            "tokens": prompt.tokens,
+            "from_file": prompt.from_file,
+            "workers": {worker.name: self._word(prompt, worker) for worker in self._pool.workers},
+        }
+
+    def _word(self, prompt: PinnedPrompt, worker: Worker) -> str:
+        if self._prompts.get(prompt.name) is prompt:
+            return prompt.fate(worker)
+        return PINNED if prompt.fate(worker) == PINNED else RELEASED
+
+
+class PinRefused(GatewayError):
+    """The engines' share of pinned prompts is full."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "no_room"
+
+
+def _prompt_tokens(answer: bytes) -> int:
+    """Of the prompt, as the engine counts; 0 if it does not say."""
+    try:
+        usage: Mapping[str, Any] = json.loads(answer)["usage"]
+        return int(usage["prompt_tokens"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0

@@ -1,0 +1,107 @@
+"""The release workflow, as far as it runs here: its scripts, what they refuse, and that nothing names a registry."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from proxy.version import version
+from tests.harness.helm import helm
+
+ROOT = Path(__file__).parents[2]
+
+TEXT = (ROOT / ".github/workflows/release.yml").read_text()
+
+JOBS: dict[str, Any] = yaml.safe_load(TEXT)["jobs"]
+
+STEPS = {step["name"]: step for job in JOBS.values() for step in job["steps"] if "name" in step}
+
+
+def run(name: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A step's script, as GitHub's runners start one without a shell of its own."""
+    command = ["bash", "-e", "-c", STEPS[name]["run"]]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder)} | variables
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def stand_in(folder: Path, program: str, script: str) -> str:
+    """A PATH whose first `program` is this script."""
+    folder.mkdir(exist_ok=True)
+    (folder / program).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / program).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_script_is_one(name):
+    if "run" in STEPS[name]:
+        subprocess.run(["bash", "-n", "-c", STEPS[name]["run"]], check=True)
+
+
+def test_a_tag_that_is_not_the_version_ends_the_release():
+    name = "The tag names the version"
+    assert run(name, ROOT, TAG=f"v{version()}").returncode == 0
+    wrong = run(name, ROOT, TAG="v0.0.1")
+    assert wrong.returncode == 1 and version() in wrong.stderr
+    assert all(job.get("needs") == "test" for other, job in JOBS.items() if other != "test")
+
+
+def test_what_goes_out_waits_for_an_address_and_a_tag():
+    for name, variable in (("Upload the wheel", "INDEX"), ("Push the images", "REGISTRY")):
+        assert STEPS[name]["if"] == f"env.{variable} != '' && github.ref_type == 'tag'"
+    (index,) = (job["env"]["INDEX"] for job in JOBS.values() if "INDEX" in job.get("env", ()))
+    (registry,) = (job["env"]["REGISTRY"] for job in JOBS.values() if "REGISTRY" in job.get("env", ()))
+    assert (index, registry) == ("${{ vars.PACKAGE_INDEX }}", "${{ vars.REGISTRY }}")
+
+
+def test_no_registry_and_no_secret_is_named_in_the_workflow():
+    assert re.findall(r"https?://|\b[\w-]+\.(?:io|org|com|dev)\b", TEXT) == []
+    for step in STEPS.values():
+        for name, value in step.get("env", {}).items():
+            assert ("secrets." in value) is any(word in name for word in ("PASSWORD", "USER")), name
+
+
+def test_images_are_pushed_under_their_version_by_a_key_that_no_command_line_shows(tmp_path):
+    path = stand_in(
+        tmp_path / "bin", "docker", f'echo "$@" >> {tmp_path}/calls; [ "$1" = login ] && cat >> {tmp_path}/stdin\ntrue'
+    )
+    given = {"REGISTRY": "registry.example/us", "REGISTRY_USER": "me", "REGISTRY_PASSWORD": "a secret", "TAG": "v9.8.7"}
+    done = run("Push the images", tmp_path, PATH=path, **given)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert calls.splitlines()[0] == "login registry.example --username me --password-stdin"
+    assert "push registry.example/us/seamark-gateway:9.8.7\n" in calls
+    assert "push registry.example/us/seamark-plugin:9.8.7\n" in calls
+    assert "a secret" not in calls + done.stdout and (tmp_path / "stdin").read_text() == "a secret"
+
+
+def test_the_list_of_what_is_inside_names_distributions(tmp_path):
+    """The program that lists them, with this Python in place of the image's."""
+    script = 'case "$1" in image) echo sha256:0 1 bytes;; run) shift 4; shift; exec python3 "$@";; esac'
+    done = run("List what is inside", tmp_path, PATH=stand_in(tmp_path / "bin", "docker", script))
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "inside/seamark-gateway.txt").read_text().splitlines()
+    assert lines[0].startswith("sha256:") and "pytest" in {line.partition("==")[0] for line in lines}
+    assert all(re.fullmatch(r"[\w.-]+==\S+", line) for line in lines[1:])
+
+
+def test_the_chart_is_packed_with_what_its_links_lead_to(tmp_path):
+    packed = subprocess.run(
+        [str(helm()), "package", str(ROOT / "deploy/helm/seamark"), "--destination", str(tmp_path)],
+        env={"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert packed.returncode == 0, packed.stderr
+    with tarfile.open(tmp_path / f"seamark-{version()}.tgz") as archive:
+        names = set(archive.getnames())
+        rules = archive.extractfile("seamark/files/rules.yml")
+        assert rules is not None and rules.read() == (ROOT / "grafana/rules.yml").read_bytes()
+    assert {"seamark/files/models/qwen3-next.yaml", "seamark/files/dashboards/overview.json"} <= names

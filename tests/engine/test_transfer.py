@@ -1,0 +1,75 @@
+"""On vLLM's own schedulers, beside its KV connectors: who writes states inside a pass, and that it is right there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.scheduler_process import run_apart
+
+ROOM: dict[str, Any] = {"blocks": 120}
+
+TIGHT: dict[str, Any] = {"blocks": 40, "budget": 128, "running": 4}
+
+# So few blocks that what a state has held is soon what a prefill is loaded into.
+TIGHTEST: dict[str, Any] = {"blocks": 20, "budget": 256, "running": 6, "overlap": True}
+
+
+def audit(model: Path, **wanted: Any) -> list[dict[str, Any]]:
+    return run_apart("transfer_audit", str(model), json.dumps(wanted))
+
+
+@pytest.mark.parametrize(
+    "cores",
+    [
+        [ROOM, TIGHT, {**TIGHT, "multi": True}],
+        [{**ROOM, "overlap": True}, {**TIGHT, "overlap": True}, TIGHTEST],
+        [{**TIGHT, "failing": 0.3}, {**TIGHTEST, "failing": 0.3}],
+    ],
+    ids=["one step after the other", "the next step planned ahead", "loads that fail"],
+)
+def test_prefill_and_decode_apart_find_no_wrong_state_and_read_no_wrong_block(model: Path, cores):
+    for found in audit(model, seeds=[1, 2], chats=60, cores=cores):
+        assert found["errors"] == [] and found["inside_pass"]
+        assert found["read"] > 50 and found["hit_tokens"] > 400 and found["written"] > 40
+
+
+def test_a_block_is_loaded_into_before_its_last_state_is_written_if_it_is_free_at_once(model: Path):
+    (found,) = audit(model, seeds=[2], chats=60, cores=[TIGHTEST], planted=["at once"])
+    assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])
+
+
+def connector(name: str, **more: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", **more}
+
+
+def several(*names: str) -> dict[str, Any]:
+    children = {"connectors": [connector(name) for name in names]}
+    return connector("MultiConnector", kv_connector_extra_config=children)
+
+
+OWN = connector("OwnConnector", kv_connector_module_path="tests.harness.transfer_audit")
+
+
+def test_a_scheduler_says_how_states_are_kept_beside_its_connector(model: Path):
+    inside = [connector("NixlConnector"), connector("NixlPullConnector"), several("NixlConnector")]
+    cut = [connector("NixlPushConnector"), OWN, several("NixlConnector", "NixlPushConnector")]
+    pulls, named = audit(model, started=inside), audit(model, started=cut)
+    for found in pulls:
+        (line,) = found["said"]
+        assert found["inside_pass"] and not found["ignored"]
+        assert "inside the pass" in line and "KV connector Nixl" in line
+    for found, name in zip(named, ("NixlPushConnector", "OwnConnector", "NixlPushConnector"), strict=True):
+        (line,) = found["said"]
+        assert not found["inside_pass"] and not found["ignored"]
+        assert "one pass each" in line and f": {name} is not known to leave alone the blocks" in line
+
+
+def test_hints_are_refused_and_counted_beside_values_that_nobody_has_computed(model: Path):
+    for found in audit(model, started=[connector("DecodeBenchConnector"), several("DecodeBenchConnector")]):
+        (line,) = found["said"]
+        assert not found["inside_pass"] and found["ignored"] == {"connector": 1}
+        assert "hints are refused" in line and "DecodeBenchConnector puts values into the cache" in line

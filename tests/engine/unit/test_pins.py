@@ -1,0 +1,199 @@
+"""What pinned prompts hold, on vLLM's own block pool, and what they leave to others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.hints import FIELD, PIN
+from engine_patches.scheduler.hooks import release_before_reset
+from engine_patches.scheduler.pins import NO_ROOM, NOT_CACHED, PINNED, RELEASED, Pins, limit
+from engine_patches.scheduler.state_events import StateEvents
+
+UNIT, BLOCK, BLOCKS = 16, 64, 60
+
+RECURRENT, ATTENTION = (0, 2), 1
+
+TOKENS = 160
+
+
+class Cache:
+    """A pool of which pins may hold 20 blocks, and the scheduler around it."""
+
+    def __init__(self) -> None:
+        init_none_hash(sha256)
+        self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=UNIT)
+        attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
+        self.checkpoints = Checkpoints(
+            match_unit=UNIT,
+            block_size=BLOCK,
+            enabled=True,
+            block_sizes=dict.fromkeys(RECURRENT, BLOCK),
+            attention_managers=[attention],
+            pins=Pins(self.pool, 20),
+            state_events=StateEvents(self.pool, UNIT, RECURRENT, [attention]),
+        )
+        self.scheduler = SimpleNamespace(
+            seamark=self.checkpoints, requests={}, kv_cache_manager=SimpleNamespace(block_pool=self.pool)
+        )
+
+    @property
+    def pins(self) -> Pins:
+        assert self.checkpoints.pins is not None
+        return self.checkpoints.pins
+
+    def compute(self, prompt: int, pin: Any = 1, positions: tuple[int, ...] = (80, 144), name: str = "r") -> str | None:
+        """A request for prompt number `prompt` is planned; what became of its pin."""
+        hashes = [b"%03d,%02d" % (prompt, unit) * 5 for unit in range(TOKENS // UNIT)]
+        request = SimpleNamespace(
+            request_id=name,
+            prompt_token_ids=[0] * TOKENS,
+            all_token_ids=[0] * TOKENS,
+            block_hashes=hashes,
+            num_prompt_tokens=TOKENS,
+            num_computed_tokens=0,
+            num_tokens=TOKENS,
+            shared_prefix_boundary=0,
+            sampling_params=SimpleNamespace(extra_args={FIELD: list(positions), PIN: pin}),
+        )
+        self.scheduler.requests = {name: request}
+        self.checkpoints.state_of(request)
+        self.checkpoints.pin_prompts(self.scheduler.requests)
+        assert not self.checkpoints.counters.counts.pinned  # not computed yet
+        blocks = [self.cache(request, end, ATTENTION) for end in (64, 128)]
+        for position in positions:
+            blocks += [self.cache(request, position, group) for group in (*RECURRENT, ATTENTION)]
+        request.num_computed_tokens = TOKENS
+        self.checkpoints.pin_prompts(self.scheduler.requests)
+        self.scheduler.requests = {}
+        self.pool.free_blocks(reversed(blocks))
+        told = self.checkpoints.counters.take().pinned
+        assert [each for each, _ in told] in ([], [name])
+        return told[0][1] if told else None
+
+    def cache(self, request: Any, position: int, group: int) -> Any:
+        (block,) = self.pool.get_new_blocks(1)
+        self.pool.cache_partial_block(request, block, position, group, BLOCK)
+        return block
+
+    def evict_all(self) -> None:
+        """Traffic takes every block that is not held, and gives it back."""
+        self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
+
+    def found(self, prompt: int) -> list[int]:
+        hashes = [b"%03d,%02d" % (prompt, unit) * 5 for unit in range(TOKENS // UNIT)]
+        request = SimpleNamespace(block_hashes=hashes)
+        events = self.checkpoints.state_events
+        assert events is not None
+        return [position for position in (80, 144) if events.is_found(request, position)]
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+def test_a_pinned_prompt_is_found_at_each_of_its_positions_whatever_comes(cache):
+    assert cache.compute(1) == PINNED
+    assert cache.compute(2, pin=None) is None
+    cache.evict_all()
+    assert cache.found(1) == [80, 144] and cache.found(2) == []
+    assert cache.pins.num_blocks == BLOCKS - 1 - cache.pool.get_num_free_blocks() == 8  # two ends, two times three
+
+
+def test_one_that_is_released_can_be_evicted_and_its_blocks_are_free(cache):
+    cache.compute(1)
+    assert cache.compute(1, pin=0) == RELEASED
+    assert cache.pins.num_blocks == 0 and cache.pool.get_num_free_blocks() == BLOCKS - 1
+    cache.evict_all()
+    assert cache.found(1) == []
+    assert cache.compute(1, pin=0) == RELEASED  # nothing is pinned any more
+
+
+def test_pins_beyond_their_share_are_refused_and_hold_nothing(cache):
+    assert [cache.compute(number) for number in (1, 2, 3)] == [PINNED, PINNED, NO_ROOM]
+    cache.evict_all()
+    assert [cache.found(number) for number in (1, 2, 3)] == [[80, 144], [80, 144], []]
+    cache.compute(1, pin=0)
+    assert cache.compute(3) == PINNED
+
+
+def test_the_same_prompt_pinned_again_takes_no_more_room(cache):
+    assert [cache.compute(1) for _ in range(5)] == [PINNED] * 5
+    assert len(cache.pins) == 1 and cache.pins.num_blocks <= 8
+    cache.compute(1, pin=0)
+    assert cache.pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_what_two_pins_share_is_held_until_both_are_released(cache):
+    blocks = cache.pool.get_new_blocks(3)
+    shared, one, other = blocks
+    keys = [b"shared".ljust(36), b"one".ljust(36), b"other".ljust(36)]
+    for key, block in zip(keys, blocks, strict=True):
+        cache.pool.cached_block_hash_to_block.insert(key, block)
+    assert cache.pins.pin(b"1", [keys[0], keys[1]]) == cache.pins.pin(b"2", [keys[0], keys[2]]) == PINNED
+    assert cache.pins.num_blocks == 3 and [block.ref_cnt for block in blocks] == [3, 2, 2]
+    cache.pins.release(b"1")
+    assert [block.ref_cnt for block in (shared, one, other)] == [2, 1, 2] and cache.pins.num_blocks == 2
+    cache.pins.release(b"2")
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1] and cache.pins.num_blocks == 0
+
+
+@pytest.mark.parametrize("pin", ["1", 2, None, [1], {"a": 1}])
+def test_what_is_no_pin_pins_nothing(cache, pin):
+    assert cache.compute(1, pin=pin) is None and not cache.pins
+
+
+def test_a_prompt_of_which_nothing_is_cached_is_not_pinned(cache):
+    assert cache.compute(1, positions=()) == NOT_CACHED
+    cache.checkpoints.pins = None
+    assert cache.compute(1) == NOT_CACHED
+
+
+def test_a_request_that_is_gone_before_its_prompt_is_computed_is_forgotten(cache):
+    cache.checkpoints.pinning.add("gone")
+    cache.checkpoints.pin_prompts({})
+    assert not cache.checkpoints.pinning and not cache.checkpoints.counters.counts.pinned
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_cache_can_be_emptied_and_keeps_its_pins_if_it_is_not(cache, fails):
+    cache.compute(1)
+    held = cache.pool.get_new_blocks(1) if fails else []  # a request runs
+
+    def reset(scheduler: Any) -> bool:
+        return scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+
+    assert release_before_reset(reset)(cache.scheduler) is not fails
+    assert cache.pins.num_blocks == (8 if fails else 0)
+    cache.pool.free_blocks(held)
+    cache.evict_all()
+    assert cache.found(1) == ([80, 144] if fails else [])
+
+
+def test_a_reset_that_breaks_keeps_the_pins(cache):
+    cache.compute(1)
+
+    def reset(scheduler: Any) -> bool:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        release_before_reset(reset)(cache.scheduler)
+    cache.evict_all()
+    assert cache.found(1) == [80, 144]
+
+
+@pytest.mark.parametrize(("share", "longest", "blocks"), [(0.1, 20, 10), (0.5, 20, 50), (0.9, 20, 80), (0.5, 200, 0)])
+def test_a_request_of_the_greatest_length_fits_beside_all_pins(share, longest, blocks):
+    spec = SimpleNamespace(page_size_bytes=7, max_memory_usage_bytes=lambda config: 7 * (longest // 2))
+    groups = [SimpleNamespace(kv_cache_spec=spec)] * 2
+    manager = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups), block_pool=SimpleNamespace(num_gpu_blocks=101)
+    )
+    assert limit(SimpleNamespace(vllm_config=None, kv_cache_manager=manager), share) == blocks

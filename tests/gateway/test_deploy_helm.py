@@ -1,0 +1,460 @@
+"""The chart, rendered by Helm: Kubernetes takes every object, and they hold together in each combination of values."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import yaml
+
+from engine_patches.commands import worker
+from proxy.settings import Settings
+from proxy.version import version
+from tests.deploy.compose_files import DEPLOY
+from tests.harness import custom_resources, helm
+from tests.harness.kubernetes_schemas import complaints
+
+CHART = DEPLOY / "helm/seamark"
+
+GRAFANA = DEPLOY.parent / "grafana"
+
+# The table of deploy/README.md: what somebody wants, and the flags for it.
+ROWS: dict[str, tuple[str, ...]] = {
+    name: tuple(shlex.split(flags.strip("`"))) if flags.startswith("`") else ()
+    for name, flags in re.findall(
+        r"^\| ([^|]+) \| ([^|]+) \|$",
+        (DEPLOY / "README.md").read_text().partition("| you want | flags |\n|---|---|\n")[2].partition("\n\n")[0]
+        + "\n",
+        re.M,
+    )
+}
+
+PLUGINS = ("image", "init", "wheel")
+
+CUSTOM = {"HTTPRoute", "InferencePool", "ServiceMonitor", "PrometheusRule"}
+
+Object = Mapping[str, Any]
+
+
+@cache
+def rendered(*flags: str) -> dict[tuple[str, str], Object]:
+    """The objects by kind and name; no two of them have one name."""
+    done = helm.render(CHART, flags)
+    assert not done.error, done.error
+    named = {(each["kind"], each["metadata"]["name"]): each for each in done.objects}
+    assert len(named) == len(done.objects) > 0
+    return named
+
+
+@pytest.fixture(params=[(name, plugin) for name in ROWS for plugin in PLUGINS], ids=" / ".join)
+def objects(request) -> dict[tuple[str, str], Object]:
+    """Those of each row, with each way for the plugin to come into the worker."""
+    name, plugin = request.param
+    flags = ROWS[name]
+    if not any("plugin.from=" in flag for flag in flags):
+        flags += ("--set", f"plugin.from={plugin}")
+    return rendered(*flags)
+
+
+def pods(objects: Mapping[tuple[str, str], Object]) -> dict[str, Object]:
+    return {name: each for (kind, name), each in objects.items() if kind in ("Deployment", "StatefulSet")}
+
+
+def of_kind(objects: Mapping[tuple[str, str], Object], kind: str) -> dict[str, Object]:
+    return {name: each for (found, name), each in objects.items() if found == kind}
+
+
+def containers(pod: Object) -> list[dict[str, Any]]:
+    spec = pod["spec"]["template"]["spec"]
+    return [*spec.get("initContainers", ()), *spec["containers"]]
+
+
+def container(objects: Mapping[tuple[str, str], Object], name: str) -> dict[str, Any]:
+    (found,) = (each for pod in pods(objects).values() for each in containers(pod) if each["name"] == name)
+    return found
+
+
+def selected(objects: Mapping[tuple[str, str], Object], labels: Mapping[str, str]) -> list[Object]:
+    found = [each for each in pods(objects).values() if labels.items() <= labels_of(each).items()]
+    assert labels
+    return found
+
+
+def labels_of(pod: Object) -> dict[str, str]:
+    return pod["spec"]["template"]["metadata"]["labels"]
+
+
+def given_to_gateway(objects: Mapping[tuple[str, str], Object]) -> dict[str, str]:
+    return {
+        each["name"].removeprefix("SEAMARK_").lower(): each["value"]
+        for each in container(objects, "gateway")["env"]
+        if each["name"].startswith("SEAMARK_")
+    }
+
+
+def test_the_readme_names_combinations_of_both_modes_and_of_every_switch():
+    assert len(ROWS) >= 8
+    named = " ".join(" ".join(flags) for flags in ROWS.values())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    switches = [name for name, value in values.items() if isinstance(value, dict) and value.get("enabled") is False]
+    assert "mode=sidecar" in named and [name for name in switches if f"{name}.enabled=true" not in named] == []
+
+
+def test_kubernetes_takes_every_object_of_its_own_kinds(objects):
+    found = {key: complaints(each) for key, each in objects.items() if key[0] not in CUSTOM}
+    assert found == {key: [] for key in found} and found
+
+
+@pytest.mark.on_request
+def test_the_definitions_of_custom_resources_take_them():
+    wanted = [
+        each
+        for flags in ROWS.values()
+        for each in rendered(*flags).values()
+        if each["kind"] in custom_resources.MODULES
+    ]
+    assert {each["kind"] for each in wanted} == custom_resources.MODULES.keys() == CUSTOM - {"InferencePool"}
+    assert custom_resources.complaints(wanted) == [""] * len(wanted)
+    route = next(each for each in wanted if each["kind"] == "HTTPRoute")
+    monitor = next(each for each in wanted if each["kind"] == "ServiceMonitor")
+    wrong = [
+        {**route, "spec": {**route["spec"], "rules": [{"timeouts": {"request": "a while"}}]}},
+        {**monitor, "spec": {"endpoints": monitor["spec"]["endpoints"]}},
+    ]
+    said = custom_resources.complaints(wrong)
+    assert "timeouts/request" in said[0] and "selector" in said[1]
+
+
+def test_a_misspelt_field_in_a_template_would_be_seen():
+    deployment = rendered()["Deployment", "seamark-gateway"]
+    (wrong,) = complaints({**deployment, "spec": {**deployment["spec"], "replcias": 2}})
+    assert "replcias" in wrong
+
+
+def test_every_selector_finds_pods_and_every_port_is_theirs(objects):
+    assert {each["metadata"]["namespace"] for each in objects.values()} == {"seamark"}
+    for pod in pods(objects).values():
+        assert pod["spec"]["selector"]["matchLabels"] == labels_of(pod)
+    for service in of_kind(objects, "Service").values():
+        (pod,) = selected(objects, service["spec"]["selector"])
+        ports = {port["name"]: port["containerPort"] for each in containers(pod) for port in each.get("ports", ())}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports.keys()
+        for port in service["spec"]["ports"]:  # a headless service leads to the pod's own port
+            assert service["spec"].get("clusterIP") != "None" or ports[port["targetPort"]] == port["port"]
+    for kind in ("NetworkPolicy", "PodDisruptionBudget"):
+        for each in of_kind(objects, kind).values():
+            selector = each["spec"].get("podSelector") or each["spec"]["selector"]
+            assert len(selected(objects, selector["matchLabels"])) == 1
+    for monitor in of_kind(objects, "ServiceMonitor").values():
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (service,) = (
+            each for each in of_kind(objects, "Service").values() if wanted <= each["metadata"]["labels"].items()
+        )
+        assert {each["port"] for each in monitor["spec"]["endpoints"]} == {
+            each["name"] for each in service["spec"]["ports"]
+        }
+
+
+def test_a_container_has_its_volumes_and_its_probes_have_ports(objects):
+    for pod in pods(objects).values():
+        spec = pod["spec"]["template"]["spec"]
+        there = {volume["name"] for volume in spec.get("volumes", ())}
+        there |= {claim["metadata"]["name"] for claim in pod["spec"].get("volumeClaimTemplates", ())}
+        assert {mount["name"] for each in containers(pod) for mount in each["volumeMounts"]} == there
+        assert spec["enableServiceLinks"] is False and spec["automountServiceAccountToken"] is False
+        for each in spec["containers"]:
+            ports = {port["name"] for port in each.get("ports", ())}
+            probes = [value for key, value in each.items() if key.endswith("Probe")]
+            assert probes and {probe["httpGet"]["port"] for probe in probes if "httpGet" in probe} <= ports
+    for name in of_kind(objects, "StatefulSet"):
+        assert objects["StatefulSet", name]["spec"]["serviceName"] in of_kind(objects, "Service")
+
+
+def test_the_gateways_variables_are_settings_and_lead_to_what_is_there(objects):
+    given = given_to_gateway(objects)
+    settings = Settings(**given)
+    ports = {settings.port} if settings.admin_port is None else {settings.port, settings.admin_port}
+    assert ports == {each["containerPort"] for each in container(objects, "gateway")["ports"]}
+    assert {settings.host, settings.admin_host if settings.admin_port else settings.host} == {"0.0.0.0"}  # noqa: S104
+    services = of_kind(objects, "Service")
+    if settings.redis is not None and "seamark-redis" in settings.redis:
+        assert settings.redis == "redis://seamark-redis:6379/0" and "seamark-redis" in services
+    else:
+        assert "seamark-redis" not in services
+    if "seamark-worker" in pods(objects) and "sidecar" not in given and "workers_dns" not in given:
+        replicas = pods(objects)["seamark-worker"]["spec"]["replicas"]
+        assert settings.worker == tuple(f"http://seamark-worker-{n}.seamark-worker:8000" for n in range(replicas))
+        assert services["seamark-worker"]["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_only_the_gateway_reaches_what_asks_for_no_key(objects):
+    policies = of_kind(objects, "NetworkPolicy")
+    assert policies.keys() == pods(objects).keys()
+    front = container(objects, "gateway")
+    for name, policy in policies.items():
+        everybodys = [rule for rule in policy["spec"]["ingress"] if "from" not in rule]
+        if front in containers(pods(objects)[name]):
+            assert [port["port"] for rule in everybodys for port in rule["ports"]] == [8080]
+        else:
+            assert not everybodys
+            gateways = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+            assert selected(objects, gateways) == [pods(objects)["seamark-gateway"]]
+
+
+def test_a_pod_can_do_little(objects):
+    for name, pod in pods(objects).items():
+        whole = pod["spec"]["template"]["spec"].get("securityContext", {})
+        for each in containers(pod):
+            if name == "seamark-worker" and each["name"] == "worker":
+                continue  # vLLM's images run as root
+            given = whole | each["securityContext"]
+            assert (
+                given["runAsNonRoot"] and given["readOnlyRootFilesystem"] and given["capabilities"] == {"drop": ["ALL"]}
+            )
+            assert given["allowPrivilegeEscalation"] is False
+
+
+def test_beside_its_gateway_a_worker_listens_to_that_alone():
+    objects = rendered(*ROWS["one gateway in each vLLM pod, behind a balancer that knows prefixes"])
+    assert pods(objects).keys() == {"seamark-worker"}
+    given = given_to_gateway(objects)
+    assert given["sidecar"] == "true" and given["worker"] == "http://127.0.0.1:8000" and "redis" not in given
+    vllm = container(objects, "worker")
+    assert "--host=127.0.0.1" in vllm["args"] and "ports" not in vllm
+    assert all("exec" in probe for name, probe in vllm.items() if name.endswith("Probe"))
+    # Its /metrics are where requests go: an endpoint picker asks there.
+    assert "admin_port" not in given
+    (port,) = objects["Service", "seamark"]["spec"]["ports"]
+    assert port["targetPort"] == "http" and selected(objects, objects["Service", "seamark"]["spec"]["selector"])
+
+
+def test_a_sidecar_with_api_keys_has_its_metrics_where_no_key_is_asked_for():
+    flags = ROWS["the same with API keys: the picker has to look for /metrics at port 8081"]
+    objects = rendered(*flags, "--set", "serviceMonitor.enabled=true")
+    assert Settings(**given_to_gateway(objects)).admin_port == 8081
+    (port,) = objects["Service", "seamark-pages"]["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (8081, "pages")
+
+
+def test_a_pool_and_a_route_lead_to_the_pods_with_a_gateway():
+    objects = rendered(*ROWS["the same as an InferencePool, with a route from a Gateway"])
+    pool = objects["InferencePool", "seamark"]["spec"]
+    (pod,) = selected(objects, pool["selector"]["matchLabels"])
+    (port,) = pool["targetPorts"]
+    ports = {each["name"]: each["containerPort"] for each in container(objects, "gateway")["ports"]}
+    assert container(objects, "gateway") in containers(pod) and port == {"number": ports["http"]}
+    (rule,) = objects["HTTPRoute", "seamark"]["spec"]["rules"]
+    assert rule["backendRefs"] == [{"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "seamark"}]
+    assert [each["path"]["value"] for each in rule["matches"]] == ["/v1"]
+
+
+def test_asked_for_by_dns_workers_may_come_and_go():
+    objects = rendered(*ROWS["workers that an autoscaler adds and takes away"])
+    given = given_to_gateway(objects)
+    assert given["workers_dns"] == "seamark-worker.seamark.svc:8000" and "worker" not in given
+    service = objects["Service", "seamark-worker"]["spec"]
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is False
+
+
+def test_the_defaults_run_the_same_pods_as_the_plain_manifests():
+    """So that none of the two forgets what the other learnt. What the chart has beyond that is named here."""
+    plain = {
+        (each["kind"], each["metadata"]["name"]): each
+        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+        for each in yaml.safe_load_all(path.read_text())
+    }
+    chart = rendered("--set", "gateway.settings.max_bodies_bytes=268435456")
+    assert pods(plain).keys() == pods(chart).keys()
+    for name in pods(plain):
+        (old,), (new,) = containers(pods(plain)[name]), containers(pods(chart)[name])
+        for field in ("name", "image", "args", "ports", "resources", "readinessProbe", "volumeMounts"):
+            assert new.get(field) == old.get(field), (name, field)
+        assert {each["name"]: each.get("value") for each in new.get("env", ())} == {
+            each["name"]: each.get("value") for each in old.get("env", ())
+        }
+        assert old["securityContext"].items() <= new["securityContext"].items() if "securityContext" in old else True
+    for kind in ("Service", "NetworkPolicy"):
+        assert of_kind(plain, kind).keys() == of_kind(chart, kind).keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--set", "mode=sidecar,worker.enabled=false"), "worker.enabled has to be true"),
+        (("--set", "worker.enabled=false"), "gateway.settings.workers_dns"),
+        (("--set", "inferencePool.enabled=true"), "use mode sidecar"),
+        (("--set", "mode=sidecar,httpRoute.enabled=true"), "enable inferencePool"),
+        (("--set", "gateway.settings.port=80"), "gateway.settings.port"),
+        (("--set", "worker.modelFile=nowhere.yaml"), "deploy/models has no nowhere.yaml"),
+        (("--set", "wroker.replicas=2"), "wroker"),
+        (("--set", "mode=beside"), "mode"),
+        (("--set", "worker.replicas=none"), "replicas"),
+    ],
+)
+def test_what_would_serve_nothing_is_refused_with_its_cause(flags, said):
+    done = helm.render(CHART, flags)
+    assert not done.objects and said in done.error
+
+
+def test_every_value_is_in_the_schema_and_helm_finds_nothing_to_complain_about():
+    def names(values: Any, schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
+        for name, value in values.items():
+            known = schema["properties"].get(name)
+            if known is None:
+                yield f"{path}{name}"
+            elif isinstance(value, dict) and "properties" in known:
+                yield from names(value, known, f"{path}{name}.")
+
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert list(names(values, json.loads((CHART / "values.schema.json").read_text()))) == []
+    for flags in ROWS.values():
+        assert helm.lint(CHART, flags) == ""
+
+
+def test_the_chart_is_of_this_version():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == version()
+
+
+def test_dashboards_alerts_and_models_are_those_of_this_repository():
+    objects = rendered("--set", "dashboards.enabled=true,serviceMonitor.enabled=true,worker.modelFile=qwen3-next.yaml")
+    dashboards = {
+        name: text
+        for each in of_kind(objects, "ConfigMap").values()
+        if "grafana_dashboard" in each["metadata"]["labels"]
+        for name, text in each["data"].items()
+    }
+    assert dashboards == {f"seamark-{path.name}": path.read_text() for path in (GRAFANA / "dashboards").glob("*.json")}
+    rules = yaml.safe_load((GRAFANA / "rules.yml").read_text())
+    assert objects["PrometheusRule", "seamark"]["spec"] == rules
+    (model,) = objects["ConfigMap", "seamark-models"]["data"].items()
+    assert model[0] == "qwen3-next.yaml" and yaml.safe_load(model[1]) == yaml.safe_load(
+        (DEPLOY / "models/qwen3-next.yaml").read_text()
+    )
+    assert all((CHART / "files" / name).is_symlink() for name in ("dashboards", "rules.yml", "models"))
+
+
+def test_settings_come_through_as_they_were_written():
+    flags = (
+        "--set-json",
+        'gateway.settings={"memory_bytes": 268435456, "heartbeat": 0.5, "shadow": true, "max_queue": 0, "redis": "redis://a:1/0"}',
+    )
+    given = given_to_gateway(rendered(*flags))
+    assert given["memory_bytes"] == "268435456" and given["heartbeat"] == "0.5"
+    assert given["shadow"] == "true" and given["max_queue"] == "0" and given["redis"] == "redis://a:1/0"
+
+
+def test_a_worker_gets_its_gpus_beside_what_else_it_asks_for():
+    flags = ("--set", "worker.gpus=2,worker.resources.limits.memory=100Gi,worker.resources.requests.cpu=4")
+    asked = container(rendered(*flags), "worker")["resources"]
+    assert asked == {"limits": {"nvidia.com/gpu": 2, "memory": "100Gi"}, "requests": {"cpu": 4}}
+    assert container(rendered("--set", "worker.gpus=0"), "worker")["resources"] == {}
+
+
+def test_a_registry_and_a_tag_go_to_the_images_of_this_project_alone():
+    objects = rendered(
+        "--set", "images.registry=registry.example/us/,images.tag=0.3.0,plugin.from=init,gateway.secret=keys"
+    )
+    assert container(objects, "gateway")["image"] == "registry.example/us/seamark-gateway:0.3.0"
+    assert container(objects, "plugin")["image"] == "registry.example/us/seamark-plugin:0.3.0"
+    assert (
+        container(objects, "worker")["image"] == yaml.safe_load((CHART / "values.yaml").read_text())["images"]["vllm"]
+    )
+    assert container(objects, "redis")["image"] == "redis:7"
+    assert {"name": "secret", "mountPath": "/etc/seamark", "readOnly": True} in container(objects, "gateway")[
+        "volumeMounts"
+    ]
+
+
+@pytest.mark.parametrize("flags", [(), ("--set", "plugin.from=init"), ("--set", "mode=sidecar,plugin.from=wheel")])
+def test_the_workers_arguments_are_taken(flags, monkeypatch):
+    monkeypatch.setattr(worker, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
+    started: list[list[str]] = []
+    monkeypatch.setattr(worker, "serve", lambda arguments: started.append(arguments) or 0)
+    arguments = container(rendered(*flags, "--set", "worker.args={--max-model-len=8192}"), "worker")["args"]
+    here = [argument.replace("/etc/seamark/models", str(DEPLOY / "models")) for argument in arguments]
+    assert worker.main(here) == 0
+    (server,) = started
+    assert "--max-model-len=8192" in server and f"{DEPLOY}/models/nemotron-3-nano.yaml" in server
+
+
+@pytest.fixture
+def vllm() -> Iterator[tuple[int, list[str]]]:
+    """A port where /metrics is answered with each of these texts in turn, the last one again and again."""
+    texts: list[str] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = texts.pop(0) if len(texts) > 1 else texts[0]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port, texts
+    server.shutdown()
+    server.server_close()
+
+
+def metrics(running: int, waiting: int) -> str:
+    return (
+        "# TYPE vllm:num_requests_running gauge\n"
+        f'vllm:num_requests_running{{engine="0",model_name="a b"}} {running}.0\n'
+        f'vllm:num_requests_waiting{{engine="0",model_name="a b"}} {waiting}.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 3.0\n'
+    )
+
+
+def before_the_end(port: int, flags: Sequence[str] = ()) -> list[str]:
+    """The command of preStop, for a vLLM at `port`; it begins to ask at once."""
+    command = container(rendered(*flags), "worker")["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["python3", "-c"] and float(command[3]) > Settings.model_fields["stop_delay"].get_default()
+    return [sys.executable, "-c", command[2].replace("127.0.0.1:8000", f"127.0.0.1:{port}"), "0"]
+
+
+def test_vllm_ends_when_its_last_request_has(vllm):
+    port, texts = vllm
+    texts += [metrics(1, 0), metrics(0, 1), metrics(0, 0), metrics(0, 0)]
+    assert subprocess.run(before_the_end(port), timeout=60).returncode == 0
+    assert len(texts) == 1  # it asked until both were none
+
+
+def test_a_vllm_that_is_gone_holds_no_pod(vllm):
+    port, texts = vllm
+    texts.append(metrics(1, 0))
+    waiting = subprocess.Popen(before_the_end(port, ("--set", "mode=sidecar")))
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(1.5)
+        texts[0] = metrics(0, 0)
+        assert waiting.wait(60) == 0
+    finally:
+        if waiting.poll() is None:
+            os.kill(waiting.pid, signal.SIGKILL)
+    assert subprocess.run(before_the_end(9), timeout=60).returncode == 0  # nothing listens there
+
+
+@pytest.mark.parametrize("mode", ["gateway", "sidecar"])
+def test_whoever_ends_gets_the_time_that_takes(mode):
+    objects = rendered("--set", f"mode={mode}")
+    taken = sum(Settings.model_fields[name].get_default() for name in ("stop_delay", "drain_timeout"))
+    for pod in pods(objects).values():
+        spec = pod["spec"]["template"]["spec"]
+        if any(each["name"] in ("gateway", "worker") for each in spec["containers"]):
+            assert spec["terminationGracePeriodSeconds"] > taken

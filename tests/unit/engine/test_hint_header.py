@@ -1,0 +1,132 @@
+"""A hint in a header: whose is heard, what it becomes in the body, and that nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine_patches import settings
+from engine_patches.reporting import hint_header
+from engine_patches.reporting.events_api import EventsEndpoint
+from engine_patches.scheduler.hints import MAX_ENTRIES, entries_in
+
+CHAT = "/v1/chat/completions"
+
+TRUSTED = "10.1.2.3"
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch):
+    monkeypatch.setenv(settings.HINTS_FROM, "10.0.0.0/8, 2001:db8::1")
+    hint_header.networks.cache_clear()
+    yield
+    hint_header.networks.cache_clear()
+
+
+def counted(result: str) -> float:
+    return hint_header.counted().labels(result)._value.get()
+
+
+async def sent_on(body: bytes, *hints: bytes, peer: Any = (TRUSTED, 5), path: str = CHAT, method: str = "POST"):
+    """Headers and body as the server behind the middleware gets them."""
+    parts = [body[:7], body[7:]]
+
+    async def receive() -> Any:
+        if not parts:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    seen: dict[str, Any] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        whole = b""
+        while True:
+            message = await receive()
+            whole += message["body"]
+            if not message["more_body"]:
+                break
+        assert (await receive())["type"] == "http.disconnect"
+        seen.update(headers=scope["headers"], body=whole)
+
+    headers = [
+        (b"content-length", str(len(body)).encode()),
+        (b"x-other", b"1"),
+        *((hint_header.NAME, h) for h in hints),
+    ]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "client": peer}
+    await EventsEndpoint(app)(scope, receive, None)
+    assert hint_header.NAME not in dict(seen["headers"]) and (b"x-other", b"1") in seen["headers"]
+    assert dict(seen["headers"])[b"content-length"] == str(len(seen["body"])).encode()
+    return seen["body"]
+
+
+@pytest.mark.parametrize(
+    ("body", "xargs"),
+    [
+        (b'{"model": "m", "n": 1e400, "a": "\\u00e9"}', {}),
+        (b'{"vllm_xargs": {"mine": 1}}', {"mine": 1}),
+        (b'{"vllm_xargs": null}', {}),
+        (b"{}", {}),
+        (b' {"a":"}"} \n', {}),
+    ],
+)
+async def test_a_hint_joins_the_body_and_everything_else_stays(body, xargs):
+    before = counted("used")
+    found = await sent_on(body, b"163; -5;last:7,8;last-2:9")
+    parsed = json.loads(found)
+    assert parsed["vllm_xargs"] == {**xargs, "seamark_boundaries": [163, -5, "last:7,8", "last-2:9"]}
+    assert found.startswith(body.rstrip()[:-1]) and counted("used") == before + 1
+    plain = json.loads(body)
+    assert {name: parsed[name] for name in plain if name != "vllm_xargs"} == {
+        name: value for name, value in plain.items() if name != "vllm_xargs"
+    }
+
+
+@pytest.mark.parametrize("peer", [("192.0.2.1", 5), ("2001:db8::2", 5), ("/socket", 0), None, ("", 0)])
+async def test_only_a_trusted_hop_is_heard(peer):
+    before = counted("untrusted")
+    assert await sent_on(b'{"model": "m"}', b"163", peer=peer) == b'{"model": "m"}'
+    assert counted("untrusted") == before + 1
+
+
+@pytest.mark.parametrize("peer", [("10.255.0.1", 5), ("2001:db8::1", 5), ("::ffff:10.0.0.1", 5)])
+async def test_addresses_of_both_kinds_are_known(peer):
+    assert b"163" in await sent_on(b'{"model": "m"}', b"163", peer=peer)
+
+
+async def test_by_default_nobody_is_heard_and_a_star_hears_all(monkeypatch):
+    for value, heard in (("", False), ("*", True), ("nonsense, 127.0.0.1", False)):
+        monkeypatch.setenv(settings.HINTS_FROM, value)
+        hint_header.networks.cache_clear()
+        assert (b"163" in await sent_on(b'{"model": "m"}', b"163")) is heard
+
+
+async def test_a_hint_in_the_body_stands():
+    body = b'{"vllm_xargs": {"seamark_boundaries": [1]}}'
+    before = counted("in_body")
+    assert await sent_on(body, b"163") == body and counted("in_body") == before + 1
+
+
+@pytest.mark.parametrize("hint", [b"", b"x", b"1;", b"1,2", b"last:", b"0x10", b"1e3", b"\xff", b"1;" * 20 + b"1"])
+async def test_a_malformed_header_is_counted_and_left_out(hint):
+    before = counted("malformed")
+    assert await sent_on(b'{"model": "m"}', hint) == b'{"model": "m"}'
+    assert counted("malformed") == before + 1
+
+
+@pytest.mark.parametrize("body", [b"not json", b"[1]", b'{"vllm_xargs": [1]}', b'"x"', b"", b"[" * 5000])
+async def test_a_body_that_can_carry_none_is_the_servers_to_judge(body):
+    assert await sent_on(body, b"163") == body
+
+
+async def test_two_headers_a_get_and_other_paths_carry_none():
+    assert await sent_on(b"{}", b"1", b"2") == b"{}"
+    assert await sent_on(b"{}", b"1", method="PUT") == b"{}"
+    assert await sent_on(b"{}", b"1", path="/v1/embeddings") == b"{}"
+
+
+def test_as_many_entries_as_an_engine_takes():
+    assert entries_in(";".join(map(str, range(1, MAX_ENTRIES + 1)))) == list(range(1, MAX_ENTRIES + 1))
+    assert entries_in(";".join(map(str, range(1, MAX_ENTRIES + 2)))) is None

@@ -1,0 +1,200 @@
+"""Beside which KV connectors states are written inside a pass, and what is said of the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_patches import kv_connectors, module_source
+from engine_patches.commands import worker
+from engine_patches.commands.explain import about, is_hybrid
+from engine_patches.commands.worker import refusal, transfer_config
+from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, Decision, Lane, decide_by
+from engine_patches.ledger import Shape
+
+
+def configured(name: str, **more: Any) -> dict[str, Any]:
+    """Fields of vLLM's `KVTransferConfig`."""
+    extra = {key: more.pop(key) for key in ("connectors", "bidirectional_kv_xfer") if key in more}
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra, **more}
+
+
+PULL, PUSH = configured("NixlConnector"), configured("NixlPushConnector")
+
+
+def multi(*children: dict[str, Any]) -> dict[str, Any]:
+    return configured("MultiConnector", connectors=list(children))
+
+
+@pytest.mark.parametrize(
+    "admitted", [{}, {"kv_connector": None}, PULL, configured("NixlPullConnector"), multi(PULL), multi(PULL, PULL)]
+)
+def test_without_a_connector_and_with_nixl_that_pulls_states_are_written_inside_a_pass(admitted):
+    assert decide_by(admitted)._replace(names=()) == Decision(Lane.INSIDE)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "named"),
+    [
+        (PUSH, "NixlPushConnector"),
+        (configured("OffloadingConnector"), "OffloadingConnector"),
+        (configured("OfSomebody"), "OfSomebody"),
+        (configured("NixlConnector", kv_connector_module_path="my.connectors"), "NixlConnector"),
+        (configured("LMCacheConnectorV1", kv_connector_module_path="my.connectors"), "LMCacheConnectorV1"),
+        (configured("MultiConnector"), "MultiConnector"),
+        (configured("MultiConnector", connectors=[PULL], kv_connector_module_path="my"), "MultiConnector"),
+        (configured("NixlConnector", bidirectional_kv_xfer=True), "NixlConnector with bidirectional_kv_xfer"),
+        (multi(PULL, configured("OffloadingConnector")), "OffloadingConnector"),
+        (multi(PULL, multi(PULL, PUSH)), "NixlPushConnector"),
+    ],
+)
+def test_a_connector_that_is_not_known_to_leave_their_blocks_alone_costs_passes_and_is_named(transfer, named):
+    decision = decide_by(transfer)
+    assert decision.lane is Lane.CHUNK_ENDS and decision.reason == f"{named} {UNKNOWN}"
+    (line,) = about(decision)
+    assert named in line and "a state costs a pass" in line
+
+
+def test_a_buffer_in_the_hosts_memory_is_one_only_beside_a_gpu():
+    buffered = configured("NixlConnector", kv_buffer_device="cpu")
+    assert decide_by(buffered, on_cpu=True).lane is Lane.INSIDE
+    assert decide_by(buffered, on_cpu=False).lane is Lane.CHUNK_ENDS
+    assert decide_by(configured("NixlConnector", kv_buffer_device="cuda"), on_cpu=False).lane is Lane.INSIDE
+
+
+def test_a_nixl_that_was_not_shown_costs_passes_and_the_difference_is_named(monkeypatch):
+    other = Shape(kv_connectors._SHOWN[0].target, "self, request")
+    monkeypatch.setattr(kv_connectors, "_SHOWN", (other,))
+    decision = decide_by(PULL)
+    assert decision.lane is Lane.CHUNK_ENDS and "expected (self, request)" in decision.reason
+    assert decide_by({}).lane is Lane.INSIDE
+
+
+def test_a_connector_that_makes_values_up_gets_no_hints():
+    decision = decide_by(multi(PULL, PUSH, configured("DecodeBenchConnector")))
+    assert decision.lane is Lane.NO_HINTS and decision.reason.startswith("DecodeBenchConnector puts values")
+    assert decision.names == ("NixlConnector", "NixlPushConnector", "DecodeBenchConnector")
+    assert list(about(decision)) == [f"{decision.reason}: hints are refused"]
+
+
+NOT_SERVED = [name for name, lane in CONNECTORS.items() if lane is Lane.NOT_SERVED]
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_the_worst_of_several_connectors_counts(name):
+    for transfer in (configured(name), multi(configured("DecodeBenchConnector"), configured(name), PULL)):
+        decision = decide_by(transfer)
+        assert decision.lane is Lane.NOT_SERVED and decision.reason.startswith(f"{name} knows caches of one kind")
+        assert list(about(decision)) == [decision.reason]
+
+
+@pytest.fixture
+def lmcache(monkeypatch, tmp_path) -> Iterator[Path]:
+    """Where LMCache would be installed, with a connector of its own."""
+    folder = tmp_path / "lmcache" / "integration" / "vllm"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parents[1]):
+        (package / "__init__.py").touch()
+    (folder / "lmcache_mp_connector.py").write_text("class LMCacheMPConnector:\n    pass\n")
+    yield tmp_path
+    module_source.forget()
+
+
+def test_a_connector_that_lmcache_brings_is_left_to_vllm(monkeypatch, lmcache):
+    assert decide_by(configured("LMCacheMPConnector")).lane is Lane.NOT_SERVED
+    monkeypatch.syspath_prepend(lmcache)
+    assert decide_by(configured("LMCacheMPConnector")).lane is Lane.CHUNK_ENDS
+    assert decide_by(configured("LMCacheConnectorV1")).lane is Lane.NOT_SERVED
+
+
+LMCACHE = configured("LMCacheConnectorV1")
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        (["--kv-transfer-config", json.dumps(LMCACHE)], {}),
+        (["--kv_transfer_config=" + json.dumps(LMCACHE)], {}),
+        (["--port", "1", "--kv-transfer-config", json.dumps(multi(PULL, LMCACHE)), "--dtype", "float32"], {}),
+        (["--kv-transfer-config.kv_connector", "LMCacheConnectorV1", "--kv-transfer-config.kv_role=kv_both"], {}),
+        (["--kv-transfer-config.kv_connector=LMCacheConnectorV1"], {}),
+        (["--kv-offloading-size", "4", "--kv-offloading-backend", "lmcache"], {}),
+        (["--kv_offloading_backend=lmcache", "--kv_offloading_size=4"], {}),
+        ([], {"kv-transfer-config": LMCACHE}),
+        ([], {"kv_transfer_config": json.dumps(LMCACHE)}),
+        ([], {"kv_offloading_size": 4, "kv_offloading_backend": "lmcache"}),
+        (["--kv-transfer-config", json.dumps(LMCACHE)], {"kv_transfer_config": PULL}),
+    ],
+)
+def test_each_way_to_name_a_connector_is_read(given, config):
+    assert decide_by(transfer_config(given, config)).lane is Lane.NOT_SERVED
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ([], {}),
+        (["--kv-cache-dtype", "fp8"], {}),
+        (["--kv-transfer-config"], {}),
+        (["--kv-transfer-config", "{"], {}),
+        (["--kv-transfer-config", "[]"], {}),
+        (["--kv-offloading-size", "4"], {}),
+        (["--kv-offloading-backend", "lmcache"], {}),
+        (["--kv-transfer-config", json.dumps(PULL)], {"kv_transfer_config": LMCACHE}),
+        ([], {"kv_transfer_config": 7}),
+    ],
+)
+def test_what_names_no_such_connector_is_left_to_vllm(given, config):
+    assert decide_by(transfer_config(given, config)).lane is Lane.INSIDE
+
+
+HYBRIDS = [
+    {"model_type": "qwen3_next"},
+    {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}},
+    {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-"},
+    {"model_type": "nemotron_h", "layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+    {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+    {"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1]}},
+    {"model_type": "falcon_h1", "mamba_d_ssm": 1536, "num_attention_heads": 12},
+]
+
+OTHERS = [
+    {},
+    {"model_type": "llama", "num_attention_heads": 32},
+    {"model_type": "gemma3", "text_config": {"layer_types": ["sliding_attention", "full_attention"]}},
+    {"model_type": "granitemoehybrid", "layer_types": ["attention"], "mamba_d_conv": 4, "num_attention_heads": 32},
+    {"model_type": "mamba2", "state_size": 128, "num_heads": 64},
+    {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M-"},
+]
+
+
+@pytest.mark.parametrize("config", HYBRIDS, ids=str)
+def test_a_hybrid_is_not_started_with_a_connector_that_vllm_cannot_serve_it_through(config, monkeypatch):
+    assert is_hybrid(config)
+    monkeypatch.setattr(worker, "config_of", lambda _: config)
+    said = refusal("m", ["--kv-transfer-config", json.dumps(LMCACHE)])
+    assert said is not None and said.startswith("LMCacheConnectorV1 ") and "NixlConnector" in said
+    assert said.count(". ") == 0
+    assert refusal("m", ["--kv-transfer-config", json.dumps(PUSH)]) is None
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=str)
+def test_any_other_model_is_left_to_vllm(config, monkeypatch):
+    assert not is_hybrid(config)
+    monkeypatch.setattr(worker, "config_of", lambda _: config)
+    assert refusal("m", ["--kv-transfer-config", json.dumps(LMCACHE)]) is None
+
+
+def test_the_command_ends_before_vllm_is_started(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HYBRIDS[0]))
+    monkeypatch.setattr(worker, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
+    monkeypatch.setattr(worker, "serve", lambda _: pytest.fail("vLLM was started"))
+    for line in ([], ["--explain"]):
+        assert worker.main([str(tmp_path), "--kv-transfer-config", json.dumps(LMCACHE), *line]) == 1
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("seamark worker: LMCacheConnectorV1 knows caches of one kind only, and vLLM cannot")

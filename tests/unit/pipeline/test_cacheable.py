@@ -1,0 +1,182 @@
+"""Which requests may be answered again, and which answers are final."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.http.auth import ApiKey, KeyEntry
+from proxy.pipeline.cacheable import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    Directives,
+    digest,
+    directives_in,
+    is_final,
+    is_repeatable,
+    may_keep,
+)
+from proxy.pipeline.request import ProxiedRequest, request_of
+
+SECRET = b"secret"
+
+
+def key(name: str, salt: str) -> ApiKey:
+    return ApiKey(name, KeyEntry(sha256="0" * 64), salt)
+
+
+def asked(body: Any, path: str = CHAT, headers=(), of: ApiKey | None = None, query: bytes = b"") -> ProxiedRequest:
+    scope = {"method": "POST", "path": path, "query_string": query, "headers": list(headers)}
+    request = request_of(scope, json.dumps(body).encode(), "id", of)
+    request.body.take(json.loads(request.body.raw), request.client, asks_usage=True)
+    return request
+
+
+GREEDY = {"model": "m", "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        (GREEDY, CHAT),
+        ({**GREEDY, "temperature": 0.0}, MESSAGES),
+        ({"temperature": 1, "seed": 3}, COMPLETIONS),
+        ({**GREEDY, "tools": [{"type": "function"}]}, RESPONSES),
+        ({"input": "x"}, EMBEDDINGS),
+        ({**GREEDY, "messages": [{"content": [{"image_url": {"url": "data:image/png;base64,AA"}}]}]}, CHAT),
+        ({**GREEDY, "messages": [{"content": 'see "url": "http://a"'}]}, CHAT),
+    ],
+)
+def test_a_deterministic_request_is_repeatable(body, path):
+    assert is_repeatable(asked(body, path))
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"model": "m"}, CHAT),
+        ({"temperature": "0"}, CHAT),
+        ({"seed": True}, CHAT),
+        ({"input": "x", "temperature": 0}, "/v1/audio/speech"),
+        ({**GREEDY, "previous_response_id": "resp_1"}, RESPONSES),
+        ({**GREEDY, "background": True}, RESPONSES),
+        ({**GREEDY, "tools": [{"type": "web_search"}]}, RESPONSES),
+        ({**GREEDY, "input": [{"content": [{"type": "input_image", "image_url": "https://a/b"}]}]}, RESPONSES),
+        ({**GREEDY, "messages": [{"content": [{"source": {"type": "url", "url": "https://a"}}]}]}, MESSAGES),
+    ],
+)
+def test_one_that_may_come_out_otherwise_is_not(body, path):
+    assert not is_repeatable(asked(body, path))
+
+
+def test_requests_are_told_apart_by_all_that_answers_depend_on():
+    ann, bob, cleo = key("ann", "a"), key("bob", "team"), key("cleo", "team")
+    stream = {**GREEDY, "stream": True}
+    requests = [
+        asked(GREEDY),
+        asked(GREEDY, COMPLETIONS),
+        asked(GREEDY, query=b"a=b"),
+        asked(GREEDY, of=ann),
+        asked(GREEDY, of=bob),
+        asked(GREEDY, RESPONSES, of=bob),
+        asked(GREEDY, RESPONSES, of=cleo),  # only the key that asked can continue a response
+        asked(GREEDY, headers=[(b"accept", b"ab")]),
+        asked(GREEDY, headers=[(b"accept", b"a"), (b"accept", b"b")]),
+        asked(stream),  # the gateway asks for usage and takes it out again
+        asked({**stream, "stream_options": {"include_usage": True}}),
+    ]
+    assert len({digest(request, SECRET) for request in requests}) == len(requests)
+    assert digest(asked(GREEDY, of=bob), SECRET) == digest(asked(GREEDY, of=cleo), SECRET)
+    assert digest(asked(GREEDY, headers=[(b"user-agent", b"x")]), SECRET) == digest(asked(GREEDY), SECRET)
+    assert digest(asked(GREEDY), SECRET) != digest(asked(GREEDY), b"another")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([], Directives()),
+        ([b"No-Store"], Directives(no_store=True)),
+        ([b"a, no-cache", b'max-age="5"'], Directives(no_cache=True, max_age=5)),
+        ([b"max-age=-1"], Directives(max_age=0)),
+        ([b"private"], Directives(private=True)),
+    ],
+)
+def test_cache_control_is_read_as_one_list(values, told):
+    assert directives_in([(b"cache-control", value) for value in values]) == told
+
+
+@pytest.mark.parametrize(
+    ("headers", "kept"),
+    [
+        ([(b"vary", b"Origin, Accept-Encoding")], True),
+        ([(b"vary", b"user-agent")], False),
+        ([(b"cache-control", b"private")], False),
+        ([(b"content-encoding", b"gzip")], False),
+    ],
+)
+def test_an_answer_says_whether_it_may_be_shared(headers, kept):
+    assert may_keep(headers) is kept
+
+
+def choice(reason: str | None, index: int = 0) -> dict[str, Any]:
+    return {"index": index, "finish_reason": reason}
+
+
+def sse(*data: Any, end: bytes = b"data: [DONE]\n\n") -> bytes:
+    return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in data) + end
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer", "final"),
+    [
+        (CHAT, {}, {"choices": [choice("stop")]}, True),
+        (CHAT, {}, {"choices": [choice("tool_calls")]}, True),
+        (CHAT, {}, {"choices": [choice("abort")]}, False),
+        (CHAT, {}, {"choices": [choice(None)]}, False),
+        (CHAT, {}, {"choices": []}, False),
+        (CHAT, {}, [], False),
+        (CHAT, {"n": 2}, {"choices": [choice("stop")]}, False),
+        (CHAT, {"n": 2}, {"choices": [choice("stop"), choice("length", 1)]}, True),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, {"choices": [choice("stop")]}, False),
+        (COMPLETIONS, {"prompt": [1, 2]}, {"choices": [choice("stop")]}, True),
+        (MESSAGES, {}, {"stop_reason": "tool_use"}, True),
+        (MESSAGES, {}, {"stop_reason": None}, False),
+        (RESPONSES, {}, {"status": "completed"}, True),
+        (RESPONSES, {}, {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, True),
+        (RESPONSES, {}, {"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, False),
+        (RESPONSES, {}, {"status": "failed"}, False),
+        (EMBEDDINGS, {}, {"data": [{}]}, True),
+        (EMBEDDINGS, {}, {"error": {}}, False),
+    ],
+)
+def test_a_whole_answer_is_final_if_each_choice_ended_by_itself(path, body, answer, final):
+    assert is_final(path, body, False, json.dumps(answer).encode()) is final
+
+
+STOP = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "stream", "final"),
+    [
+        (CHAT, {}, sse({"choices": [choice(None)]}, {"choices": [choice("stop")]}), True),
+        (CHAT, {}, sse({"choices": [choice(None)]}, {"choices": [choice("stop")]}, end=b""), False),
+        (CHAT, {}, sse({"choices": [choice(None)]}), False),
+        (CHAT, {}, sse({"choices": [choice("abort")]}), False),
+        (CHAT, {"n": 2}, sse({"choices": [choice("stop")]}), False),
+        (CHAT, {}, sse({"choices": [choice("stop")]}, {"error": {"message": "no"}}), False),
+        (CHAT, {}, b"", False),
+        (MESSAGES, {}, sse(STOP, {"type": "message_stop"}, end=b""), True),
+        (MESSAGES, {}, sse(STOP, end=b""), False),
+        (RESPONSES, {}, sse({"type": "response.completed", "response": {"status": "completed"}}, end=b""), True),
+        (RESPONSES, {}, sse({"type": "response.completed", "response": {"status": "completed"}}), True),
+        (RESPONSES, {}, sse({"type": "response.created", "response": {"status": "in_progress"}}, end=b""), False),
+    ],
+)
+def test_a_stream_is_final_if_it_came_to_its_end(path, body, stream, final):
+    assert is_final(path, body, True, stream) is final
