@@ -261,7 +261,8 @@ class Feed:
             added = asyncio.Event()
             self._readers[added] = gateway
             try:
-                await asyncio.wait_for(added.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await added.wait()
             except TimeoutError:
                 pass
             finally:

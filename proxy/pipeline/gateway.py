@@ -45,6 +45,8 @@ FILES_INTERVAL = 1.0
 # Seconds until a part that failed beside the requests is started again.
 RESTART_SECONDS = 1.0
 
+CANCEL_SECONDS = 1.0  # until a part that still runs is cancelled again
+
 logger = logging.getLogger("seamark.gateway")
 
 
@@ -138,9 +140,11 @@ class Gateway:
 
     async def stop(self) -> None:
         """End it, and close all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        running = set(self._tasks)
+        while running:  # a cancellation can get lost in a library
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=CANCEL_SECONDS)
         if self.redis_sync is not None:
             await self.redis_sync.aclose()
         await self.engine_events.aclose()

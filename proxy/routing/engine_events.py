@@ -231,8 +231,8 @@ class EngineEvents:
         query = urlencode({"boot": feed.boot, "after": feed.cursor, "wait": wait, "gateway": self._gateway_id})
         if feed.load is not None:
             query += f"&load={feed.load.requests}:{feed.load.prefill_tokens}"
-        read = self._upstream.fetch("GET", f"{worker.url}{PATH}?{query}", timeout=READ_TIMEOUT)
-        status, answer = await asyncio.wait_for(read, READ_TIMEOUT)
+        async with asyncio.timeout(READ_TIMEOUT):  # not `wait_for`: until Python 3.12 it can swallow a cancellation
+            status, answer = await self._upstream.fetch("GET", f"{worker.url}{PATH}?{query}", timeout=READ_TIMEOUT)
         if status != 200:
             raise ValueError(f"status {status}")
         self._apply(worker, feed, json.loads(answer))
@@ -286,4 +286,5 @@ def _resolve(feed: _Feed, request_id: str) -> None:
 async def _within(seconds: float, event: asyncio.Event) -> None:
     """Return once `event` is set, or after `seconds`."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -50,6 +50,29 @@ async def test_a_part_that_has_nothing_to_do_ends(gateway):
     assert failures(gateway, "heartbeats") == 0
 
 
+async def test_a_part_that_loses_a_cancellation_is_ended_all_the_same(gateway, monkeypatch):
+    monkeypatch.setattr(gateway_of, "CANCEL_SECONDS", 0.01)
+    started, lost = asyncio.Event(), 0
+
+    async def watch() -> None:
+        nonlocal lost
+        started.set()
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                if lost == 2:
+                    raise
+                lost += 1
+
+    gateway.pool.watch = watch
+    gateway.start()
+    await started.wait()
+    async with asyncio.timeout(30):
+        await gateway.stop()
+    assert lost == 2
+
+
 async def test_files_in_force_are_told_by_the_settings_that_name_them(tmp_path):
     path = tmp_path / "workers.toml"
     path.write_text("")

@@ -113,6 +113,20 @@ async def asked_in_vain():
         assert clock() - began == pytest.approx(engine_events.TIMEOUT) and len(feed.asked) == 1
 
 
+@pytest.mark.parametrize("ticks", range(6))
+async def test_reading_ends_even_if_news_come_at_that_moment(ticks):
+    feed = Feed(old=False)
+    async with asyncio.timeout(30), reading(feed) as events:
+        events.sent(WORKER, "a", [SYSTEM], HINT)
+        await until(lambda: feed.asked and feed.asked[-1]["wait"] != ["0"])
+        feed.tell([])
+        for _ in range(ticks):  # of the event loop, until the reader has its answer
+            await asyncio.sleep(0)
+        reads = len(feed.asked)
+        await events.aclose()
+        assert len(feed.asked) == reads
+
+
 async def test_a_worker_without_a_feed_says_nothing_and_is_left_alone():
     for feed in (Feed(status=404), Feed(status=0)):
         async with reading(feed) as events:
