@@ -68,7 +68,6 @@ def test_a_request_that_is_refused_has_nothing_rendered(fleet, worker, tmp_path,
 def test_a_worker_is_asked_about_few_dates_at_once(fleet, worker, tmp_path, keys):
     file = tmp_path / "keys.toml"
     file.write_text(entry("eve", max_inflight=AT_ONCE) + entry("root", admin=True))
-    fleet.constants["proxy.pipeline.prompt_reader.DATE_SECONDS"] = 30.0
     gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)) if keys else ())
     wait_for(lambda: worker.renders and is_still(lambda: worker.renders))
     worker.most_rendering, most = 0, DATES_PER_KEY if keys else DATES_PER_WORKER

@@ -62,7 +62,8 @@ class GatewayForks(Servers):
     def __init__(self, folder: Path) -> None:
         """Logs go into `folder`."""
         super().__init__(folder)
-        self.constants: dict[str, Any] = {}  # by their full names
+        # By their full names. A busy machine alone may exceed the default of those set here.
+        self.constants: dict[str, Any] = {"proxy.pipeline.prompt_reader.DATE_SECONDS": 30.0}
 
     def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
         if name != "gateway":
