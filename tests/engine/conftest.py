@@ -12,7 +12,7 @@ import pytest
 from proxy.bench.harness import planted
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import QWEN3_NEXT, Server, Servers, generated_model
-from tests.harness.engines import FLOAT32_DELTA, SharedServers
+from tests.harness.engines import FLOAT32_DELTA, TRUSTED_HOP, SharedServers
 from tests.harness.gateways import wait_for
 
 
@@ -45,7 +45,7 @@ def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) 
     with Servers(folder) as fleet:
         # A parser, without which vLLM refuses requests that offer tools.
         tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-        store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+        store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "SEAMARK_HINTS_FROM": TRUSTED_HOP}
         seamark = fleet.engine(
             "seamark", model, "1", (*flags, *tools), {**planted.environment(folder / "planted", needed), **store}
         )

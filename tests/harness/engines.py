@@ -9,6 +9,9 @@ from proxy.bench.harness.servers import Server
 
 FLOAT32_DELTA = {"seamark_float32_delta": "tests.harness.float32_delta:register"}
 
+# An address of this machine from which the engine `seamark` takes hints in a header; other clients use 127.0.0.1.
+TRUSTED_HOP = "127.0.0.2"
+
 
 class SharedServers(NamedTuple):
     """Engines in the configurations that the tests need."""

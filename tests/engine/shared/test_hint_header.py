@@ -1,0 +1,85 @@
+"""A hint in a header, on a real engine: it does what the same hint in the body does, and only for a trusted hop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import httpx
+import pytest
+
+from proxy.bench.harness import exact
+from proxy.bench.harness.client import TOKEN_IDS, complete
+from proxy.bench.harness.counters import samples_of
+from proxy.bench.harness.servers import MATCH_UNITS
+from tests.harness.engines import TRUSTED_HOP, SharedServers
+
+HEADER, FIELD = "x-seamark-boundaries", "seamark_boundaries"
+
+SHARED = (100, 163, 500, 1037)  # tokens that two prompts have in common
+
+CLIENT = "127.0.0.1"
+
+
+def pair(shared: int, seed: int) -> list[list[int]]:
+    """Two prompts that have so many tokens in common."""
+    draw = random.Random(f"hint header {shared} {seed}")
+    first = draw.choices(TOKEN_IDS, k=shared)
+    return [[*first, end, *draw.choices(TOKEN_IDS, k=20)] for end in (TOKEN_IDS[0], TOKEN_IDS[1])]
+
+
+async def cached(
+    servers: SharedServers, prompts: Sequence[Sequence[int]], address: str, header: Mapping[str, str], **fields: object
+) -> list[int | None]:
+    """Tokens from the cache, by prompt; the answers are those of an engine that caches nothing."""
+    found = []
+    hop = httpx.AsyncHTTPTransport(local_address=address)
+    async with httpx.AsyncClient(transport=hop, headers=header, timeout=300) as client:
+        for prompt in prompts:
+            answer = await complete(client, servers.seamark.url, prompt, **fields)
+            right = await complete(client, servers.reference.url, prompt)
+            assert exact.compare(answer, right).exact
+            found.append(answer.cached_tokens)
+    return found
+
+
+async def counted(servers: SharedServers) -> dict[str, float]:
+    """Requests with a hint in a header, by what became of them."""
+    async with httpx.AsyncClient() as client:
+        samples = await samples_of(client, servers.seamark)
+    name = "seamark_hint_headers_total"
+    return {
+        result: samples.get(f'{name}{{result="{result}"}}', 0.0)
+        for result in ("used", "in_body", "untrusted", "malformed")
+    }
+
+
+@pytest.mark.parametrize("shared", SHARED)
+async def test_a_trusted_hops_header_hits_as_the_body_does(servers, family, shared):
+    before = await counted(servers)
+    in_header = await cached(servers, pair(shared, 1), TRUSTED_HOP, {HEADER: str(shared)})
+    in_body = await cached(servers, pair(shared, 2), CLIENT, {}, vllm_xargs={FIELD: [shared]})
+    unit = MATCH_UNITS[family]
+    assert in_header == in_body == [0, shared // unit * unit]
+    after = await counted(servers)
+    assert {name: after[name] - before[name] for name in after if after[name] != before[name]} == {"used": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("address", "header", "result"),
+    [(CLIENT, "163", "untrusted"), (TRUSTED_HOP, "163;nonsense", "malformed"), (TRUSTED_HOP, ";" * 40, "malformed")],
+)
+async def test_a_header_that_is_not_to_be_heard_is_counted_and_does_nothing(servers, address, header, result):
+    before = await counted(servers)
+    prompts = pair(163, 3 + len(header) + len(address))
+    assert await cached(servers, prompts, address, {HEADER: header}) == [0, 0]
+    after = await counted(servers)
+    assert {name: after[name] - before[name] for name in after if after[name] != before[name]} == {result: 2.0}
+
+
+async def test_a_client_of_the_gateway_cannot_pass_one_on(servers):
+    before = await counted(servers)
+    async with httpx.AsyncClient(headers={HEADER: "163"}, timeout=300) as client:
+        for prompt in pair(163, 4):
+            assert (await complete(client, servers.gateway.url, prompt)).cached_tokens == 0
+    assert await counted(servers) == before
