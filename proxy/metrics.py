@@ -175,6 +175,12 @@ class Metrics:
             ["file"],
             registry=registry,
         )
+        self.spans = Counter(
+            "seamark_spans_total",
+            "OpenTelemetry spans, by whether the collector took them",
+            ["result"],
+            registry=registry,
+        )
         self.response_cache_requests = Counter(
             "seamark_response_cache_total",
             "Requests that the response cache saw: answered from it, from one under way, computed, or none of its own",

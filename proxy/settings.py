@@ -44,7 +44,7 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 REPEATED = {"worker": "URL", "workers_dns": "NAME:PORT"}
 
 # Settings whose values may hold a password. They are never printed.
-SECRET = frozenset({"redis"})
+SECRET = frozenset({"redis", "otlp_traces_endpoint"})
 
 _BOOL = TypeAdapter(bool)
 
@@ -218,6 +218,12 @@ class Settings(BaseModel):
         description="one gateway beside each vLLM, behind a balancer that knows prefixes: one worker, whose /metrics "
         "are shown with the gateway's own; nothing is shared with others",
     )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        repr=False,
+        description="URL, path included, of a collector that gets OpenTelemetry spans of requests, OTLP over HTTP "
+        "(http://collector:4318/v1/traces); needs the extra `tracing`; unset: none",
+    )
     redis: str | None = Field(
         None, repr=False, description="URL of a Redis server through which gateways share what they learn"
     )
@@ -240,6 +246,16 @@ class Settings(BaseModel):
                 if getattr(self, name):
                     raise ValueError(f"sidecar: it knows no other gateway or worker: leave out {name}")
         return self
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _collector(cls, url: str | None) -> str | None:
+        if url is None or not url.strip():
+            return None
+        parts = urlsplit(url.strip())
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("the URL must read http://host:port/v1/traces, or https")
+        return url.strip()
 
     @field_validator("redis")
     @classmethod

@@ -143,6 +143,7 @@ class Accounting:
             task = asyncio.create_task(self._ask_engine(answered, _engine_id(request, answer)))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
+            request.explaining = task
             return None if request.timings.is_stream else await asyncio.shield(task)
         except Exception as error:  # an answer is not lost for its explanation; the message might hold prompt text
             logger.error("explaining request %s: %s", request.client.request_id, type(error).__name__)
@@ -165,6 +166,12 @@ class Accounting:
             self.key_usage.request(request.client.key.name)
         if worker is not None and request.timings.reading_seconds:
             self._spend(model, worker, request.timings.reading_seconds)
+        if request.trace is not None:
+            request.trace.stop()
+            if request.explaining is not None:  # with the reason
+                request.explaining.add_done_callback(lambda _: self._end_trace(request, model))
+            else:
+                self._end_trace(request, model)
 
     def forget(self, worker: str) -> None:
         """Nothing is under way any more at a worker that is gone."""
@@ -189,6 +196,24 @@ class Accounting:
         if usage is not None:
             seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)
             self._spend(model, worker, seconds)
+
+    @staticmethod
+    def _end_trace(request: ProxiedRequest, model: str) -> None:
+        if (trace := request.trace) is None:
+            return
+        arrived, timings = request.client.arrived, request.timings
+        stages = []
+        if timings.reading_seconds:
+            stages.append(("boundaries", arrived, arrived + timings.reading_seconds))
+        if timings.asked is not None:
+            has_slot = timings.choosing >= timings.asked
+            stages.append(("queue", timings.asked, timings.choosing if has_slot else time.perf_counter()))
+        if timings.leased:
+            stages.append(("choice", timings.choosing, timings.leased))
+        if timings.first_byte is not None:
+            stages.append(("first token" if timings.is_stream else "answer", timings.leased, timings.first_byte))
+        worker = request.worker.name if request.worker is not None else None
+        trace.end(request.status, model, worker, stages, request.explanation)
 
     def _settle(self, worker: Worker) -> None:
         for model, seconds in self._time.settle(worker.name, worker.step_times).items():

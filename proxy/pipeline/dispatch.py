@@ -58,6 +58,7 @@ class Dispatcher:
         request = lease.request
         model = request.model
         wants = (model if isinstance(model, str) else None, self._stored.boot(request.response_id))
+        request.timings.asked = time.perf_counter()
         await self._queue.acquire(request.client.key, wants, lambda: self._take(lease), _never_sent)
 
     def has_slot(self, request: ProxiedRequest) -> bool:
@@ -99,6 +100,7 @@ class Dispatcher:
         roomy = self._roomy(request)
         if not roomy:
             return None
+        request.timings.choosing = time.perf_counter()
         lease.count(self._choose(request, roomy))
         return lease
 

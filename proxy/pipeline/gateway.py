@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.config_files import WatchedFile, read_secret
+from proxy.errors import SettingsError
 from proxy.fleet.discovery import Discovery
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.self_check import SelfCheck
@@ -37,6 +38,7 @@ from proxy.routing.queue import AdmissionQueue
 from proxy.settings import Settings
 
 if TYPE_CHECKING:
+    from proxy.observability.tracing import Tracing
     from proxy.routing.redis_sync import RedisSync
 
 # Seconds between two looks at the files that are read again when they change.
@@ -91,6 +93,9 @@ class Gateway:
         if settings.response_cache:
             self.response_cache = ResponseCache(settings.response_cache, metrics)
             handler = partial(CachingHandler, self.response_cache, settings.response_cache_models)
+        self.tracing: Tracing | None = None
+        if settings.otlp_traces_endpoint is not None:
+            self.tracing = _tracing(settings.otlp_traces_endpoint, metrics)
         self.handler = handler(
             settings,
             metrics,
@@ -102,6 +107,7 @@ class Gateway:
             relay,
             self.accounting,
             Preflights(self.pool, self.upstream),
+            self.tracing,
         )
         self.redis_sync: RedisSync | None = None  # with other gateways
         metrics.shadow_mode.set(settings.shadow)
@@ -149,6 +155,8 @@ class Gateway:
             await self.redis_sync.aclose()
         await self.engine_events.aclose()
         await self.upstream.aclose()
+        if self.tracing is not None:
+            await self.tracing.aclose()
 
     async def _keep_running(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
         """Whatever a worker, a file or a server does to it: a part that fails is started again."""
@@ -222,6 +230,18 @@ class Gateway:
         if worker.takes_hints:
             await self.pinned.make(worker)
             await replay_all(self.warmup.hottest({entry.get("id") for entry in worker.models}), replay)
+
+
+def _tracing(endpoint: str, metrics: Metrics) -> Tracing:
+    """Raises `SettingsError` where the OpenTelemetry SDK is not installed; it is imported only if it is wanted."""
+    try:
+        from proxy.observability.tracing import Tracing
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            raise
+        cure = "pip install 'vllm-seamark[tracing]'"
+        raise SettingsError(f"otlp_traces_endpoint: OpenTelemetry is not installed here: {cure}") from None
+    return Tracing(endpoint, metrics)
 
 
 def _secret(setting: str, path: Path | None) -> str | None:

@@ -12,6 +12,7 @@ import re
 import time
 import traceback
 from functools import partial
+from typing import TYPE_CHECKING
 
 from proxy.chat.chat import HINTED
 from proxy.chat.responses import StoredResponses
@@ -31,6 +32,9 @@ from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.settings import Settings
+
+if TYPE_CHECKING:
+    from proxy.observability.tracing import Tracing
 
 logger = logging.getLogger("seamark.gateway")
 
@@ -61,6 +65,7 @@ class RequestHandler:
         relay: ResponseRelay,
         accounting: Accounting,
         preflights: Preflights,
+        tracing: Tracing | None = None,
     ) -> None:
         self._settings = settings
         self._boundary_seconds = metrics.overhead.labels("boundary")
@@ -72,6 +77,7 @@ class RequestHandler:
         self._relay = relay
         self._accounting = accounting
         self._preflights = preflights
+        self._tracing = tracing
         self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
         self._bodies = BodyMemory(settings.max_bodies_bytes)
         self._turns = asyncio.Lock()
@@ -93,6 +99,9 @@ class RequestHandler:
             held = self._bodies.of(key.name if key is not None else None)
             raw = await asgi.read_body(scope, receive, settings.max_body_bytes, self._pace, held)
             request = request_of(scope, raw, request_id, key)
+            if self._tracing is not None:
+                client = request.client
+                request.trace = self._tracing.begin(client.method, client.endpoint, client.headers)
             if request_id in self._under_way:  # one name for a whole fan-out; the engine must tell them apart
                 request.engine_id = f"{request_id}.{os.urandom(4).hex()}"
             self._under_way.add(request.engine_id)

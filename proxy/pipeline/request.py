@@ -5,10 +5,11 @@ They are what the client sent, what is changed in its body, what was predicted, 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
@@ -21,6 +22,9 @@ from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
 from proxy.observability.reasons import Expectation, Explanation
 from proxy.observability.request_diff import RememberedRequest
+
+if TYPE_CHECKING:
+    from proxy.observability.tracing import RequestTrace
 
 RESPONSE_PATH = RESPONSES + "/"
 
@@ -158,6 +162,8 @@ class Timings:
     """`time.perf_counter()` unless a field says otherwise."""
 
     reading_seconds: float = 0.0  # for parsing it and finding its boundaries
+    asked: float | None = None  # for a slot at a worker
+    choosing: float = 0.0  # a slot is there
     leased: float = 0.0  # it was given to its worker
     first_byte: float | None = None
     is_stream: bool = False  # `first_byte` is that of a stream's first event
@@ -174,6 +180,8 @@ class ProxiedRequest:
     prediction: Prediction = field(default_factory=Prediction)
     timings: Timings = field(default_factory=Timings)
     explanation: Explanation | None = None
+    explaining: asyncio.Task[str | None] | None = None  # goes on behind a stream's end
+    trace: RequestTrace | None = None  # None: nothing is traced
     worker: Worker | None = None  # the last one it was given to
     started: bool = False  # the response has begun
     delivered: bool = False  # a client that left had all of the response

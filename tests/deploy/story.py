@@ -105,6 +105,7 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
     facts["build_s"] = round(time.monotonic() - started, 1)
     say("the images of the gateway and the worker are built, without a network")
     _look_into_the_images(engine)
+    facts |= _the_gateway_from_the_wheel(engine, project, say)
 
     _the_mod_installs_into_a_plain_container(engine, project)
     say("the mod for spark-vllm-docker installs into a container without a network")
@@ -142,6 +143,60 @@ def _look_into_the_images(engine: Engine) -> None:
     engine.fails(*within, "seamark-worker-cpu", "-c", "import proxy")
     user = engine.docker("image", "inspect", "--format", "{{.Config.User}}", "seamark-gateway").strip()
     assert user == "65532:65532", f"the gateway's image runs as {user!r}"
+
+
+def _the_gateway_from_the_wheel(engine: Engine, project: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """The image that a release makes: of the wheel, and without root or a place to write it serves."""
+    (wheel,) = (project / "deploy" / "wheels").glob("vllm_seamark-*.whl")
+    name, number = wheel.name.split("-")[:2]
+    wanted = ("--build-arg", f"SEAMARK={name.replace('_', '-')}[tracing]=={number}", "--build-arg", "PIP_NO_INDEX=1")
+    image = "seamark-gateway-of-the-wheel"
+    engine.docker("build", "--file", str(project / "deploy/gateway.Dockerfile"), "--tag", image, *wanted, str(project))
+    confined = [
+        "run",
+        "--rm",
+        "--network",
+        "none",
+        "--read-only",
+        "--cap-drop",
+        "ALL",
+        "--entrypoint",
+        "python3",
+        image,
+    ]
+    code = (
+        "from importlib import metadata; print(*sorted({f'{d.name}=={d.version}' for d in metadata.distributions()}))"
+    )
+    inside = engine.docker(*confined, "-c", code).split()
+    assert f"vllm-seamark=={number}" in inside, inside
+    engine.fails(*confined, "-c", "import tests")
+    served = engine.docker(*confined, "-c", _SERVE_AND_ASK)
+    assert json.loads(served.splitlines()[-1]) == {"health": 200, "ready": 503, "user": 65532}, served
+    size, base = (
+        int(engine.docker("image", "inspect", "--format", "{{.Size}}", each)) for each in (image, "python:3.12-slim")
+    )
+    say(f"the gateway's image of the wheel adds {(size - base) / 1e6:.0f} MB to its base: {' '.join(inside)}")
+    return {"gateway_image_mb_above_base": round((size - base) / 1e6, 1), "gateway_image_holds": inside}
+
+
+_SERVE_AND_ASK = """
+import json, os, subprocess, sys, time, urllib.error, urllib.request
+flags = ["--worker", "http://127.0.0.1:9", "--port", "8080", "--stop-delay", "0"]
+started = subprocess.Popen(["seamark", "serve", *flags])
+def ask(path):
+    try:
+        return urllib.request.urlopen("http://127.0.0.1:8080" + path, timeout=5).status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+while not ask("/health"):
+    assert started.poll() is None
+    time.sleep(0.2)
+print(json.dumps({"health": ask("/health"), "ready": ask("/ready"), "user": os.getuid()}))
+started.terminate()
+started.wait()
+"""
 
 
 def _the_mod_installs_into_a_plain_container(engine: Engine, project: Path) -> None:

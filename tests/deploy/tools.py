@@ -152,11 +152,15 @@ def wheel_names(project: Path) -> list[str]:
     """What the gateway stands on, and what builds it, as pip is asked for it."""
     with (project / "pyproject.toml").open("rb") as file:
         needed = tomllib.load(file)
-    names = [*needed["project"]["dependencies"], *needed["build-system"]["requires"], "wheel"]
+    project_needs = needed["project"]
+    names = [*project_needs["dependencies"], *project_needs["optional-dependencies"]["tracing"]]
+    names += [*needed["build-system"]["requires"], "wheel"]
     return [*names, "async-timeout"]  # redis asks for it on a Python older than 3.11.3, such as Debian 12's
 
 
 def wheels(project: Path, into: Path) -> None:
-    """Fetch `wheel_names` at the locked versions."""
+    """Fetch `wheel_names` at the locked versions, and make Seamark's own."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--only-binary", ":all:"]
     run([*pip, "--dest", into, "--constraint", project / "requirements.lock", *wheel_names(project)])
+    own = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    run([*own, "--wheel-dir", into, project])

@@ -154,9 +154,10 @@ def test_an_image_is_built_from_its_half_alone(half):
 
 def test_make_test_deploy_fetches_what_the_gateways_image_installs():
     asked = wheel_names(DEPLOY.parent)
-    installs = re.findall(r"pip install [^&]*lock (\S+)", (DEPLOY / "gateway.Dockerfile").read_text())
-    assert installs == ["."], "an extra would want wheels of its own"
-    assert {"wheel", "httpx>=0.28"} <= set(asked) and len(asked) > 5
+    text = (DEPLOY / "gateway.Dockerfile").read_text()
+    assert re.findall(r"pip install [^&]*lock (\S+)", text) == ['"${SEAMARK}"']
+    assert re.findall(r"^ARG SEAMARK=(.*)$", text, re.MULTILINE) == [".[tracing]"], "an extra wants wheels of its own"
+    assert {"wheel", "httpx>=0.28", "opentelemetry-sdk>=1.30"} <= set(asked) and len(asked) > 5
 
 
 def test_the_plugin_is_installed_without_dependencies():

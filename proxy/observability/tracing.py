@@ -1,0 +1,150 @@
+"""OpenTelemetry spans of requests: one for each, and inside it its boundaries, its wait, the choice, its first token.
+
+Attributes follow OpenTelemetry's conventions for HTTP and generative AI; what they have no name for begins with
+`seamark.`. No prompt, answer, key or salt is among them. Sampling and batching are the SDK's (`OTEL_TRACES_SAMPLER`,
+`OTEL_BSP_...`); spans are sent by a thread of its own, and dropped if nobody takes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from proxy.http import asgi
+from proxy.metrics import Metrics
+from proxy.observability.reasons import Explanation
+from proxy.version import version
+
+logger = logging.getLogger("seamark.tracing")
+
+# It logs each failure with the collector's address, in which there may be a password.
+logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
+
+STOP_SECONDS = 5.0  # for the last spans, when the gateway stops
+
+HEADERS = frozenset({b"traceparent", b"tracestate"})
+
+Stage = tuple[str, float, float]  # name, begin and end by time.perf_counter()
+
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+
+
+class Tracing:
+    """One per gateway that traces."""
+
+    def __init__(self, endpoint: str, metrics: Metrics) -> None:
+        """`endpoint`: URL of a collector, its path included, that takes OTLP over HTTP."""
+        named = Resource.create({"service.name": "seamark", "service.version": version()})
+        self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
+        self._provider.add_span_processor(BatchSpanProcessor(_Counted(OTLPSpanExporter(endpoint), metrics)))
+        self._tracer = self._provider.get_tracer("seamark", version())
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, method: str, endpoint: str, headers: asgi.HeaderList) -> RequestTrace:
+        """The trace of a request that has just come; the client's span is its parent, if its headers name one.
+
+        `headers` get ours in place of the client's: vLLM makes its spans children of this one.
+        """
+        carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in HEADERS}
+        span = self._tracer.start_span(
+            f"{method} {endpoint}",
+            self._propagator.extract(carrier),
+            SpanKind.SERVER,
+            {"http.request.method": method, "http.route": endpoint},
+        )
+        told: dict[str, str] = {}
+        self._propagator.inject(told, set_span_in_context(span))
+        headers[:] = [header for header in headers if header[0] not in HEADERS]
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+        return RequestTrace(self, span)
+
+    def inside(self, parent: Span, stage: Stage, to_epoch: float) -> None:
+        """Record a stage of the request whose span is `parent`."""
+        name, *times = stage
+        began, ended = (round((moment + to_epoch) * 1e9) for moment in times)
+        self._tracer.start_span(name, set_span_in_context(parent), start_time=began).end(ended)
+
+    async def aclose(self) -> None:
+        """Send what waits, for at most `STOP_SECONDS`."""
+        await asyncio.to_thread(self._provider.force_flush, round(STOP_SECONDS * 1e3))
+        await asyncio.to_thread(self._provider.shutdown)
+
+
+class RequestTrace:
+    """The span of one request, open until `end`."""
+
+    __slots__ = ("_ended", "_span", "_to_epoch", "_tracing")
+
+    def __init__(self, tracing: Tracing, span: Span) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._to_epoch = time.time() - time.perf_counter()  # seconds
+        self._ended: int | None = None  # nanoseconds since the epoch
+
+    def stop(self) -> None:
+        """The request is over. What is known of it may be told later, by `end`."""
+        self._ended = time.time_ns()
+
+    def end(
+        self, status: int, model: str, worker: str | None, stages: Iterable[Stage], explanation: Explanation | None
+    ) -> None:
+        """Close the span. `status`: of the answer; `explanation` has lengths in tokens."""
+        span = self._span
+        if span.is_recording():
+            told: dict[str, str | int | None] = {
+                "http.response.status_code": status or None,
+                "gen_ai.request.model": model,
+                "seamark.worker": worker,
+            }
+            if explanation is not None:
+                told |= {
+                    "gen_ai.operation.name": OPERATIONS.get(explanation.endpoint),
+                    "gen_ai.usage.input_tokens": explanation.prompt,
+                    "gen_ai.usage.cache_read.input_tokens": explanation.delivered,
+                    "seamark.request_id": explanation.request_id,
+                    "seamark.reason": explanation.reason,
+                    "seamark.shareable_tokens": explanation.shareable,
+                    "seamark.predicted_tokens": explanation.predicted,
+                }
+            span.set_attributes({name: value for name, value in told.items() if value is not None})
+            if status >= 500:
+                span.set_status(Status(StatusCode.ERROR))
+            for stage in stages:
+                self._tracing.inside(span, stage, self._to_epoch)
+        span.end(self._ended)
+
+
+class _Counted(SpanExporter):
+    """Counts what another exporter does, and says when that changes."""
+
+    def __init__(self, exporter: SpanExporter, metrics: Metrics) -> None:
+        self._exporter = exporter
+        self._spans = metrics.spans
+        self._works: bool | None = None
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        try:
+            result = self._exporter.export(spans)
+        except Exception:
+            result = SpanExportResult.FAILURE
+        works = result is SpanExportResult.SUCCESS
+        self._spans.labels("exported" if works else "lost").inc(len(spans))
+        if works != self._works:
+            self._works = works
+            if works:
+                logger.info("spans are taken")
+            else:
+                logger.warning("spans are not taken and are lost (setting otlp_traces_endpoint)")
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
