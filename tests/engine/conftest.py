@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 
 from proxy.bench.harness import planted
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.servers import QWEN3_NEXT, Server, Servers, generated_model
+from proxy.bench.harness.servers import QWEN3_NEXT, Servers, generated_model
 from tests.harness.engines import FLOAT32_DELTA, TRUSTED_HOP, SharedServers
-from tests.harness.gateways import wait_for
+from tests.harness.gateways import knows_templates, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +71,3 @@ def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) 
             # On a busy machine a worker may be up before its templates are known.
             wait_for(partial(knows_templates, gateway), seconds=120)
         yield started
-
-
-def knows_templates(gateway: Server) -> bool:
-    """Whether it has learnt the chat templates of its workers."""
-    workers = httpx.get(gateway.url + "/seamark/status").json()["workers"]
-    return all(template["learnt"] for worker in workers for template in worker["templates"].values())

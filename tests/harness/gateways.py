@@ -108,3 +108,9 @@ def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> No
     """As if the self-check had come to this."""
     own.gateway.self_check.checked, own.gateway.self_check.differs = checked, differs
     own.gateway.pool.workers[0].cache.hints_allowed = not hints_off
+
+
+def knows_templates(gateway: Server) -> bool:
+    """Whether it has learnt the chat templates of its workers."""
+    workers = httpx.get(gateway.url + "/seamark/status").json()["workers"]
+    return all(template["learnt"] for worker in workers for template in worker["templates"].values())
