@@ -1,4 +1,4 @@
-"""Ray Serve LLM with Seamark: `serve run app:build model=MODEL`, in this folder. The engine's arguments are yours to change."""
+"""Ray Serve LLM with Seamark: `serve run app:build model=MODEL` in this folder. Set the engine's arguments as you need."""
 
 from __future__ import annotations
 
