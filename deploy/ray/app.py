@@ -1,4 +1,4 @@
-"""Ray Serve LLM with Seamark: `serve run app:build model=MODEL` in this folder. Set the engine's arguments as you need."""
+"""Ray Serve LLM with Seamark: `serve run app:build model=MODEL`, in this folder. The engine's arguments are yours."""
 
 from __future__ import annotations
 
