@@ -15,7 +15,7 @@ def build(arguments: dict[str, Any]) -> Any:
     deployment: dict[str, Any] = {"num_replicas": int(arguments.get("replicas", 1)), "max_ongoing_requests": 64}
     if str(arguments.get("router", "true")) == "true":
         deployment["request_router_config"] = RequestRouterConfig(
-            request_router_class="seamark_router:SeamarkRouter",
+            request_router_class="request_router:SeamarkRouter",
             request_router_kwargs={"tokenizer": model, "match_unit": unit},
         )
     engine: dict[str, Any] = {

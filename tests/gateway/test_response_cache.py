@@ -7,13 +7,14 @@ import contextlib
 import random
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from proxy.bench.harness.client import open_client
 from proxy.pipeline.handler import RequestHandler
 from tests.harness.api_keys import bearer, entry
 from tests.harness.computing_worker import (
@@ -69,12 +70,6 @@ def post(own: OwnGateway, body: dict[str, Any], path: str = CHAT, **headers: str
 def results(own: OwnGateway, *bodies: dict[str, Any], **headers: str) -> list[str]:
     """What the response cache made of each."""
     return [post(own, body, **headers).headers[HEADER] for body in bodies]
-
-
-@contextlib.asynccontextmanager
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=200)) as made:
-        yield made
 
 
 async def until(condition) -> None:
@@ -196,7 +191,7 @@ def test_an_answer_that_is_not_final_is_not_stored(own, computing, state, stream
 
 async def test_requests_in_flight_share_one_execution(own, computing):
     computing.pause.set()
-    async with client() as http:
+    async with open_client() as http:
         async with http.stream("POST", own.url + CHAT, json=chat(stream=True), headers=ALLOW) as first:
             begun = first.aiter_raw()
             head = await anext(begun)  # the first one streams already
@@ -219,7 +214,7 @@ async def test_requests_in_flight_share_one_execution(own, computing):
 async def test_the_first_client_leaves_and_the_others_get_the_whole_answer(own, computing, stream):
     event = computing.pause if stream else computing.hold
     event.set()
-    async with client() as http, client() as leaving:
+    async with open_client() as http, open_client() as leaving:
         first = asyncio.ensure_future(leaving.post(own.url + CHAT, json=chat(stream=stream), headers=ALLOW))
         await until(lambda: readers(own) == 1)
         other = asyncio.ensure_future(http.post(own.url + CHAT, json=chat(stream=stream), headers=ALLOW))
@@ -236,7 +231,7 @@ async def test_the_first_client_leaves_and_the_others_get_the_whole_answer(own, 
 
 async def test_an_execution_ends_when_nobody_reads_it_any_more(own, computing):
     computing.hold.set()
-    async with client() as http:
+    async with open_client() as http:
         asked = [asyncio.ensure_future(http.post(own.url + CHAT, json=chat(), headers=ALLOW)) for _ in range(3)]
         await until(lambda: readers(own) == 3)
         for each in asked:
@@ -251,7 +246,7 @@ async def test_an_execution_ends_when_nobody_reads_it_any_more(own, computing):
 async def test_a_workers_error_is_everyones_and_is_not_stored(own, computing):
     computing.hold.set()
     computing.refuses = True
-    async with client() as http:
+    async with open_client() as http:
         asked = [asyncio.ensure_future(http.post(own.url + CHAT, json=chat(), headers=ALLOW)) for _ in range(4)]
         await until(lambda: readers(own) == 4)
         computing.hold.clear()
@@ -265,7 +260,7 @@ async def test_a_workers_error_is_everyones_and_is_not_stored(own, computing):
 async def test_a_stream_that_breaks_off_is_nobodys_whole_answer(own, computing):
     computing.pause.set()
     computing.cuts = True
-    async with client() as http:
+    async with open_client() as http:
         asked = [
             asyncio.ensure_future(http.post(own.url + CHAT, json=chat(stream=True), headers=ALLOW)) for _ in range(4)
         ]
@@ -281,7 +276,7 @@ async def test_a_stream_that_breaks_off_is_nobodys_whole_answer(own, computing):
 async def test_a_failure_before_the_first_byte_is_everyones(own, computing):
     computing.pause.set()
     computing.cuts = True
-    async with client() as http:
+    async with open_client() as http:
         asked = [asyncio.ensure_future(http.post(own.url + CHAT, json=chat(), headers=ALLOW)) for _ in range(3)]
         await until(lambda: readers(own) == 3)
         computing.pause.clear()
@@ -292,7 +287,7 @@ async def test_an_answer_too_large_to_keep_is_passed_on_whole_to_all_who_have_jo
     computing.words = 4000
     with own_gateway(computing, response_cache=2**18) as own:
         computing.pause.set()
-        async with client() as http:
+        async with open_client() as http:
             # Half of the stream is more than the cache gives one answer, so nobody joins by then.
             first = asyncio.ensure_future(http.post(own.url + CHAT, json=chat(stream=True), headers=ALLOW))
             await until(lambda: len(computing.requests) == 1)
@@ -378,7 +373,7 @@ async def test_thousands_of_mixed_requests_get_the_bytes_of_a_gateway_without_a_
             told[answer.headers[HEADER]] += 1
             assert answer.content == plain[groups[name], number], (name, number)
 
-        async with client() as http:
+        async with open_client() as http:
             await asyncio.gather(*(ask(http, name, number) for name, number in asked))
         distinct = len({(groups[name], number) for name, number in asked})
         assert len(computing.requests) == distinct == told["miss"]
