@@ -77,10 +77,17 @@ def test_whatever_is_scraped_is_documented_and_its_labels_are_bounded(run: Run):
 
 
 def test_seconds_saved_as_gateways_and_engine_count_them_agree(run: Run):
-    """The engine gets all its hits of this run through two gateways, whose pace is a look old at most."""
+    """The engine gets all its hits of this run through two gateways, whose pace is a look old at most.
+
+    On a busy machine the engine's pace changes between two looks: by as much the two may differ.
+    """
     gateways = run.prometheus.at(f'sum(increase(seamark_seconds_saved_total{{worker="{run.worker}"}}[1h]))')
     engine = run.prometheus.at(f'sum(increase(seamark_seconds_saved_total{{worker="", instance="{run.worker}"}}[1h]))')
-    assert gateways[0].values[0] == pytest.approx(engine[0].values[0], rel=0.5)
+    paces = f'(seamark_token_seconds{{instance="{run.worker}"}} > 0)[1h:1s]'
+    slowest, fastest = (run.prometheus.at(f"{of}_over_time({paces})")[0].values[0] for of in ("max", "min"))
+    ratio = gateways[0].values[0] / engine[0].values[0]
+    print(f"gateways over engine {ratio:.2f}, slowest pace over fastest {slowest / fastest:.2f}")
+    assert 0.5 * fastest / slowest < ratio < 1.5 * slowest / fastest
 
 
 def test_alert_rules_are_valid_and_fire_when_they_should():
