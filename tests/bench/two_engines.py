@@ -133,12 +133,17 @@ def as_trace(sessions: Sequence[Session], tokenizer: Any, path: Path) -> None:
 
 
 async def play(
-    url: str, sessions: Sequence[Session], tokenizer: Any, halfway: Callable[[], None] | None = None
+    url: str, sessions: Sequence[Session], tokenizer: Any, lose: Callable[[], None] | None = None, name: str = ""
 ) -> Played:
-    """So many users at once, each one session after the other; `halfway` is called after some of the sessions."""
+    """So many users at once, each one session after the other.
+
+    After some of the sessions `lose` is called, while the worker `name` answers.
+    """
     played, waiting, done = Played(), iter(sessions), 0
+    is_lost = lose is None
 
     async def say(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> str:
+        nonlocal is_lost
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         shared = max((common_prefix(ids, other) for other in played.seen), default=0)
         played.seen.append(ids)
@@ -157,6 +162,9 @@ async def play(
                     if line == "data: [DONE]":
                         ended = True
                     elif line.startswith("data: "):
+                        if not is_lost and said.worker == name and done >= int(LOST_AT * len(sessions)):
+                            is_lost = True
+                            lose()
                         part = json.loads(line[6:])
                         if "error" in part:
                             said.error = "error in the stream"
@@ -181,8 +189,6 @@ async def play(
                 messages.append({"role": "user", "content": words})
                 messages.append({"role": "assistant", "content": await say(client, messages)})
             done += 1
-            if halfway is not None and done == int(LOST_AT * len(sessions)):
-                halfway()
 
     async with httpx.AsyncClient(timeout=300) as client:
         await asyncio.gather(*(user(client) for _ in range(USERS)))
@@ -324,7 +330,7 @@ def lose_one(servers: Servers, model: Path, tokenizer: Any) -> list[str]:
                         back = time.monotonic()
 
         watching = asyncio.create_task(watch())
-        played = await play(gateway.url, sessions, tokenizer, kill)
+        played = await play(gateway.url, sessions, tokenizer, kill, name)
         watching.cancel()
         return played
 
