@@ -281,6 +281,8 @@ def write_model(out: Path, family: str = "nemotron_h", seed: int = 0, mtp: bool 
     model.to(getattr(torch, recipe.dtype)).save_pretrained(out, safe_serialization=True)
     if mtp:
         add_draft_head(out, recipe, seed + 1)
+    for weights in out.glob("*.safetensors"):
+        weights.chmod(0o644)  # safetensors gives them to their owner alone; a worker may run as another user
     train_tokenizer().save_pretrained(out)
     # Greedy decoding is the comparison every check makes; the family's sampling defaults would undo it.
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")

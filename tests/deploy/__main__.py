@@ -52,6 +52,7 @@ def outside() -> int:
         tools.unpack(CACHE / suite)
         say("a root file system of Debian packages, which stands in for all base images")
         tar = tools.root_file_system(CACHE / suite, CACHE / f"{suite}.tar")
+        sbom_tools = tools.sbom_tools(CACHE / tools.SBOM_PROGRAM)
     except tools.Failed as error:
         raise tools.Unavailable(str(error)) from None
     # On a disk and not on another engine's overlay; a short path, because a socket's has to be.
@@ -61,6 +62,7 @@ def outside() -> int:
         project = copy_of_project(work / "project")
         say("wheels for the gateway's image, at the locked versions")
         tools.wheels(project, project / "deploy" / "wheels")
+        shutil.copytree(sbom_tools, work / "sbom-tools")
         environment = {
             **tools.environment(CACHE / suite),
             "PYTHONPATH": str(project),

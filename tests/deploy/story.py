@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,10 @@ from tests.deploy.tools import run
 GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "http://127.0.0.1:9090"
 
 STARTED = ("worker", "gateway", "redis", "prometheus")  # all but Grafana
+
+GATEWAY_IMAGE, WORKER_IMAGE, PLUGIN_IMAGE = "seamark-gateway", "seamark-worker-cpu", "seamark-plugin"
+
+PYTHON = "python:3.12-slim"
 
 SYSTEM = "You keep the log of a lighthouse. " * 60
 
@@ -36,7 +42,7 @@ SETUP = {
 
 # Base images, all of one root file system, as the compose files name them.
 STAND_INS = {
-    "python:3.12-slim": "",
+    PYTHON: "",
     "redis:7": "",
     "prom/prometheus:v3.5.0": (
         'RUN mkdir /prometheus && chown 65534:65534 /prometheus\nUSER 65534\nENTRYPOINT ["/usr/bin/prometheus"]\n'
@@ -105,7 +111,7 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
     facts["build_s"] = round(time.monotonic() - started, 1)
     say("the images of the gateway and the worker are built, without a network")
     _look_into_the_images(engine)
-    facts |= _the_gateway_from_the_wheel(engine, project, say)
+    facts |= _images_of_the_wheel(engine, project, say)
 
     _the_mod_installs_into_a_plain_container(engine, project)
     say("the mod for spark-vllm-docker installs into a container without a network")
@@ -121,7 +127,7 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
         _containers_are_as_confined_as_they_say(compose)
         facts |= _the_second_chat_hits(say)
         _the_live_page_shows_it(say)
-        facts |= _prometheus_sees_it(say)
+        facts |= _prometheus_sees_it(facts["cached"][1], say)
         wait_for("all are healthy", 300, lambda: _unhealthy(compose) == [])
     except BaseException:
         print(compose("logs", "--no-color", "--tail", "40"), flush=True)
@@ -145,38 +151,78 @@ def _look_into_the_images(engine: Engine) -> None:
     assert user == "65532:65532", f"the gateway's image runs as {user!r}"
 
 
-def _the_gateway_from_the_wheel(engine: Engine, project: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """The image that a release makes: of the wheel, and without root or a place to write it serves."""
+def _images_of_the_wheel(engine: Engine, project: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """The images that a release makes, of the wheel: they take the names of those of the source, which end here."""
     (wheel,) = (project / "deploy" / "wheels").glob("vllm_seamark-*.whl")
-    name, number = wheel.name.split("-")[:2]
-    wanted = ("--build-arg", f"SEAMARK={name.replace('_', '-')}[tracing]=={number}", "--build-arg", "PIP_NO_INDEX=1")
-    image = "seamark-gateway-of-the-wheel"
-    engine.docker("build", "--file", str(project / "deploy/gateway.Dockerfile"), "--tag", image, *wanted, str(project))
-    confined = [
-        "run",
-        "--rm",
-        "--network",
-        "none",
-        "--read-only",
-        "--cap-drop",
-        "ALL",
-        "--entrypoint",
-        "python3",
-        image,
-    ]
-    code = (
-        "from importlib import metadata; print(*sorted({f'{d.name}=={d.version}' for d in metadata.distributions()}))"
-    )
-    inside = engine.docker(*confined, "-c", code).split()
-    assert f"vllm-seamark=={number}" in inside, inside
-    engine.fails(*confined, "-c", "import tests")
-    served = engine.docker(*confined, "-c", _SERVE_AND_ASK)
+    version = wheel.name.split("-")[1]
+    of_source = {image: _files_of_seamark(engine, image) for image in (GATEWAY_IMAGE, WORKER_IMAGE)}
+    files = {}
+    for image, file, extra, base, options in (
+        (GATEWAY_IMAGE, "gateway", "[tracing]", PYTHON, ()),
+        (WORKER_IMAGE, "worker", "", "vllm-stand-in", ("--build-arg", "VLLM_IMAGE=vllm-stand-in")),
+        (PLUGIN_IMAGE, "worker", "", PYTHON, ("--target", "wheel")),
+    ):
+        arguments = [
+            "--build-arg",
+            f"SEAMARK=vllm-seamark{extra}=={version}",
+            "--build-arg",
+            "PIP_NO_INDEX=1",
+            *options,
+        ]
+        engine.docker("build", "--file", project / f"deploy/{file}.Dockerfile", "--tag", image, *arguments, project)
+        size, below = (int(engine.docker("image", "inspect", "--format", "{{.Size}}", each)) for each in (image, base))
+        files[image] = {"mb_above_base": round((size - below) / 1e6, 1), "holds": _sbom(engine, project, image)}
+        inside = files[image]["holds"]
+        assert inside.get("vllm-seamark") == version, f"{image}: {inside}"
+        assert not inside.keys() & {"pytest", "torch", "vllm"}, f"{image}: {inside}"
+        say(f"{image}, of the wheel, adds {files[image]['mb_above_base']} MB to its base; {len(inside)} distributions")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    wanted = {name: hashlib.sha256(content).hexdigest() for name, content in packed.items()}
+    assert {name.split("/")[0] for name in wanted} == {"proxy", "engine_patches"}, sorted(wanted)
+    for image, halves in ((GATEWAY_IMAGE, ("proxy/",)), (WORKER_IMAGE, ("engine_patches/",))):
+        found = _files_of_seamark(engine, image)
+        assert found == wanted, f"{image} differs from the wheel in {sorted(found.items() ^ wanted.items())}"
+        half = {name: digest for name, digest in wanted.items() if name.startswith(halves)}
+        assert of_source[image] == half, (
+            f"{image}: the source's differ in {sorted(of_source[image].items() ^ half.items())}"
+        )
+        engine.fails(*_within(image), "-c", "import tests")
+        engine.fails(*_within(image), "-c", "import pytest")
+    say(f"both hold the {len(wanted)} files of the wheel, as those of the source do, and no tests")
+    served = engine.docker(*_within(GATEWAY_IMAGE), "-c", _SERVE_AND_ASK)
     assert json.loads(served.splitlines()[-1]) == {"health": 200, "ready": 503, "user": 65532}, served
-    size, base = (
-        int(engine.docker("image", "inspect", "--format", "{{.Size}}", each)) for each in (image, "python:3.12-slim")
-    )
-    say(f"the gateway's image of the wheel adds {(size - base) / 1e6:.0f} MB to its base: {' '.join(inside)}")
-    return {"gateway_image_mb_above_base": round((size - base) / 1e6, 1), "gateway_image_holds": inside}
+    say("the gateway's serves without root, capabilities or a place to write")
+    return {"images_of_the_wheel": files}
+
+
+def _within(image: str) -> list[str]:
+    """`docker run` of an image's Python with no more rights than it needs."""
+    confined = ["--network", "none", "--read-only", "--cap-drop", "ALL", "--user", "65532:65532"]
+    return ["run", "--rm", *confined, "--entrypoint", "python3", image]
+
+
+def _files_of_seamark(engine: Engine, image: str) -> dict[str, str]:
+    """Hashes of the files that the distribution has brought, by name."""
+    return json.loads(engine.docker(*_within(image), "-c", _HASH_FILES))
+
+
+_HASH_FILES = """
+import hashlib, json
+from importlib import metadata
+files = metadata.files("vllm-seamark")
+inside = [each for each in files if ".dist-info/" not in str(each) and ".." not in each.parts and each.suffix != ".pyc"]
+print(json.dumps({str(each): hashlib.sha256(each.read_binary()).hexdigest() for each in inside}))
+"""
+
+
+def _sbom(engine: Engine, project: Path, image: str) -> dict[str, str]:
+    """Versions by distribution, of the SBOM that a release attaches."""
+    script = [project / "deploy" / "sbom.sh", image, project.parent / "sbom-tools"]
+    sbom = json.loads(run(["sh", *script], env={**os.environ, **engine.variables}))
+    assert (sbom["bomFormat"], sbom["specVersion"]) == ("CycloneDX", "1.6"), sbom
+    assert "cyclonedx-bom" not in {each["name"] for each in sbom["components"]}, "the SBOM has what made it"
+    return {each["name"]: each["version"] for each in sbom["components"]}
 
 
 _SERVE_AND_ASK = """
@@ -219,15 +265,16 @@ def _the_gateway_does_not_wait_for_the_worker(say: Callable[[str], None]) -> Non
 
 
 def _containers_are_as_confined_as_they_say(compose: SetupCompose) -> None:
-    written = compose("exec", "-T", "gateway", "python3", "-c", _TRY_TO_WRITE).strip()
-    assert written == "/tmp", f"the gateway can write to {written!r}, not to /tmp alone"
-    status = compose("exec", "-T", "gateway", "cat", "/proc/1/status")
-    process = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    assert (
-        process["CapBnd"].strip() == "0" * 16
-        and process["NoNewPrivs"].strip() == "1"
-        and process["Uid"].split()[0] == "65532"
-    )
+    for service in ("gateway", "worker"):
+        written = compose("exec", "-T", service, "python3", "-c", _TRY_TO_WRITE).strip()
+        assert written == "/tmp", f"the {service} can write to {written!r}, not to /tmp alone"
+        status = compose("exec", "-T", service, "cat", "/proc/1/status")
+        process = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        assert (
+            process["CapBnd"].strip() == "0" * 16
+            and process["NoNewPrivs"].strip() == "1"
+            and process["Uid"].split()[0] == "65532"
+        ), f"{service}: {status}"
 
 
 _TRY_TO_WRITE = """
@@ -238,7 +285,8 @@ def writable(folder):
     except OSError:
         return False
     return True
-print(",".join(folder for folder in ("/", "/opt/seamark", "/etc/seamark", "/var/tmp", "/tmp") if writable(folder)))
+folders = ("/", "/opt/seamark", "/etc/seamark", "/model", "/var/tmp", "/tmp")
+print(",".join(folder for folder in folders if writable(folder)))
 """
 
 
@@ -259,7 +307,8 @@ def _the_live_page_shows_it(say: Callable[[str], None]) -> None:
     say("the live page shows it, on the port of its own")
 
 
-def _prometheus_sees_it(say: Callable[[str], None]) -> dict[str, Any]:
+def _prometheus_sees_it(cached: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """`cached`: tokens of all prompts so far that came from the worker's cache."""
     seen = {}
     for query in (
         'up{job="seamark-gateway"}',
@@ -271,6 +320,8 @@ def _prometheus_sees_it(say: Callable[[str], None]) -> dict[str, Any]:
         "seamark_redis_up",
     ):
         seen[query] = wait_for(f"Prometheus has {query} > 0", 60, lambda query=query: _value(query))
+    counted = seen["sum(seamark_cached_tokens_total)"]
+    assert counted == cached, f"counted {counted} tokens from the cache, and the answers say {cached}"
     say(f"Prometheus sees gateway and worker: {seen}")
     rules = json.loads(ask(f"{PROMETHEUS}/api/v1/rules").body)["data"]["groups"]
     assert sum(len(group["rules"]) for group in rules) > 0, "Prometheus has no alert rules"

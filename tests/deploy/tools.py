@@ -23,6 +23,8 @@ PLUGINS_SUITE = "trixie"
 # The packages of one root file system that stands in for every base image.
 ROOT_PACKAGES = ("python3", "python3-venv", "python3-pip", "libnuma1", "libgomp1", "redis-server", "prometheus")
 
+SBOM_PROGRAM = "cyclonedx-bom==7.5.0"  # as release.yml installs it
+
 
 class Failed(Exception):
     """A command failed; the text has the end of its complaint."""
@@ -164,3 +166,14 @@ def wheels(project: Path, into: Path) -> None:
     run([*pip, "--dest", into, "--constraint", project / "requirements.lock", *wheel_names(project)])
     own = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
     run([*own, "--wheel-dir", into, project])
+
+
+def sbom_tools(into: Path) -> Path:
+    """The folder with what `deploy/sbom.sh` needs, made once. Its Python is this one's version, as the images' is."""
+    if not into.exists():
+        partial = into.with_name("partial-sbom")
+        shutil.rmtree(partial, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        run([*pip, "--target", partial, SBOM_PROGRAM])
+        partial.rename(into)
+    return into

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from proxy.version import version
+from tests.deploy.tools import SBOM_PROGRAM
 from tests.harness.helm import helm
 
 ROOT = Path(__file__).parents[2]
@@ -82,14 +83,45 @@ def test_images_are_pushed_under_their_version_by_a_key_that_no_command_line_sho
     assert "a secret" not in calls + done.stdout and (tmp_path / "stdin").read_text() == "a secret"
 
 
-def test_the_list_of_what_is_inside_names_distributions(tmp_path):
-    """The program that lists them, with this Python in place of the image's."""
-    script = 'case "$1" in image) echo sha256:0 1 bytes;; run) shift 4; shift; exec python3 "$@";; esac'
-    done = run("List what is inside", tmp_path, PATH=stand_in(tmp_path / "bin", "docker", script))
+def test_an_sbom_of_each_image_goes_with_the_release(tmp_path):
+    """Its script on stand-ins of docker and pip; with real ones in `make test-deploy`."""
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    docker = f'echo "$@" >> {tmp_path}/calls; case "$1" in image) echo sha256:0 1 bytes;; run) echo "{{}}";; esac'
+    stand_in(tmp_path / "bin", "docker", docker)
+    path = stand_in(tmp_path / "bin", "python3", f'echo "$@" > {tmp_path}/installed; mkdir sbom-tools')
+    done = run("List what is inside", tmp_path, PATH=path)
     assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "inside/seamark-gateway.txt").read_text().splitlines()
-    assert lines[0].startswith("sha256:") and "pytest" in {line.partition("==")[0] for line in lines}
-    assert all(re.fullmatch(r"[\w.-]+==\S+", line) for line in lines[1:])
+    inside = tmp_path / "inside"
+    assert {each.name for each in inside.iterdir()} == {
+        f"seamark-{half}.{kind}" for half in ("gateway", "plugin") for kind in ("txt", "cdx.json")
+    }
+    assert (inside / "seamark-plugin.cdx.json").read_text() == "{}\n"
+    runs = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("run ")]
+    confined = f"run --rm --read-only --network none --user 65532:65532 --volume {tmp_path}/sbom-tools:/sbom:ro"
+    assert [line.startswith(f"{confined} --entrypoint python3 seamark-") for line in runs] == [True, True]
+    installed = (tmp_path / "installed").read_text().split()
+    assert installed[-1] == SBOM_PROGRAM and SBOM_PROGRAM in (ROOT / "deploy/sbom.sh").read_text()
+
+
+def test_a_docker_that_fails_leaves_no_release_without_an_sbom(tmp_path):
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    stand_in(tmp_path / "bin", "docker", '[ "$1" = image ]')
+    path = stand_in(tmp_path / "bin", "python3", "mkdir sbom-tools")
+    assert run("List what is inside", tmp_path, PATH=path).returncode != 0
+
+
+def test_images_are_built_from_the_wheel_that_goes_out(tmp_path):
+    for folder in ("dist", "deploy/wheels"):
+        (tmp_path / folder).mkdir(parents=True)
+    wheel = f"vllm_seamark-{version()}-py3-none-any.whl"
+    (tmp_path / "dist" / wheel).touch()
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    path = stand_in(tmp_path / "bin", "docker", f'echo "$@" >> {tmp_path}/calls')
+    done = run("Build the images", tmp_path, PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "deploy/wheels" / wheel).exists() and "wheel" in JOBS["images"]["needs"]
+    gateway, plugin = (line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("build "))
+    assert f"SEAMARK=vllm-seamark[tracing]=={version()} " in gateway and f"SEAMARK=vllm-seamark=={version()} " in plugin
 
 
 def test_the_chart_is_packed_with_what_its_links_lead_to(tmp_path):
