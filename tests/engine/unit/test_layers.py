@@ -1,7 +1,9 @@
 """States are written inside a pass only if every worker and layer does so; a layer runs in its step's segments."""
 
+import ast
 import inspect
 import pickle
+import textwrap
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -205,3 +207,36 @@ def test_the_layers_run_between_graphs_that_are_captured(op, module, calls):
     assert calls in inspect.getsource(function)
     before = inspect.getsource(module).split(f"def {op}(")[0].rstrip()
     assert before.endswith("@eager_break_during_capture")
+
+
+def test_every_prefill_kernel_of_a_delta_net_goes_on_from_a_state_and_gives_one_back():
+    """vLLM's own choice among Triton, FlashInfer, CuteDSL and AITER: a segment needs no more of it than that."""
+    kernels = {
+        name: each
+        for name, each in vars(qwen_gdn_linear_attn.ChunkGatedDeltaRule).items()
+        if name.startswith("forward_")
+    }
+    assert {"forward_cuda", "forward_native", "forward_cutedsl"} <= kernels.keys()
+    for name, kernel in kernels.items():
+        assert {"initial_state", "output_final_state", "cu_seqlens"} <= inspect.signature(kernel).parameters.keys(), (
+            name
+        )
+        assert "initial_state=initial_state" in inspect.getsource(kernel), name
+    layer = qwen_gdn_linear_attn.QwenGatedDeltaNetAttention
+    tree = ast.parse(textwrap.dedent(inspect.getsource(layer)))
+    calls = {
+        method.name: [
+            call
+            for call in ast.walk(method)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.chunk_gated_delta_rule"
+        ]
+        for method in ast.walk(tree)
+        if isinstance(method, ast.FunctionDef)
+    }
+    # The warm-up has no state; the core is the one way of prompts to a kernel, and it is the one that is patched.
+    assert {name for name, found in calls.items() if found} == {"_warmup_prefill_kernels", "_forward_core"}
+    (call,) = calls["_forward_core"]
+    given = {each.arg: ast.unparse(each.value) for each in call.keywords}
+    assert (given["initial_state"], given["output_final_state"]) == ("initial_state", "True")
+    # Chunks are the segment's own: of the metadata that vLLM's builder makes for it.
+    assert given["cu_seqlens"].startswith("attn_metadata.") and given["chunk_indices"].startswith("attn_metadata.")
