@@ -102,6 +102,25 @@ def test_a_request_under_way_ends_when_its_worker_has_gone(own, resolver, port):
         assert answers[0].status_code == 200 and answers[0].headers["x-seamark-worker"] == one.url[7:]
 
 
+def test_one_that_joins_has_hot_prefixes_replayed_before_it_gets_requests(own, resolver, port):
+    with recording_worker("127.0.0.2", port) as one, recording_worker("127.0.0.3", port) as two:
+        resolver.tell("127.0.0.2")
+        wait_for(lambda: up(own) == {one.url})
+        for number in range(4):
+            wait_for(lambda: one.is_read)
+            post(own, temperature=number / 4)
+        two.hold.set()  # its replay waits
+        resolver.tell("127.0.0.2", "127.0.0.3")
+        wait_for(lambda: two.requests)
+        assert b'"max_tokens":1' in two.requests[0].body.replace(b" ", b"")
+        assert {post(own).headers["x-seamark-worker"] for _ in range(5)} == {one.url[7:]}
+        two.hold.clear()
+        wait_for(lambda: up(own) == {one.url, two.url} and not any(w.warming for w in own.gateway.pool.workers))
+        resolver.tell("127.0.0.3")
+        wait_for(lambda: up(own) == {two.url})
+        assert post(own).headers["x-seamark-worker"] == two.url[7:]
+
+
 @pytest.mark.parametrize("error", [socket.EAI_NONAME, socket.EAI_AGAIN])
 def test_without_an_answer_its_workers_stay(own, resolver, port, error):
     with recording_worker("127.0.0.2", port) as one:
