@@ -39,6 +39,7 @@ EARLY, MISSING, COLUMN, SHIFTED, PRECISION = (
 DEFECTS = {
     "mamba2": (EARLY, MISSING, COLUMN, PRECISION),
     "gdn": (EARLY, MISSING, COLUMN, SHIFTED, PRECISION),
+    "gdn by FlashInfer": (EARLY, MISSING, COLUMN),
 }
 
 UNIT = 16  # tokens
@@ -80,7 +81,7 @@ class Scene:
         self.states: dict[tuple[str, int], Tensors] = {}
         self.running: dict[str, Tensors] = {}
         self.outputs = self._whole()
-        if family == "gdn":
+        if family != "mamba2":
             self._cut_at_states()
         else:
             self._end_at_states(narrow=cache_dtype == torch.bfloat16)

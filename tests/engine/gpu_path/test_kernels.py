@@ -72,3 +72,16 @@ def test_with_a_float32_cache_they_are_equal_and_every_planted_defect_is_seen(fa
     check_exact(found)
     assert found.keys() == {*LAYOUTS, *DEFECTS[family]}
     assert {defect for defect in DEFECTS[family] if not wrong(found[defect])} == set()
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("version", [None, NEWEST])
+def test_states_are_right_by_way_of_flashinfer_whose_prefill_newer_gpus_take(version):
+    """vLLM's call and what it passes; the kernel behind it is not FlashInfer's, and so is its rounding."""
+    family = "gdn by FlashInfer"
+    found = interpreted(
+        "gpu_kernels", family, "bfloat16", "float32", "defects", source=source_of(version) if version else None
+    )
+    check_exact(found)
+    assert found.keys() - set(LAYOUTS) == OF_BOTH - {"a float32 cache written in bfloat16"}
+    assert {defect for defect in found.keys() - set(LAYOUTS) if not wrong(found[defect])} == set()
