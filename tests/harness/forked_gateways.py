@@ -63,7 +63,10 @@ class GatewayForks(Servers):
         """Logs go into `folder`."""
         super().__init__(folder)
         # By their full names. A busy machine alone may exceed the default of those set here.
-        self.constants: dict[str, Any] = {"proxy.pipeline.prompt_reader.DATE_SECONDS": 30.0}
+        self.constants: dict[str, Any] = {
+            "proxy.pipeline.prompt_reader.DATE_SECONDS": 30.0,
+            "proxy.fleet.pool.FACTS_SECONDS": 30.0,
+        }
 
     def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
         if name != "gateway":
