@@ -13,9 +13,11 @@ from typing import Any
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
+from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.hints import (
     EDGE,
+    EXPECTED,
     LEARNED,
     NEAR_UNITS,
     TAIL,
@@ -24,7 +26,7 @@ from engine_patches.scheduler.hints import (
     checkpoint_targets,
 )
 from engine_patches.scheduler.pins import NOT_CACHED, Pins
-from engine_patches.scheduler.reasons import NOT_WORTH_IT, Outcomes
+from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.seen import SeenPrefixes
@@ -73,6 +75,7 @@ class Checkpoints:
         self.outcomes = Outcomes(self.match_unit, self.alignment, self.drop)
         self.seen = SeenPrefixes()
         self.turn_value = TurnValue()
+        self.expected_junctions = ExpectedJunctions()
 
     def place_states_on(self, alignment: int) -> None:
         """States are placed on multiples of so many tokens, themselves a multiple of the match unit."""
@@ -116,6 +119,9 @@ class Checkpoints:
         units = request.num_prompt_tokens // self.match_unit
         state.shared = self.seen.deepest(request.block_hashes[:units]) * self.match_unit
         state.learned = self._learned_position(request, state)
+        if self.writes_in_forward:  # else each costs a pass
+            places = self.expected_junctions.places(_salt_of(request), state.shared, request.num_prompt_tokens)
+            state.expected = tuple(self._aligned(place - self.drop) for place in places)
         state.worthless_turn = self._worthless_turn(request, state)
         return state
 
@@ -125,7 +131,7 @@ class Checkpoints:
         # The end of the turn before is as far from what is shared as a hint may be, and rounded down to the alignment.
         reach = math.ceil((TURN_REACH + self.alignment + self.ahead) / self.match_unit)
         self.turn_value.came_back(hashes[max(units - reach, 0) : units])
-        targets = self.targets(request, state)
+        targets = [target for target in self.targets(request, state) if target.kind != EXPECTED]
         if not targets or state.pin:
             return 0
         end = targets[-1].position
@@ -135,7 +141,7 @@ class Checkpoints:
         if heads and self._ends_a_turn(state, targets[-1]):
             start, head = heads[0], hashes[heads[0] // self.match_unit - 1]
         elif state.positions == (end,) == (state.turn_end,):
-            start, head = 0, HEADLESS + str(getattr(request, "cache_salt", None)).encode(errors="surrogatepass")
+            start, head = 0, HEADLESS + _salt_of(request)
         else:
             return 0
         key = hashes[end // self.match_unit - 1]
@@ -164,7 +170,13 @@ class Checkpoints:
         """Positions of a request whose states are to be kept, ascending."""
         state = state or self.state_of(request)
         wanted = checkpoint_targets(
-            request, state.hinted_positions, self.alignment, self.block_size, state.learned, self.ahead
+            request,
+            state.hinted_positions,
+            self.alignment,
+            self.block_size,
+            state.learned,
+            self.ahead,
+            state.expected,
         )
         return [target for target in wanted if target.position != state.worthless_turn]
 
@@ -232,17 +244,19 @@ class Checkpoints:
             )
         key = blocks[0].block_hash
         self.counters.state_written(key, target.kind)
+        if target.kind == EXPECTED:
+            self.expected_junctions.written(key)
         if self.retention is not None:
             self.retention.add(key, blocks, self._ends_a_turn(self.state_of(request), target))
         return blocks
 
     def _ends_a_turn(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether a state serves one conversation, rather than whoever shares its prefix."""
+        """Whether a state serves one conversation, rather than whoever shares its prefix, as far as is known."""
         if target.kind == LEARNED:
             # Just behind a state: more likely the template's own words after a turn than what others share.
             return state.resumed_at > 0 and target.position - state.resumed_at <= NEAR_UNITS * self.match_unit
         hinted = state.hinted_positions
-        return target.kind in (TAIL, EDGE) or (len(hinted) > 1 and target.position == hinted[-1])
+        return target.kind in (TAIL, EDGE, EXPECTED) or (len(hinted) > 1 and target.position == hinted[-1])
 
     def pin_prompts(self, requests: Mapping[str, Any]) -> None:
         """A step is planned to its end: pin, or release, the prompts computed with it whose requests ask for that.
@@ -277,14 +291,30 @@ class Checkpoints:
         reason = self.outcomes.reason_for(request, state, hit_tokens)
         shared = state.shared + (self.ahead - self.drop if state.shared else 0)  # a hash may cover more than its unit
         self.counters.request_admitted(AdmittedRequest(request.request_id, reason, hit_tokens, shared, state.resolved))
+        key = key_at(request, hit_tokens, self.match_unit, self.recurrent_group) if hit_tokens else b""
+        was_expected = self.expected_junctions.is_expected(key)
+        self._learn_junction(request, state, reason, was_expected=was_expected)
         if not hit_tokens:
             return
-        key = key_at(request, hit_tokens, self.match_unit, self.recurrent_group)
         self.counters.resumed(key, hit_tokens, self.step_time.seconds(hit_tokens))
         if self.retention is not None:
-            self.retention.resumed(key)
+            self.retention.resumed(key, shared=was_expected)
             passed = (position for position in state.positions if position < hit_tokens)
             self.retention.refresh(key_at(request, p, self.match_unit, self.recurrent_group) for p in passed)
+
+    def _learn_junction(self, request: Any, state: RequestState, reason: str, *, was_expected: bool) -> None:
+        """Whether a state at first sight would have helped an admitted request; `was_expected`: it did."""
+        if state.begun:
+            return
+        state.begun = True
+        resumed = state.resumed_at
+        if was_expected:
+            resumed = max((position for position in state.hinted_positions if position < resumed), default=0)
+        # What was evicted was there, and would have been evicted at any other place, too.
+        leaves = state.shared >= max(MIN_SHARED, self.alignment) and reason != EVICTED
+        junction = request.block_hashes[state.shared // self.match_unit - 1] if leaves else None
+        length, rate = request.num_prompt_tokens, self.step_time.tokens_per_pass
+        self.expected_junctions.add(_salt_of(request), junction, state.shared, length, resumed, rate)
 
     def before_reset(self, pool: Any) -> None:
         """The cache is going to be emptied."""
@@ -293,3 +323,8 @@ class Checkpoints:
             self.retention.clear()
         if self.gate is not None:
             self.gate.clear()
+
+
+def _salt_of(request: Any) -> bytes:
+    """What keeps the prompts of some apart from those of others."""
+    return str(getattr(request, "cache_salt", None)).encode(errors="surrogatepass")

@@ -55,8 +55,9 @@ IGNORED_REASONS = (
     "single_token",  # a step over one token writes no state
 )
 
-# Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine.
-HINTED, LEARNED, TAIL, EDGE, JUNCTION = "hinted", "learned", "tail", "edge", "junction"
+# Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine, an expected one where a
+# later prompt is likely to leave this one.
+HINTED, LEARNED, EXPECTED, TAIL, EDGE, JUNCTION = "hinted", "learned", "expected", "tail", "edge", "junction"
 
 # A request without a hint; None is a hint, a malformed one.
 NONE = object()
@@ -257,11 +258,18 @@ def usable_positions(
 
 
 def checkpoint_targets(
-    request: Any, hinted: Sequence[int], match_unit: int, block_size: int, learned: int = 0, ahead: int = 0
+    request: Any,
+    hinted: Sequence[int],
+    match_unit: int,
+    block_size: int,
+    learned: int = 0,
+    ahead: int = 0,
+    expected: Sequence[int] = (),
 ) -> list[CheckpointTarget]:
     """Where the states of a vLLM `Request` are kept, in ascending order.
 
-    `hinted` are the positions of its hint, `learned` is where it leaves an earlier prompt, 0 if that is not to be kept.
+    `hinted` are the positions of its hint, `learned` is where it leaves an earlier prompt, 0 if that is not to be kept;
+    `expected`, where a later one is likely to leave it, each kept unless another state is as good.
     Beside them the prompt's tail, if none of them is near it. The end of a turn says nothing of what others share: if
     no position lies clearly before the tail, the last whole block before them all is kept too, where vLLM itself stops;
     so is the one before a learned position.
@@ -290,5 +298,8 @@ def checkpoint_targets(
             kinds.setdefault(before, EDGE)
         kinds[learned] = LEARNED
     kinds.update(dict.fromkeys(hinted, HINTED))
+    for position in expected:
+        if not any(position - NEAR_UNITS * match_unit < other <= position for other in kinds):
+            kinds[position] = EXPECTED
     kinds.pop(0, None)
     return [CheckpointTarget(position, kinds[position]) for position in sorted(kinds)]

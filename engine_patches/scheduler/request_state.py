@@ -19,6 +19,8 @@ class RequestState:
     turn_end: int = 0  # usable position that its hint counts from the prompt's end; 0: none
     shared: int = 0  # a prompt seen before begins like its own up to here, whole match units
     learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
+    expected: tuple[int, ...] = ()  # where later prompts are likely to leave it, ascending
+    begun: bool = False  # it was admitted before
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
     pin: bool | None = None  # its prompt is to be pinned, or released; None: neither
     resumed_at: int = 0  # its state was found there when it was admitted

@@ -68,13 +68,17 @@ class Retention:
         self._keep(key, State(blocks, [block.block_hash for block in blocks], turn))
         self._added += 1
 
-    def resumed(self, key: bytes) -> bool:
-        """A request resumes from the state under `key`; False if that is none of these."""
+    def resumed(self, key: bytes, shared: bool = False) -> bool:
+        """A request resumes from the state under `key`; False if that is none of these.
+
+        `shared`: that shows that others share it, and not that a conversation went on.
+        """
         state = self._find(key)
         if state is None:
             return False
         self._forget(key)
         state.uses += 1
+        state.turn = state.turn and not shared
         self._keep(key, state)
         return True
 

@@ -16,7 +16,7 @@ import pytest
 
 from proxy.bench import stories
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import MIN_TOKENS, Answer, Messages, ask, ask_all, open_client, tokens_of
+from proxy.bench.harness.client import MIN_TOKENS, Answer, Messages, ask, ask_all, fresh_tokens, open_client, tokens_of
 from proxy.bench.harness.client import complete as completion
 from proxy.bench.harness.counters import PassCounter, samples_of
 from proxy.bench.harness.prompts import prose, with_shared_tokens
@@ -132,6 +132,22 @@ async def test_hints_of_several_positions_are_all_kept(client, servers, unit):
         answer = await complete(client, servers.seamark, other, None)
         assert answer.cached_tokens == floored(hinted, unit)
         check_exact(answer, await complete(client, servers.reference, other, None))
+
+
+async def test_of_documents_of_one_length_the_second_question_hits(client, servers, unit):
+    """Nothing names the place: it is where the documents before were left."""
+    expected = 'seamark_checkpoints_written_total{kind="expected"}'
+    before = await metric(client, servers.seamark, expected)
+    cached = []
+    for number in range(6):
+        document = fresh_tokens(1600, "document", number)
+        for question in range(2):
+            prompt = [*document, *fresh_tokens(800, "question", number, question)]
+            answer = await completion(client, servers.seamark.url, prompt, cache_salt="documents")
+            check_exact(answer, await completion(client, servers.reference.url, prompt))
+            cached.append(answer.cached_tokens)
+    assert cached[:2] == [0, 0] and cached[-4:] == [0, floored(1600, unit)] * 2
+    assert await metric(client, servers.seamark, expected) > before
 
 
 @pytest.mark.parametrize("edge", [-1, 0, 1])

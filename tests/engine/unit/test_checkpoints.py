@@ -11,8 +11,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.hints import EDGE, FIELD, HINTED, LEARNED, TAIL, CheckpointTarget
+from engine_patches.scheduler.hints import EDGE, EXPECTED, FIELD, HINTED, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY
+from engine_patches.scheduler.retention import Retention
 
 UNIT = 16
 
@@ -164,7 +165,14 @@ class Kept:
 
 @pytest.mark.parametrize(
     ("position", "kind", "turn"),
-    [(592, TAIL, True), (512, EDGE, True), (576, HINTED, True), (160, HINTED, False), (320, LEARNED, False)],
+    [
+        (592, TAIL, True),
+        (512, EDGE, True),
+        (576, HINTED, True),
+        (160, HINTED, False),
+        (320, LEARNED, False),
+        (320, EXPECTED, True),
+    ],
 )
 def test_a_state_is_kept_as_what_it_serves(checkpoints, position, kind, turn):
     init_none_hash(sha256)
@@ -289,3 +297,71 @@ def test_prompts_that_share_nothing_keep_the_ends_of_their_turns(checkpoints):
     for number in range(20):
         assert singles.ask(before=own(1000 + number, 200))[1] == [192, 304]
         singles.now += 100.0
+
+
+@pytest.fixture
+def writing() -> Checkpoints:
+    """Before an engine that writes states inside a pass."""
+    return Checkpoints(match_unit=UNIT, block_size=512, enabled=True, block_sizes={0: 512}, writes_in_forward=True)
+
+
+def admit(checkpoints: Checkpoints, number: int, question: int, hit: int = 0, **more) -> list[CheckpointTarget]:
+    """A question about a document of 640 tokens; the states that are kept of it."""
+    asked = request(own(number, 640) + own(number + question, 60), name=f"{number}/{question}", **more)
+    targets = checkpoints.targets(asked)
+    checkpoints.admitted(asked, hit)
+    return targets
+
+
+def documents(checkpoints: Checkpoints, count: int = 3, **more) -> None:
+    """So many, each asked about twice."""
+    for number in range(100, 100 + 10 * count, 10):
+        assert EXPECTED not in [kind for question in (1, 2) for _, kind in admit(checkpoints, number, question, **more)]
+
+
+def test_documents_of_one_length_have_a_state_at_their_end_before_anybody_asks_again(writing):
+    documents(writing)
+    assert CheckpointTarget(640, EXPECTED) in admit(writing, 200, 1)
+    assert CheckpointTarget(640, LEARNED) in admit(writing, 200, 2)
+
+
+def test_a_hinted_state_is_as_good_as_an_expected_one(writing):
+    documents(writing)
+    asked = request(own(200, 700), [624, 696], name="hinted")
+    assert EXPECTED not in [kind for _, kind in writing.targets(asked)]
+
+
+def test_where_each_state_costs_a_pass_none_is_kept_on_a_guess(checkpoints):
+    documents(checkpoints)
+    assert EXPECTED not in [kind for _, kind in admit(checkpoints, 200, 1)]
+
+
+def test_what_one_salt_shows_is_nothing_to_another(writing):
+    documents(writing, salt="a", cache_salt="a")
+    assert EXPECTED not in [kind for _, kind in admit(writing, 200, 1, salt="b", cache_salt="b")]
+    assert CheckpointTarget(640, EXPECTED) in admit(writing, 200, 1, salt="a", cache_salt="a")
+
+
+def test_what_was_evicted_would_have_been_evicted_there_too(writing):
+    for number in range(100, 200, 10):
+        first = request(own(number, 640) + own(number + 1, 60), [640], name="first")
+        writing.outcomes.computed(first, 640, "evicted")
+        admit(writing, number, 1)
+        admit(writing, number, 2)
+    assert EXPECTED not in [kind for _, kind in admit(writing, 200, 1)]
+
+
+def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to_count(writing):
+    init_none_hash(sha256)
+    documents(writing)
+    pool = BlockPool(64, enable_caching=True, hash_block_size=UNIT)
+    writing.retention = retention = Retention(pool)
+    for number in range(200, 200 + 10 * 300, 10):  # more than are weighed at once
+        first = request(own(number, 640) + own(number + 1, 60), name="first", all_token_ids=own(number, 640))
+        (target,) = [target for target in writing.targets(first) if target.kind == EXPECTED]
+        (block,) = writing.reserve(pool, first, target)
+        writing.admitted(first, 0)
+        writing.release(pool)
+        assert block.block_hash in retention._turns
+        admit(writing, number, 2, hit=640)
+        assert block.block_hash in retention._kept
