@@ -257,9 +257,15 @@ def usable_positions(
 
 
 def checkpoint_targets(
-    request: Any, hinted: Sequence[int], match_unit: int, block_size: int, learned: int = 0, ahead: int = 0
+    request: Any,
+    hinted: Sequence[int],
+    match_unit: int,
+    block_size: int,
+    learned: int = 0,
+    ahead: int = 0,
+    prompt_tokens: int = 0,
 ) -> list[CheckpointTarget]:
-    """Where the states of a vLLM `Request` are kept, in ascending order.
+    """Where the states of a vLLM `Request` are kept, in ascending order. `prompt_tokens`: of its prompt before a cut.
 
     `hinted` are the positions of its hint, `learned` is where it leaves an earlier prompt, 0 if that is not to be kept.
     Beside them the prompt's tail, if none of them is near it. The end of a turn says nothing of what others share: if
@@ -269,7 +275,7 @@ def checkpoint_targets(
     end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
     """
     # The last token is always computed, for its logits; the same prompt again shares no more than all of it.
-    last = max(request.num_prompt_tokens - max(ahead, 1), 0)
+    last = max((prompt_tokens or request.num_prompt_tokens) - max(ahead, 1), 0)
     kinds: dict[int, str] = {}
     tail = last // match_unit * match_unit
     known = (*hinted, learned) if learned else tuple(hinted)
