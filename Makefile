@@ -37,7 +37,7 @@ test-drafts:
 # Prefill and decode apart, two engines that hand states over. Fetches NIXL (some 70 MB) into .cache once.
 test-nixl:
 	@./set-up.sh
-	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_prefill_decode.py $(ARGS)
+	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_prefill_decode.py tests/engine/test_prefill_workers.py $(ARGS)
 
 # The clients of deploy/clients.md, the real programs before a scripted worker. Installs them into .cache once (npm, pip;
 # some 10 GB, most of it Open WebUI's: without it, ARGS='-k "not open-webui"').

@@ -6,38 +6,18 @@ engine, computing all of it, says the same.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import NEMOTRON_H, generated_model
-from tests.harness.transfer_engine import PREFILL, TransferEngine
+from tests.harness.transfer_engine import PREFILL, Chat, TransferEngine, two_round_chats
 
 pytestmark = [pytest.mark.on_request, pytest.mark.timeout(900)]
 
 Prompt = dict[str, Any]
-
-Chat = list[dict[str, str]]
-
-
-def two_round_chats(count: int = 20, seed: int = 11) -> tuple[list[Chat], list[Chat]]:
-    """The first turns of chats on five system prompts, and the second ones."""
-    draw = random.Random(seed)
-    systems = [prose(words, seed + number) for number, words in enumerate((20, 70, 150, 400, 700))]
-    first: list[Chat] = []
-    second: list[Chat] = []
-    for number in range(count):
-        user = f"{draw.choice('ABCDEFGH')}{number}: {prose(draw.choice((4, 15, 60, 200)), seed + number)}"
-        chat = [{"role": "system", "content": systems[number % 5]}, {"role": "user", "content": user}]
-        first.append(chat)
-        said = prose(draw.randint(3, 80), seed + 500 + number)
-        more = f"{number} again: {prose(draw.choice((4, 15, 60)), seed + 900 + number)}"
-        second.append([*chat, {"role": "assistant", "content": said}, {"role": "user", "content": more}])
-    return first, second
 
 
 def prompts_of(tokenizer: Any, chats: list[Chat]) -> list[Prompt]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import select
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import CACHE
 from proxy.commands.render_server import free_port
 
@@ -32,7 +34,23 @@ ENVIRONMENT = {
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "seamark_stops": True}
 
-SECONDS_TO_ANSWER = 300.0
+Chat = list[dict[str, str]]
+
+
+def two_round_chats(count: int = 20, seed: int = 11) -> tuple[list[Chat], list[Chat]]:
+    """The first turns of chats on five system prompts, and the second ones."""
+    draw = random.Random(seed)
+    systems = [prose(words, seed + number) for number, words in enumerate((20, 70, 150, 400, 700))]
+    first: list[Chat] = []
+    second: list[Chat] = []
+    for number in range(count):
+        user = f"{draw.choice('ABCDEFGH')}{number}: {prose(draw.choice((4, 15, 60, 200)), seed + number)}"
+        chat = [{"role": "system", "content": systems[number % 5]}, {"role": "user", "content": user}]
+        first.append(chat)
+        said = prose(draw.randint(3, 80), seed + 500 + number)
+        more = f"{number} again: {prose(draw.choice((4, 15, 60)), seed + 900 + number)}"
+        second.append([*chat, {"role": "assistant", "content": said}, {"role": "user", "content": more}])
+    return first, second
 
 
 def nixl() -> str:
