@@ -90,6 +90,11 @@ class Transfers:
             logger.warning("seamark: a prefill of another worker is not loaded but computed: %s (said once)", refusal)
         return refusal
 
+    def is_anothers(self, request: Any, params: Mapping[str, Any]) -> bool:
+        """Whether a request that has not been looked at was to load what another one has taken."""
+        transfer = str(params.get("remote_engine_id")), str(params.get("remote_request_id"))
+        return transfer in self._taken and not self.checkpoints.state_of(request).loaded
+
     def _refusal(self, request: Any, params: Mapping[str, Any]) -> str:
         """Why a transfer is not taken, "" if it is."""
         if any(params.get(name) is None for name in _ADDRESS):
@@ -174,8 +179,11 @@ def name_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `NixlPullConnectorScheduler.request_finished`: parameters of a load bind it to its prompt."""
 
     def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
-        delayed, params = original(self, request, block_ids)
         transfers: Transfers | None = getattr(self, "seamark", None)
+        own = request.kv_transfer_params
+        if transfers is not None and own and transfers.is_anothers(request, own):
+            own["do_remote_prefill"] = False  # vLLM would tell that worker that nobody reads it any more
+        delayed, params = original(self, request, block_ids)
         deadline = self._reqs_need_send.get(request.request_id)
         if transfers is None or not params or not params.get("do_remote_prefill") or deadline is None:
             return delayed, params
