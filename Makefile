@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-clients test-chart
+.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -33,6 +33,11 @@ test-gpu-path:
 test-drafts:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/drafts $(ARGS)
+
+# Prefill and decode apart, two engines that hand states over. Fetches NIXL (some 70 MB) into .cache once.
+test-nixl:
+	@./set-up.sh
+	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_prefill_decode.py tests/engine/test_prefill_workers.py $(ARGS)
 
 # The clients of deploy/clients.md, the real programs before a scripted worker. Installs them into .cache once (npm, pip;
 # some 10 GB, most of it Open WebUI's: without it, ARGS='-k "not open-webui"').

@@ -68,6 +68,71 @@ _SHOWN = (
     ),
 )
 
+# What is replaced, so that a prefill which comes from another worker is known to be of its prompt and still there.
+PREFILL_END = f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler._truncate_request_for_prefill"
+
+LOAD_END = f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler.get_num_new_matched_tokens"
+
+SENT = f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler.request_finished"
+
+READ = f"{_NIXL}.pull_worker:NixlPullConnectorWorker._read_blocks_for_req"
+
+_HANDED_OVER = (
+    Shape(
+        PREFILL_END,
+        "self, request",
+        (
+            "del request.prompt_token_ids[-backoff:]",
+            "request.num_prompt_tokens -= backoff",
+            'params["_p_side_truncated"] = True',
+        ),
+    ),
+    Shape(
+        f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler.on_new_request",
+        "self, request",
+        ("self._truncate_request_for_prefill(request)",),
+    ),
+    Shape(f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler._stop_heartbeat", "self, req_id"),
+    Shape(
+        LOAD_END,
+        "self, request, num_computed_tokens",
+        ("actual = self._get_remote_prefill_token_count(len(token_ids))", "return count, True"),
+    ),
+    Shape(
+        SENT,
+        "self, request, block_ids",
+        (
+            "self._reqs_need_recv[request.request_id] = (request, [], (), False)",
+            "self._reqs_need_send[request.request_id] = (",
+            "remote_num_tokens = request.num_computed_tokens",
+            "remote_blocks_expiry_time=blocks_expiry_time",
+        ),
+    ),
+    Shape(
+        READ,
+        "self, req_id, meta",
+        (
+            "if self._bidirectional_kv_xfer_enabled and self._is_turn2_read_expired(meta):",
+            "req_id, None, self._recv_failures, record_failed_transfer=False",
+        ),
+    ),
+    Shape(
+        f"{_NIXL}.pull_worker:NixlPullConnectorWorker._is_turn2_read_expired",
+        "self, meta",
+        ("clock_offset = self._engine_clock_offset[meta.remote.engine_id]",),
+    ),
+)
+
+
+def hands_over() -> bool:
+    """Whether this vLLM's NIXL hands prefills over as the patches of it expect."""
+    try:
+        for shape in _HANDED_OVER:
+            shape.check()
+    except ShapeMismatch:
+        return False
+    return True
+
 
 class Decision(NamedTuple):
     """What a configuration's connectors mean for hints."""
@@ -126,7 +191,7 @@ def _lane_of(transfer: Mapping[str, Any], on_cpu: bool) -> tuple[Lane, str]:
     if transfer.get("kv_buffer_device") == "cpu" and not on_cpu:
         return Lane.CHUNK_ENDS, f"with a buffer in the host's memory {UNKNOWN}"
     try:
-        for shape in _SHOWN:
+        for shape in (*_SHOWN, *_HANDED_OVER):
             shape.check()
     except ShapeMismatch as error:
         return Lane.CHUNK_ENDS, f"of this vLLM {UNKNOWN}: {error}"

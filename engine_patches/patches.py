@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine_patches import kv_connectors
 from engine_patches.forward.layers import (
     GDN,
     LAYERS,
@@ -26,6 +27,7 @@ from engine_patches.forward.layers import (
     promise_writes_in_forward,
     require_promise_of_all,
 )
+from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
 from engine_patches.forward.step_writes import skip_vllm_exports, track_batch, track_steps
@@ -43,6 +45,11 @@ from engine_patches.scheduler.kv_events import announce_resumable_blocks
 from engine_patches.scheduler.match_unit import default_to_fine_unit
 from engine_patches.scheduler.state_events import watch_removed_keys
 from engine_patches.scheduler.state_writes import keep_only_true_states, learn_step_time, write_after_scheduling
+from engine_patches.scheduler.transfers import (
+    load_what_was_computed,
+    name_what_is_sent,
+    read_hint_of_the_whole_prompt,
+)
 from engine_patches.upstream_fixes import (
     copy_largest_view_first,
     keep_enlarged_block_size,
@@ -436,6 +443,45 @@ PATCHES: tuple[Patch, ...] = (
         until=NEVER,
         build=release_before_reset,
         mentions=("self.kv_cache_manager.reset_prefix_cache()",),
+    ),
+    Patch(
+        "prefill-end",
+        kv_connectors.PREFILL_END,
+        why="a prefill for another worker ends where a state is kept; its hint counts from the end of the whole prompt",
+        until="vLLM hands over a state that both workers can keep",
+        build=read_hint_of_the_whole_prompt,
+        parameters="self, request",
+        applies=kv_connectors.hands_over,
+    ),
+    Patch(
+        "load-end",
+        kv_connectors.LOAD_END,
+        why="a prefill is loaded by the prompt that it is of, once, and as far as it was computed",
+        upstream="vllm#52234: another prompt's prefill is loaded, and its blocks are cached for the wrong tokens",
+        until="vLLM binds a prefill to its prompt",
+        build=load_what_was_computed,
+        parameters="self, request, num_computed_tokens",
+        applies=kv_connectors.hands_over,
+    ),
+    Patch(
+        "sent-content",
+        kv_connectors.SENT,
+        why="who loads a prefill has to know of which tokens it is, and until when it is there",
+        upstream="as load-end",
+        until="as load-end",
+        build=name_what_is_sent,
+        parameters="self, request, block_ids",
+        applies=kv_connectors.hands_over,
+    ),
+    Patch(
+        "late-reads",
+        kv_connectors.READ,
+        why="blocks of a prefill whose lease is over hold other requests' states by now",
+        upstream="vllm#52234; vllm#47021 cures it for what a decode worker lends",
+        until="vLLM asks for the deadline of every read",
+        build=decline_late_reads,
+        parameters="self, req_id, meta",
+        applies=kv_connectors.hands_over,
     ),
     Patch(
         "evicted-states",

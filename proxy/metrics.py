@@ -99,6 +99,12 @@ class Metrics:
             ["worker", "reason"],
             registry=registry,
         )
+        self.prefills = Counter(
+            "seamark_prefills_total",
+            "Requests that prefill workers might have computed the prompt of, by what became of that",
+            ["result"],
+            registry=registry,
+        )
         self.heartbeats = Counter("seamark_heartbeats_total", "Comments sent on silent streams", registry=registry)
         self.replays = Counter(
             "seamark_replays_total",

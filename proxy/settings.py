@@ -41,7 +41,7 @@ REWRITE_RULES: tuple[RewriteRule, ...] = get_args(RewriteRule)
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 # Flags that are given once for each value, and what a value is.
-REPEATED = {"worker": "URL", "workers_dns": "NAME:PORT"}
+REPEATED = {"worker": "URL", "prefill_worker": "URL", "workers_dns": "NAME:PORT"}
 
 # Settings whose values may hold a password. They are never printed.
 SECRET = frozenset({"redis", "otlp_traces_endpoint"})
@@ -65,6 +65,12 @@ class Settings(BaseModel):
     )
     workers_file: Path | None = Field(
         None, description="TOML file with [[worker]] entries (url, max_inflight); read again when it changes"
+    )
+    prefill_worker: tuple[str, ...] = Field(
+        (),
+        repr=False,
+        description="base URL of a vLLM server that computes long prompts for the others and hands them over through "
+        "NIXL (repeat for several); it answers no requests",
     )
     workers_dns: tuple[str, ...] = Field(
         (),
@@ -242,7 +248,7 @@ class Settings(BaseModel):
         if self.sidecar:
             if len(self.worker) != 1:
                 raise ValueError("sidecar: it stands beside one vLLM: name that one with --worker")
-            for name in ("workers_file", "workers_dns", "redis"):
+            for name in ("workers_file", "workers_dns", "prefill_worker", "redis"):
                 if getattr(self, name):
                     raise ValueError(f"sidecar: it knows no other gateway or worker: leave out {name}")
         return self
@@ -277,7 +283,13 @@ class Settings(BaseModel):
             raise ValueError("its URL may hold no options but db and those that begin with ssl_")
         return url.strip()
 
-    @field_validator("worker", mode="before")
+    @model_validator(mode="after")
+    def _one_part_each(self) -> Settings:
+        if not set(self.worker).isdisjoint(self.prefill_worker):
+            raise ValueError("prefill_worker: it names a worker that worker names, too; each has one part")
+        return self
+
+    @field_validator("worker", "prefill_worker", mode="before")
     @classmethod
     def _workers(cls, value: Any) -> tuple[str, ...]:
         urls = value.split(",") if isinstance(value, str) else value

@@ -26,7 +26,7 @@ from engine_patches.scheduler.hints import (
     checkpoint_targets,
 )
 from engine_patches.scheduler.pins import NOT_CACHED, Pins
-from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT, Outcomes
+from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.seen import SeenPrefixes
@@ -177,8 +177,15 @@ class Checkpoints:
             state.learned,
             self.ahead,
             state.expected,
+            state.prompt_tokens,
         )
         return [target for target in wanted if target.position != state.worthless_turn]
+
+    def is_cached(self, pool: Any, request: Any, position: int) -> bool:
+        """Whether a request's state at `position` is in the cache, in every recurrent group."""
+        cached = pool.cached_block_hash_to_block
+        keys = (key_at(request, position, self.match_unit, group) for group in self.recurrent_groups)
+        return all(cached.get_one_block(key) is not None for key in keys)
 
     def drop_in(self, manager: Any) -> int:
         """Tokens that vLLM takes off a match in an attention manager's group: only where a draft head has its rows."""
@@ -287,7 +294,12 @@ class Checkpoints:
     def admitted(self, request: Any, hit_tokens: int) -> None:
         """A request starts with `hit_tokens` from the cache, 0 for none."""
         state = self.state_of(request)
-        state.resumed_at = hit_tokens
+        state.resumed_at = max(hit_tokens, state.loaded)
+        if state.loaded > hit_tokens:  # another worker has spared it the rest, and counts what that spared
+            self.counters.request_admitted(
+                AdmittedRequest(request.request_id, HIT, state.loaded, state.shared, state.resolved)
+            )
+            return
         reason = self.outcomes.reason_for(request, state, hit_tokens)
         shared = state.shared + (self.ahead - self.drop if state.shared else 0)  # a hash may cover more than its unit
         self.counters.request_admitted(AdmittedRequest(request.request_id, reason, hit_tokens, shared, state.resolved))

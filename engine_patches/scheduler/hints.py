@@ -265,8 +265,9 @@ def checkpoint_targets(
     learned: int = 0,
     ahead: int = 0,
     expected: Sequence[int] = (),
+    prompt_tokens: int = 0,
 ) -> list[CheckpointTarget]:
-    """Where the states of a vLLM `Request` are kept, in ascending order.
+    """Where the states of a vLLM `Request` are kept, in ascending order. `prompt_tokens`: of its prompt before a cut.
 
     `hinted` are the positions of its hint, `learned` is where it leaves an earlier prompt, 0 if that is not to be kept;
     `expected`, where a later one is likely to leave it, each kept unless another state is as good.
@@ -277,7 +278,7 @@ def checkpoint_targets(
     end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
     """
     # The last token is always computed, for its logits; the same prompt again shares no more than all of it.
-    last = max(request.num_prompt_tokens - max(ahead, 1), 0)
+    last = max((prompt_tokens or request.num_prompt_tokens) - max(ahead, 1), 0)
     kinds: dict[int, str] = {}
     tail = last // match_unit * match_unit
     known = (*hinted, learned) if learned else tuple(hinted)
@@ -299,7 +300,7 @@ def checkpoint_targets(
         kinds[learned] = LEARNED
     kinds.update(dict.fromkeys(hinted, HINTED))
     for position in expected:
-        if not any(position - NEAR_UNITS * match_unit < other <= position for other in kinds):
+        if position <= last and not any(position - NEAR_UNITS * match_unit < other <= position for other in kinds):
             kinds[position] = EXPECTED
     kinds.pop(0, None)
     return [CheckpointTarget(position, kinds[position]) for position in sorted(kinds)]

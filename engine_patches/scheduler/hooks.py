@@ -9,7 +9,7 @@ from typing import Any
 from engine_patches import kv_connectors, ledger, settings, speculation
 from engine_patches.forward.layers import is_promised
 from engine_patches.kv_connectors import Lane
-from engine_patches.scheduler import pins, preflight
+from engine_patches.scheduler import pins, preflight, transfers
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.hints import HINTED, LEARNED, TAIL
@@ -47,6 +47,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
             checkpoints.attention_managers = [m for m in managers if isinstance(m, FullAttentionManager)]
             _set_up_states(self, checkpoints)
+            transfers.introduce(self, checkpoints)
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
         for manager in recurrent if checkpoints.enabled else ():

@@ -23,6 +23,8 @@ class RequestState:
     begun: bool = False  # it was admitted before
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
     pin: bool | None = None  # its prompt is to be pinned, or released; None: neither
+    prompt_tokens: int = 0  # of its prompt as it came, if only its beginning is computed here; 0: all of it is
+    loaded: int = 0  # tokens that another worker has computed, and that are loaded
     resumed_at: int = 0  # its state was found there when it was admitted
     chunk_start: int = 0  # where its running chunk begins
     states: set[int] = field(default_factory=set)  # positions of its states, to which keys of its rows have to lead

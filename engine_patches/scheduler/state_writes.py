@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_patches.forward.step_writes import WRITES, Write
-from engine_patches.scheduler.cache_keys import keep_attention_keys, key_at
+from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hints import HINTED
 from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT
 from engine_patches.scheduler.state_events import emit_events
+from engine_patches.scheduler.transfers import keep_loaded_state
 
 
 def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,23 +68,23 @@ def _plan_writes(scheduler: Any, output: Any) -> dict[str, list[Write]]:
         end = request.num_computed_tokens  # vLLM has advanced it already
         start = end - num_tokens
         if start < request.num_prompt_tokens:
-            planned = _writes_of(scheduler, request, start, end)
+            planned = _writes_of(scheduler, request, start, end, keep_loaded_state(scheduler, request, start, output))
             if planned:
                 writes[name] = planned
     return writes
 
 
-def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write]:
-    """The states of one chunk, at positions in (start, end]."""
+def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = False) -> list[Write]:
+    """The states of one chunk, at positions in (start, end]. `kept`: the one at `start`, too, has just been kept."""
     checkpoints: Checkpoints = scheduler.seamark
     pool = scheduler.kv_cache_manager.block_pool
     planned: list[Write] = []
-    positions: list[int] = []
+    positions: list[int] = [start] if kept else []
     for target in checkpoints.targets(request):
         position = target.position
         if not start < position <= end:
             continue
-        if not _is_cached(checkpoints, pool, request, position):
+        if not checkpoints.is_cached(pool, request, position):
             miss = EVICTED
             if not checkpoints.worth_writing(checkpoints.state_of(request), target):
                 if target.kind == HINTED:
@@ -111,12 +112,6 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int) -> list[Write
             reached = (position + checkpoints.drop_in(manager) for position in positions)
             keep_attention_keys(manager, request, (position for position in reached if position <= end))
     return planned
-
-
-def _is_cached(checkpoints: Checkpoints, pool: Any, request: Any, position: int) -> bool:
-    cached = pool.cached_block_hash_to_block
-    keys = (key_at(request, position, checkpoints.match_unit, group) for group in checkpoints.recurrent_groups)
-    return all(cached.get_one_block(key) is not None for key in keys)
 
 
 def _generates(request: Any, start: int, num_tokens: int) -> bool:

@@ -19,6 +19,10 @@ DRAFTS = "vllm:spec_decode_num_drafts_total"  # there from the start, and only w
 IGNORED = "seamark_hints_ignored_total"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
+# Where prefills that come over NIXL are checked.
+NIXL = frozenset({"NixlConnector", "NixlPullConnector"})
+BEST_LANE = "inside_pass"
+
 # The first version of the plugin that resolves entries counted from the prompt's end, or behind a pattern.
 ENTRIES_SINCE = (0, 3)
 
@@ -35,11 +39,18 @@ class EngineInfo:
     match_unit: int  # what a hit is a multiple of
     block_size: int
     ahead: int = 0  # past a state, up to which a request has to share: a draft head reads so far
+    connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
+    lane: str = ""  # how states are kept beside them
 
     @property
     def takes_entries(self) -> bool:
         """Whether its plugin resolves entries of a hint that are no positions."""
         return _release(self.version) >= ENTRIES_SINCE
+
+    @property
+    def loads_prefills(self) -> bool:
+        """Whether a prompt that another worker computes can be handed over, bound to its contents."""
+        return self.lane == BEST_LANE and not NIXL.isdisjoint(self.connector.split("+"))
 
 
 class StepTimes(NamedTuple):
@@ -140,4 +151,5 @@ def _engine(labels: dict[str, str]) -> EngineInfo:
     if match_unit < 1:
         raise ValueError("a match unit has a token at least")
     ahead = int(labels.get("ahead", 0))  # an older plugin refuses hints beside drafts
-    return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]), ahead)
+    beside = labels.get("connector", ""), labels.get("lane", "")
+    return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]), ahead, *beside)

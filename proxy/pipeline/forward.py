@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import REPORTING, RESPONSES
@@ -23,6 +24,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import CLIENT_GONE, Accounting
 from proxy.pipeline.dispatch import Lease
+from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.request import ProxiedRequest
 from proxy.pipeline.sse import Heartbeats, SseRelay
 from proxy.routing.engine_events import LOAD_HEADER, OUTCOME_HEADER, outcome_in
@@ -53,7 +55,9 @@ class ResponseRelay:
         upstream: Upstream,
         accounting: Accounting,
         heartbeats: Heartbeats,
+        prefills: Prefills | None = None,
     ) -> None:
+        """`prefills`: None without prefill workers."""
         self._most_collected = settings.max_collected_bytes
         self._silence_timeout = settings.silence_timeout
         self._resent = metrics.resent
@@ -61,6 +65,7 @@ class ResponseRelay:
         self._upstream = upstream
         self._accounting = accounting
         self._heartbeats = heartbeats
+        self._prefills = prefills
 
     async def forward(self, request: ProxiedRequest, lease: Lease, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         """From the first byte to the worker to the last byte to the client.
@@ -91,9 +96,12 @@ class ResponseRelay:
         ]
         fresh = refused = False
         unreachable = 0
+        transfer = None
+        if self._prefills is not None:
+            transfer = await self._prefills.transfer(request, lease, headers)
         while True:
             worker = lease.worker
-            raw = self._encoded(request, worker)
+            raw = self._encoded(request, worker, transfer)
             sent_headers = headers
             if worker.engine is not None and client.method == "POST":
                 load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
@@ -114,10 +122,12 @@ class ResponseRelay:
                 self._resent.labels(worker.name, "unreachable").inc()
                 await lease.move()
                 fresh = False
+                if lease.worker.engine != worker.engine:
+                    transfer = None
             except Stale:
                 if fresh:
                     raise
-                fresh = True
+                fresh, transfer = True, None  # a transfer is used once, whatever became of it
                 self._resent.labels(worker.name, "stale").inc()
             except Malformed:  # what was asked for may be the reason
                 raise
@@ -130,7 +140,7 @@ class ResponseRelay:
                     return _with_valid_status(response)
                 response.close()
                 self._resent.labels(worker.name, "refused").inc()
-                refused, fresh = True, False
+                refused, fresh, transfer = True, False, None
 
     def _judge(self, request: ProxiedRequest, worker: Worker, status: int) -> None:
         """What the head of an answer says of its worker."""
@@ -145,12 +155,12 @@ class ResponseRelay:
     def _record_failure(self, request: ProxiedRequest, worker: Worker) -> None:
         self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)
 
-    def _encoded(self, request: ProxiedRequest, worker: Worker) -> bytes:
-        """The body as `worker` gets it."""
+    def _encoded(self, request: ProxiedRequest, worker: Worker, transfer: dict[str, Any] | None = None) -> bytes:
+        """The body as `worker` gets it. `transfer`: where it finds the prompt computed."""
         body, found = request.body, request.prediction.found
         if request.client.method != "POST":
             return body.raw
-        return body.encoded(worker.hint(found), worker.cache.salt(body.parsed))
+        return body.encoded(worker.hint(found), worker.cache.salt(body.parsed), transfer)
 
     async def _deliver(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch

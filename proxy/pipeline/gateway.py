@@ -28,6 +28,7 @@ from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.handler import RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
+from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.preflight import Preflights
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.response_cache import ResponseCache
@@ -87,7 +88,14 @@ class Gateway:
             settings, self.pool, self.upstream, self.keys, reader, self.engine_events, self.prefix_index
         )
         self.heartbeats = Heartbeats(settings.heartbeat, metrics.heartbeats)
-        relay = ResponseRelay(settings, metrics, self.pool, self.upstream, self.accounting, self.heartbeats)
+        self.prefill_pool: WorkerPool | None = None
+        prefills = None
+        if settings.prefill_worker:
+            theirs = {"worker": settings.prefill_worker, "workers_file": None, "workers_dns": (), "replay_seconds": 0.0}
+            self.prefill_pool = WorkerPool(settings.model_copy(update=theirs), self.upstream, metrics, self.facts)
+            self.prefill_pool.gateway_id = self.pool.gateway_id
+            prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics)
+        relay = ResponseRelay(settings, metrics, self.pool, self.upstream, self.accounting, self.heartbeats, prefills)
         self.response_cache: ResponseCache | None = None
         handler: Callable[..., RequestHandler] = RequestHandler
         if settings.response_cache:
@@ -131,6 +139,8 @@ class Gateway:
             "self_check": self.self_check.run,
             "pinned_prompts": self.pinned.run,
         }
+        if self.prefill_pool is not None:
+            parts["prefill_workers"] = self.prefill_pool.watch
         if names := self.settings.workers_dns:
             settings = self.settings
             interval, keep = settings.workers_dns_interval, settings.workers_dns_keep

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,12 +110,16 @@ class RequestBody:
                 self.put["stream_options"] = {**(options or {}), "include_usage": True}
                 self.strips_usage = True
 
-    def encoded(self, hint: tuple[Entry, ...], salt: str | None = None) -> bytes:
+    def encoded(
+        self, hint: tuple[Entry, ...], salt: str | None = None, transfer: Mapping[str, Any] | None = None
+    ) -> bytes:
         """The bytes to send, with this hint, under `salt` if one is given.
 
-        Everything else is as the client wrote it.
+        `transfer`: where the worker finds the prompt computed. Everything else is as the client wrote it.
         """
         put = self.put if salt is None else {**self.put, "cache_salt": salt}
+        if transfer is not None:
+            put = {**put, TRANSFERS[0]: transfer}
         if XARGS in put:
             put = {**put, XARGS: {**put[XARGS], HINT: hint}}
         elif XARGS not in self.parsed:
@@ -127,6 +131,13 @@ class RequestBody:
             return with_fields(raw, self.names, put, self.dropped)
         self.hint = hint
         return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
+
+    def for_prefill(self, hint: tuple[Entry, ...], put: Mapping[str, Any], left_out: Collection[str]) -> bytes:
+        """The bytes of a call about the same prompt that is not the client's: `put` and `left_out` are its own."""
+        other = RequestBody(self.raw, self.parsed, {**self.put, **put}, [*self.dropped, *left_out], self.names)
+        for name in left_out:
+            other.put.pop(name, None)
+        return other.encoded(hint)
 
     def _drop(self, name: str) -> None:
         if name in self.parsed:

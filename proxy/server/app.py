@@ -160,6 +160,10 @@ def _with_pages(
     async def status() -> dict[str, Any]:
         return {
             "workers": [worker_status(worker, gateway.facts) for worker in gateway.pool.workers],
+            "prefill_workers": [
+                worker_status(worker, gateway.facts)
+                for worker in (gateway.prefill_pool.workers if gateway.prefill_pool is not None else ())
+            ],
             "directory_entries": len(gateway.prefix_index),
             "known_positions": len(gateway.reader.positions),
             "hot_prefixes": len(gateway.warmup),

@@ -18,6 +18,7 @@ EVERY_WAY = (
     (BASE, "compose.two-models.yaml"),
     (BASE, "compose.two-sparks.yaml"),
     (BASE, "compose.one-model-two-sparks.yaml"),
+    (BASE, "compose.prefill-decode.yaml"),
 )
 
 # What has no default, because it is the user's own network: needed by the overlays for two Sparks.

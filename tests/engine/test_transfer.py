@@ -42,6 +42,11 @@ def test_a_block_is_loaded_into_before_its_last_state_is_written_if_it_is_free_a
     assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])
 
 
+def test_without_a_look_at_its_contents_a_prefill_of_another_prompt_is_loaded(model: Path):
+    (found,) = audit(model, seeds=[2], chats=60, cores=[ROOM], planted=["content"])
+    assert found["errors"]
+
+
 def connector(name: str, **more: Any) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", **more}
 

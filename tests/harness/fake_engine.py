@@ -29,9 +29,13 @@ MAX_SEEN = 64  # prompts that are compared with later ones
 Template = Callable[[Mapping[str, Any]], str]
 
 
-def engine_info(version: str = VERSION, ahead: int = 0) -> str:
-    """The line of `/metrics` by which a gateway knows the plugin; `ahead` as beside a draft head, in tokens."""
-    beside = f'ahead="{ahead}",' if ahead else ""  # older plugins have no such label
+def engine_info(version: str = VERSION, ahead: int = 0, connector: str = "") -> str:
+    """The line of `/metrics` by which a gateway knows the plugin; `ahead` as beside a draft head, in tokens.
+
+    `connector`: vLLM's name of a KV connector beside which states are written inside a pass.
+    """
+    beside = f'ahead="{ahead}",' if ahead else ""  # older plugins have no such labels
+    beside += f'connector="{connector}",lane="inside_pass",' if connector else ""
     labels = f'{beside}block_size="384",match_unit="{MATCH_UNIT}",version="{version}",vllm="0.32.0"'
     return f"seamark_engine_info{{{labels}}} 1.0\n"
 

@@ -73,6 +73,9 @@ class RecordingWorker:
     patched: bool = True
     version: str = VERSION  # of its plugin
     ahead: int = 0  # tokens past a state that a prompt has to share to find it
+    connector: str = ""  # vLLM's name of its KV connector
+    transfer: dict[str, Any] | None = None  # what a prefill worker says of a prompt that it has computed
+    unfinished: threading.Event = field(default_factory=threading.Event)  # while set, such an answer stops at its head
     template: Template = template
     rendered: Template | None = None  # what its render route gives if that is not what it computes
     prompt_tokens: int | None = None  # that it reports; None: as many as its template makes
@@ -134,7 +137,7 @@ class RecordingWorker:
         if path == "/metrics":
             text = (
                 f"process_start_time_seconds {self.boot}\n"
-                + (engine_info(self.version, self.ahead) if self.patched else "")
+                + (engine_info(self.version, self.ahead, self.connector) if self.patched else "")
                 + self.more_metrics
             )
             return await _answer(send, text.encode(), "text/plain")
@@ -179,8 +182,15 @@ class RecordingWorker:
             return None
         details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
         usage = {**USAGE, "prompt_tokens": length, "prompt_tokens_details": details}
-        answer = json.dumps({**COMPLETION, "usage": usage}).encode()
+        transfer = {"kv_transfer_params": self.transfer} if self.transfer is not None else {}
+        answer = json.dumps({**COMPLETION, "usage": usage, **transfer}).encode()
         self.answers.append(answer)
+        if self.unfinished.is_set():
+            await _begin(send, answer)
+            while self.unfinished.is_set():
+                await asyncio.sleep(0.01)
+            await send({"type": "http.response.body", "body": answer})
+            return None
         asked = headers.get(b"x-seamark-outcome") == b"1"
         more = [(b"x-seamark-outcome", admitted.header.encode())] if asked and admitted is not None else []
         more += [(b"location", self.location.encode())] if self.location is not None else []
@@ -248,6 +258,12 @@ class RecordingWorker:
                 self.gone.set()
                 return
         await send({"type": "http.response.body", "body": b""})
+
+
+async def _begin(send: Any, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"", "more_body": True})
 
 
 async def _answer(

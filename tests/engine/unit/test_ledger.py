@@ -148,7 +148,10 @@ def test_whichever_function_differs_vllm_stays_untouched_with_one_line(run, how)
 how = {how!r}
 patches = applicable()
 # A vLLM in which these differ has cured the defect, keeps the method in another class, or has no use for it.
-shape, gone = ["cpu-block-size"], ["cpu-block-size", "mamba2-promise", "written-rows-connector"]
+from engine_patches import kv_connectors
+transfers = [patch.name for patch in patches if patch.applies is kv_connectors.hands_over]
+shape = ["cpu-block-size", *transfers]
+gone = [*shape, "mamba2-promise", "written-rows-connector"]
 fine = {{"another shape": shape, "gone": gone}}[how]
 for patch in patches:
     if patch.name in fine:

@@ -1,0 +1,227 @@
+"""Prefills that go from one worker to another over NIXL: where they stop, whose they are, and what is kept of them.
+
+vLLM alone hands over the state behind the last token but one, which no later prompt can resume from, and whoever brings
+the parameters of a transfer is believed. Here a prefill ends where a state is kept, carries a name of its own contents,
+and is taken once, by the prompt that it is of; whatever is doubtful is computed.
+
+The deadline of a transfer is checked where the clocks of both workers are known: `forward.remote_reads`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.hints import HINTED, TAIL, CheckpointTarget
+
+logger = logging.getLogger("vllm.seamark")
+
+# In the parameters of a prefill: whoever loads it goes by the number of tokens that it says, and not by the prompt's.
+STOPS = "seamark_stops"
+
+# In the parameters of a load: the name of what was computed.
+CONTENT = "seamark_content"
+
+# vLLM's own: when the prefill's blocks are free again, by the clock of the worker that has them.
+DEADLINE = "remote_blocks_expiry_time"
+
+# What vLLM needs to tell a worker that its blocks were read, or are not going to be.
+_ADDRESS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+# Transfers remembered, so that none is taken twice; some 200 bytes each.
+MAX_TAKEN = 65_536
+
+# Why transfers are refused without a word to the worker that has them.
+NOT_WHOLE, TAKEN = "its parameters are not whole", "it was taken before"
+
+
+class Transfers:
+    """The transfers of one scheduler, in both directions."""
+
+    def __init__(self, checkpoints: Checkpoints, pool: Any) -> None:
+        """`pool`: the scheduler's vLLM `BlockPool`."""
+        self.checkpoints = checkpoints
+        self._pool = pool
+        self._taken: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._warned: set[str] = set()
+
+    def stop_at_the_last_state(self, request: Any) -> None:
+        """Cut a prompt that is only prefilled behind its last target, unless a state at or past it is cached.
+
+        Who loads the state can then keep it, and so can this worker: it is where the next turn resumes.
+        """
+        checkpoints, unit = self.checkpoints, self.checkpoints.match_unit
+        state = checkpoints.state_of(request)
+        if not checkpoints.writes_in_forward or checkpoints.verified > 1 or request.num_output_tokens:
+            return
+        targets = checkpoints.targets(request)
+        position = targets[-1].position if targets else 0
+        if not 0 < position < request.num_prompt_tokens or getattr(request, "prompt_is_token_ids", None) is not None:
+            return
+        if any(feature.mm_position.offset + feature.mm_position.length > position for feature in request.mm_features):
+            return
+        if any(
+            checkpoints.is_cached(self._pool, request, end) for end in range(position, request.num_prompt_tokens, unit)
+        ):
+            return  # a request computes at least one token, and would have to go back behind that state
+        state.prompt_tokens = state.prompt_tokens or request.num_prompt_tokens
+        if request.prompt_token_ids is not None:
+            del request.prompt_token_ids[position:]
+        else:
+            request.prompt_embeds = request.prompt_embeds[:position]
+        del request._all_token_ids[position:]
+        del request.block_hashes[position // unit :]
+        request.num_prompt_tokens = position
+
+    def look_at(self, request: Any, params: Mapping[str, Any]) -> str:
+        """Why a request's prefill is not loaded; "" if it is: as many tokens as its state then says."""
+        state = self.checkpoints.state_of(request)
+        if state.loaded:  # the scheduler asks again if it had no room
+            return ""
+        refusal = self._refusal(request, params)
+        if not refusal:
+            state.loaded = params["remote_num_tokens"]
+        elif refusal not in self._warned:
+            self._warned.add(refusal)
+            logger.warning("seamark: a prefill of another worker is not loaded but computed: %s (said once)", refusal)
+        return refusal
+
+    def is_anothers(self, request: Any, params: Mapping[str, Any]) -> bool:
+        """Whether a request that has not been looked at was to load what another one has taken."""
+        transfer = str(params.get("remote_engine_id")), str(params.get("remote_request_id"))
+        return transfer in self._taken and not self.checkpoints.state_of(request).loaded
+
+    def _refusal(self, request: Any, params: Mapping[str, Any]) -> str:
+        """Why a transfer is not taken, "" if it is."""
+        if any(params.get(name) is None for name in _ADDRESS):
+            return NOT_WHOLE
+        transfer = str(params["remote_engine_id"]), str(params["remote_request_id"])
+        if transfer in self._taken:
+            return TAKEN
+        self._taken[transfer] = None
+        if len(self._taken) > MAX_TAKEN:
+            self._taken.popitem(last=False)
+        tokens, content = params.get("remote_num_tokens"), params.get(CONTENT)
+        if not content or not isinstance(params.get(DEADLINE), int | float):
+            return "it carries no name of its contents or no deadline: the worker that computed it has no Seamark"
+        if not isinstance(tokens, int) or not 0 < tokens < request.num_prompt_tokens:
+            return "it is of a prompt of another length"
+        if content != content_of(request, tokens, self.checkpoints.match_unit):
+            return "it is of another prompt, or that worker's prefix caching hashes otherwise (PYTHONHASHSEED)"
+        return ""
+
+
+def content_of(request: Any, num_tokens: int, match_unit: int) -> str:
+    """A name of a request's first `num_tokens` tokens, and of all that vLLM's block hashes tell apart beside them."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    whole = num_tokens // match_unit
+    start = whole * match_unit
+    parent: bytes = request.block_hashes[whole - 1] if whole else b""
+    # vLLM names whole units only. Behind the last one, the same by its own words: salt, adapter, images, embeddings.
+    extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
+    rest = (num_tokens, list(request.all_token_ids[start:num_tokens]), extra)
+    return hashlib.sha256(parent + repr(rest).encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def introduce(scheduler: Any, checkpoints: Checkpoints) -> None:
+    """Give NIXL's half in a vLLM `Scheduler`, alone or inside a MultiConnector, a `Transfers`."""
+    connector = scheduler.connector
+    for each in (connector, *getattr(connector, "_connectors", ())):
+        half = getattr(each, "connector_scheduler", None)
+        if half is not None:
+            half.seamark = Transfers(checkpoints, scheduler.kv_cache_manager.block_pool)
+
+
+def read_hint_of_the_whole_prompt(original: Callable[..., None]) -> Callable[..., None]:
+    """Replacement of `NixlBaseConnectorScheduler._truncate_request_for_prefill`, which takes the last token off."""
+
+    def _truncate_request_for_prefill(self: Any, request: Any) -> None:
+        transfers: Transfers | None = getattr(self, "seamark", None)
+        if transfers is not None:
+            # A hint may count from the prompt's end.
+            transfers.checkpoints.state_of(request).prompt_tokens = request.num_prompt_tokens
+        original(self, request)
+
+    return _truncate_request_for_prefill
+
+
+def load_what_was_computed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `NixlPullConnectorScheduler.get_num_new_matched_tokens`."""
+
+    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
+        transfers: Transfers | None = getattr(self, "seamark", None)
+        params = request.kv_transfer_params
+        if transfers is None or not params:
+            return original(self, request, num_computed_tokens)
+        if not params.get("do_remote_prefill"):
+            if params.get("do_remote_decode") and params.get(STOPS) and params.get("_p_side_truncated"):
+                transfers.stop_at_the_last_state(request)
+            return original(self, request, num_computed_tokens)
+        refusal = transfers.look_at(request, params)
+        if not refusal:
+            left = transfers.checkpoints.state_of(request).loaded - num_computed_tokens
+            return (left, True) if left > 0 else (0, False)
+        params["do_remote_prefill"] = False
+        self._stop_heartbeat(request.request_id)
+        if refusal not in (NOT_WHOLE, TAKEN):  # as vLLM does for a request that is aborted before it is scheduled
+            self._reqs_need_recv[request.request_id] = (request, [], (), False)
+        return 0, False
+
+    return get_num_new_matched_tokens
+
+
+def name_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `NixlPullConnectorScheduler.request_finished`: parameters of a load bind it to its prompt."""
+
+    def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
+        transfers: Transfers | None = getattr(self, "seamark", None)
+        own = request.kv_transfer_params
+        if transfers is not None and own and transfers.is_anothers(request, own):
+            own["do_remote_prefill"] = False  # vLLM would tell that worker that nobody reads it any more
+        delayed, params = original(self, request, block_ids)
+        deadline = self._reqs_need_send.get(request.request_id)
+        if transfers is None or not params or not params.get("do_remote_prefill") or deadline is None:
+            return delayed, params
+        if params["remote_num_tokens"] != request.num_prompt_tokens:
+            return delayed, params  # without a name nobody loads it
+        content = content_of(request, request.num_prompt_tokens, transfers.checkpoints.match_unit)
+        return delayed, params | {CONTENT: content, DEADLINE: deadline}
+
+    return request_finished
+
+
+def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> bool:
+    """Keep the state that a request was loaded with, if it begins with it in this step; whether it is kept.
+
+    The request goes on in the block that was loaded, so the state is copied first, with vLLM's own copies of a step:
+    those run before anything is computed.
+    """
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+    checkpoints: Checkpoints = scheduler.seamark
+    state = checkpoints.state_of(request)
+    if not start or start != state.loaded or start % checkpoints.alignment:
+        return False
+    if checkpoints.is_cached(scheduler.kv_cache_manager.block_pool, request, start):
+        return True
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    recurrent = [managers[group] for group in checkpoints.recurrent_groups]
+    sources = [m.req_to_blocks[request.request_id][(start - 1) // m.block_size] for m in recurrent]
+    copies = list(output.kv_cache_block_copies or ())
+    written = {copy.dst_block_id for copy in copies}  # by this step's copies: it holds a state that was found here
+    if any(block.is_null or block.block_id in written for block in sources):
+        return False
+    target = CheckpointTarget(start, HINTED if start in state.hinted_positions else TAIL)
+    blocks = checkpoints.reserve(scheduler.kv_cache_manager.block_pool, request, target)
+    if blocks is None:
+        checkpoints.counters.hint_ignored("no_room")
+        return False
+    pairs = zip(sources, blocks, strict=True)
+    copies += [KVCacheBlockCopy(source.block_id, kept.block_id) for source, kept in pairs]
+    output.kv_cache_block_copies = copies
+    return True

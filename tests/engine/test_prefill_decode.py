@@ -1,0 +1,210 @@
+"""Prefill and decode apart over NIXL, with two real engines. `make test-nixl` runs it: NIXL is not in the lock.
+
+P prefills 20 chats of two rounds, four at a time; D loads what P computed and answers. An answer is right if the same
+engine, computing all of it, says the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from proxy.bench.harness.servers import NEMOTRON_H, generated_model
+from tests.harness.transfer_engine import PREFILL, Chat, TransferEngine, two_round_chats
+
+pytestmark = [pytest.mark.on_request, pytest.mark.timeout(900)]
+
+Prompt = dict[str, Any]
+
+
+def prompts_of(tokenizer: Any, chats: list[Chat]) -> list[Prompt]:
+    """Their tokens, hinted as the gateway does: behind the system prompt, and so many tokens before the end."""
+
+    def ids(chat: Chat, ask: bool = True) -> list[int]:
+        found = tokenizer.apply_chat_template(chat, add_generation_prompt=ask, tokenize=True)
+        return list(found["input_ids"] if hasattr(found, "keys") else found)
+
+    prompts = []
+    for chat in chats:
+        whole, turn = ids(chat), ids(chat, ask=False)
+        other = ids([chat[0], {"role": "user", "content": "@@@"}])
+        head = next(n for n, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b)
+        prompts.append({"ids": whole, "hint": [head, len(turn) - len(whole)]})
+    return prompts
+
+
+def differing(answers: list[Any], right: list[Any]) -> list[int]:
+    """Numbers of the answers with another token, or a log-probability further off than 1e-4."""
+    found = []
+    for number, (answer, other) in enumerate(zip(answers, right, strict=True)):
+        pairs = zip(answer["tops"], other["tops"], strict=True)
+        offs = (abs(one[token] - two[token]) for one, two in pairs for token in one.keys() & two.keys())
+        off = max(offs, default=0.0)  # a first token of another answer may have no rival in common
+        if answer["tokens"] != other["tokens"] or off > 1e-4:
+            found.append(number)
+    return found
+
+
+def cached(answers: list[Any]) -> int:
+    return sum(answer["cached"] for answer in answers)
+
+
+class Apart:
+    """P and D."""
+
+    def __init__(self, p: TransferEngine, d: TransferEngine) -> None:
+        self.p, self.d = p, d
+
+    def prefilled(self, prompts: list[Prompt], **more: Any) -> list[Any]:
+        return self.p.call("ask", prompts=[prompt | {"transfer": PREFILL} | more for prompt in prompts], tokens=1)
+
+    def parameters(self, prompt: Prompt, **more: Any) -> dict[str, Any]:
+        (answer,) = self.prefilled([prompt], **more)
+        return answer["transfer"]
+
+    def decoded(self, prompt: Prompt, transfer: Any = None, **more: Any) -> Any:
+        (answer,) = self.d.call("ask", prompts=[prompt | {"transfer": transfer} | more])
+        return answer
+
+    def anew(self, prompts: list[Prompt]) -> list[Any]:
+        return self.d.call("ask", prompts=[{"ids": prompt["ids"], "anew": True} for prompt in prompts])
+
+    def is_right(self, prompt: Prompt, answer: Any) -> bool:
+        return not differing([answer], self.anew([prompt]))
+
+    def freed(self) -> None:
+        """Wait until P's blocks are its own again."""
+        deadline = time.monotonic() + 120
+        while self.p.call("requests"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def is_right_from_now_on(self, prompt: Prompt) -> bool:
+        """Whether a plain request and one through P are answered right."""
+        plain = self.decoded(prompt)
+        through = self.decoded(prompt, self.parameters(prompt))
+        return not differing([plain, through], self.anew([prompt, prompt]))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    model = generated_model(print, NEMOTRON_H)
+    folder = tmp_path_factory.mktemp("apart")
+    with TransferEngine(folder, model, "kv_producer") as p, TransferEngine(folder, model, "kv_consumer") as d:
+        assert p.call("says")["inside_pass"] and d.call("says")["inside_pass"]
+        p.call("lease", seconds=600)
+        yield Apart(p, d)
+
+
+@pytest.fixture
+def fresh(tokenizer: Any, request: pytest.FixtureRequest) -> list[Prompt]:
+    """Prompts that nobody has seen, of 200 to 1,800 tokens."""
+    return prompts_of(tokenizer, two_round_chats(seed=sum(map(ord, request.node.name)) + 4000)[0])
+
+
+def test_p_writes_in_its_passes_and_d_keeps_what_it_loaded(apart: Apart, tokenizer: Any):
+    first, second = (prompts_of(tokenizer, chats) for chats in two_round_chats())
+    for prompts, least in ((first, 7_900), (second, 13_456), (second, 16_500)):
+        apart.p.call("taken_passes")
+        sent = apart.prefilled(prompts)
+        passes = apart.p.call("taken_passes")
+        asked = [prompt | {"transfer": answer["transfer"]} for prompt, answer in zip(prompts, sent, strict=True)]
+        answers = apart.d.call("ask", prompts=asked)
+        print(f"P {passes} passes, {cached(sent)} of {sum(len(p['ids']) for p in prompts)} tokens cached")
+        assert not differing(answers, apart.anew(prompts))
+        assert passes <= 6 and cached(sent) >= least
+    alone = apart.d.call("ask", prompts=second)
+    print(f"D alone {cached(alone)} of {sum(len(p['ids']) for p in second)}")
+    assert not differing(alone, apart.anew(second)) and cached(alone) >= 16_500
+    apart.freed()
+
+
+def test_a_prompt_without_a_hint_is_handed_over_too(apart: Apart, fresh: list[Prompt]):
+    prompts = [
+        {"ids": prompt["ids"][:length]} for prompt, length in zip(fresh, (5, 16, 17, 33, 130, 2000), strict=False)
+    ]
+    for prompt in prompts:
+        sent = apart.parameters(prompt)
+        answer = apart.decoded(prompt, sent)
+        assert answer["cached"] == sent["remote_prefill_cached_tokens"] and apart.is_right(prompt, answer)
+    apart.freed()
+
+
+@pytest.mark.parametrize("length", ["shorter", "equal", "longer"])
+def test_the_prefill_of_another_prompt_is_computed_and_p_is_told(apart: Apart, fresh: list[Prompt], length: str):
+    prompts = sorted(fresh, key=lambda prompt: len(prompt["ids"]))
+    asked = prompts[len(prompts) // 2]
+    other = {
+        "shorter": prompts[0],
+        "longer": prompts[-1],
+        "equal": asked | {"ids": [asked["ids"][0], asked["ids"][1] ^ 1, *asked["ids"][2:]]},
+    }[length]
+    answer = apart.decoded(asked, apart.parameters(other))
+    assert apart.is_right(asked, answer)
+    apart.freed()
+    assert apart.is_right_from_now_on(asked)
+
+
+def test_a_prefill_under_another_salt_is_computed(apart: Apart, fresh: list[Prompt]):
+    asked = fresh[4]
+    salted = apart.parameters(asked, salt="one")
+    assert apart.is_right(asked, apart.decoded(asked, salted, salt="two"))
+    same = apart.decoded(asked, apart.parameters(asked, salt="three"), salt="three")
+    assert apart.is_right(asked, same)
+    apart.freed()
+
+
+def test_a_prefill_is_taken_once(apart: Apart, fresh: list[Prompt]):
+    sent = apart.parameters(fresh[4])
+    assert apart.is_right(fresh[4], apart.decoded(fresh[4], sent))
+    apart.freed()
+    assert apart.p.call("overwrite")
+    again = apart.decoded(fresh[4], sent, salt="again")
+    assert apart.is_right(fresh[4], again) and apart.is_right_from_now_on(fresh[4])
+
+
+def lapsed(apart: Apart, prompt: Prompt) -> dict[str, Any]:
+    """Parameters of a prefill whose blocks have other owners by now."""
+    apart.p.call("lease", seconds=1)
+    sent = apart.parameters(prompt)
+    apart.p.call("lease", seconds=600)
+    apart.freed()
+    assert apart.p.call("overwrite")
+    return sent
+
+
+def test_a_prefill_that_is_no_longer_there_is_computed(apart: Apart, fresh: list[Prompt]):
+    asked = fresh[4]
+    answer = apart.decoded(asked, lapsed(apart, asked))
+    assert apart.is_right(asked, answer) and apart.is_right_from_now_on(asked)
+
+
+def test_a_client_that_leaves_in_between_frees_ps_blocks(apart: Apart, fresh: list[Prompt]):
+    sent = apart.parameters(fresh[4])
+    assert apart.p.call("requests") == 1
+    apart.d.call("abort_before_it_is_scheduled", prompt=fresh[4] | {"transfer": sent})
+    apart.freed()
+
+
+def test_without_the_checks_these_answers_are_wrong(apart: Apart, fresh: list[Prompt]):
+    asked, late = fresh[4], fresh[9]
+    other = asked | {"ids": [asked["ids"][0], *reversed(asked["ids"][1:-1]), asked["ids"][-1]]}
+    apart.d.call("plant", defect="content")
+    answer = apart.decoded(asked, apart.parameters(other))
+    apart.d.call("plant", defect="deadline")
+    gone = apart.decoded(late, lapsed(apart, late))
+    apart.d.call("plant", defect="")
+    assert not apart.is_right(asked, answer) and not apart.is_right(late, gone)
+    apart.freed()
+    assert apart.d.call("overwrite")  # its cache holds what was loaded
+
+
+def test_p_killed_in_between_costs_only_time(apart: Apart, fresh: list[Prompt]):
+    sent = apart.parameters(fresh[4])
+    apart.p.process.kill()
+    apart.p.process.wait()
+    assert apart.is_right(fresh[4], apart.decoded(fresh[4], sent))
+    assert apart.is_right(fresh[9], apart.decoded(fresh[9]))
