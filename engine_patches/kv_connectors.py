@@ -43,6 +43,9 @@ CONNECTORS: Mapping[str, Lane] = {
 
 LMCACHE_MP = "LMCacheMPConnector"
 
+# Ours, `engine_patches.disk`: it holds what it reads from, and writes only into blocks of waiting requests.
+OWN, OWN_MODULE = "SeamarkConnector", "engine_patches.disk.connector"
+
 MULTI = "MultiConnector"
 
 UNKNOWN = "is not known to leave alone the blocks that a pass writes states into"
@@ -178,6 +181,8 @@ def _connectors_in(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _lane_of(transfer: Mapping[str, Any], on_cpu: bool) -> tuple[Lane, str]:
     """The lane of one connector, and why it is not a better one."""
+    if transfer["kv_connector"] == OWN and transfer.get("kv_connector_module_path") == OWN_MODULE:
+        return Lane.INSIDE, ""
     # A module of one's own may hold a class of any name.
     known = None if transfer.get("kv_connector_module_path") else CONNECTORS.get(str(transfer["kv_connector"]))
     if known is Lane.NOT_SERVED and not (transfer["kv_connector"] == LMCACHE_MP and _lmcache_has_its_own()):

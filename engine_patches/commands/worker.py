@@ -1,6 +1,6 @@
 """`seamark worker MODEL --flag-of-vllm`: `vllm serve`, with the patches and the flags they need.
 
-The command becomes vLLM: the same process, the same exit status, and vLLM's own parser for all flags but four.
+The command becomes vLLM: the same process, the same exit status, and vLLM's own parser for all flags but seven.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.kv_connectors import Lane, decide_by
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 
@@ -121,6 +122,16 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         const="here",
         help="say what the model's states cost in memory, and start nothing; `gpu`: as on a GPU, on a machine without",
     )
+    parser.add_argument("--checkpoint-dir", metavar="DIR", help="directory that keeps states over restarts; none: none")
+    parser.add_argument(
+        "--checkpoint-bytes", metavar="N", type=int, default=DEFAULT_BYTES, help="of all files in it (%(default)s)"
+    )
+    parser.add_argument(
+        "--checkpoint-keep",
+        choices=(USED, ALL),
+        default=USED,
+        help="states to keep in it: those that a request came back to and pinned ones, or each as soon as it is there",
+    )
     given = list(argv)
     if any(argument.startswith("--help=") for argument in given):
         return CommandLine(None, given, {}, None)
@@ -137,6 +148,10 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     for name in ("host", "port"):
         if getattr(args, name) is not None:
             flags += [f"--{name}", getattr(args, name)]
+    if args.checkpoint_dir is not None:
+        if transfer_config(flags):
+            parser.error("--checkpoint-dir is a KV connector of its own: leave --kv-transfer-config away")
+        flags += transfer_flags(os.path.abspath(args.checkpoint_dir), args.checkpoint_bytes, args.checkpoint_keep)
     config: Mapping[str, Any] = {}
     if "--config" in flags[:-1]:  # `--config=FILE` is no spelling vLLM knows
         file = flags[flags.index("--config") + 1]

@@ -40,6 +40,15 @@ class Families:
             "seamark_pinned_blocks", "Cache blocks that pinned prompts hold", multiprocess_mode="max"
         )
         self.pins = Counter("seamark_pins_total", "Requests to pin a prompt, or to release it", ["fate"])
+        self.file_bytes = Counter(
+            "seamark_checkpoint_bytes_written_total", "Bytes of checkpoints written to the directory for them"
+        )
+        self.files_refused = Counter(
+            "seamark_checkpoint_files_refused_total", "Files of checkpoints not loaded, or not written", ["reason"]
+        )
+        self.loads_declined = Counter(
+            "seamark_loads_declined_total", "Requests that computed what the directory holds, since that is faster"
+        )
         self.ignored = Counter("seamark_hints_ignored_total", "Hint entries without effect", ["reason"])
         self.outcomes = Counter(
             "seamark_engine_requests_total", "Requests by why they did or did not resume from the cache", ["reason"]
@@ -125,11 +134,14 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
         metrics.pass_seconds.set(report.pop("pass_ns") / 1e9)
         metrics.token_seconds.set(report.pop("token_ns") / 1e9)
         metrics.pinned_blocks.set(report.pop("pinned_blocks"))
+        metrics.file_bytes.inc(report.pop("file_bytes"))
+        metrics.loads_declined.inc(report.pop("loads_declined"))
         labelled = {
             "written": metrics.written,
             "ignored": metrics.ignored,
             "outcome": metrics.outcomes,
             "follower": metrics.followers,
+            "refused_file": metrics.files_refused,
         }
         for name, count in report.items():
             group, _, label = name.partition("/")

@@ -84,7 +84,10 @@ def avoid_unwritten_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, request, *args, **kwargs)
-        return found if _avoids_unwritten_rows(self, request, *found[:2]) else (self.empty_kv_cache_blocks, 0, 0)
+        if not _avoids_unwritten_rows(self, request, *found[:2]):
+            found = self.empty_kv_cache_blocks, 0, 0
+        request.seamark_local_hit = found[1]  # vLLM tells connectors of whole blocks only
+        return found
 
     return get_computed_blocks
 

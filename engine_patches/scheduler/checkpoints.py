@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
@@ -25,7 +25,7 @@ from engine_patches.scheduler.hints import (
     CheckpointTarget,
     checkpoint_targets,
 )
-from engine_patches.scheduler.pins import NOT_CACHED, Pins
+from engine_patches.scheduler.pins import NOT_CACHED, PINNED, Pins
 from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
@@ -42,6 +42,16 @@ HEADLESS = b"headless "
 
 # Tokens that two prompts have to share before the engine by itself keeps a state where they part.
 MIN_SHARED = 128
+
+
+class StateStore(Protocol):
+    """What keeps states beyond the cache."""
+
+    def offer(self, request: Any, position: int, used: bool = True) -> None:
+        """The request's state at `position` (tokens) is cached; `used`: a request resumed from it, or it is pinned."""
+
+    def forget_offers(self) -> None:
+        """Hold no block any more that was offered and is not being copied."""
 
 
 @dataclass
@@ -65,6 +75,7 @@ class Checkpoints:
     retention: Retention | None = None  # None if vLLM keeps the states
     state_events: StateEvents | None = None  # None without states
     pins: Pins | None = None  # None without states
+    store: StateStore | None = None  # None without a directory for checkpoints
     pinning: set[str] = field(default_factory=set)  # requests that pin their prompts, or release them
     unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
     give_back: Callable[[list[Any]], None] | None = None  # frees blocks of states; None: the pool does, at once
@@ -288,11 +299,15 @@ class Checkpoints:
         if not state.pin:
             return pins.release(prompt)
         wanted = state.positions or [target.position for target in self.targets(request)]
-        found = (position for position in wanted if events.is_found(request, position))
-        return pins.pin(prompt, [key for position in found for key in events.keys_of(request, position)])
+        found = [position for position in wanted if events.is_found(request, position)]
+        fate = pins.pin(prompt, [key for position in found for key in events.keys_of(request, position)])
+        if fate == PINNED and self.store is not None:
+            for position in found:
+                self.store.offer(request, position)
+        return fate
 
-    def admitted(self, request: Any, hit_tokens: int) -> None:
-        """A request starts with `hit_tokens` from the cache, 0 for none."""
+    def admitted(self, request: Any, hit_tokens: int, loaded: int = 0) -> None:
+        """A request starts with `hit_tokens`, 0 for none; the last `loaded` of them do not come from the cache."""
         state = self.state_of(request)
         state.resumed_at = max(hit_tokens, state.loaded)
         if state.loaded > hit_tokens:  # another worker has spared it the rest, and counts what that spared
@@ -308,7 +323,9 @@ class Checkpoints:
         self._learn_junction(request, state, reason, was_expected=was_expected)
         if not hit_tokens:
             return
-        self.counters.resumed(key, hit_tokens, self.step_time.seconds(hit_tokens))
+        self.counters.resumed(key, hit_tokens, self.step_time.seconds(hit_tokens), bool(loaded))
+        if self.store is not None and not loaded:
+            self.store.offer(request, hit_tokens)
         if self.retention is not None:
             self.retention.resumed(key, shared=was_expected)
             passed = (position for position in state.positions if position < hit_tokens)
@@ -331,6 +348,8 @@ class Checkpoints:
     def before_reset(self, pool: Any) -> None:
         """The cache is going to be emptied."""
         self.release(pool)
+        if self.store is not None:
+            self.store.forget_offers()
         if self.retention is not None:
             self.retention.clear()
         if self.gate is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +38,9 @@ class Counts:
     pinned: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))  # requests, and fates
     requests: deque[AdmittedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
+    files_refused: Counter[str] = field(default_factory=Counter)  # files of states by reason
+    file_bytes: int = 0  # of states, written to disk
+    loads_declined: int = 0  # requests that computed what a disk holds, since that takes less time
     hits: int = 0  # requests that resumed from a state
     hit_tokens: int = 0
     saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
@@ -45,7 +49,8 @@ class Counts:
     @property
     def empty(self) -> bool:
         """Whether nothing has happened."""
-        return not (self.written or self.ignored or self.outcomes or self.followers or self.pinned)
+        counted = (self.written, self.ignored, self.outcomes, self.followers, self.pinned, self.files_refused)
+        return not (any(counted) or self.file_bytes or self.loads_declined)
 
 
 class Counters:
@@ -78,12 +83,21 @@ class Counters:
         """What became of a request's wish to pin its prompt, or to release it: one of those in `pins`."""
         self.counts.pinned.append((request_id, fate))
 
-    def resumed(self, key: bytes, hit_tokens: int, saved_seconds: float) -> None:
-        """A request resumes at `hit_tokens`; it is a hit on a state if that was registered under `key`."""
+    def resumed(self, key: bytes, hit_tokens: int, saved_seconds: float, loaded: bool = False) -> None:
+        """A request resumes at `hit_tokens`; it is a hit on a state if that was registered under `key`, or loaded."""
         self.counts.saved_seconds += saved_seconds
-        if key in self._keys:
+        if loaded or key in self._keys:
             self.counts.hits += 1
             self.counts.hit_tokens += hit_tokens
+
+    def disk_used(self, refused: Mapping[str, int], num_bytes: int) -> None:
+        """Files of states were refused, by one of `files.REASONS`, and so many bytes were written."""
+        self.counts.files_refused.update(refused)
+        self.counts.file_bytes += num_bytes
+
+    def load_declined(self) -> None:
+        """A request computes what a disk holds: loading it would take longer."""
+        self.counts.loads_declined += 1
 
     def follower_not_held(self) -> None:
         """A request runs along with one that computes the same prefix, since waiting would not pay."""

@@ -50,6 +50,9 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             transfers.introduce(self, checkpoints)
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
+        introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
+        if introduce is not None and checkpoints.enabled:
+            introduce(checkpoints, self.kv_cache_manager.block_pool)
         for manager in recurrent if checkpoints.enabled else ():
             if checkpoints.writes_in_forward:  # vLLM's own export would write into blocks that we hide
                 manager.has_prefill_checkpoint_blocks = False
@@ -183,7 +186,8 @@ def count_hits(original: Callable[..., None]) -> Callable[..., None]:
         original(self, request, num_hits)
         checkpoints = getattr(self, "seamark", None)
         if checkpoints is not None and checkpoints.enabled:
-            checkpoints.admitted(request, num_hits)
+            loaded = getattr(request, "seamark_loaded", 0)
+            checkpoints.admitted(request, num_hits + loaded, loaded)
 
     return record_prefix_cache_stats
 

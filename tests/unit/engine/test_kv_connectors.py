@@ -23,6 +23,8 @@ def configured(name: str, **more: Any) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra, **more}
 
 
+OWN = configured("SeamarkConnector", kv_connector_module_path="engine_patches.disk.connector")
+
 PULL, PUSH = configured("NixlConnector"), configured("NixlPushConnector")
 
 
@@ -31,9 +33,9 @@ def multi(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "admitted", [{}, {"kv_connector": None}, PULL, configured("NixlPullConnector"), multi(PULL), multi(PULL, PULL)]
+    "admitted", [{}, {"kv_connector": None}, PULL, configured("NixlPullConnector"), multi(PULL), multi(PULL, PULL), OWN]
 )
-def test_without_a_connector_and_with_nixl_that_pulls_states_are_written_inside_a_pass(admitted):
+def test_without_a_connector_with_ours_and_with_nixl_that_pulls_states_are_written_inside_a_pass(admitted):
     assert decide_by(admitted)._replace(names=()) == Decision(Lane.INSIDE)
 
 
@@ -198,3 +200,18 @@ def test_the_command_ends_before_vllm_is_started(monkeypatch, capsys, tmp_path):
         assert worker.main([str(tmp_path), "--kv-transfer-config", json.dumps(LMCACHE), *line]) == 1
         (said,) = capsys.readouterr().err.splitlines()
         assert said.startswith("seamark worker: LMCacheConnectorV1 knows caches of one kind only, and vLLM cannot")
+
+
+def test_a_directory_for_checkpoints_is_our_connector_and_leaves_no_room_for_another(capsys):
+    _, flags, config, _ = worker.read_command_line(["tiny", "--checkpoint-dir", "states", "--checkpoint-bytes", "7"])
+    transfer = transfer_config(flags, config)
+    assert decide_by(transfer) == Decision(Lane.INSIDE, ("SeamarkConnector",))
+    (tier,) = transfer["kv_connector_extra_config"]["secondary_tiers"]
+    assert tier["root_dir"] == str(Path("states").absolute()) and tier["max_bytes"] == 7
+    with pytest.raises(SystemExit):
+        worker.read_command_line(["tiny", "--checkpoint-dir", "states", "--kv-transfer-config", json.dumps(PULL)])
+    assert "leave --kv-transfer-config away" in capsys.readouterr().err
+
+
+def test_a_connector_that_has_ours_name_alone_is_any_other():
+    assert decide_by(configured("SeamarkConnector")).lane is Lane.CHUNK_ENDS

@@ -1,0 +1,280 @@
+"""Our KV connector: vLLM's offloading, with states at any match unit stored when that pays, and found deepest first.
+
+vLLM's own looks only behind the deepest whole block, takes what it has already at once, and stores every prompt's end.
+Here a state is stored when a request has come back to it, so that its use is shown, or when it is pinned; and a load
+has to save more time than it takes. Blocks that are being stored are held like a request's until they are copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    TransferJobStatus,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from engine_patches.disk.flags import ALL, USED
+from engine_patches.disk.identity import identity_of
+from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
+from engine_patches.disk.tier import CheckedFiles
+from engine_patches.scheduler.cache_keys import key_at
+from engine_patches.scheduler.checkpoints import Checkpoints
+
+# A request does not wait longer than this for a load to come: it is computed then. Seconds.
+PATIENCE = 5.0
+
+_GROUP = slice(-4, None)  # of a key: its cache group
+
+
+class SeamarkConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """One for each scheduler, and one for each of its workers."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra.setdefault("staging_rows", _staging_rows(vllm_config, kv_cache_config))
+        self.connector_scheduler: StateScheduler | None = None
+        self.connector_worker = None
+        if role == KVConnectorRole.SCHEDULER:
+            for tier in extra["secondary_tiers"]:
+                tier["identity"] = identity_of(vllm_config, kv_cache_config).hex()
+        config = build_offloading_config(vllm_config, kv_cache_config)
+        self._canonical_layout = config.canonical_layout
+        spec = OffloadingSpecFactory.create_spec(config)
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = StateScheduler(spec, vllm_config, kv_cache_config)
+        elif role == KVConnectorRole.WORKER:
+            self.connector_worker = OffloadingConnectorWorker(spec, vllm_config, kv_cache_config)
+
+    def seamark_introduce(self, checkpoints: Checkpoints, pool: Any) -> None:
+        """Let connector and checkpoints of a scheduler know each other."""
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.introduce(checkpoints, pool)
+
+
+def _staging_rows(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Rows of host memory: what the longest prompt takes, twice, so that one loads while another is stored."""
+    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    longest = -(-vllm_config.model_config.max_model_len // min(block_sizes))
+    return int(2 * longest + 4 * len(block_sizes))
+
+
+class _Offer(NamedTuple):
+    """Blocks that are held until they are stored."""
+
+    request_id: str
+    blocks: dict[bytes, Any]  # vLLM's KVCacheBlock by key, in the order of their cache groups
+
+
+class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
+    """The scheduler's half. Lengths in tokens."""
+
+    manager: Any
+
+    def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._tier: CheckedFiles = self.manager.secondary_tiers[0]
+        self._keep_all = spec.extra_config.get("keep", USED) == ALL
+        self._groups = {config.group_idx: config for config in self.config.kv_group_configs}
+        self._checkpoints: Checkpoints | None = None
+        self._pool: Any = None
+        self._offers: list[_Offer] = []
+        self._stored_from: dict[int, list[Any]] = {}  # blocks held, by job
+        self._promised: dict[str, tuple[int, float]] = {}  # request -> position waited for, since when
+
+    def introduce(self, checkpoints: Checkpoints, pool: Any) -> None:
+        """From now on states are stored and found. Without this call the connector does nothing."""
+        events = checkpoints.state_events
+        known = {*checkpoints.recurrent_groups, *(each.kv_cache_group_id for each in checkpoints.attention_managers)}
+        if events is None or not checkpoints.writes_in_forward or known != self._groups.keys():
+            return
+        self._checkpoints, self._pool = checkpoints, pool
+        checkpoints.store = self
+
+    # What `Checkpoints` says.
+
+    def offer(self, request: Any, position: int, used: bool = True) -> None:
+        """The request's state at `position` is in the cache; `used`: a request came back to it, or it is pinned."""
+        checkpoints = self._checkpoints
+        if checkpoints is None or checkpoints.state_events is None or not (used or self._keep_all):
+            return
+        if not _is_plain(request) or self._tier.holds(self._state_key(request, position)):
+            return
+        cached = self._pool.cached_block_hash_to_block
+        keys = sorted(checkpoints.state_events.keys_of(request, position), key=lambda key: key[_GROUP])
+        found = {key: cached.get_one_block(key) for key in keys if not self._tier.holds(key)}
+        if found and all(block is not None for block in found.values()):
+            self._pool.touch(list(found.values()))
+            self._offers.append(_Offer(request.request_id, found))
+
+    def forget_offers(self) -> None:
+        """The cache is going to be emptied, which vLLM does only if nobody holds a block."""
+        for offer in self._offers:
+            self._pool.free_blocks(list(offer.blocks.values()))
+        self._offers.clear()
+
+    # What vLLM says.
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """vLLM's: how much more than `num_computed_tokens` can be loaded; None: to be asked again."""
+        request.seamark_loaded = 0
+        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens, max_num_new_tokens
+        )
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM's: a request has blocks, and so many tokens are going to be loaded into them."""
+        self._promised.pop(request.request_id, None)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        request.seamark_loaded = num_external_tokens
+
+    def request_finished(self, request: Any) -> Any:
+        """vLLM's: a request ends."""
+        self._promised.pop(request.request_id, None)
+        return super().request_finished(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """vLLM's: a step is planned."""
+        if self._checkpoints is not None:
+            refused, num_bytes = self._tier.take_counts()
+            self._checkpoints.counters.disk_used(refused, num_bytes)
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """vLLM's: some jobs are done."""
+        super().update_connector_output(connector_output)
+        for job in [job for job in self._stored_from if job not in self._jobs]:
+            self._pool.free_blocks(reversed(self._stored_from.pop(job)))
+
+    def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
+        """vLLM would store each full block of each request."""
+        return {}
+
+    def _build_partial_tail_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
+        """vLLM would store each prompt's end; these are the states that were offered, one job for each."""
+        jobs: dict[int, Any] = {}
+        offers, self._offers = self._offers, []
+        for offer in offers:
+            made = self._store_job(offer)
+            if made is None:
+                self._pool.free_blocks(reversed(list(offer.blocks.values())))
+            else:
+                job, transfer = made
+                jobs[job] = transfer
+                self._stored_from[job] = list(offer.blocks.values())
+        return jobs
+
+    def _store_job(self, offer: _Offer) -> tuple[int, Any] | None:
+        status = self._req_status.get(offer.request_id)
+        if status is None or status.finished_signaled:
+            return None
+        rows = self.manager.prepare_store(list(offer.blocks), status.req_context)
+        if rows is None or not rows.keys_to_store:  # no row is free, or others are storing it
+            return None
+        keys = list(rows.keys_to_store)
+        groups = [int.from_bytes(key[_GROUP], "big") for key in keys]
+        job = self._generate_job_id()
+        status.transfer_jobs.add(job)
+        self._jobs[job] = TransferJobStatus(
+            req_id=offer.request_id, pending_count=self.config.num_workers, keys=set(keys), is_store=True
+        )
+        source = GPULoadStoreSpec(
+            [offer.blocks[key].block_id for key in keys],
+            group_sizes=[groups.count(group) for group in self._groups],
+            block_indices=[0] * len(self._groups),
+        )
+        return job, TransferJob(req_id=offer.request_id, src_spec=source, dst_spec=rows.store_spec)
+
+    def _lookup(self, req_status: Any, max_num_new_tokens: int | None = None) -> int | None:
+        """Tokens past the local hit's last whole block that can be loaded; None while they come from the disk."""
+        request = req_status.req
+        req_status.partial_tail_boundary = None
+        if self._checkpoints is None or not _is_plain(request):
+            return 0
+        local = req_status.num_locally_computed_tokens
+        hit = max(local, getattr(request, "seamark_local_hit", 0))
+        position, since = self._promised.pop(request.request_id, (0, time.monotonic()))
+        if time.monotonic() - since > PATIENCE:
+            return 0
+        end = request.num_prompt_tokens - 1
+        if max_num_new_tokens is not None:
+            end = min(end, local + max_num_new_tokens)
+        for candidate in [position] if position > hit else self._found(request, local, hit, end):
+            keys = list(self._keys(request, local, candidate))
+            if not position and not self._pays(request, keys, candidate - hit):
+                return 0
+            results = {self.manager.lookup(key, req_status.req_context) for key in keys}
+            if LookupResult.MISS in results:  # a file was refused, or no row is free
+                return 0 if not position else self._lookup(req_status, max_num_new_tokens)
+            if results != {LookupResult.HIT}:
+                self._promised[request.request_id] = candidate, since
+                return None
+            if candidate % self._block_size:
+                req_status.partial_tail_boundary = candidate
+            return int(candidate - local)
+        return 0
+
+    @property
+    def _block_size(self) -> int:
+        size: int = self.config.kv_group_configs[0].tokens_per_block
+        return size
+
+    def _found(self, request: Any, local: int, hit: int, end: int) -> Iterator[int]:
+        """Positions past the local hit whose states are held, with all that leads to them, the deepest first."""
+        unit = self.config.tokens_per_hash
+        for position in range(min(end // unit, len(request.block_hashes)) * unit, hit, -unit):
+            if self._is_held(self._state_key(request, position)) and all(
+                map(self._is_held, self._keys(request, local, position))
+            ):
+                yield position
+
+    def _keys(self, request: Any, local: int, position: int) -> Iterator[Any]:
+        """Keys that have to be loaded for a request to go on at `position`, where blocks up to `local` are there."""
+        unit = self.config.tokens_per_hash
+        recurrent = set(self._checkpoints.recurrent_groups) if self._checkpoints is not None else set()
+        for group, config in self._groups.items():
+            if group not in recurrent:
+                size = config.tokens_per_block
+                for edge in range(local + size, position + 1, size):
+                    yield key_at(request, edge, unit, group)
+            if group in recurrent or position % config.tokens_per_block:
+                yield key_at(request, position, unit, group)
+
+    def _state_key(self, request: Any, position: int) -> bytes:
+        assert self._checkpoints is not None  # noqa: S101  # for the type checker
+        return key_at(request, position, self.config.tokens_per_hash, self._checkpoints.recurrent_group)
+
+    def _is_held(self, key: bytes) -> bool:
+        return self._tier.holds(key) or self.manager.primary_tier._policy.get(key) is not None
+
+    def _pays(self, request: Any, keys: list[Any], gained: int) -> bool:
+        """Whether a load saves more time than it takes; counted once for each request if it does not."""
+        assert self._checkpoints is not None  # noqa: S101  # for the type checker
+        on_disk = sum(self.manager.primary_tier._policy.get(key) is None for key in keys)
+        step_time = self._checkpoints.step_time
+        saved = step_time.seconds(gained) if step_time.known else gained * ASSUMED_TOKEN_SECONDS
+        if self._tier.cost.pays(on_disk * self._tier.block_size_bytes, saved):
+            return True
+        if not getattr(request, "seamark_declined", False):
+            request.seamark_declined = True
+            self._checkpoints.counters.load_declined()
+        return False
+
+
+def _is_plain(request: Any) -> bool:
+    """Whether a request's keys say all that its states depend on: of an adapter they say the name alone."""
+    return request.lora_request is None and getattr(request, "prompt_embeds", None) is None

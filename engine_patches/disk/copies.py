@@ -1,0 +1,111 @@
+"""vLLM's host memory between cache and disk: as it is on a GPU, and with plain copies on a CPU, which it leaves out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+_PAGE = SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
+
+
+class PlainCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """Copies blocks of a cache in host memory to rows of host memory and back, each before its call returns."""
+
+    def __init__(self, kv_caches: Any, region: Any) -> None:
+        self._region = region
+        self._cache = [each.tensor for each in kv_caches.tensors]
+        self._rows = [region.create_next_worker_view(each.page_size_bytes) for each in kv_caches.tensors]
+        self._parts = kv_caches.group_data_refs  # by cache group: the tensors that hold its layers
+        self._done: list[Any] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """vLLM's: copy blocks of the cache to rows."""
+
+        def copy(tensor: int, block: int, row: int, size: int) -> None:
+            self._rows[tensor][row, :size] = self._cache[tensor][block, :size]
+
+        return self._run(job_id, src_spec, dst_spec, copy)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """vLLM's: copy rows to blocks of the cache."""
+
+        def copy(tensor: int, block: int, row: int, size: int) -> None:
+            self._cache[tensor][block, :size] = self._rows[tensor][row, :size]
+
+        return self._run(job_id, dst_spec, src_spec, copy)
+
+    def get_finished(self) -> list[Any]:
+        """vLLM's: the jobs that have ended since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """vLLM's: nothing is ever under way."""
+
+    def shutdown(self) -> None:
+        """vLLM's: let go of the memory."""
+        self._cache, self._rows = [], []
+        self._region.cleanup()
+
+    def _run(self, job_id: int, blocks: Any, rows: Any, copy: Callable[[int, int, int, int], None]) -> bool:
+        began = time.perf_counter()
+        num_bytes = 0
+        for tensor, block, row, size in self._pieces(blocks, rows):
+            copy(tensor, block, row, size)
+            num_bytes += size
+        self._done.append(TransferResult(job_id, True, num_bytes, time.perf_counter() - began))
+        return True
+
+    def _pieces(self, blocks: Any, rows: Any) -> Iterator[tuple[int, int, int, int]]:
+        pairs = list(zip(blocks.block_ids.tolist(), rows.chunk_ids.tolist(), strict=True))
+        start = 0
+        for parts, size in zip(self._parts, blocks.group_sizes, strict=True):
+            for block, row in pairs[start : start + size]:
+                for part in parts:
+                    yield part.tensor_idx, block, row, part.page_size_bytes
+            start += size
+
+
+class CheckpointSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """Rows of host memory, as many as `staging_rows` says, between the cache and a directory."""
+
+    def __init__(self, config: Any) -> None:
+        # vLLM takes bytes, and makes of them rows of one block of every worker.
+        row = -(-config.worker_kv_bytes_per_block * config.parallel.world_size // _PAGE) * _PAGE
+        config.extra_config["cpu_bytes_to_use"] = config.extra_config["staging_rows"] * row
+        super().__init__(config)
+        self._copies: PlainCopies | None = None
+
+    def get_manager(self) -> Any:
+        """vLLM's: the manager of the tiers, in the scheduler's process."""
+        manager = super().get_manager()
+        region = self._scheduler_mmap
+        # All workers have mapped the file when the scheduler begins. Without a name it goes with the last of them,
+        # however that ends; vLLM's own removal does not survive SIGKILL.
+        if region is not None and not region._creator:
+            with suppress(FileNotFoundError):
+                Path(region.mmap_path).unlink()
+        return manager
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """vLLM's: what copies, in a worker's process."""
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        if self._copies is None:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._copies = PlainCopies(kv_caches, region)
+        return self._copies

@@ -1,0 +1,52 @@
+"""What a load from disk takes, learnt from loads: a fixed part, and seconds for each byte. Times in seconds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+# Loads remembered: enough for a median, few enough to follow a disk that others keep busy.
+WINDOW = 32
+
+# Until a load was measured: a disk that reads 1 GB/s.
+ASSUMED_FIXED, ASSUMED_BYTE_SECONDS = 0.005, 1e-9
+
+# Until the engine knows its own: what a prompt token takes on a fast GPU, so that a slow disk is not waited for.
+ASSUMED_TOKEN_SECONDS = 1e-4
+
+
+class LoadCost:
+    """Learns from finished loads."""
+
+    def __init__(self) -> None:
+        self._loads: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+
+    def load_took(self, num_bytes: int, seconds: float) -> None:
+        """A load of `num_bytes` was done after `seconds`, waiting included."""
+        if num_bytes > 0 and seconds > 0:
+            self._loads.append((num_bytes, seconds))
+
+    def seconds(self, num_bytes: int) -> float:
+        """What a load of so many bytes is going to take; 0 for none."""
+        if not num_bytes:
+            return 0.0
+        fixed, per_byte = self._learnt()
+        return fixed + per_byte * num_bytes
+
+    def pays(self, num_bytes: int, prefill_seconds: float) -> bool:
+        """Whether loading so many bytes takes less time than the prefill that it saves."""
+        return self.seconds(num_bytes) < prefill_seconds
+
+    def _learnt(self) -> tuple[float, float]:
+        if not self._loads:
+            return ASSUMED_FIXED, ASSUMED_BYTE_SECONDS
+        # The slope between small and large loads; where all are of one size, the fixed part cannot be told apart.
+        loads = sorted(self._loads)
+        half = len(loads) // 2
+        small, large = loads[: half or 1], loads[half:]
+        small_bytes, large_bytes = (statistics.median(size for size, _ in each) for each in (small, large))
+        small_time, large_time = (statistics.median(time for _, time in each) for each in (small, large))
+        if large_bytes < 2 * small_bytes:
+            return 0.0, statistics.median(time / size for size, time in loads)
+        per_byte = max(large_time - small_time, 0.0) / (large_bytes - small_bytes)
+        return max(small_time - per_byte * small_bytes, 0.0), per_byte

@@ -1,0 +1,226 @@
+"""vLLM's seam for a tier behind its host memory, with `StateFiles` in it: what is there is known without asking a disk.
+
+All methods run on the scheduler's thread and only hand work over; its results come with `get_finished_jobs`. Nothing
+that a disk does may reach the engine as an error: what cannot be read is a miss, what cannot be written is not there.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from engine_patches.disk.files import NOT_WRITTEN, UNREADABLE, RefusedFile, StateFiles
+from engine_patches.disk.load_cost import LoadCost
+
+READERS = 4  # threads
+
+# Seconds between two looks at what other workers have written, and at how fast the disk is.
+REFRESH_SECONDS = 30.0
+
+# Files read before the first request, so that no request has to find out that the disk is slow.
+PROBES = 3
+
+logger = logging.getLogger("vllm.seamark")
+
+
+class _Done(NamedTuple):
+    """A finished task, as it comes back from its thread."""
+
+    result: JobResult | None = None
+    stored: Iterable[bytes] = ()
+    gone: Iterable[bytes] = ()
+    known: dict[bytes, None] | None = None  # all keys on disk; None: not looked
+    reasons: Iterable[str] = ()  # of files that were refused
+    written: int = 0  # bytes
+    loads: tuple[tuple[int, float], ...] = ()  # bytes, seconds
+    error: str = ""
+
+
+class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """A directory of checked files behind vLLM's rows in host memory."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        root_dir: str,
+        identity: str,
+        max_bytes: int,
+        backpressure_detector: Any = None,
+    ) -> None:
+        """`identity`: hex of `identity.identity_of`; `max_bytes`: of all files in `root_dir`."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.cost = LoadCost()
+        self.refused: Counter[str] = Counter()  # files by reason, until `take_counts`
+        self.bytes_written = 0  # until `take_counts`
+        self._files = StateFiles(Path(root_dir), bytes.fromhex(identity), self.block_size_bytes, max_bytes)
+        self._rows = primary_kv_view.cast("B")
+        self._index: dict[bytes, None] = {}
+        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(READERS, "seamark-disk-read")
+        # One: writers wait for the directory's lock anyway, and what it reports comes in the order it happened in.
+        self._writer = ThreadPoolExecutor(1, "seamark-disk-write")
+        self._running: set[Future[None]] = set()
+        self._warned: set[str] = set()
+        self._next_refresh = time.monotonic() + REFRESH_SECONDS
+        self._apply(self._try(self._prepare))
+        if self._index:
+            self._submit(self._readers, self._probe)
+        logger.info("seamark: %d blocks of states in %s", len(self._index), root_dir)
+
+    def holds(self, key: bytes) -> bool:
+        """Whether there is a file for a key, as far as this process knows."""
+        return key in self._index
+
+    def take_counts(self) -> tuple[Counter[str], int]:
+        """Files refused by reason, and bytes written, since the last call."""
+        counts = self.refused, self.bytes_written
+        self.refused, self.bytes_written = Counter(), 0
+        return counts
+
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        """vLLM's: whether a key can be loaded."""
+        return LookupResult.HIT if key in self._index else LookupResult.MISS
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """vLLM's: nothing is wanted of whole requests."""
+        return RequestOffloadingContext()
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """vLLM's: write rows of host memory to disk."""
+        rows = {bytes(key): self._row(int(chunk)) for key, chunk in self._pairs(job_metadata)}
+        self._submit(self._writer, lambda: self._store(job_metadata.job_id, rows))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """vLLM's: fill rows of host memory from disk."""
+        rows = {bytes(key): self._row(int(chunk)) for key, chunk in self._pairs(job_metadata)}
+        began = time.monotonic()
+        self._submit(self._readers, lambda: self._load(job_metadata.job_id, rows, began))
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """vLLM's: the jobs that have ended since the last call."""
+        if time.monotonic() >= self._next_refresh:
+            self._next_refresh = time.monotonic() + REFRESH_SECONDS
+            self._submit(self._writer, self._refresh)
+            self._submit(self._readers, self._probe)
+        results = []
+        with suppress(queue.Empty):
+            while True:
+                done = self._done.get_nowait()
+                self._apply(done)
+                if done.result is not None:
+                    results.append(done.result)
+        return results
+
+    def drain_jobs(self) -> None:
+        """vLLM's: return when no job runs any more."""
+        wait(self._running)
+
+    def shutdown(self) -> None:
+        """vLLM's: end the threads, which may still have something to write."""
+        for pool in (self._writer, self._readers):
+            pool.shutdown(wait=True)
+
+    @staticmethod
+    def _pairs(job: Any) -> Iterator[tuple[Any, Any]]:
+        return zip(job.keys, job.chunk_ids, strict=True)
+
+    def _row(self, chunk: int) -> memoryview:
+        return self._rows[chunk * self.block_size_bytes : (chunk + 1) * self.block_size_bytes]
+
+    def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], _Done]) -> None:
+        future = pool.submit(lambda: self._done.put(self._try(task)))
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+
+    @staticmethod
+    def _try(task: Callable[[], _Done]) -> _Done:
+        try:
+            return task()
+        except OSError as error:
+            return _Done(reasons=[UNREADABLE], error=f"cannot be read: {error}")
+
+    def _apply(self, done: _Done) -> None:
+        if done.known is not None:
+            self._index = done.known
+        for key in done.gone:
+            self._index.pop(key, None)
+        self._index.update((key, None) for key in done.stored)
+        self.refused.update(done.reasons)
+        self.bytes_written += done.written
+        for num_bytes, seconds in done.loads:
+            self.cost.load_took(num_bytes, seconds)
+        kind = done.error.partition(":")[0]
+        if kind and kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("seamark: the checkpoint directory %s; serving goes on without it", done.error)
+
+    def _prepare(self) -> _Done:
+        self._files.prepare()
+        return _Done(known=self._files.keys())
+
+    def _refresh(self) -> _Done:
+        return _Done(known=self._files.keys())
+
+    def _probe(self) -> _Done:
+        """Read the files used last, into nothing: how long does that take?"""
+        loads: list[tuple[int, float]] = []
+        row = bytearray(self.block_size_bytes)
+        reasons, gone = [], []
+        for key in list(self._files.keys())[-PROBES:]:
+            began = time.monotonic()
+            try:
+                self._files.read(key, memoryview(row))
+            except FileNotFoundError:
+                continue
+            except RefusedFile as refused:
+                reasons.append(refused.reason)
+                gone.append(key)
+            else:
+                loads.append((len(row), time.monotonic() - began))
+        return _Done(gone=gone, reasons=reasons, loads=tuple(loads))
+
+    def _store(self, job_id: int, rows: dict[bytes, memoryview]) -> _Done:
+        try:
+            written = self._files.write(rows)
+        except OSError as error:
+            failed = JobResult(job_id=job_id, success=False)
+            return _Done(failed, reasons=[NOT_WRITTEN], error=f"cannot be written to: {error}")
+        done = JobResult(job_id=job_id, success=True, transfer_bytes=written.num_bytes)
+        return _Done(done, written.stored, written.evicted, written=written.num_bytes)
+
+    def _load(self, job_id: int, rows: dict[bytes, memoryview], began: float) -> _Done:
+        loaded, gone, reasons = [], [], []
+        for key, row in rows.items():
+            try:
+                self._files.read(key, row)
+            except FileNotFoundError:  # another worker needed the room
+                gone.append(key)
+            except RefusedFile as refused:
+                gone.append(key)
+                reasons.append(refused.reason)
+            else:
+                loaded.append(key)
+        num_bytes, seconds = len(loaded) * self.block_size_bytes, time.monotonic() - began
+        done = JobResult(
+            job_id=job_id,
+            success=not gone,
+            successful_keys=tuple(loaded) or None,
+            transfer_time=seconds,
+            transfer_bytes=num_bytes,
+        )
+        loads = ((num_bytes, seconds),) if loaded else ()
+        return _Done(done, gone=gone, reasons=reasons, loads=loads)

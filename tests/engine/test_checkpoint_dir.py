@@ -1,0 +1,173 @@
+"""`seamark worker --checkpoint-dir`: engines that are killed go on from what they stored, and from nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from proxy.bench.harness.client import Answer, complete, open_client
+from proxy.bench.harness.exact import FLOAT32, compare
+from proxy.bench.harness.planted import plugin_environment
+from proxy.bench.harness.servers import Server, Servers
+
+UNIT = 16
+
+DRAW = random.Random(5)
+
+
+def tokens(count: int) -> list[int]:
+    return [DRAW.randrange(20, 400) for _ in range(count)]
+
+
+class Turn(NamedTuple):
+    """A prompt, and where its states are wanted."""
+
+    prompt: list[int]
+    ends: tuple[int, ...]
+
+
+HEADS = [tokens(count) for count in (150, 417, 800)]
+
+FIRST = [
+    Turn(head + tail, (len(head), len(head) + len(tail) - 3))
+    for head, tail in ((HEADS[number % 3], tokens(100 + 45 * number)) for number in range(12))
+]
+
+SECOND = [
+    Turn(first.prompt + more, (first.ends[-1], len(first.prompt) + 60)) for first in FIRST for more in [tokens(70)]
+]
+
+
+class Round(NamedTuple):
+    """What a round of prompts came to."""
+
+    answers: list[Answer]
+    hits: int  # tokens
+
+
+def tell(server: Server) -> dict[str, float]:
+    """Sums of the worker's own counters by name, their labels left out."""
+    sums: dict[str, float] = {}
+    for line in httpx.get(server.url + "/metrics", timeout=30).text.splitlines():
+        if found := re.match(r"(seamark_\w+)(?:\{[^}]*\})? (\S+)$", line):
+            sums[found[1]] = sums.get(found[1], 0.0) + float(found[2])
+    return sums
+
+
+async def ask(server: Server, turns: Sequence[Turn]) -> Round:
+    answers = []
+    async with open_client(240) as client:
+        for turn in turns:
+            hint = {"seamark_boundaries": [end // UNIT * UNIT for end in turn.ends]}
+            answers.append(await complete(client, server.url, turn.prompt, vllm_xargs=hint))
+    return Round(answers, sum(answer.cached_tokens or 0 for answer in answers))
+
+
+def differing(found: Round, wanted: Round) -> int:
+    pairs = zip(found.answers, wanted.answers, strict=True)
+    return sum(not FLOAT32.accepts(compare(answer, right)) for answer, right in pairs)
+
+
+def kill(server: Server) -> None:
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with Servers(tmp_path_factory.mktemp("checkpoint-dir")) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def right(fleet: Servers, model: Path) -> tuple[Round, Round]:
+    """Answers of an engine that caches nothing."""
+    server = fleet.engine("uncached", model, "reference", ("--no-enable-prefix-caching",))
+    server.wait_until_ready()
+    rounds = asyncio.run(ask(server, FIRST)), asyncio.run(ask(server, SECOND))
+    server.stop()
+    return rounds
+
+
+def start(fleet: Servers, model: Path, name: str, folder: Path | None, *flags: str, **environment: str) -> Server:
+    directory = ("--checkpoint-dir", str(folder)) if folder is not None else ()
+    server = fleet.engine(name, model, flags=(*directory, *flags), environment=environment)
+    server.wait_until_ready()
+    return server
+
+
+def flip_all(folder: Path) -> int:
+    paths = sorted(folder.rglob("*.state"))
+    for path in paths:
+        content = bytearray(path.read_bytes())
+        content[DRAW.randrange(len(content))] ^= 1 << DRAW.randrange(8)
+        path.write_bytes(content)
+    return len(paths)
+
+
+async def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_damaged(fleet, model, right, tmp_path):
+    alive = start(fleet, model, "alive", None)
+    await ask(alive, FIRST)
+    undisturbed = await ask(alive, SECOND)
+    alive.stop()
+    keep = ("--checkpoint-keep", "all")
+    first = start(fleet, model, "first", tmp_path, *keep)
+    assert differing(await ask(first, FIRST), right[0]) == 0
+    kill(first)
+
+    second = start(fleet, model, "second", tmp_path, *keep)
+    after = await ask(second, SECOND)
+    told = tell(second)
+    kill(second)
+    assert differing(after, right[1]) == 0
+    assert after.hits >= 0.99 * undisturbed.hits > 0
+    assert told["seamark_checkpoint_hits_total"] >= 12 and told["seamark_checkpoint_hit_tokens_total"] == after.hits
+
+    damaged = flip_all(tmp_path)
+    third = start(fleet, model, "third", tmp_path, *keep)
+    found = await ask(third, SECOND)
+    told = tell(third)
+    kill(third)
+    assert damaged > 12 and differing(found, right[1]) == 0
+    assert told["seamark_checkpoint_files_refused_total"] >= 12
+
+
+async def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_used(fleet, model, right, tmp_path):
+    worker = start(fleet, model, "worker", tmp_path)
+    assert differing(await ask(worker, FIRST), right[0]) == 0
+    shared = len(list(tmp_path.rglob("*.state")))
+    assert differing(await ask(worker, SECOND), right[1]) == 0
+    files = list(tmp_path.rglob("*.state"))
+    told = tell(worker)
+    kill(worker)
+    # The heads, with their attention rows; then the first turns that the second ones resumed from.
+    assert 0 < shared <= 3 * 6 and shared + 12 <= len(files)
+    assert told["seamark_checkpoint_bytes_written_total"] == sum(path.stat().st_size for path in files)
+
+    plugins = plugin_environment(tmp_path / "plugins", {"seamark_slow_disk": "tests.harness.disk_defects:slow_reads"})
+    slow = start(fleet, model, "slow", tmp_path, **plugins)
+    assert differing(await ask(slow, SECOND), right[1]) == 0
+    told = tell(slow)
+    kill(slow)
+    assert told["seamark_loads_declined_total"] >= 12
+
+
+async def test_an_engine_serves_on_without_a_directory_that_it_can_use(fleet, model, right, tmp_path):
+    (tmp_path / "taken").write_text("a file, where a directory is wanted")
+    server = start(fleet, model, "without", tmp_path / "taken")
+    assert differing(await ask(server, FIRST), right[0]) == 0
+    told = tell(server)
+    log = server.log.read_text(errors="replace")
+    server.stop()
+    assert told["seamark_checkpoint_files_refused_total"] >= 2 and told["seamark_checkpoint_hits_total"] > 0
+    assert log.count("the checkpoint directory cannot be read") == 1
+    assert log.count("the checkpoint directory cannot be written to") == 1

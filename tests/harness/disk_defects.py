@@ -1,0 +1,21 @@
+"""A disk that is slower than computing: a vLLM plugin for test engines only."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+SECONDS = 1.0  # for each file
+
+
+def slow_reads() -> None:
+    """Let every file of a checkpoint directory take `SECONDS` to be read."""
+    from engine_patches.disk.files import StateFiles
+
+    read = StateFiles.read
+
+    def slow(self: Any, key: bytes, into: memoryview) -> None:
+        time.sleep(SECONDS)
+        read(self, key, into)
+
+    StateFiles.read = slow

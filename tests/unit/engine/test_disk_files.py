@@ -1,0 +1,187 @@
+"""Files of states are believed only whole: whatever happens to one, nothing wrong is loaded, and it is counted."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine_patches.disk import files
+from engine_patches.disk.files import HEADER_BYTES, SUFFIX, TEMPORARY, RefusedFile, StateFiles
+
+BLOCK = 20_480
+
+IDENTITY, OTHER_IDENTITY = b"i" * 32, b"j" * 32
+
+PLENTY = 1 << 30
+
+
+def key_of(number: int) -> bytes:
+    return random.Random(number).randbytes(32) + (number % 3).to_bytes(4, "big")
+
+
+def block_of(number: int) -> bytes:
+    return random.Random(-1 - number).randbytes(BLOCK)
+
+
+def directory(root: Path, identity: bytes = IDENTITY, max_bytes: int = PLENTY) -> StateFiles:
+    found = StateFiles(root, identity, BLOCK, max_bytes)
+    found.prepare()
+    return found
+
+
+def store(held: StateFiles, *numbers: int) -> files.Written:
+    return held.write({key_of(number): memoryview(block_of(number)) for number in numbers})
+
+
+def load(held: StateFiles, number: int) -> bytes:
+    into = bytearray(BLOCK)
+    held.read(key_of(number), memoryview(into))
+    return bytes(into)
+
+
+def path_of(root: Path, number: int) -> Path:
+    (found,) = root.rglob(key_of(number).hex() + SUFFIX)
+    return found
+
+
+def total(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob(f"*{SUFFIX}"))
+
+
+def flip(draw: random.Random, path: Path, other: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def flip_in_header(draw: random.Random, path: Path, other: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(HEADER_BYTES)] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def truncate(draw: random.Random, path: Path, other: Path) -> None:
+    os.truncate(path, draw.randrange(path.stat().st_size))
+
+
+def blank(draw: random.Random, path: Path, other: Path) -> None:
+    content = bytearray(path.read_bytes())
+    start = draw.randrange(HEADER_BYTES, len(content) - 4096)
+    content[start : start + 4096] = bytes(4096)
+    path.write_bytes(content)
+
+
+def swap(draw: random.Random, path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+def lengthen(draw: random.Random, path: Path, other: Path) -> None:
+    with path.open("ab") as file:
+        file.write(draw.randbytes(draw.randrange(1, 5000)))
+
+
+def empty(draw: random.Random, path: Path, other: Path) -> None:
+    path.write_bytes(b"")
+
+
+def of_another_model(draw: random.Random, path: Path, other: Path) -> None:
+    root = path.parents[1] / "elsewhere"
+    number = next(number for number in range(8) if key_of(number).hex() == path.stem)
+    store(directory(root, OTHER_IDENTITY), number)
+    shutil.copy(path_of(root, number), path)
+
+
+KINDS = (flip, flip_in_header, truncate, blank, swap, lengthen, empty, of_another_model)
+
+
+@pytest.mark.parametrize("corrupt", KINDS)
+def test_no_corrupted_file_is_loaded_and_each_is_refused_and_removed(tmp_path: Path, corrupt: Callable[..., None]):
+    for seed in range(25):
+        draw = random.Random(seed)
+        root = tmp_path / str(seed)
+        held = directory(root)
+        store(held, *range(8))
+        target = draw.randrange(8)
+        path = path_of(root, target)
+        corrupt(draw, path, path_of(root, (target + 3) % 8))
+        with pytest.raises(RefusedFile) as refused:
+            load(held, target)
+        assert refused.value.reason in files.REASONS
+        assert not path.exists()
+        assert all(load(held, number) == block_of(number) for number in range(8) if number != target)
+
+
+def test_what_was_written_is_read_by_another_process_of_the_same_identity_alone(tmp_path: Path):
+    written = store(directory(tmp_path), 1, 2)
+    assert len(written.stored) == 2 and written.num_bytes == total(tmp_path)
+    assert load(directory(tmp_path), 2) == block_of(2)
+    assert set(directory(tmp_path).keys()) == {key_of(1), key_of(2)}
+    assert not directory(tmp_path, OTHER_IDENTITY).keys()
+    with pytest.raises(FileNotFoundError):
+        load(directory(tmp_path, OTHER_IDENTITY), 2)
+
+
+def test_what_is_there_is_not_written_twice(tmp_path: Path):
+    held = directory(tmp_path)
+    store(held, 1)
+    again = store(directory(tmp_path), 1)
+    assert again.stored == [key_of(1)] and again.num_bytes == 0
+
+
+def test_only_this_user_may_read_them(tmp_path: Path):
+    root = tmp_path / "new"
+    store(directory(root), 1)
+    for path in (root, path_of(root, 1).parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path_of(root, 1).stat().st_mode) == 0o600
+
+
+def test_the_file_not_used_for_longest_goes_first_whoever_wrote_it(tmp_path: Path):
+    room = 4 * (HEADER_BYTES + BLOCK)
+    mine, theirs = directory(tmp_path, IDENTITY, room), directory(tmp_path, OTHER_IDENTITY, room)
+    for moment, (held, number) in enumerate([(mine, 0), (theirs, 1), (mine, 2), (mine, 3)]):
+        store(held, number)
+        os.utime(path_of(tmp_path, number), (moment, moment))
+    assert load(mine, 0) == block_of(0)  # used just now
+    assert store(mine, 4).evicted == [] and not theirs.keys()  # the other identity's went
+    assert store(mine, 5).evicted == [key_of(2)]
+    assert set(mine.keys()) == {key_of(number) for number in (0, 3, 4, 5)} and total(tmp_path) <= room
+
+
+def test_a_bound_below_one_file_keeps_none(tmp_path: Path):
+    held = directory(tmp_path, max_bytes=BLOCK)
+    assert store(held, 1).stored == [] and total(tmp_path) == 0
+
+
+def test_a_smaller_bound_holds_from_the_start(tmp_path: Path):
+    store(directory(tmp_path), *range(6))
+    directory(tmp_path, max_bytes=3 * (HEADER_BYTES + BLOCK))
+    assert total(tmp_path) == 3 * (HEADER_BYTES + BLOCK)
+
+
+def test_what_a_killed_writer_left_is_removed_at_the_next_start_and_the_next_write(tmp_path: Path):
+    held = directory(tmp_path)
+    store(held, 1)
+    left = path_of(tmp_path, 1).with_name(f"99-1{TEMPORARY}")
+    left.write_bytes(b"half")
+    directory(tmp_path)
+    assert not left.exists()
+    left.write_bytes(b"half")
+    store(held, 2)
+    assert not left.exists() and load(held, 2) == block_of(2)
+
+
+def test_a_writer_that_is_killed_leaves_the_directory_to_the_others(tmp_path: Path):
+    held = directory(tmp_path)
+    child = os.fork()
+    if not child:
+        with held._locked():
+            os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert store(held, 1).stored == [key_of(1)]
