@@ -159,6 +159,7 @@ def load_what_was_computed(original: Callable[..., Any]) -> Callable[..., Any]:
         if transfers is None or not params:
             return original(self, request, num_computed_tokens)
         if not params.get("do_remote_prefill"):
+            transfers.checkpoints.state_of(request).loaded = 0  # asked again: the load has failed, or was preempted
             if params.get("do_remote_decode") and params.get(STOPS) and params.get("_p_side_truncated"):
                 transfers.stop_at_the_last_state(request)
             return original(self, request, num_computed_tokens)

@@ -74,9 +74,7 @@ class TransferEngine:
     def __init__(self, folder: Path, model: Path, role: str) -> None:
         """Its log goes into `folder`. `role`: vLLM's `kv_role`. Returns before it is ready."""
         self.log = folder / f"{role}.log"
-        path = os.pathsep.join(
-            filter(None, (os.environ.get("PYTHONPATH"), os.environ.get("SEAMARK_TEST_NIXL") or nixl()))
-        )
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), nixl())))
         settings = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -22,7 +22,7 @@ DOCUMENTS = tuple(
 
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
 
-NO_METRICS = {"seamark_boundaries", "seamark_pin"}  # begins alike: the hint
+NO_METRICS = {"seamark_boundaries", "seamark_pin", "seamark_stops"}  # begin alike: fields of requests
 
 
 NAMES = {family.name for family in GATEWAY | ENGINE}
