@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-clients test-chart
+.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-disk test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -38,6 +38,11 @@ test-drafts:
 test-nixl:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_prefill_decode.py tests/engine/test_prefill_workers.py $(ARGS)
+
+# Two workers on one checkpoint directory for DISK_MINUTES (10), of which one is killed every minute.
+test-disk:
+	@./set-up.sh
+	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_checkpoint_writers.py $(ARGS)
 
 # The clients of deploy/clients.md, the real programs before a scripted worker. Installs them into .cache once (npm, pip;
 # some 10 GB, most of it Open WebUI's: without it, ARGS='-k "not open-webui"').

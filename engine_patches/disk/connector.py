@@ -7,6 +7,7 @@ has to save more time than it takes. Blocks that are being stored are held like 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 PATIENCE = 5.0
 
 _GROUP = slice(-4, None)  # of a key: its cache group
+
+logger = logging.getLogger("vllm.seamark")
 
 
 class SeamarkConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -98,6 +101,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         events = checkpoints.state_events
         known = {*checkpoints.recurrent_groups, *(each.kv_cache_group_id for each in checkpoints.attention_managers)}
         if events is None or not checkpoints.writes_in_forward or known != self._groups.keys():
+            logger.warning("seamark: no states are kept on disk: this model's are not written inside a pass")
             return
         self._checkpoints, self._pool = checkpoints, pool
         checkpoints.store = self
@@ -118,11 +122,17 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             self._pool.touch(list(found.values()))
             self._offers.append(_Offer(request.request_id, found))
 
-    def forget_offers(self) -> None:
-        """The cache is going to be emptied, which vLLM does only if nobody holds a block."""
+    def close(self) -> None:
+        """The cache is going to be emptied, which vLLM does only if nobody holds a block.
+
+        It may be for weights that were changed in place, which the identity of the files does not know of.
+        """
         for offer in self._offers:
             self._pool.free_blocks(list(offer.blocks.values()))
         self._offers.clear()
+        if self._checkpoints is not None:
+            logger.warning("seamark: the cache is emptied: states on disk are not used until the worker is restarted")
+            self._checkpoints = None
 
     # What vLLM says.
 
@@ -235,12 +245,13 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def _found(self, request: Any, local: int, hit: int, end: int) -> Iterator[int]:
         """Positions past the local hit whose states are held, with all that leads to them, the deepest first."""
-        unit = self.config.tokens_per_hash
-        for position in range(min(end // unit, len(request.block_hashes)) * unit, hit, -unit):
-            if self._is_held(self._state_key(request, position)) and all(
-                map(self._is_held, self._keys(request, local, position))
+        unit, hashes = self.config.tokens_per_hash, request.block_hashes
+        group = self._state_key(request, unit)[_GROUP] if hashes else b""
+        for units in range(min(end // unit, len(hashes)), hit // unit, -1):
+            if self._is_held(hashes[units - 1] + group) and all(
+                map(self._is_held, self._keys(request, local, units * unit))
             ):
-                yield position
+                yield units * unit
 
     def _keys(self, request: Any, local: int, position: int) -> Iterator[Any]:
         """Keys that have to be loaded for a request to go on at `position`, where blocks up to `local` are there."""

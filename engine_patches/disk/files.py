@@ -10,20 +10,30 @@ from a process that is killed; so any temporary file seen by the lock's holder i
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-
-import xxhash
+from typing import Any, NamedTuple
 
 HEADER_BYTES = 4096  # a page, so that the block's bytes begin on one
 
 _MAGIC = b"SEAMARK\x01"
 _FIELDS = struct.Struct("<8s32sQ64sH")  # magic, identity, bytes of the block, key, bytes of the key
 _DIGEST_BYTES = 16
+
+# Part of the identity.
+CHECKSUM_NAME: str
+_checksum: Callable[[memoryview], Any]
+try:
+    import xxhash
+except ImportError:  # vLLM does not bring it, and this takes four times as long
+    CHECKSUM_NAME, _checksum = "blake2b", partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
+else:
+    CHECKSUM_NAME, _checksum = "xxh3_128", xxhash.xxh3_128
 
 SUFFIX = ".state"
 TEMPORARY = ".tmp"
@@ -210,9 +220,9 @@ class StateFiles:
 
 def _digest(header: bytearray, block: memoryview) -> bytes:
     """Checksum of a header, without its last bytes, and a block."""
-    digest = xxhash.xxh3_128(memoryview(header)[:-_DIGEST_BYTES])
+    digest = _checksum(memoryview(header)[:-_DIGEST_BYTES])
     digest.update(block)
-    return digest.digest()
+    return bytes(digest.digest())
 
 
 def _fill(descriptor: int, into: memoryview) -> bool:

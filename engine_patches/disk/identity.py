@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine_patches.disk.files import CHECKSUM_NAME
+
 # Of each file of weights, its size and so many bytes at both ends: all of it would take minutes at every start. A
 # safetensors file begins with the names, types and places of its tensors.
 SAMPLE_BYTES = 1 << 20
@@ -24,6 +26,7 @@ def identity_of(vllm_config: Any, kv_cache_config: Any) -> bytes:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     facts = {
         "versions": [vllm.__version__, torch.__version__, torch.version.cuda or torch.version.hip or ""],
+        "checksum": CHECKSUM_NAME,
         "device": vllm_config.device_config.device_type,
         "weights": list(_weights(model.model, getattr(model, "revision", None))),
         "config": _config(model.hf_config),

@@ -50,8 +50,8 @@ class StateStore(Protocol):
     def offer(self, request: Any, position: int, used: bool = True) -> None:
         """The request's state at `position` (tokens) is cached; `used`: a request resumed from it, or it is pinned."""
 
-    def forget_offers(self) -> None:
-        """Hold no block any more that was offered and is not being copied."""
+    def close(self) -> None:
+        """The cache is going to be emptied: hold no block that is not being copied, and find nothing any more."""
 
 
 @dataclass
@@ -349,7 +349,7 @@ class Checkpoints:
         """The cache is going to be emptied."""
         self.release(pool)
         if self.store is not None:
-            self.store.forget_offers()
+            self.store.close()
         if self.retention is not None:
             self.retention.clear()
         if self.gate is not None:

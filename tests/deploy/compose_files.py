@@ -15,6 +15,7 @@ EVERY_WAY = (
     (BASE,),
     (BASE, "compose.cpu.yaml"),
     (BASE, "compose.beside.yaml"),
+    (BASE, "compose.checkpoints.yaml"),
     (BASE, "compose.two-models.yaml"),
     (BASE, "compose.two-sparks.yaml"),
     (BASE, "compose.one-model-two-sparks.yaml"),

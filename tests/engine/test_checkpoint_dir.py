@@ -7,7 +7,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,6 +105,11 @@ def start(fleet: Servers, model: Path, name: str, folder: Path | None, *flags: s
     return server
 
 
+def plugin(folder: Path, function: str) -> Mapping[str, str]:
+    """Environment of an engine whose disk is as one of `tests.harness.disk_defects` has it."""
+    return plugin_environment(folder / "plugins", {"seamark_disk": f"tests.harness.disk_defects:{function}"})
+
+
 def flip_all(folder: Path) -> int:
     paths = sorted(folder.rglob("*.state"))
     for path in paths:
@@ -120,11 +125,12 @@ async def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_dama
     undisturbed = await ask(alive, SECOND)
     alive.stop()
     keep = ("--checkpoint-keep", "all")
-    first = start(fleet, model, "first", tmp_path, *keep)
+    folder, loads = tmp_path / "states", plugin(tmp_path, "loads_always_pay")
+    first = start(fleet, model, "first", folder, *keep, **loads)
     assert differing(await ask(first, FIRST), right[0]) == 0
     kill(first)
 
-    second = start(fleet, model, "second", tmp_path, *keep)
+    second = start(fleet, model, "second", folder, *keep, **loads)
     after = await ask(second, SECOND)
     told = tell(second)
     kill(second)
@@ -132,8 +138,8 @@ async def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_dama
     assert after.hits >= 0.99 * undisturbed.hits > 0
     assert told["seamark_checkpoint_hits_total"] >= 12 and told["seamark_checkpoint_hit_tokens_total"] == after.hits
 
-    damaged = flip_all(tmp_path)
-    third = start(fleet, model, "third", tmp_path, *keep)
+    damaged = flip_all(folder)
+    third = start(fleet, model, "third", folder, *keep, **loads)
     found = await ask(third, SECOND)
     told = tell(third)
     kill(third)
@@ -142,19 +148,19 @@ async def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_dama
 
 
 async def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_used(fleet, model, right, tmp_path):
-    worker = start(fleet, model, "worker", tmp_path)
+    folder = tmp_path / "states"
+    worker = start(fleet, model, "worker", folder)
     assert differing(await ask(worker, FIRST), right[0]) == 0
-    shared = len(list(tmp_path.rglob("*.state")))
+    shared = len(list(folder.rglob("*.state")))
     assert differing(await ask(worker, SECOND), right[1]) == 0
-    files = list(tmp_path.rglob("*.state"))
+    files = list(folder.rglob("*.state"))
     told = tell(worker)
     kill(worker)
     # The heads, with their attention rows; then the first turns that the second ones resumed from.
     assert 0 < shared <= 3 * 6 and shared + 12 <= len(files)
     assert told["seamark_checkpoint_bytes_written_total"] == sum(path.stat().st_size for path in files)
 
-    plugins = plugin_environment(tmp_path / "plugins", {"seamark_slow_disk": "tests.harness.disk_defects:slow_reads"})
-    slow = start(fleet, model, "slow", tmp_path, **plugins)
+    slow = start(fleet, model, "slow", folder, **plugin(tmp_path, "slow_reads"))
     assert differing(await ask(slow, SECOND), right[1]) == 0
     told = tell(slow)
     kill(slow)

@@ -1,4 +1,4 @@
-"""A disk that is slower than computing: a vLLM plugin for test engines only."""
+"""A disk that is slower than computing, or never is, however busy the machine: vLLM plugins for test engines only."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def slow_reads() -> None:
         read(self, key, into)
 
     StateFiles.read = slow
+
+
+def loads_always_pay() -> None:
+    """Let everything be loaded that can be."""
+    from engine_patches.disk.load_cost import LoadCost
+
+    LoadCost.pays = lambda self, num_bytes, prefill_seconds: True
