@@ -159,10 +159,11 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """vLLM's: a step is planned."""
+        meta = super().build_connector_meta(scheduler_output)
         if self._checkpoints is not None:
             refused, num_bytes = self._tier.take_counts()
             self._checkpoints.counters.disk_used(refused, num_bytes)
-        return super().build_connector_meta(scheduler_output)
+        return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM's: some jobs are done."""

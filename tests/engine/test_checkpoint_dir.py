@@ -110,6 +110,15 @@ def plugin(folder: Path, function: str) -> Mapping[str, str]:
     return plugin_environment(folder / "plugins", {"seamark_disk": f"tests.harness.disk_defects:{function}"})
 
 
+async def written(folder: Path) -> list[Path]:
+    """The files, once no further one comes."""
+    files: list[Path] = []
+    while len(found := list(folder.rglob("*.state"))) > len(files):
+        files = found
+        await asyncio.sleep(2)
+    return files
+
+
 def flip_all(folder: Path) -> int:
     paths = sorted(folder.rglob("*.state"))
     for path in paths:
@@ -128,6 +137,7 @@ async def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_dama
     folder, loads = tmp_path / "states", plugin(tmp_path, "loads_always_pay")
     first = start(fleet, model, "first", folder, *keep, **loads)
     assert differing(await ask(first, FIRST), right[0]) == 0
+    await written(folder)
     kill(first)
 
     second = start(fleet, model, "second", folder, *keep, **loads)
@@ -151,9 +161,10 @@ async def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_us
     folder = tmp_path / "states"
     worker = start(fleet, model, "worker", folder)
     assert differing(await ask(worker, FIRST), right[0]) == 0
-    shared = len(list(folder.rglob("*.state")))
+    shared = len(await written(folder))
     assert differing(await ask(worker, SECOND), right[1]) == 0
-    files = list(folder.rglob("*.state"))
+    files = await written(folder)
+    await ask(worker, FIRST[:1])  # counts come with steps
     told = tell(worker)
     kill(worker)
     # The heads, with their attention rows; then the first turns that the second ones resumed from.
