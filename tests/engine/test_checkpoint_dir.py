@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -110,13 +111,13 @@ def plugin(folder: Path, function: str) -> Mapping[str, str]:
     return plugin_environment(folder / "plugins", {"seamark_disk": f"tests.harness.disk_defects:{function}"})
 
 
-async def written(folder: Path) -> list[Path]:
-    """The files, once no further one comes."""
-    files: list[Path] = []
-    while len(found := list(folder.rglob("*.state"))) > len(files):
-        files = found
-        await asyncio.sleep(2)
-    return files
+def written(folder: Path) -> list[Path]:
+    """The files, once there are some and no further one comes for five seconds: nobody tells of the last one."""
+    while True:
+        files = list(folder.rglob("*.state"))
+        time.sleep(5)
+        if files and len(list(folder.rglob("*.state"))) == len(files):
+            return files
 
 
 def flip_all(folder: Path) -> int:
@@ -137,7 +138,7 @@ async def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_dama
     folder, loads = tmp_path / "states", plugin(tmp_path, "loads_always_pay")
     first = start(fleet, model, "first", folder, *keep, **loads)
     assert differing(await ask(first, FIRST), right[0]) == 0
-    await written(folder)
+    await asyncio.to_thread(written, folder)
     kill(first)
 
     second = start(fleet, model, "second", folder, *keep, **loads)
@@ -161,9 +162,9 @@ async def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_us
     folder = tmp_path / "states"
     worker = start(fleet, model, "worker", folder)
     assert differing(await ask(worker, FIRST), right[0]) == 0
-    shared = len(await written(folder))
+    shared = len(await asyncio.to_thread(written, folder))
     assert differing(await ask(worker, SECOND), right[1]) == 0
-    files = await written(folder)
+    files = await asyncio.to_thread(written, folder)
     await ask(worker, FIRST[:1])  # counts come with steps
     told = tell(worker)
     kill(worker)

@@ -32,7 +32,6 @@ FINE = Run(
 )
 
 
-@pytest.mark.timeout(180)
 async def test_honest_streams_survive_all_kinds_of_attacks(tmp_path):
     with GatewayForks(tmp_path) as fleet:
         found = await run(fleet, attackers=8, seconds=12.0)

@@ -20,7 +20,6 @@ from tests.harness.raw_worker import RawWorker, Seen, head_of
 CASES = 2000
 
 
-@pytest.mark.timeout(300)
 async def test_two_thousand_broken_requests(tmp_path):
     with GatewayForks(tmp_path) as fleet:
         result = await fuzz(fleet, seed=1, seconds=0, only=range(CASES))

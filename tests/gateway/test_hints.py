@@ -325,7 +325,6 @@ def test_a_setting_is_learnt_beside_the_first_request_that_has_it(fleet):
         assert hint_at(worker) == [LAST_USER, TURN_END - len("<think>")]
 
 
-@pytest.mark.timeout(300)
 async def test_ten_thousand_settings_cost_few_renders_and_little_memory(fleet):
     worker = mock_worker(fleet)
     worker.wait_until_ready()

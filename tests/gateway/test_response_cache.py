@@ -329,7 +329,6 @@ def test_shadow_mode_leaves_requests_and_answers_as_they_are(computing):
         assert asked[0].content == asked[1].content
 
 
-@pytest.mark.timeout(300)
 def test_the_bound_is_held_whatever_comes(computing):
     room = 100_000
     with own_gateway(computing, response_cache=room) as own:
@@ -343,7 +342,6 @@ def test_the_bound_is_held_whatever_comes(computing):
         assert results(own, chat("299"), chat("0")) == ["hit", "miss"]  # what was not asked for the longest has gone
 
 
-@pytest.mark.timeout(300)
 async def test_thousands_of_mixed_requests_get_the_bytes_of_a_gateway_without_a_cache(computing, tmp_path: Path):
     """Coalesced and repeated, by three keys of two groups, whole and streamed."""
     keys, secret = tmp_path / "keys.toml", tmp_path / "secret"

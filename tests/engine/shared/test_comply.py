@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 import pytest
-from llm_comply import runner, test_case  # modules: pytest takes classes called Test... for tests
+from llm_comply import http, runner, test_case  # modules: pytest takes classes called Test... for tests
 from llm_comply.config import ComplianceConfig
 from llm_comply.schema import SpecLoader
 from llm_comply.tests import get_tests
@@ -63,6 +63,7 @@ def verdicts(url: str, name: str) -> Mapping[str, Verdict]:
     config = ComplianceConfig(base_url=url + "/v1", api_key="unused", model=MODEL_NAME)
     spec = SpecLoader(str(files("llm_comply") / "specs" / suite.spec))
     cases = [greedy(case, suite.greedy) for case in get_tests(name)]
+    http.close_client()  # its kept connections may have been idle for longer than servers keep them
     return {
         result.id: Verdict(result.status.value, masked(result.errors), masked(result.warnings))
         for result in runner.TestRunner(config, cases, spec).run_all().results
