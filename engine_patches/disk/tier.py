@@ -27,7 +27,7 @@ READERS = 4  # threads
 # Seconds between two looks at what other workers have written, and at how fast the disk is.
 REFRESH_SECONDS = 30.0
 
-# Files read before the first request, so that no request has to find out that the disk is slow.
+# Files read at the start and with each of those looks, so that no request has to find out that the disk is slow.
 PROBES = 3
 
 logger = logging.getLogger("vllm.seamark")
@@ -78,7 +78,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self._next_refresh = time.monotonic() + REFRESH_SECONDS
         self._apply(self._try(self._prepare))
         if self._index:
-            self._submit(self._readers, self._probe)
+            self._apply(self._try(self._probe))
         logger.info("seamark: %d blocks of states in %s", len(self._index), root_dir)
 
     def holds(self, key: bytes) -> bool:
@@ -108,6 +108,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         """vLLM's: fill rows of host memory from disk."""
         rows = {bytes(key): self._row(int(chunk)) for key, chunk in self._pairs(job_metadata)}
         began = time.monotonic()
+        self.cost.load_began(job_metadata.job_id, len(rows) * self.block_size_bytes)
         self._submit(self._readers, lambda: self._load(job_metadata.job_id, rows, began))
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -161,6 +162,8 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self._index.update((key, None) for key in done.stored)
         self.refused.update(done.reasons)
         self.bytes_written += done.written
+        if done.result is not None:
+            self.cost.load_ended(done.result.job_id)
         for num_bytes, seconds in done.loads:
             self.cost.load_took(num_bytes, seconds)
         kind = done.error.partition(":")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-SECONDS = 1.0  # for each file
+SECONDS = 2.0  # for each file
 
 
 def slow_reads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +30,13 @@ class Tier:
         self.tier = CheckedFiles(SimpleNamespace(), view, "CheckedFiles", str(root), identity.hex(), max_bytes)
         self._number = 0
 
-    def run(self, keys: list[bytes], first_row: int, load: bool) -> Any:
+    def submit(self, keys: list[bytes], first_row: int, load: bool) -> None:
         self._number += 1
         job = TransferJob(self._number, keys, np.arange(first_row, first_row + len(keys)), load, SimpleNamespace())
         (self.tier.submit_load if load else self.tier.submit_store)(job)
+
+    def run(self, keys: list[bytes], first_row: int, load: bool) -> Any:
+        self.submit(keys, first_row, load)
         self.tier.drain_jobs()
         (result,) = self.tier.get_finished_jobs()
         assert result.job_id == self._number
@@ -140,7 +144,27 @@ def test_how_fast_the_disk_is_is_known_before_the_first_request(tmp_path: Path, 
 
     monkeypatch.setattr(StateFiles, "read", slow)
     second = Tier(tmp_path)
-    second.tier.drain_jobs()
-    assert list(second.tier.get_finished_jobs()) == []
-    assert not second.tier.cost.pays(ROW, 0.09)
+    assert not second.tier.cost.pays(ROW, 0.09) and second.tier.cost.pays(ROW, 3600)
     second.close()
+
+
+def test_a_load_that_hangs_keeps_others_from_the_disk_until_it_ends(tmp_path: Path, monkeypatch):
+    held = Tier(tmp_path)
+    held.store(KEYS[:1])
+    held.load(KEYS[:1])
+    assert held.tier.cost.pays(ROW, 3600)
+    ended, read = threading.Event(), StateFiles.read
+
+    def hangs(self: Any, key: bytes, into: memoryview) -> None:
+        ended.wait()
+        read(self, key, into)
+
+    monkeypatch.setattr(StateFiles, "read", hangs)
+    held.submit(KEYS[:1], 8, load=True)
+    while held.tier.cost.pays(ROW, 0.2):
+        time.sleep(0.01)
+    ended.set()
+    held.tier.drain_jobs()
+    list(held.tier.get_finished_jobs())
+    assert held.tier.cost.pays(ROW, 3600)
+    held.close()

@@ -42,5 +42,20 @@ def test_a_disk_that_is_slow_now_is_known_to_be_slow():
     assert cost.seconds(MB) == 2.0
 
 
-def test_until_a_load_was_measured_a_prefill_of_milliseconds_is_not_given_up_for_one():
-    assert not LoadCost().pays(200 * MB, 0.1) and LoadCost().pays(200 * MB, 0.5)
+def test_until_a_load_was_measured_nothing_is_loaded():
+    assert not LoadCost().pays(MB, 1e6)
+
+
+def test_a_disk_that_is_late_with_one_load_is_not_given_another(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    cost = LoadCost()
+    cost.load_took(MB, 0.1)
+    cost.load_began(1, 2 * MB)
+    now += 0.2  # as long as it should take
+    assert cost.pays(MB, 0.2)
+    now += 0.6
+    cost.load_began(2, MB)
+    assert not cost.pays(MB, 0.6) and cost.pays(MB, 0.8)
+    cost.load_ended(1)
+    assert cost.pays(MB, 0.2)
