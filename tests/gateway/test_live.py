@@ -55,7 +55,8 @@ def test_a_gateway_without_requests_is_told_as_such(own, worker):
     assert told["redis"] == {"state": "off"} and told["self_check"] is None
     (only,) = told["workers"]
     assert only["name"] == worker.url.removeprefix("http://") and only["up"] and only["models"] == ["m"]
-    assert only["engine"] == {"version": VERSION, "vllm": "0.32.0", "match_unit": 16, "block_size": 384, "ahead": 0}
+    sizes = {"match_unit": 16, "block_size": 384, "ahead": 0}
+    assert only["engine"] == {"version": VERSION, "vllm": "0.32.0", **sizes, "connector": "", "lane": ""}
     assert 0 <= told["now"] - told["since"] < 60
 
 
