@@ -210,13 +210,18 @@ def test_only_the_gateway_reaches_what_asks_for_no_key(objects):
             assert not everybodys
             gateways = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
             assert selected(objects, gateways) == [pods(objects)["seamark-gateway"]]
+    others = {"seamark-worker": "seamark-prefill", "seamark-prefill": "seamark-worker"}
+    for name, other in others.items() if "seamark-prefill" in policies else ():
+        *_, rule = policies[name]["spec"]["ingress"]
+        (each,) = rule["from"]
+        assert selected(objects, each["podSelector"]["matchLabels"]) == [pods(objects)[other]] and "ports" not in rule
 
 
 def test_a_pod_can_do_little(objects):
     for name, pod in pods(objects).items():
         whole = pod["spec"]["template"]["spec"].get("securityContext", {})
         for each in containers(pod):
-            if name == "seamark-worker" and each["name"] == "worker":
+            if name in ("seamark-worker", "seamark-prefill") and each["name"] == "worker":
                 continue  # vLLM's images run as root
             given = whole | each["securityContext"]
             assert (
@@ -267,6 +272,38 @@ def test_asked_for_by_dns_workers_may_come_and_go():
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is False
 
 
+def test_prefill_workers_are_servers_like_the_others_and_hand_over_what_they_compute(objects):
+    if "seamark-prefill" not in pods(objects):
+        assert "prefill_worker" not in given_to_gateway(objects)
+        return
+    both = [containers(pods(objects)[name])[-1] for name in ("seamark-worker", "seamark-prefill")]
+    roles = [next(each for each in one["args"] if "kv_role" in each).partition("=")[2] for one in both]
+    assert roles == ["kv_consumer", "kv_producer"]
+    assert "--kv-transfer-config.kv_load_failure_policy=recompute" in both[0]["args"]
+    for one in both:
+        assert "--kv-transfer-config.kv_connector=NixlConnector" in one["args"]
+        assert {
+            "name": "VLLM_NIXL_SIDE_CHANNEL_HOST",
+            "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+        } in one["env"]
+    settings = Settings(**given_to_gateway(objects))
+    assert settings.prefill_worker == tuple(f"http://seamark-prefill-{n}.seamark-prefill:8000" for n in range(2))
+    assert pods(objects)["seamark-prefill"]["spec"]["replicas"] == 2 and len(settings.worker) == 4
+    assert objects["Service", "seamark-prefill"]["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_states_on_disk_have_a_volume_of_each_worker():
+    objects = rendered(*ROWS["states on disk, there again after a restart"])
+    claims = pods(objects)["seamark-worker"]["spec"]["volumeClaimTemplates"]
+    sizes = {each["metadata"]["name"]: each["spec"]["resources"]["requests"]["storage"] for each in claims}
+    assert sizes == {"cache": "200Gi", "states": "64Gi"}
+    vllm = container(objects, "worker")
+    (mount,) = (each["mountPath"] for each in vllm["volumeMounts"] if each["name"] == "states")
+    assert f"--checkpoint-dir={mount}/states" in vllm["args"] and "--checkpoint-bytes=34359738368" in vllm["args"]
+    assert "--checkpoint-keep=used" in vllm["args"]
+    assert not any("checkpoint" in each for each in container(rendered(), "worker")["args"])
+
+
 def test_the_defaults_run_the_same_pods_as_the_plain_manifests():
     """So that none of the two forgets what the other learnt. What the chart has beyond that is named here."""
     plain = {
@@ -297,6 +334,13 @@ def test_the_defaults_run_the_same_pods_as_the_plain_manifests():
         (("--set", "mode=sidecar,httpRoute.enabled=true"), "enable inferencePool"),
         (("--set", "gateway.settings.port=80"), "gateway.settings.port"),
         (("--set", "worker.modelFile=nowhere.yaml"), "deploy/models has no nowhere.yaml"),
+        (("--set", "mode=sidecar,prefill.replicas=1"), "use mode gateway"),
+        (
+            ("--set", "worker.enabled=false,gateway.settings.worker=http://a,prefill.replicas=1"),
+            "settings.prefill_worker",
+        ),
+        (("--set", "prefill.replicas=1,worker.checkpoints.storage=1Gi"), "one connector"),
+        (("--set", "worker.checkpoints.keep=some"), "keep"),
         (("--set", "wroker.replicas=2"), "wroker"),
         (("--set", "mode=beside"), "mode"),
         (("--set", "worker.replicas=none"), "replicas"),
@@ -377,7 +421,15 @@ def test_a_registry_and_a_tag_go_to_the_images_of_this_project_alone():
     ]
 
 
-@pytest.mark.parametrize("flags", [(), ("--set", "plugin.from=init"), ("--set", "mode=sidecar,plugin.from=wheel")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--set", "plugin.from=init"),
+        ("--set", "mode=sidecar,plugin.from=wheel"),
+        ("--set", "worker.checkpoints.storage=64Gi"),
+    ],
+)
 def test_the_workers_arguments_are_taken(flags, monkeypatch):
     monkeypatch.setattr(worker, "is_cpu_build", lambda: False)
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})

@@ -30,6 +30,17 @@ has no port of its own for pages; unless there are API keys, which that page wou
 {{ with $images.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ index $images (index . 1) }}{{ with $images.tag }}:{{ . }}{{ end }}
 {{- end }}
 
+{{/* The URL of each pod of a part, with commas: list $ "worker" replicas. */}}
+{{- define "seamark.urls" -}}
+{{- $release := (index . 0).Release.Name }}
+{{- $part := index . 1 }}
+{{- $urls := list }}
+{{- range until (int (index . 2)) }}
+{{- $urls = append $urls (printf "http://%s-%s-%d.%s-%s:8000" $release $part . $release $part) }}
+{{- end }}
+{{- join "," $urls }}
+{{- end }}
+
 {{/* What prometheus.io/scrape says of a port; nothing if the operator scrapes: list $ "8081". */}}
 {{- define "seamark.scrape" -}}
 {{- if not (index . 0).Values.serviceMonitor.enabled }}
@@ -59,11 +70,10 @@ annotations:
 {{- if and .Values.worker.enabled (eq .Values.gateway.discovery "dns") }}
 {{- $_ := set $settings "workers_dns" (printf "%s-worker.%s.svc:8000" .Release.Name .Release.Namespace) }}
 {{- else if .Values.worker.enabled }}
-{{- $urls := list }}
-{{- range until (int .Values.worker.replicas) }}
-{{- $urls = append $urls (printf "http://%s-worker-%d.%s-worker:8000" $.Release.Name . $.Release.Name) }}
+{{- $_ := set $settings "worker" (include "seamark.urls" (list . "worker" .Values.worker.replicas)) }}
 {{- end }}
-{{- $_ := set $settings "worker" (join "," $urls) }}
+{{- if .Values.prefill.replicas }}
+{{- $_ := set $settings "prefill_worker" (include "seamark.urls" (list . "prefill" .Values.prefill.replicas)) }}
 {{- end }}
 {{- end }}
 {{- range $name, $value := .Values.gateway.settings }}
