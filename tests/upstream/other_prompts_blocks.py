@@ -1,0 +1,130 @@
+"""With NIXL a decoding engine takes the blocks of another prompt for its own, and keeps them in its prefix cache.
+
+Prefill and decode apart: P computes prompt A and says where it lies; D gets that with prompt B, as when a router mixes
+up two answers or P's blocks have been given to another request. No engine, no network and no GPU: two of vLLM's
+schedulers with its NixlConnector, and a stand-in for the workers that notes whose tokens each block holds.
+Usage: python other_prompts_blocks.py MODEL (its config only). Exits 1 while the defect is there, 0 without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+BLOCK, UNIT = 64, 16  # tokens
+
+PROMPT = 150  # tokens
+
+ATTENTION = 1  # its cache group
+
+
+class Core:
+    """One scheduler, and for each block the prompt whose tokens it holds."""
+
+    def __init__(self, model: str, role: str) -> None:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config = EngineArgs(
+            model=model,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            enable_prefix_caching=True,
+            block_size=BLOCK,
+            prefix_match_unit=UNIT,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="NixlConnector", kv_role=role, kv_load_failure_policy="recompute"
+            ),
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = 100
+        config.scheduler_config.async_scheduling = False
+        recurrent = MambaSpec(block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+        attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["mamba"], recurrent), KVCacheGroupSpec(["attention"], attention)]
+        self.scheduler = Scheduler(
+            config,
+            KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups),
+            StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=UNIT,
+        )
+        self.rows: dict[int, str] = {}  # attention block -> prompt
+
+    def run(self, name: str, prompt: str, tokens: list[int], transfer: dict[str, Any], other: Core | None) -> Any:
+        """Answer a request with one token. Returns its `kv_transfer_params`, and prints what it was computed from."""
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.request import Request
+
+        parameters = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": transfer})
+        hasher = get_request_block_hasher(UNIT, sha256)
+        request = Request(name, list(tokens), parameters, None, block_hasher=hasher)
+        self.scheduler.add_request(request)
+        received: set[str] = set()
+        told = None
+        while not request.is_finished():
+            step = self.scheduler.schedule()
+            done = KVConnectorOutput(finished_recving=received or None)
+            received = set()
+            for loading, read in step.kv_connector_metadata.reqs_to_recv.items():
+                if other is not None and read.awaiting_kvs:
+                    pairs = zip(
+                        read.local_block_ids[ATTENTION][::-1], read.remote.block_ids[ATTENTION][::-1], strict=False
+                    )
+                    self.rows.update({mine: other.rows[theirs] for mine, theirs in pairs})
+                    received.add(loading)
+            names = list(step.num_scheduled_tokens)
+            table = self.scheduler.kv_cache_manager.coordinator.single_type_managers[ATTENTION].req_to_blocks[name]
+            if names:
+                end = request.num_computed_tokens  # with this step
+                first = (end - step.num_scheduled_tokens[name]) // BLOCK
+                whole = end - step.num_scheduled_tokens[name] == first * BLOCK
+                self.rows.update({each.block_id: prompt for each in table[first + (not whole) : -(-end // BLOCK)]})
+                if end == request.num_prompt_tokens:
+                    blocks = [self.rows[each.block_id] for each in table[: -(-end // BLOCK)]]
+                    print(f"{name}: expected to answer from rows of {[prompt] * len(blocks)}, saw {blocks}")
+                    self.right = set(blocks) == {prompt}
+            sampled = [[1] if request.num_computed_tokens >= request.num_prompt_tokens else [] for _ in names]
+            output = ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={each: index for index, each in enumerate(names)},
+                sampled_token_ids=sampled,
+                kv_connector_output=done,
+            )
+            for answers in self.scheduler.update_from_output(step, output).values():
+                for answer in answers.outputs:
+                    told = answer.kv_transfer_params or told
+        return told
+
+
+def main(model: str) -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    load_general_plugins()
+    init_none_hash(sha256)
+    p, d = Core(model, "kv_producer"), Core(model, "kv_consumer")
+    prompts = {name: [100 + number] * PROMPT for number, name in enumerate("AB")}
+    ask = {"do_remote_decode": True, "do_remote_prefill": False}
+    lies_at = {name: p.run(f"P, {name}", name, tokens, dict(ask), None) for name, tokens in prompts.items()}
+    d.run("D, B with A's blocks", "B", prompts["B"], dict(lies_at["A"]), p)
+    cured = d.right
+    d.run("D, B with its own blocks", "B", prompts["B"], dict(lies_at["B"]), p)
+    cured = cured and d.right
+    print("no defect" if cured else "defect present")
+    return 0 if cured else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
