@@ -6,8 +6,11 @@ engine, computing all of it, says the same.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +203,22 @@ def test_without_the_checks_these_answers_are_wrong(apart: Apart, fresh: list[Pr
     assert not apart.is_right(asked, answer) and not apart.is_right(late, gone)
     apart.freed()
     assert apart.d.call("overwrite")  # its cache holds what was loaded
+
+
+def test_p_killed_while_it_is_read_from_costs_only_time(apart: Apart, fresh: list[Prompt], tmp_path: Path):
+    """It stands still from when D gets to know of the prompt, so that whatever D asks it for is under way."""
+    with TransferEngine(tmp_path, generated_model(print, NEMOTRON_H), "kv_producer") as p:
+        other = Apart(p, apart.d)
+        p.call("lease", seconds=600)
+        assert other.is_right(fresh[3], other.decoded(fresh[3], other.parameters(fresh[3])))  # they have met
+        sent = other.parameters(fresh[4])
+        p.process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(other.decoded, fresh[4], sent)
+            time.sleep(1)
+            p.process.kill()
+            assert other.is_right(fresh[4], answer.result())
+    assert apart.is_right_from_now_on(fresh[4]) and apart.is_right_from_now_on(fresh[9])
 
 
 def test_p_killed_in_between_costs_only_time(apart: Apart, fresh: list[Prompt]):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -26,10 +27,12 @@ TOKENS = 16
 LEASE = 60  # seconds: longer than an answer takes
 
 
-class Stand(NamedTuple):
+@dataclass
+class Stand:
     prefill: Server
     decode: Server
     gateway: OwnGateway
+    start: Callable[[str, int | None], Server]  # an engine of that role, at that port
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +41,12 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), nixl())))
     with Servers(tmp_path_factory.mktemp("pools")) as servers:
 
-        def engine(role: str) -> Server:
+        def engine(role: str, at: int | None = None) -> Server:
             transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
             more = {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kv_lease_duration": LEASE}}
             port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
             flags = ("--dtype", "float32", "--kv-transfer-config", json.dumps(transfer | more))
-            return servers.engine(role, model, flags=flags, environment=port | {"PYTHONPATH": path})
+            return servers.engine(role, model, flags=flags, environment=port | {"PYTHONPATH": path}, port=at)
 
         prefill, decode = engine("kv_producer"), engine("kv_consumer")
         prefill.wait_until_ready()
@@ -54,7 +57,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
         with own_gateway(decode, prefill_worker=(prefill.url,)) as gateway:
             wait_for(lambda: knows_templates(gateway), seconds=120)
             wait_for(lambda: gateway.gateway.prefill_pool.up, seconds=60)
-            yield Stand(prefill, decode, gateway)
+            yield Stand(prefill, decode, gateway, engine)
         patch.undo()
 
 
@@ -131,7 +134,7 @@ def nothing_is_lent(prefill: Server) -> bool:
 
 
 def test_every_api_is_answered_as_without_prefill_workers(stand: Stand):
-    chats = two_round_chats(60, seed=77)
+    chats = two_round_chats(250, seed=77)
     asked = [
         (PATHS[number % 4], body_of(PATHS[number % 4], chat, stream=number // 4 % 2 == 1))
         for turn in chats
@@ -175,6 +178,49 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_lent(stand: Stand):
     asyncio.run(leave())
     wait_for(lambda: value(stand.gateway, "seamark_inflight") == 0, seconds=60)
     wait_for(lambda: nothing_is_lent(stand.prefill) and nothing_is_lent(stand.decode), seconds=3 * LEASE)
+
+
+def test_a_worker_that_dies_while_it_answers_leaves_nothing_lent_and_comes_back(stand: Stand):
+    chats, _ = two_round_chats(8, seed=8)
+
+    async def stream(chat: Chat, begun: asyncio.Semaphore) -> str:
+        body = body_of(PATHS[0], chat, stream=True) | {"max_tokens": 2000, "ignore_eos": True}
+        received = ""
+        async with (
+            httpx.AsyncClient(timeout=300) as client,
+            client.stream("POST", stand.gateway.url + PATHS[0], json=body) as answer,
+        ):
+            async for piece in answer.aiter_text():
+                if '"content"' in piece and '"content"' not in received:
+                    begun.release()
+                received += piece
+        return received
+
+    async def die() -> list[str]:
+        begun = asyncio.Semaphore(0)
+        tasks = [asyncio.create_task(stream(chat, begun)) for chat in chats]
+        for _ in range(3):  # some stream, others are at the prefill worker or wait
+            await begun.acquire()
+        stand.decode.process.kill()
+        return list(await asyncio.gather(*tasks))
+
+    ends = [received.strip().splitlines()[-1] for received in asyncio.run(die())]
+    assert all('"error"' in end for end in ends), ends
+    stand.decode.process.wait()
+    wait_for(lambda: nothing_is_lent(stand.prefill), seconds=3 * LEASE)
+    refused = httpx.post(stand.gateway.url + PATHS[0], json=body_of(PATHS[0], chats[0], stream=False), timeout=300)
+    assert refused.status_code in (502, 503) and refused.json()["error"]["message"]
+
+    stand.decode = stand.start("kv_consumer", int(stand.decode.url.rsplit(":", 1)[1]))
+    stand.decode.wait_until_ready()
+    wait_for(lambda: httpx.get(stand.gateway.url + "/ready").status_code == 200, seconds=120)
+    asked = [(path, body_of(path, chats[4], stream=False)) for path in PATHS]
+    before = sent(stand.gateway)
+    answers = asyncio.run(ask_all(stand.gateway.url, asked))
+    right = asyncio.run(
+        ask_all(stand.decode.url, [(path, anew(body, 970 + n)) for n, (path, body) in enumerate(asked)])
+    )
+    assert answers == right and sent(stand.gateway) > before
 
 
 def test_without_its_prefill_worker_a_worker_computes_alone(stand: Stand):
