@@ -31,7 +31,7 @@ HEADS = [[DRAW.randrange(20, 400) for _ in range(length)] for length in (130, 42
 
 PROMPTS = [HEADS[number % 3] + [DRAW.randrange(20, 400) for _ in range(60 + 30 * number)] for number in range(24)]
 
-pytestmark = [pytest.mark.on_request, pytest.mark.timeout(MINUTES * 60 + 900)]
+pytestmark = [pytest.mark.on_request, pytest.mark.timeout(MINUTES * 120 + 900)]
 
 
 async def ask(server: Server, number: int) -> Answer:
@@ -80,7 +80,6 @@ def test_workers_that_are_killed_share_a_directory_within_its_bound_and_answer_r
         workers = [start("one"), start("two")]
         watcher = threading.Thread(target=watch, args=(folder, over, ended))
         watcher.start()
-        end = time.monotonic() + MINUTES * 60
         try:
             for kills in itertools.count():
                 minute = time.monotonic() + 60
@@ -91,7 +90,7 @@ def test_workers_that_are_killed_share_a_directory_within_its_bound_and_answer_r
                         hits += answer.cached_tokens or 0
                         if not FLOAT32.accepts(compare(answer, right[number])):
                             wrong.append(number)
-                if time.monotonic() > end:
+                if kills >= MINUTES:
                     break
                 victim = workers[kills % 2]
                 _kill_at_work(victim)
@@ -102,7 +101,7 @@ def test_workers_that_are_killed_share_a_directory_within_its_bound_and_answer_r
             watcher.join()
         logs = "".join(server.log.read_text(errors="replace") for server in servers.started)
     print(f"{asked} answers, {hits} tokens hit, {kills} kills, {len(wrong)} wrong, {len(over)} times over the bound")
-    assert not wrong and not over and asked > 10 * MINUTES and hits and kills >= MINUTES - 1.5
+    assert not wrong and not over and asked > 10 * MINUTES and hits
     assert "Traceback" not in logs and "AssertionError" not in logs
 
 
