@@ -63,7 +63,7 @@ PRESSING = 12  # more than an engine runs at once
 # Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
 LONG_WORDS, PRESSING_WORDS = 2600, 1500
 
-PRESSING_ANSWER = 200  # tokens
+LONG_ANSWER = 200  # tokens; seconds, so that a scrape each second sees what waits meanwhile
 
 KEY = "ann"
 
@@ -176,7 +176,8 @@ async def _odd_requests(client: httpx.AsyncClient, rig: Rig, number: int) -> Non
 
 async def _followers(client: httpx.AsyncClient, url: str, number: int) -> None:
     long = f"Round {number}. {prose(LONG_WORDS, 1000 + number)}"
-    await asyncio.gather(*(_chat(client, url, long, f"{each}?", stream=True) for each in range(FOLLOWERS)))
+    questions = (f"{each}?" for each in range(FOLLOWERS))
+    await asyncio.gather(*(_chat(client, url, long, each, stream=True, max_tokens=LONG_ANSWER) for each in questions))
 
 
 async def _pressure(client: httpx.AsyncClient, url: str, number: int) -> None:
@@ -185,7 +186,7 @@ async def _pressure(client: httpx.AsyncClient, url: str, number: int) -> None:
     first = _messages(system, prose(PRESSING_WORDS, 600 + number))
     await _send(client, url, {"messages": first})
     others = (prose(PRESSING_WORDS, 700 + 50 * number + each) for each in range(PRESSING))
-    await asyncio.gather(*(_chat(client, url, system, other, max_tokens=PRESSING_ANSWER) for other in others))
+    await asyncio.gather(*(_chat(client, url, system, other, max_tokens=LONG_ANSWER) for other in others))
     await _send(client, url, {"messages": [*first, {"role": "assistant", "content": "Yes."}, *_messages(None, "So?")]})
 
 
