@@ -63,7 +63,7 @@ PRESSING = 12  # more than an engine runs at once
 # Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
 LONG_WORDS, PRESSING_WORDS = 2600, 1500
 
-LONG_ANSWER = 200  # tokens; seconds, so that a scrape each second sees what waits meanwhile
+LONG_ANSWER = 200  # tokens, which take seconds: a scrape each second sees what waits meanwhile
 
 KEY = "ann"
 
