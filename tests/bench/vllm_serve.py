@@ -1,7 +1,8 @@
 """`python -m tests.bench.vllm_serve`: vLLM's own load generator on vLLM alone and on Seamark, in alternating pairs.
 
-`vllm bench serve --backend openai-chat`, four at once: prompts that share much, little and nothing. Every run has
-prompts of its own. Plain vLLM runs twice a round: what two equal runs differ by is the measure for what ours does.
+`vllm bench serve --backend openai-chat`, four at once: prompts that share much, little and nothing. Every round has
+prompts of its own, the same for all. Two engines are plain vLLM: what two equal ones differ by is the measure for what
+ours does, and as one engine they would have had twice the prompts, of which even random ones meet again.
 """
 
 from __future__ import annotations
@@ -48,10 +49,9 @@ FIGURES = {"first_token": "first token p50", "duration": "duration", "cpu": "CPU
 
 WORDS = (
     "ratio: over the run of vLLM alone of the same round, median of the rounds and quartiles. vLLM alone has the\n"
-    "cures of upstream defects (SEAMARK_ENGINE=reference) and caches prefixes; again: the same engine, other prompts\n"
-    "of the same lengths. held: at most the limit, or at most the upper quartile that vLLM alone has over itself.\n"
-    "CPU: the worker's API process without its engine process, and without the gateway. hits: tokens, sum of all\n"
-    "rounds."
+    "cures of upstream defects (SEAMARK_ENGINE=reference) and caches prefixes; again: an equal engine with the same\n"
+    "prompts. held: at most the limit, or at most the upper quartile that vLLM alone has over itself. CPU: the\n"
+    "worker's API process without its engine process, and without the gateway. hits: tokens, sum of all rounds."
 )
 
 
@@ -121,7 +121,7 @@ class Row:
     runs: tuple[Run, ...]
     plain: tuple[Run, ...]
     again: tuple[Run, ...]
-    shares: bool = True  # prompts that share nothing hit by chance: the more, the more prompts an engine has had
+    shares: bool = True  # prompts that share nothing hit by chance
 
     def ratio(self, figure: str, runs: Sequence[Run] | None = None) -> Comparison:
         """Of one figure; the limit is the greater of what is wanted and what vLLM alone takes over itself."""
@@ -164,9 +164,7 @@ async def compare(
                 say(f"pair {number + 1} of {pairs}: {case.name}")
                 turn = number % len(contestants)
                 for contestant in [*contestants[turn:], *contestants[:turn]]:
-                    # No engine gets the same prompts twice; plain vLLM runs twice a round.
-                    seed = 2 * number + (2 if contestant.name == AGAIN else 1)
-                    run = await contestant.run(http, client, case, model, seed)
+                    run = await contestant.run(http, client, case, model, number)
                     contestant.runs.setdefault(case, []).append(run)
     by_name = {contestant.name: contestant for contestant in contestants}
     return [
@@ -182,19 +180,18 @@ async def measure(cases: Sequence[Case], pairs: int, worker_too: bool, say: Call
     model = generated_model(say)
     with tempfile.TemporaryDirectory(prefix="seamark-serve-") as folder, Servers(Path(folder)) as servers:
         say("starting vLLM alone and Seamark")
-        plain = servers.engine("plain", model, "reference")
-        ours = servers.engine("seamark", model)
-        for engine in (plain, ours):
-            engine.wait_until_ready()
-        gateway = servers.gateway(ours)
-        gateway.wait_until_ready("/ready", seconds=60)
-        api = {engine.name: CpuTime(engine.process.pid, alone=True) for engine in (plain, ours)}
-        contestants = [Contestant(name, plain.url, plain, api["plain"]) for name in (PLAIN, AGAIN)]
-        contestants.insert(1, Contestant(OURS, gateway.url, ours, api["seamark"]))
+        engines = {PLAIN: servers.engine("plain", model, "reference"), OURS: servers.engine("seamark", model)}
+        engines[AGAIN] = servers.engine("again", model, "reference")
         if worker_too:
-            alone = servers.engine("worker", model)
-            alone.wait_until_ready()
-            contestants.append(Contestant(WORKER, alone.url, alone, CpuTime(alone.process.pid, alone=True)))
+            engines[WORKER] = servers.engine("worker", model)
+        for engine in engines.values():
+            engine.wait_until_ready()
+        gateway = servers.gateway(engines[OURS])
+        gateway.wait_until_ready("/ready", seconds=60)
+        contestants = [
+            Contestant(name, (gateway if name == OURS else engine).url, engine, CpuTime(engine.process.pid, alone=True))
+            for name, engine in engines.items()
+        ]
         return await compare(contestants, cases, model, pairs, say)
 
 

@@ -16,43 +16,20 @@ from typing import Any
 import pytest
 
 from proxy.bench.harness.servers import NEMOTRON_H, generated_model
-from tests.harness.transfer_engine import PREFILL, Chat, TransferEngine, two_round_chats
+from tests.harness.transfer_engine import (
+    CONSUMER,
+    PREFILL,
+    PRODUCER,
+    Prompt,
+    TransferEngine,
+    cached,
+    differing,
+    nixl_transfer,
+    prompts_of,
+    two_round_chats,
+)
 
 pytestmark = [pytest.mark.on_request, pytest.mark.timeout(900)]
-
-Prompt = dict[str, Any]
-
-
-def prompts_of(tokenizer: Any, chats: list[Chat]) -> list[Prompt]:
-    """Their tokens, hinted as the gateway does: behind the system prompt, and so many tokens before the end."""
-
-    def ids(chat: Chat, ask: bool = True) -> list[int]:
-        found = tokenizer.apply_chat_template(chat, add_generation_prompt=ask, tokenize=True)
-        return list(found["input_ids"] if hasattr(found, "keys") else found)
-
-    prompts = []
-    for chat in chats:
-        whole, turn = ids(chat), ids(chat, ask=False)
-        other = ids([chat[0], {"role": "user", "content": "@@@"}])
-        head = next(n for n, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b)
-        prompts.append({"ids": whole, "hint": [head, len(turn) - len(whole)]})
-    return prompts
-
-
-def differing(answers: list[Any], right: list[Any]) -> list[int]:
-    """Numbers of the answers with another token, or a log-probability further off than 1e-4."""
-    found = []
-    for number, (answer, other) in enumerate(zip(answers, right, strict=True)):
-        pairs = zip(answer["tops"], other["tops"], strict=True)
-        offs = (abs(one[token] - two[token]) for one, two in pairs for token in one.keys() & two.keys())
-        off = max(offs, default=0.0)  # a first token of another answer may have no rival in common
-        if answer["tokens"] != other["tokens"] or off > 1e-4:
-            found.append(number)
-    return found
-
-
-def cached(answers: list[Any]) -> int:
-    return sum(answer["cached"] for answer in answers)
 
 
 class Apart:
@@ -96,7 +73,10 @@ class Apart:
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     model = generated_model(print, NEMOTRON_H)
     folder = tmp_path_factory.mktemp("apart")
-    with TransferEngine(folder, model, "kv_producer") as p, TransferEngine(folder, model, "kv_consumer") as d:
+    with (
+        TransferEngine(folder, model, nixl_transfer(PRODUCER)) as p,
+        TransferEngine(folder, model, nixl_transfer(CONSUMER)) as d,
+    ):
         assert p.call("says")["inside_pass"] and d.call("says")["inside_pass"]
         p.call("lease", seconds=600)
         yield Apart(p, d)
@@ -207,7 +187,7 @@ def test_without_the_checks_these_answers_are_wrong(apart: Apart, fresh: list[Pr
 
 def test_p_killed_while_it_is_read_from_costs_only_time(apart: Apart, fresh: list[Prompt], tmp_path: Path):
     """It stands still from when D gets to know of the prompt, so that whatever D asks it for is under way."""
-    with TransferEngine(tmp_path, generated_model(print, NEMOTRON_H), "kv_producer") as p:
+    with TransferEngine(tmp_path, generated_model(print, NEMOTRON_H), nixl_transfer(PRODUCER)) as p:
         other = Apart(p, apart.d)
         p.call("lease", seconds=600)
         assert other.is_right(fresh[3], other.decoded(fresh[3], other.parameters(fresh[3])))  # they have met

@@ -1,7 +1,8 @@
-"""An engine beside NIXL in a process of its own, for prefill and decode apart: it goes on stepping while nobody asks.
+"""An engine beside a KV connector in a process of its own: it goes on stepping while nobody asks, and transfers go on.
 
-Run as `python -m tests.harness.transfer_engine MODEL kv_producer|kv_consumer`; one JSON object a line in, one out. In
-the same process as its scheduler and its worker, so that passes can be counted and defects planted.
+Run as `python -m tests.harness.transfer_engine MODEL KV_TRANSFER_CONFIG`, the latter as vLLM's flag has it; one JSON
+object a line in, one out. In the same process as its scheduler and its worker, so that passes can be counted and
+defects planted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ ENVIRONMENT = {
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "seamark_stops": True}
 
+PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
+
 Chat = list[dict[str, str]]
+
+Prompt = dict[str, Any]
+
+
+def nixl_transfer(role: str, name: str = "NixlConnector") -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for NIXL on a CPU; what it cannot load is computed."""
+    connector = {"kv_connector": name, "kv_role": role, "kv_buffer_device": "cpu"}
+    return connector | {"kv_load_failure_policy": "recompute"}
 
 
 def two_round_chats(count: int = 20, seed: int = 11) -> tuple[list[Chat], list[Chat]]:
@@ -51,6 +62,39 @@ def two_round_chats(count: int = 20, seed: int = 11) -> tuple[list[Chat], list[C
         more = f"{number} again: {prose(draw.choice((4, 15, 60)), seed + 900 + number)}"
         second.append([*chat, {"role": "assistant", "content": said}, {"role": "user", "content": more}])
     return first, second
+
+
+def prompts_of(tokenizer: Any, chats: list[Chat]) -> list[Prompt]:
+    """Their tokens, hinted as the gateway does: behind the system prompt, and so many tokens before the end."""
+
+    def ids(chat: Chat, ask: bool = True) -> list[int]:
+        found = tokenizer.apply_chat_template(chat, add_generation_prompt=ask, tokenize=True)
+        return list(found["input_ids"] if hasattr(found, "keys") else found)
+
+    prompts = []
+    for chat in chats:
+        whole, turn = ids(chat), ids(chat, ask=False)
+        other = ids([chat[0], {"role": "user", "content": "@@@"}])
+        head = next(n for n, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b)
+        prompts.append({"ids": whole, "hint": [head, len(turn) - len(whole)]})
+    return prompts
+
+
+def differing(answers: list[Any], right: list[Any]) -> list[int]:
+    """Numbers of the answers with another token, or a log-probability further off than 1e-4."""
+    found = []
+    for number, (answer, other) in enumerate(zip(answers, right, strict=True)):
+        pairs = zip(answer["tops"], other["tops"], strict=True)
+        offs = (abs(one[token] - two[token]) for one, two in pairs for token in one.keys() & two.keys())
+        off = max(offs, default=0.0)  # a first token of another answer may have no rival in common
+        if answer["tokens"] != other["tokens"] or off > 1e-4:
+            found.append(number)
+    return found
+
+
+def cached(answers: list[Any]) -> int:
+    """Tokens."""
+    return sum(answer["cached"] for answer in answers)
 
 
 def nixl() -> str:
@@ -71,14 +115,14 @@ def nixl() -> str:
 class TransferEngine:
     """One such engine, seen from outside. Use as a context manager."""
 
-    def __init__(self, folder: Path, model: Path, role: str) -> None:
-        """Its log goes into `folder`. `role`: vLLM's `kv_role`. Returns before it is ready."""
-        self.log = folder / f"{role}.log"
+    def __init__(self, folder: Path, model: Path, transfer: dict[str, Any], name: str = "") -> None:
+        """Its log goes into `folder`, under `name` or its role. Returns before it is ready."""
+        self.log = folder / f"{name or transfer['kv_role']}.log"
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), nixl())))
         settings = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.transfer_engine", str(model), role],
+                [sys.executable, "-m", "tests.harness.transfer_engine", str(model), json.dumps(transfer)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -110,17 +154,16 @@ class TransferEngine:
 class _Engine:
     """The engine itself."""
 
-    def __init__(self, model: str, role: str) -> None:
+    def __init__(self, model: str, transfer: dict[str, Any]) -> None:
         from vllm import LLM
 
-        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
         self.llm = LLM(
             model=model,
             dtype="float32",
             enforce_eager=True,
             max_model_len=8192,
             max_num_seqs=8,
-            kv_transfer_config=transfer | {"kv_load_failure_policy": "recompute"},
+            kv_transfer_config=transfer or None,
         )
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler, self.executor = core.scheduler, core.model_executor
@@ -224,11 +267,11 @@ class _Engine:
         return {"inside_pass": checkpoints.writes_in_forward, "written": dict(counts.written)}
 
 
-def main(model: str, role: str) -> None:
+def main(model: str, transfer: str) -> None:
     """Serve until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    engine = _Engine(model, role)
+    engine = _Engine(model, json.loads(transfer))
     while True:
         while not select.select([sys.stdin], [], [], 0.01)[0]:
             engine.step()  # transfers go on, and leases end
