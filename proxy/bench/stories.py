@@ -35,7 +35,7 @@ JUDGED = (0, 1)  # requests of a series whose answers are compared: a cold one a
 
 def cold_starts(shared: int) -> int:
     """How many system prompts of a size are sent; each is a cold start, and the median counts."""
-    return 3 if shared < LONG else 2
+    return 9 if shared < LONG else 3
 
 
 SECTIONS = (
@@ -58,7 +58,10 @@ class Contender:
 
 @dataclass
 class Line:
-    """One engine's result in one story. Times in seconds, lengths in tokens; medians over several requests."""
+    """One engine's result in one story. Times in seconds, lengths in tokens; medians over several requests.
+
+    First tokens are listed in an order that is the same for every engine, each right before or after the others'.
+    """
 
     engine: str
     hit_second: int | None = None
@@ -66,12 +69,22 @@ class Line:
     hit_first_wave: list[int] = field(default_factory=list)
     passes_cold: float | None = None
     passes_warm: float | None = None
-    ttft_cold: float | None = None
-    ttft_warm: float | None = None
+    ttfts_cold: list[float] = field(default_factory=list)
+    ttfts_warm: list[float] = field(default_factory=list)
     tokens_per_second: float | None = None
     all_in_flight: bool | None = None
     largest_error: float = 0.0
     first_difference: int | None = None
+
+    @property
+    def ttft_cold(self) -> float | None:
+        """The median of first requests."""
+        return statistics.median(self.ttfts_cold) if self.ttfts_cold else None
+
+    @property
+    def ttft_warm(self) -> float | None:
+        """The median of later requests."""
+        return statistics.median(self.ttfts_warm) if self.ttfts_warm else None
 
     @property
     def exact(self) -> bool:
@@ -126,35 +139,59 @@ def judge(line: Line, answers: Sequence[Answer], right: Sequence[Answer]) -> Non
     line.first_difference, line.largest_error = worst.position, worst.largest_error
 
 
+@dataclass
+class _Series:
+    """What one engine answers in a story whose requests come one after the other."""
+
+    contender: Contender
+    cold: list[Answer] = field(default_factory=list)
+    warm: list[Answer] = field(default_factory=list)
+    passes_cold: list[int] = field(default_factory=list)
+    passes_warm: list[int] = field(default_factory=list)
+
+    async def send(self, client: httpx.AsyncClient, prompt: Messages, tokens: int, *, is_cold: bool) -> None:
+        """One request, and its passes."""
+        self.contender.passes.restart()
+        answer = await ask(client, self.contender.url, prompt, tokens)
+        passes = self.contender.passes.after([answer]).with_prompt
+        (self.cold if is_cold else self.warm).append(answer)
+        (self.passes_cold if is_cold else self.passes_warm).append(passes)
+
+    def line(self) -> Line:
+        """Its medians."""
+        return Line(
+            self.contender.name,
+            passes_cold=statistics.median(self.passes_cold),
+            passes_warm=statistics.median(self.passes_warm),
+            ttfts_cold=[answer.ttft for answer in self.cold],
+            ttfts_warm=[answer.ttft for answer in self.warm],
+        )
+
+
+def _turned(played: Sequence[_Series], number: int) -> Sequence[_Series]:
+    """Another engine begins each time: the machine is not the same for the first and the last."""
+    turn = number % len(played)
+    return [*played[turn:], *played[:turn]]
+
+
 async def one_system_prompt(stage: Stage, shared: int) -> Story:
     """Six questions, one after the other, on one system prompt; a question or two on others for the medians."""
     variants = [await stage.shared_prompts(shared) for _ in range(cold_starts(shared))]
     full = variants[0]
     right = await stage.right_answers([full.prompts[index] for index in JUDGED])
-    lines = []
-    for contender in stage.contenders:
-        line = Line(contender.name)
-        cold: list[Answer] = []
-        warm: list[Answer] = []
-        passes_cold: list[int] = []
-        passes_warm: list[int] = []
-        answers: dict[int, Answer] = {}
-        for number, variant in enumerate(variants):
-            prompts = variant.prompts if variant is full else variant.prompts[:2]
+    played = [_Series(contender) for contender in stage.contenders]
+    for number, variant in enumerate(variants):
+        prompts = variant.prompts if variant is full else variant.prompts[:2]
+        for series in _turned(played, number):
             for index, prompt in enumerate(prompts):
                 tokens = MIN_TOKENS if variant is full and index in JUDGED else SHORT
-                contender.passes.restart()
-                answer = await ask(stage.client, contender.url, prompt, tokens)
-                passes = contender.passes.after([answer]).with_prompt
-                (warm if index else cold).append(answer)
-                (passes_warm if index else passes_cold).append(passes)
-                if number == 0:
-                    answers[index] = answer
-        hits = [answers[index].cached_tokens or 0 for index in range(1, len(full.prompts))]
+                await series.send(stage.client, prompt, tokens, is_cold=index == 0)
+    lines = []
+    for series in played:
+        answers = [series.cold[0], *series.warm[: len(full.prompts) - 1]]
+        line = series.line()
+        hits = [answer.cached_tokens or 0 for answer in answers[1:]]
         line.hit_second, line.hit_after = hits[0], hits[1:]
-        line.passes_cold, line.passes_warm = statistics.median(passes_cold), statistics.median(passes_warm)
-        line.ttft_cold = statistics.median(answer.ttft for answer in cold)
-        line.ttft_warm = statistics.median(answer.ttft for answer in warm)
         judge(line, [answers[index] for index in JUDGED], right)
         lines.append(line)
     oracle = floored(shared)
@@ -194,7 +231,7 @@ async def fan_out(stage: Stage, size: int, parallel: int) -> Story:
         if contender is stage.contenders[0]:
             choice = await chosen(stage.client, contender, before, shared.shared)
         line = Line(contender.name, passes_cold=passes.all)
-        line.ttft_cold = statistics.median(answer.ttft for answer in answers)
+        line.ttfts_cold = [answer.ttft for answer in answers]
         began, ended = min(answer.sent for answer in answers), max(answer.finished for answer in answers)
         line.tokens_per_second = sum(len(answer.steps) for answer in answers) / (ended - began)
         line.all_in_flight = max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
@@ -203,7 +240,7 @@ async def fan_out(stage: Stage, size: int, parallel: int) -> Story:
         contender.passes.restart()
         next_answers = await ask_all(stage.client, contender.url, after, MIN_TOKENS, FAN_OUT)
         line.passes_warm = contender.passes.after(next_answers).all
-        line.ttft_warm = statistics.median(answer.ttft for answer in next_answers)
+        line.ttfts_warm = [answer.ttft for answer in next_answers]
         hits = [answer.cached_tokens or 0 for answer in next_answers]
         line.hit_second, line.hit_after = hits[0], hits[1:]
         judge(line, [*answers, *next_answers], right)
@@ -248,32 +285,37 @@ async def chosen(client: httpx.AsyncClient, contender: Contender, before: Mappin
     return f"{held:.0f} waited for the leader ({figures})"
 
 
-async def conversation(stage: Stage) -> Story:
-    """Four turns; the assistant's side is given, so that every engine sees the same chats."""
-    seed = stage.fresh_seed()
+def _turns(seed: int) -> list[Messages]:
+    """The requests of a conversation, whose assistant's side is given."""
     messages: list[Mapping[str, Any]] = [{"role": "system", "content": prose(90, seed)}]
     turns: list[Messages] = []
     for turn in range(TURNS):
-        messages.append({"role": "user", "content": f"{turn + 1}. {prose(30, seed + 1000 + turn)} What follows?"})
+        question = f"{turn + 1}. {prose(30, seed + 1000 * (turn + 1))} What follows?"
+        messages.append({"role": "user", "content": question})
         turns.append(list(messages))
-        messages.append({"role": "assistant", "content": prose(40, seed + 2000 + turn)})
+        messages.append({"role": "assistant", "content": prose(40, seed + 10_000 * (turn + 1))})
+    return turns
+
+
+async def conversation(stage: Stage) -> Story:
+    """Four turns, the same on every engine; some more conversations for the medians."""
+    chats = [_turns(stage.fresh_seed()) for _ in range(cold_starts(0))]
+    turns = chats[0]
     prompts = [await tokens_of(stage.client, stage.reference, turn) for turn in turns]
     shared = [common_prefix(prompts[turn - 1], prompts[turn]) for turn in range(1, TURNS)]
     right = await stage.right_answers(turns)
+    played = [_Series(contender) for contender in stage.contenders]
+    for number, chat in enumerate(chats):
+        for series in _turned(played, number):
+            for index, messages_so_far in enumerate(chat):
+                tokens = MIN_TOKENS if chat is turns else SHORT
+                await series.send(stage.client, messages_so_far, tokens, is_cold=index == 0)
     lines = []
-    for contender in stage.contenders:
-        line = Line(contender.name)
-        answers, passes = [], []
-        for messages_so_far in turns:
-            contender.passes.restart()
-            answer = await ask(stage.client, contender.url, messages_so_far, MIN_TOKENS)
-            answers.append(answer)
-            passes.append(contender.passes.after([answer]).with_prompt)
+    for series in played:
+        answers = [series.cold[0], *series.warm[: TURNS - 1]]
+        line = series.line()
         hits = [answer.cached_tokens or 0 for answer in answers[1:]]
         line.hit_second, line.hit_after = hits[0], hits[1:]
-        line.passes_cold, line.passes_warm = passes[0], statistics.median(passes[1:])
-        line.ttft_cold = answers[0].ttft
-        line.ttft_warm = statistics.median(answer.ttft for answer in answers[1:])
         judge(line, answers, right)
         lines.append(line)
     oracles = [floored(tokens) for tokens in shared]
@@ -294,24 +336,16 @@ async def same_request_twice(stage: Stage) -> Story:
     variants = [(await stage.shared_prompts(163)).prompts[0] for _ in range(cold_starts(163))]
     tokens = len(await tokens_of(stage.client, stage.reference, variants[0]))
     right = await stage.right_answers(variants[:1])
+    played = [_Series(contender) for contender in stage.contenders]
+    for number, prompt in enumerate(variants):
+        for series in _turned(played, number):
+            for is_cold in (True, False):
+                await series.send(stage.client, prompt, MIN_TOKENS if prompt is variants[0] else SHORT, is_cold=is_cold)
     lines = []
-    for contender in stage.contenders:
-        line = Line(contender.name)
-        cold: list[Answer] = []
-        warm: list[Answer] = []
-        passes_cold: list[int] = []
-        passes_warm: list[int] = []
-        for prompt in variants:
-            for answers, passes in ((cold, passes_cold), (warm, passes_warm)):
-                contender.passes.restart()
-                length = MIN_TOKENS if prompt is variants[0] else SHORT
-                answers.append(await ask(stage.client, contender.url, prompt, length))
-                passes.append(contender.passes.after(answers[-1:]).with_prompt)
-        line.hit_second = warm[0].cached_tokens
-        line.passes_cold, line.passes_warm = statistics.median(passes_cold), statistics.median(passes_warm)
-        line.ttft_cold = statistics.median(answer.ttft for answer in cold)
-        line.ttft_warm = statistics.median(answer.ttft for answer in warm)
-        judge(line, [cold[0], warm[0]], right + right)
+    for series in played:
+        line = series.line()
+        line.hit_second = series.warm[0].cached_tokens
+        judge(line, [series.cold[0], series.warm[0]], right + right)
         lines.append(line)
     oracle = floored(tokens - 1)
     return Story(

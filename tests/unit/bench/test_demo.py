@@ -8,8 +8,8 @@ from proxy.bench.stories import Line, Planted, Story
 
 
 def story(shared: int, hit: int, error: float = 0.0) -> Story:
-    ours = Line(SEAMARK, hit_second=hit, ttft_cold=0.5, ttft_warm=0.1, largest_error=error)
-    alone = Line(ALONE, hit_second=0, ttft_cold=0.4, ttft_warm=0.45)
+    ours = Line(SEAMARK, hit_second=hit, ttfts_cold=[0.5], ttfts_warm=[0.1], largest_error=error)
+    alone = Line(ALONE, hit_second=0, ttfts_cold=[0.4], ttfts_warm=[0.45])
     return Story(stories.SYSTEM_PROMPT, shared, hit, [ours, alone], True, "")
 
 
@@ -34,3 +34,10 @@ def test_the_table_has_no_word_that_the_legend_leaves_unexplained():
     assert "100 tokens shared, a perfect cache hits 90" in said and "oracle" not in said
     for column in ("hit at 2", "hit after", "passes", "first token", "exact"):
         assert column in legend()
+
+
+def test_engines_are_compared_by_pairs_of_the_same_request():
+    ours = Line(SEAMARK, ttfts_cold=[0.2, 0.9, 0.3], ttfts_warm=[0.1])
+    alone = Line(ALONE, ttfts_cold=[0.1, 0.9, 0.3], ttfts_warm=[0.2])
+    said = render([Story(stories.SYSTEM_PROMPT, 100, 96, [ours, alone], True, "")], [])
+    assert "cold 1.00x faster, warm 2.00x faster" in said
