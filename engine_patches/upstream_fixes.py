@@ -44,7 +44,7 @@ def states_at_chunk_ends(original: Function) -> Function:
         bounds, row_of = options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist()
         initial, z = options.get("initial_states"), options.get("z")
         same = {name: options[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in options}
-        states: list[Any] = []
+        states = x.new_empty(len(row_of), x.shape[1], x.shape[2], B.shape[2], dtype=torch.float32)
         first = 0
         while first < len(row_of):
             last = first + 1  # a run of chunks: its first may go on with a row, all others begin one
@@ -52,30 +52,30 @@ def states_at_chunk_ends(original: Function) -> Function:
                 last += 1
             part = slice(bounds[first], bounds[last])
             if first and row_of[first] == row_of[first - 1]:
-                begun = states[-1][-1:]
-                others = row_of[first + 1 : last]
-                rest = begun.new_zeros(len(others), *begun.shape[1:]) if initial is None else initial[others]
-                begin = torch.cat([begun, rest.float()])
+                begin = states[first - 1 : first]
+                if others := row_of[first + 1 : last]:
+                    fresh = begin.new_zeros(len(others), *begin.shape[1:])
+                    begin = torch.cat([begin, fresh if initial is None else initial[others].float()])
             else:
                 begin = None if initial is None else initial[row_of[first:last]]
-            states.append(
-                original(
-                    x[part],
-                    dt[part],
-                    A,
-                    B[part],
-                    C[part],
-                    chunk_size,
-                    out[part],
-                    z=None if z is None else z[part],
-                    initial_states=begin,
-                    cu_seqlens=torch.tensor(bounds[first : last + 1], dtype=torch.int32) - bounds[first],
-                    state_dtype=torch.float32,
-                    **same,
-                )
+            states[first:last] = original(
+                x[part],
+                dt[part],
+                A,
+                B[part],
+                C[part],
+                chunk_size,
+                out[part],
+                z=None if z is None else z[part],
+                initial_states=begin,
+                cu_seqlens=torch.tensor(
+                    [bound - bounds[first] for bound in bounds[first : last + 1]], dtype=torch.int32
+                ),
+                state_dtype=torch.float32,
+                **same,
             )
             first = last
-        return torch.cat(states).to(options.get("state_dtype") or x.dtype)
+        return states.to(options.get("state_dtype") or x.dtype)
 
     return _mamba_chunk_scan_combined_fwd_cpu
 

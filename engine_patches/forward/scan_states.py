@@ -120,7 +120,8 @@ class ScanStates(NamedTuple):
         plan, width = self.plan, conv_state.shape[-1]
         window = plan.window(width)
         if plan.shortest >= width:
-            conv_state[self.blocks] = inputs[window].transpose(1, 2).to(conv_state.dtype)
+            last = inputs.index_select(0, window.flatten()).unflatten(0, window.shape)
+            conv_state[self.blocks] = last.transpose(1, 2).to(conv_state.dtype)
             return
         before = window - plan.starts[:, None]  # negative: in the running state
         new = inputs[window.clamp(min=0)].transpose(1, 2).to(conv_state.dtype)
@@ -139,12 +140,12 @@ class ScanStates(NamedTuple):
         if own_chunks is not None:
             options |= own_chunks._asdict()
         chunk_states = scan(*inputs, **{**options, "return_intermediate_states": True})
-        states = chunk_states[self.plan.chunks]
+        states = chunk_states.index_select(0, self.plan.chunks)  # several times as fast as [chunks] on a CPU
         if tails is not None:
             first = len(self.blocks) - len(tails.rows)
             states[first:] = tails.states(scan, states[first:], inputs, options)
         ssm_state[self.blocks] = states.to(ssm_state.dtype)
-        final = chunk_states[options["last_chunk_indices"]]
+        final = chunk_states.index_select(0, options["last_chunk_indices"])
         if slots is None:
             return final
         slots[indices] = final.to(slots.dtype)  # as vLLM 0.33 asks for it
