@@ -53,6 +53,7 @@ from engine_patches.scheduler.transfers import (
 from engine_patches.upstream_fixes import (
     copy_largest_view_first,
     keep_enlarged_block_size,
+    kernel_by_chunks,
     promises_export_on_cpu,
     resets_block_size,
     runs_on_cpu,
@@ -180,9 +181,26 @@ PATCHES: tuple[Patch, ...] = (
         relies_on=(
             Shape(
                 f"{LAYERS}.ops.cpu.mamba_ssm:_mamba_chunk_scan_combined_fwd_cpu",
-                mentions=("return_intermediate_states=False", "cu_chunk_seqlens=None", "return all_states"),
+                mentions=(
+                    "return_intermediate_states=False",
+                    "cu_chunk_seqlens=None",
+                    "return all_states",
+                    "all_states.copy_(initial_states.float())",
+                    "    ops.mamba_chunk_scan_fwd_cpu(",
+                ),
             ),
         ),
+        applies=runs_on_cpu,
+    ),
+    Patch(
+        "cpu-checkpoint-kernel",
+        "vllm._custom_ops:mamba_chunk_scan_fwd_cpu",
+        role=Role.CURE,
+        why="the states that `cpu-checkpoint-scan` returns come from its kernel, chunk by chunk",
+        upstream="as cpu-checkpoint-scan",
+        until="as cpu-checkpoint-scan",
+        build=kernel_by_chunks,
+        parameters="out, final_states, x, dt, A, B, C, D, z, cu_seqlens",
         applies=runs_on_cpu,
     ),
     Patch(

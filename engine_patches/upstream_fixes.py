@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from engine_patches.ledger import Function, ShapeMismatch, exists
@@ -24,60 +26,91 @@ def copy_largest_view_first(original: Function) -> Function:
     return copy_kv_cache_blocks_inplace
 
 
-def states_at_chunk_ends(original: Function) -> Function:
-    """vLLM promises to export a state from inside one forward pass, but its CPU scan returns final states only: any
-    prompt longer than a block kills the engine with an IndexError.
+@dataclass
+class _ChunkedScan:
+    """A scan on a CPU that keeps the state at each chunk's end."""
 
-    When asked for intermediate states, the scan runs over as many chunks at once as are of different rows, and returns
-    the state at each chunk's end.
-    """
-    import torch
+    bounds: Sequence[int]  # where chunks begin, and where the last one ends (tokens)
+    row_of: Sequence[int]  # row of each chunk
+    states: Any = None  # once it has run: at the chunks' ends, (chunks, heads, head size, state size)
 
-    if original.__name__ != "_mamba_chunk_scan_combined_fwd_cpu":
-        raise ShapeMismatch(f"the scan on a CPU is {original.__name__}, expected the CPU's own")
+    def run(
+        self,
+        kernel: Function,
+        out: Any,
+        row_states: Any,
+        x: Any,
+        dt: Any,
+        A: Any,
+        B: Any,
+        C: Any,
+        D: Any,
+        z: Any,
+        cu_seqlens: Any,
+    ) -> None:
+        """The kernel's work, over as many chunks at once as are of different rows.
 
-    def _mamba_chunk_scan_combined_fwd_cpu(
-        x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: Any, out: Any, **options: Any
-    ) -> Any:
-        if not options.get("return_intermediate_states"):
-            return original(x, dt, A, B, C, chunk_size, out, **options)
-        bounds, row_of = options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist()
-        initial, z = options.get("initial_states"), options.get("z")
-        same = {name: options[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in options}
-        states = x.new_empty(len(row_of), x.shape[1], x.shape[2], B.shape[2], dtype=torch.float32)
+        `row_states`: with which rows begin, by row; they are left as they are. `cu_seqlens`: where rows do.
+        """
+        import torch
+
+        bounds, row_of = self.bounds, self.row_of
+        self.states = states = row_states.new_empty(len(row_of), *row_states.shape[1:])
         first = 0
         while first < len(row_of):
             last = first + 1  # a run of chunks: its first may go on with a row, all others begin one
             while last < len(row_of) and row_of[last] != row_of[last - 1]:
                 last += 1
+            goes_on = first > 0 and row_of[first] == row_of[first - 1]
+            states[first] = states[first - 1] if goes_on else row_states[row_of[first]]
+            if others := row_of[first + 1 : last]:
+                states[first + 1 : last] = row_states[others]
             part = slice(bounds[first], bounds[last])
-            if first and row_of[first] == row_of[first - 1]:
-                begin = states[first - 1 : first]
-                if others := row_of[first + 1 : last]:
-                    fresh = begin.new_zeros(len(others), *begin.shape[1:])
-                    begin = torch.cat([begin, fresh if initial is None else initial[others].float()])
-            else:
-                begin = None if initial is None else initial[row_of[first:last]]
-            states[first:last] = original(
-                x[part],
-                dt[part],
-                A,
-                B[part],
-                C[part],
-                chunk_size,
-                out[part],
-                z=None if z is None else z[part],
-                initial_states=begin,
-                cu_seqlens=torch.tensor(
-                    [bound - bounds[first] for bound in bounds[first : last + 1]], dtype=torch.int32
-                ),
-                state_dtype=torch.float32,
-                **same,
-            )
+            starts = torch.tensor([bound - bounds[first] for bound in bounds[first : last + 1]], dtype=torch.int32)
+            part_of_z = None if z is None else z[part]
+            kernel(out[part], states[first:last], x[part], dt[part], A, B[part], C[part], D, part_of_z, starts)
             first = last
-        return states.to(options.get("state_dtype") or x.dtype)
+
+
+_chunked_scan: _ChunkedScan | None = None  # the one that runs now
+
+
+def states_at_chunk_ends(original: Function) -> Function:
+    """vLLM promises to export a state from inside one forward pass, but its CPU scan returns final states only: any
+    prompt longer than a block kills the engine with an IndexError.
+
+    When asked for intermediate states, the scan returns the state at each chunk's end. What it does before its kernel
+    it does once for all chunks.
+    """
+    if original.__name__ != "_mamba_chunk_scan_combined_fwd_cpu":
+        raise ShapeMismatch(f"the scan on a CPU is {original.__name__}, expected the CPU's own")
+
+    def _mamba_chunk_scan_combined_fwd_cpu(x: Any, *args: Any, **options: Any) -> Any:
+        global _chunked_scan
+        if not options.get("return_intermediate_states"):
+            return original(x, *args, **options)
+        _chunked_scan = scan = _ChunkedScan(options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist())
+        try:
+            original(x, *args, **options)
+        finally:
+            _chunked_scan = None
+        if scan.states is None:
+            raise RuntimeError("seamark: vLLM's scan on a CPU no longer calls its kernel by its name")
+        return scan.states.to(options.get("state_dtype") or x.dtype)
 
     return _mamba_chunk_scan_combined_fwd_cpu
+
+
+def kernel_by_chunks(original: Function) -> Function:
+    """The kernel of that scan, which runs chunk by chunk while states at their ends are wanted."""
+
+    def mamba_chunk_scan_fwd_cpu(*args: Any) -> None:
+        if _chunked_scan is None:
+            original(*args)
+        else:
+            _chunked_scan.run(original, *args)
+
+    return mamba_chunk_scan_fwd_cpu
 
 
 def store_checkpoints_without_triton(original: Function) -> Function:

@@ -34,7 +34,13 @@ CHOOSE_KERNELS = (
 )
 
 # Cures of what vLLM's kernels for CPUs lack.
-OF_CPU_KERNELS = {"cpu-checkpoint-scan", "cpu-checkpoint-store", "gdn-core-cpu", "gdn-core-cpu-drafts"}
+OF_CPU_KERNELS = {
+    "cpu-checkpoint-scan",
+    "cpu-checkpoint-kernel",
+    "cpu-checkpoint-store",
+    "gdn-core-cpu",
+    "gdn-core-cpu-drafts",
+}
 
 # Kernels that have to have run, by family: of prompts, and of single tokens.
 KERNELS = {

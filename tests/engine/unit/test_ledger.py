@@ -106,7 +106,7 @@ print(ledger.patches_live(), replaced() == cures, len(cures))
 """,
         "reference",
     )
-    assert out.split() == ["False", "True", "6"]
+    assert out.split() == ["False", "True", "7"]
 
 
 def test_loaded_twice_every_patch_is_applied_once(run):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from types import SimpleNamespace
 
@@ -10,7 +9,12 @@ import pytest
 import torch
 
 from engine_patches import upstream_fixes
-from engine_patches.upstream_fixes import keep_enlarged_block_size, resets_block_size, states_at_chunk_ends
+from engine_patches.upstream_fixes import (
+    keep_enlarged_block_size,
+    kernel_by_chunks,
+    resets_block_size,
+    states_at_chunk_ends,
+)
 
 PLATFORM_DEFAULT = 128
 
@@ -56,7 +60,8 @@ def scan_inputs(tokens: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed):
+def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed, monkeypatch):
+    from vllm import _custom_ops as ops
     from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu as scan
 
     lengths = [sum(chunks) for chunks in ROWS]
@@ -65,11 +70,13 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed):
     initial = torch.rand(len(ROWS), HEADS, HEAD_SIZE, STATE_SIZE) if resumed else None
     how = {"D": torch.rand(HEADS), "dt_bias": torch.rand(HEADS), "dt_softplus": True, "state_dtype": torch.float32}
     calls = []
+    kernel = ops.mamba_chunk_scan_fwd_cpu
 
-    @functools.wraps(scan)
-    def counted(x, *args, **options):
-        calls.append(len(x))
-        return scan(x, *args, **options)
+    def counted(out, *args):
+        calls.append(len(out))
+        kernel(out, *args)
+
+    monkeypatch.setattr(ops, "mamba_chunk_scan_fwd_cpu", kernel_by_chunks(counted))
 
     def run(scan, part: slice, of_rows: slice, bounds: list[int], **options):
         x, dt, A, B, C = inputs
@@ -83,8 +90,9 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed):
 
     chunks = [length for row in ROWS for length in row]
     _, whole = run(scan, slice(None), slice(None), starts)
+    calls.clear()
     states, out = run(
-        states_at_chunk_ends(counted),
+        states_at_chunk_ends(scan),
         slice(None),
         slice(None),
         starts,
@@ -92,6 +100,7 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed):
         seq_idx=torch.tensor([number for number, row in enumerate(ROWS) for _ in row]),
         return_intermediate_states=True,
     )
+    assert calls == [5, 3, 9 + 4 + 7 + 2, 6]  # chunks of different rows run at once
     assert torch.allclose(out, whole, atol=1e-6)
     expected = []
     for number, row in enumerate(ROWS):
@@ -99,4 +108,16 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed):
             part = slice(starts[number], starts[number] + end)
             expected.append(run(scan, part, slice(number, number + 1), [0, end])[0])
     assert torch.allclose(states, torch.cat(expected), atol=1e-6)
-    assert calls == [5, 3, 9 + 4 + 7 + 2, 6]  # chunks of different rows run at once
+
+
+def test_a_scan_whose_kernel_is_not_cut_returns_no_states():
+    def _mamba_chunk_scan_combined_fwd_cpu(x, **options):
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="no longer calls its kernel"):
+        states_at_chunk_ends(_mamba_chunk_scan_combined_fwd_cpu)(
+            torch.zeros(3),
+            return_intermediate_states=True,
+            cu_chunk_seqlens=torch.tensor([0, 2, 3]),
+            seq_idx=torch.tensor([0, 0]),
+        )
