@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from vllm.v1.kv_offload.tiering.p2p import manager as p2p
 from vllm.v1.kv_offload.tiering.p2p.data.base import DataTransport, PollResult
 
-from engine_patches.disk import peers
+from engine_patches.disk import flags, peers
 from engine_patches.disk.peers import PeerStates
 from proxy.commands.render_server import free_port
 
@@ -297,6 +297,11 @@ def test_after_too_many_lost_rows_no_peer_is_asked(worker, monkeypatch, caplog):
     until(lambda: b.tier.lost, a, b)
     assert b.tier.ask(KEYS[6:], b.request(a), 60)
     assert sum("none is asked any more" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_this_vllms_tier_is_the_one_that_was_shown():
+    for shape in flags._PEERS:
+        shape.check()
 
 
 def test_it_says_at_the_start_who_can_read_and_write(worker, caplog):
