@@ -52,12 +52,21 @@ class PeerStates(P2PSecondaryTierManager):  # type: ignore[misc]  # vLLM is unty
     """Peers behind vLLM's rows in host memory. All methods run on the scheduler's thread."""
 
     def __init__(
-        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, identity: str, host: str, port: int
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        identity: str,
+        host: str,
+        port: int,
+        backpressure_detector: Any = None,
     ) -> None:
-        """`identity`: hex of `identity.identity_of`; `host`, `port`: where peers reach this worker. Raises `ValueError`
-        if NIXL is not installed.
+        """`identity`: hex of `identity.identity_of`; `host`, `port`: where peers reach this worker.
+
+        Raises `ValueError` if NIXL is not installed.
         """
-        super().__init__(offloading_spec, primary_kv_view, tier_type, host=host, port=port)
+        more = {"host": host, "port": port, "backpressure_detector": backpressure_detector}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         self._finished_jobs: list[Any]
         # Else what was not sent to a peer that has gone keeps this process from ending.
         self._control._zmq_ctx.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)

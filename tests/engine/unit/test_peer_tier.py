@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.p2p import manager as p2p
-from vllm.v1.kv_offload.tiering.p2p.data.base import DataTransport, PollResult
 
 from engine_patches.disk import flags, peers
-from engine_patches.disk.peers import PeerStates
 from proxy.commands.render_server import free_port
+from tests.harness.copied_rows import CopiedRows
 
 ROWS, ROW = 16, 4096
 
@@ -26,54 +26,6 @@ KEYS = [bytes([number]) * 36 for number in range(1, 9)]
 SAME, OTHER = "aa" * 32, "bb" * 32
 
 numbers = itertools.count()
-
-
-class Copies(DataTransport):
-    """In place of NIXL: copies between the rows of one process, at once or when it is let."""
-
-    all: ClassVar[dict[bytes, Copies]] = {}
-
-    def __init__(self, name: str, view: memoryview, config_fields: Any = None, **_: Any) -> None:
-        super().__init__(view, config_fields)
-        self.name, self.rows = name.encode(), view.cast("B")
-        self.all[self.name] = self
-        self.held = False
-        self.waiting: dict[int, tuple[str, Callable[[], None]]] = {}
-        self._remote: dict[str, Copies] = {}
-
-    available = True
-
-    def get_agent_metadata(self) -> bytes:
-        return self.name
-
-    def add_remote_peer(self, peer_id: str, agent_metadata: bytes, *_: Any, **__: Any) -> None:
-        self._remote[peer_id] = self.all[agent_metadata]
-
-    def remove_remote_peer(self, peer_id: str) -> None:
-        self._remote.pop(peer_id, None)
-
-    def write_blocks(self, peer_id: str, local_idxs: Sequence[int], remote_idxs: Sequence[int]) -> int:
-        to = self._remote[peer_id]
-
-        def copy() -> None:
-            for one, other in zip(local_idxs, remote_idxs, strict=True):
-                to.rows[other * ROW : (other + 1) * ROW] = self.rows[one * ROW : (one + 1) * ROW]
-
-        number = next(numbers)
-        self.waiting[number] = peer_id, copy
-        return number
-
-    def poll(self, peer_id: str | None = None) -> PollResult:
-        done = [] if self.held else [each for each, (to, _) in self.waiting.items() if peer_id in (None, to)]
-        for each in done:
-            self.waiting.pop(each)[1]()
-        return PollResult(done, ())
-
-    def cancel(self, transfer_ids: Iterable[int], mode: str = "immediate") -> list[int]:
-        return [each for each in transfer_ids if each in self.waiting] if mode == "wait" else []
-
-    def close(self) -> None:
-        self.waiting.clear()
 
 
 class Worker:
@@ -85,7 +37,9 @@ class Worker:
         view = memoryview(self.rows)
         region = SimpleNamespace(create_kv_memoryview=lambda: view, cleanup=lambda: None)
         self.primary = CPUPrimaryTierOffloadingManager(num_chunks=ROWS, mmap_region=region)
-        self.tier = PeerStates(_spec(), view, "PeerStates", identity, "127.0.0.1", self.port)
+        config = {"type": "PeerStates", "module_path": "engine_patches.disk.peers", "identity": identity}
+        place = {"host": "127.0.0.1", "port": self.port}
+        self.tier = SecondaryTierFactory.create_secondary_tier(config | place, view, _spec())
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
 
     def step(self) -> None:
@@ -112,7 +66,7 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
-    monkeypatch.setattr(p2p, "NixlTransport", Copies)
+    monkeypatch.setattr(p2p, "NixlTransport", CopiedRows)
     started: list[Worker] = []
 
     def start(*arguments: Any) -> Worker:
@@ -311,6 +265,6 @@ def test_it_says_at_the_start_who_can_read_and_write(worker, caplog):
 
 
 def test_without_nixl_it_does_not_start(monkeypatch):
-    monkeypatch.setattr(p2p, "NixlTransport", type("Missing", (Copies,), {"available": False}))
+    monkeypatch.setattr(p2p, "NixlTransport", type("Missing", (CopiedRows,), {"available": False}))
     with pytest.raises(ValueError, match="pip install nixl"):
         Worker()
