@@ -1,0 +1,35 @@
+"""On vLLM's own schedulers and tiers: two workers that take states from each other, each key and each block checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.scheduler_process import run_apart
+
+ROOM: dict[str, Any] = {"rows": 60, "blocks": 120}
+
+# So few blocks and rows that both are evicted all the time.
+TIGHT: dict[str, Any] = {"rows": 30, "blocks": 40, "budget": 128, "running": 4}
+
+
+def audit(model: Path, **wanted: Any) -> dict[str, Any]:
+    (found,) = run_apart("peer_audit", str(model), json.dumps(wanted))
+    return found
+
+
+@pytest.mark.parametrize(
+    "core", [ROOM, TIGHT, {**TIGHT, "overlap": True}], ids=["room", "tight", "the next step planned ahead"]
+)
+def test_states_of_another_worker_are_those_of_the_prompt_and_no_block_is_lost(model: Path, core):
+    found = audit(model, seeds=[1, 2], chats=60, cores=[core])
+    assert found["errors"] == []
+    assert found["from_peers"] > 20 and found["loaded"] > 40 and found["hit_tokens"] > 4_000
+
+
+def test_rows_in_each_others_places_are_seen(model: Path):
+    found = audit(model, seeds=[2], chats=60, cores=[ROOM], planted=["rows"])
+    assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])
