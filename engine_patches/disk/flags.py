@@ -61,7 +61,11 @@ _PEERS = (
         ),
     ),
     Shape(f"{_P2P}.session.session:P2PSession.register_lookup", "self, kv_request_id, key"),
-    Shape(f"{_P2P}.data.base:DataTransport.config_fingerprint", "self", ("return self._config_fingerprint",)),
+    Shape(
+        f"{_P2P}.data.base:DataTransport.__init__",
+        "self, view, config_fields",
+        ("self._config_fingerprint = self._compute_fingerprint(config_fields)",),
+    ),
 )
 
 
