@@ -244,7 +244,10 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                     continue
                 if not self._pays(request, keys, candidate - hit):
                     return 0
-            results = {self.manager.lookup(key, context) for key in keys}
+            if self._tier.lost.isdisjoint(keys):
+                results = {self.manager.lookup(key, context) for key in keys}
+            else:
+                results = {LookupResult.MISS}
             if LookupResult.MISS in results:  # a file was refused, a peer went away, or no row is free
                 if not position:
                     return 0

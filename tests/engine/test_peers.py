@@ -30,6 +30,13 @@ def test_states_of_another_worker_are_those_of_the_prompt_and_no_block_is_lost(m
     assert found["from_peers"] > 20 and found["loaded"] > 40 and found["hit_tokens"] > 4_000
 
 
+@pytest.mark.parametrize("end", ["dies", "hangs"])
+def test_a_worker_goes_on_alone_when_the_one_that_is_writing_to_it_dies_or_hangs(model: Path, end: str):
+    found = audit(model, seeds=[1], chats=40, cores=[ROOM], end=end)
+    assert found["errors"] == [] and found["from_peers"] > 0
+    assert found["lost"] > 0 or end == "hangs"  # which is noticed later
+
+
 def test_rows_in_each_others_places_are_seen(model: Path):
     found = audit(model, seeds=[2], chats=60, cores=[ROOM], planted=["rows"])
     assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])

@@ -54,6 +54,7 @@ class PeerCore(Core):
         self.store = self.scheduler.connector.connector_scheduler
         self.tier = self.store.manager.secondary_tiers[0]
         self._rows, self._size = self.tier._data.rows, self.tier.block_size_bytes
+        self.gone = False
         self.blocks_loaded = self.blocks_stored = 0
         self.loaded: set[str] = set()  # requests that began with rows of host memory
         self._jobs: dict[int, tuple[bool, Any]] = {}  # begun: whether it is a load, what
@@ -69,10 +70,13 @@ class PeerCore(Core):
     @property
     def busy(self) -> bool:
         """Whether anything is left to do."""
-        return bool(self.scheduler.has_unfinished_requests() or self._queue or self._jobs or self._done)
+        left = self.scheduler.has_unfinished_requests() or self._queue or self._jobs or self._done
+        return bool(left) and not self.gone
 
     def step(self) -> Any:
         """As without a connector; a job is done after the step that it came with, or some steps later."""
+        if self.gone:
+            return None
         output = self.scheduler.schedule()
         self._record_meanings()
         self._check_events()
@@ -127,8 +131,11 @@ class PeerCore(Core):
         self.scheduler.update_from_output(output, runner)
 
 
-def random_traffic(cores: tuple[PeerCore, PeerCore], seed: int, chats: int) -> None:
-    """Chats on a few heads and later turns of them, on either core, most with the other one's address."""
+def random_traffic(cores: tuple[PeerCore, PeerCore], seed: int, chats: int, end: str = "") -> None:
+    """Chats on a few heads and later turns of them, on either core, most with the other one's address.
+
+    `end`: after half of the chats the second core "dies", or "hangs" with its sockets open; the first goes on alone.
+    """
     draw = random.Random(seed)
     heads = [[draw.randrange(1000) for _ in range(draw.choice((20, 70, 130, 250, 400)))] for _ in range(4)]
     begun: list[list[int]] = []
@@ -149,6 +156,13 @@ def random_traffic(cores: tuple[PeerCore, PeerCore], seed: int, chats: int) -> N
         hint = [seam for seam in seams if draw.random() < 0.8] or None
         salt, answer, name = draw.choice((None, None, "salt")), draw.choice((1, 3, 20)), f"{seed}-{number}"
         mine, other = draw.sample(cores, 2)
+        if end and number == chats // 2:
+            until_asked(*cores)
+            cores[1].gone = True
+            if end == "dies":
+                cores[1].tier.shutdown()
+        if cores[1].gone:
+            mine, other = cores
         mine.request(name, tokens, hint, answer, salt, transfer=other.source if draw.random() < 0.8 else None)
         both(draw.randrange(1, 6))
         if draw.random() < 0.1 and name in mine.scheduler.requests:
@@ -161,35 +175,58 @@ def random_traffic(cores: tuple[PeerCore, PeerCore], seed: int, chats: int) -> N
             return
 
 
-def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any]) -> dict[str, Any]:
+def until_asked(mine: PeerCore, other: PeerCore) -> None:
+    """Let a request of `mine` wait for the other core, which has begun to write and is not done."""
+    tokens = list(range(400))
+    other.request("before", tokens, [300], 5)  # one that ends at once stores nothing
+    while other.busy or not other.blocks_stored:
+        other.step()
+        mine.step()
+    other.tier._data.held = True
+    mine.tier._resting.clear()
+    mine.request("between", tokens, [300], transfer=other.source)
+    deadline = time.monotonic() + 60
+    while not other.tier._data.waiting:
+        mine.step()
+        other.step()
+        if time.monotonic() > deadline:
+            mine.errors.append("the other core is asked for nothing")
+            return
+
+
+def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any], end: str) -> dict[str, Any]:
     """What is found with these arguments of the two cores."""
     found: dict[str, Any] = {"core": options, "errors": [], "loaded": 0, "stored": 0, "from_peers": 0, "hit_tokens": 0}
     for seed in seeds:
         cores = PeerCore(model, **options), PeerCore(model, **options)
-        random_traffic(cores, seed, chats)
+        random_traffic(cores, seed, chats, end)
+        found["lost"] = found.get("lost", 0) + len(cores[0].tier.lost)
         for core in cores:
-            if core.blocks_in_use():
+            if core.blocks_in_use() and not core.gone:
                 core.errors.append(f"{core.blocks_in_use()} blocks are held without a request")
             found["errors"] += [f"seed {seed}: {error}" for error in core.errors[:3]]
             found["loaded"] += core.blocks_loaded
             found["stored"] += core.blocks_stored
             found["from_peers"] += core.tier._data.copied
             found["hit_tokens"] += sum(core.hits.values())
-            core.scheduler.connector.connector_scheduler.manager.shutdown()
+            core.tier._data.held = False
+            core.store.manager.shutdown()
     return found
 
 
 def main(model: str, argument: str) -> None:
-    """`{"seeds": [..], "chats": n, "cores": [arguments of PeerCore, ...], "planted": [defects]}`."""
+    """`{"seeds": [..], "chats": n, "cores": [arguments of PeerCore, ...], "planted": [defects], "end": "dies"}`."""
     wanted = json.loads(argument)
     init_none_hash(sha256)
     ledger.apply(PATCHES)
     p2p.NixlTransport = CopiedRows
     LoadCost.pays = lambda self, num_bytes, prefill_seconds: True
-    PeerCost.patience = lambda self, prefill_seconds: 60.0
+    end = wanted.get("end", "")
+    PeerCost.patience = lambda self, prefill_seconds: 0.5 if end == "hangs" else 60.0
     if "rows" in wanted.get("planted", ()):
         _let_rows_be_others()
-    print(json.dumps([audited(model, wanted["seeds"], wanted["chats"], options) for options in wanted["cores"]]))
+    found = [audited(model, wanted["seeds"], wanted["chats"], options, end) for options in wanted["cores"]]
+    print(json.dumps(found))
 
 
 def _let_rows_be_others() -> None:
