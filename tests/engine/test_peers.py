@@ -1,4 +1,4 @@
-"""On vLLM's own schedulers and tiers: two workers that take states from each other, each key and each block checked."""
+"""On vLLM's own schedulers and tiers: workers that take states from each other or a directory, each block checked."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ def test_a_worker_goes_on_alone_when_the_one_that_is_writing_to_it_dies_or_hangs
 def test_rows_in_each_others_places_are_seen(model: Path):
     found = audit(model, seeds=[2], chats=60, cores=[ROOM], planted=["rows"])
     assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])
+
+
+def test_states_of_a_directory_that_two_workers_share_are_those_of_the_prompt(model: Path, tmp_path: Path):
+    found = audit(model, seeds=[1], chats=60, cores=[{**TIGHT, "directory": str(tmp_path)}])
+    assert found["errors"] == []
+    assert found["loaded"] > 40 and found["hit_tokens"] > 4_000

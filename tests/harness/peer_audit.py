@@ -1,4 +1,4 @@
-"""Two workers that take states from each other, without engines: each key and each block that is loaded, checked.
+"""Workers that take states from each other, or from a directory, without engines: each key and each block, checked.
 
 Two cores of `scheduler_audit` with our connector: vLLM's scheduler, tiers, sessions and sockets are real. What NIXL
 does is done by `copied_rows`, and what a worker does with its jobs is copying blocks to rows and back, some steps late:
@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.p2p import manager as p2p
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from engine_patches import ledger
-from engine_patches.disk.flags import PeerAddress, peer_flags
+from engine_patches.disk.flags import ALL, PeerAddress, peer_flags, transfer_flags
 from engine_patches.disk.load_cost import LoadCost, PeerCost
 from engine_patches.patches import PATCHES
 from proxy.commands.render_server import free_port
@@ -40,12 +40,14 @@ records: list[dict[Any, int]] = []  # what was in the blocks that were copied to
 
 
 class PeerCore(Core):
-    """One of two engine cores that take states from each other."""
+    """One of two engine cores that take states from each other, or from what both have written."""
 
-    def __init__(self, model: str, rows: int, **options: Any) -> None:
-        """`rows`: of host memory, at least."""
+    def __init__(self, model: str, rows: int, directory: str | None = None, **options: Any) -> None:
+        """`rows`: of host memory, at least; `directory`: of files, in place of peers."""
         self.port = free_port()
-        (_, transfer) = peer_flags(PeerAddress("127.0.0.1", self.port))
+        self.has_peers = directory is None
+        address = PeerAddress("127.0.0.1", self.port)
+        (_, transfer) = peer_flags(address) if directory is None else transfer_flags(directory, keep=ALL)
         connector = json.loads(transfer)
         connector["engine_id"] = f"audit-{self.port}"
         extra = connector["kv_connector_extra_config"]
@@ -53,7 +55,8 @@ class PeerCore(Core):
         super().__init__(model, connector=connector, **options)
         self.store = self.scheduler.connector.connector_scheduler
         self.tier = self.store.manager.secondary_tiers[0]
-        self._rows, self._size = self.tier._data.rows, self.tier.block_size_bytes
+        self._rows = self.store.manager.primary_tier.get_kv_memoryview().cast("B")
+        self._size = self.tier.block_size_bytes
         self.gone = False
         self.blocks_loaded = self.blocks_stored = 0
         self.loaded: set[str] = set()  # requests that began with rows of host memory
@@ -207,9 +210,11 @@ def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any
             found["errors"] += [f"seed {seed}: {error}" for error in core.errors[:3]]
             found["loaded"] += core.blocks_loaded
             found["stored"] += core.blocks_stored
-            found["from_peers"] += core.tier._data.copied
+            found["from_peers"] += core.tier._data.copied if core.has_peers else 0
             found["hit_tokens"] += sum(core.hits.values())
-            core.tier._data.held = False
+            if core.has_peers:
+                core.tier._data.held = False
+            core._rows.release()
             core.store.manager.shutdown()
     return found
 
