@@ -28,12 +28,11 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from engine_patches.disk.flags import ALL, USED
 from engine_patches.disk.identity import identity_of
 from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
-from engine_patches.disk.tier import CheckedFiles
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
 
-# A request does not wait longer than this for a load to come: it is computed then. Seconds.
-PATIENCE = 5.0
+# Positions behind the hit that a peer is asked for, besides the hinted ones: the last ones. Each costs the peer a look.
+ASKED = 512
 
 _GROUP = slice(-4, None)  # of a key: its cache group
 
@@ -87,21 +86,23 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._tier: CheckedFiles = self.manager.secondary_tiers[0]
+        self._tier: Any = self.manager.secondary_tiers[0]  # `tier.CheckedFiles` or `peers.PeerStates`
         self._keep_all = spec.extra_config.get("keep", USED) == ALL
         self._groups = {config.group_idx: config for config in self.config.kv_group_configs}
         self._checkpoints: Checkpoints | None = None
         self._pool: Any = None
         self._offers: list[_Offer] = []
         self._stored_from: dict[int, list[Any]] = {}  # blocks held, by job
-        self._promised: dict[str, tuple[int, float]] = {}  # request -> position waited for, since when
+        # Request -> position whose load is waited for (0: answers of a peer), since when.
+        self._promised: dict[str, tuple[int, float]] = {}
+        self._gave_up: set[str] = set()  # requests that a load has not come for in time
 
     def introduce(self, checkpoints: Checkpoints, pool: Any) -> None:
         """From now on states are stored and found. Without this call the connector does nothing."""
         events = checkpoints.state_events
         known = {*checkpoints.recurrent_groups, *(each.kv_cache_group_id for each in checkpoints.attention_managers)}
         if events is None or not checkpoints.writes_in_forward or known != self._groups.keys():
-            logger.warning("seamark: no states are kept on disk: this model's are not written inside a pass")
+            logger.warning("seamark: no states are kept or shared: this model's are not written inside a pass")
             return
         self._checkpoints, self._pool = checkpoints, pool
         checkpoints.store = self
@@ -113,11 +114,11 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         checkpoints = self._checkpoints
         if checkpoints is None or checkpoints.state_events is None or not (used or self._keep_all):
             return
-        if not _is_plain(request) or self._tier.holds(self._state_key(request, position)):
+        if not _is_plain(request) or self._is_held(self._state_key(request, position)):
             return
         cached = self._pool.cached_block_hash_to_block
         keys = sorted(checkpoints.state_events.keys_of(request, position), key=lambda key: key[_GROUP])
-        found = {key: cached.get_one_block(key) for key in keys if not self._tier.holds(key)}
+        found = {key: cached.get_one_block(key) for key in keys if not self._is_held(key)}
         if found and all(block is not None for block in found.values()):
             self._pool.touch(list(found.values()))
             self._offers.append(_Offer(request.request_id, found))
@@ -131,7 +132,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             self._pool.free_blocks(list(offer.blocks.values()))
         self._offers.clear()
         if self._checkpoints is not None:
-            logger.warning("seamark: the cache is emptied: states on disk are not used until the worker is restarted")
+            logger.warning("seamark: the cache is emptied: states kept elsewhere are not used until the next start")
             self._checkpoints = None
 
     # What vLLM says.
@@ -148,14 +149,18 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's: a request has blocks, and so many tokens are going to be loaded into them."""
-        self._promised.pop(request.request_id, None)
+        self._forget(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         request.seamark_loaded = num_external_tokens
 
     def request_finished(self, request: Any) -> Any:
         """vLLM's: a request ends."""
-        self._promised.pop(request.request_id, None)
+        self._forget(request)
         return super().request_finished(request)
+
+    def _forget(self, request: Any) -> None:
+        self._promised.pop(request.request_id, None)
+        self._gave_up.discard(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """vLLM's: a step is planned."""
@@ -211,26 +216,43 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return job, TransferJob(req_id=offer.request_id, src_spec=source, dst_spec=rows.store_spec)
 
     def _lookup(self, req_status: Any, max_num_new_tokens: int | None = None) -> int | None:
-        """Tokens past the local hit's last whole block that can be loaded; None while they come from the disk."""
-        request = req_status.req
+        """Tokens past the local hit's last whole block that can be loaded; None while they come."""
+        request, context = req_status.req, req_status.req_context
         req_status.partial_tail_boundary = None
-        if self._checkpoints is None or not _is_plain(request):
+        if self._checkpoints is None or not _is_plain(request) or request.request_id in self._gave_up:
             return 0
         local = req_status.num_locally_computed_tokens
         hit = max(local, getattr(request, "seamark_local_hit", 0))
-        position, since = self._promised.pop(request.request_id, (0, time.monotonic()))
-        if time.monotonic() - since > PATIENCE:
-            return 0
         end = request.num_prompt_tokens - 1
         if max_num_new_tokens is not None:
             end = min(end, local + max_num_new_tokens)
-        for candidate in [position] if position > hit else self._found(request, local, hit, end):
+        position, since = self._promised.pop(request.request_id, (0, time.monotonic()))
+        patience = self._tier.cost.patience(self._prefill_seconds(end - hit))
+        if position and time.monotonic() - since > patience:
+            self._gave_up.add(request.request_id)
+            return 0
+        if not position and not self._tier.ask(self._state_keys(request, hit, end), context, patience):
+            self._promised[request.request_id] = 0, since
+            return None
+        for candidate in [position] if position > hit else self._found(request, context, hit, end):
             keys = list(self._keys(request, local, candidate))
-            if not position and not self._pays(request, keys, candidate - hit):
-                return 0
-            results = {self.manager.lookup(key, req_status.req_context) for key in keys}
-            if LookupResult.MISS in results:  # a file was refused, or no row is free
-                return 0 if not position else self._lookup(req_status, max_num_new_tokens)
+            if not position:
+                if not self._tier.ask((key for key in keys if not self._is_held(key)), context, patience):
+                    self._promised[request.request_id] = 0, since
+                    return None
+                if not all(self._is_held(key, context) for key in keys):
+                    continue
+                if not self._pays(request, keys, candidate - hit):
+                    return 0
+            if self._tier.lost.isdisjoint(keys):
+                results = {self.manager.lookup(key, context) for key in keys}
+            else:
+                results = {LookupResult.MISS}
+            if LookupResult.MISS in results:  # a file was refused, a peer went away, or no row is free
+                if not position:
+                    return 0
+                self._promised[request.request_id] = 0, since
+                return self._lookup(req_status, max_num_new_tokens)
             if results != {LookupResult.HIT}:
                 self._promised[request.request_id] = candidate, since
                 return None
@@ -244,15 +266,25 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         size: int = self.config.kv_group_configs[0].tokens_per_block
         return size
 
-    def _found(self, request: Any, local: int, hit: int, end: int) -> Iterator[int]:
-        """Positions past the local hit whose states are held, with all that leads to them, the deepest first."""
+    def _found(self, request: Any, context: Any, hit: int, end: int) -> Iterator[int]:
+        """Positions past the local hit whose states are held, the deepest first."""
         unit, hashes = self.config.tokens_per_hash, request.block_hashes
         group = self._state_key(request, unit)[_GROUP] if hashes else b""
         for units in range(min(end // unit, len(hashes)), hit // unit, -1):
-            if self._is_held(hashes[units - 1] + group) and all(
-                map(self._is_held, self._keys(request, local, units * unit))
-            ):
+            if self._is_held(hashes[units - 1] + group, context):
                 yield units * unit
+
+    def _state_keys(self, request: Any, hit: int, end: int) -> Iterator[bytes]:
+        """Keys of states that a peer may have past the local hit: the last positions, and those of the hint."""
+        assert self._checkpoints is not None  # noqa: S101  # for the type checker
+        unit = self.config.tokens_per_hash
+        last = min(end // unit, len(request.block_hashes))
+        hinted = (position // unit for position in self._checkpoints.state_of(request).positions)
+        first = max(hit // unit, last - ASKED) + 1
+        for units in {*range(first, last + 1), *(units for units in hinted if hit // unit < units <= last)}:
+            key = self._state_key(request, units * unit)
+            if not self._is_held(key):
+                yield key
 
     def _keys(self, request: Any, local: int, position: int) -> Iterator[Any]:
         """Keys that have to be loaded for a request to go on at `position`, where blocks up to `local` are there."""
@@ -270,16 +302,22 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         assert self._checkpoints is not None  # noqa: S101  # for the type checker
         return key_at(request, position, self.config.tokens_per_hash, self._checkpoints.recurrent_group)
 
-    def _is_held(self, key: bytes) -> bool:
-        return self._tier.holds(key) or self.manager.primary_tier._policy.get(key) is not None
+    def _is_held(self, key: bytes, context: Any = None) -> bool:
+        """Whether a key's block is in host memory, on disk or, by what the peer of that request has said, there."""
+        if key in self._tier.lost:
+            return False
+        return self.manager.primary_tier._policy.get(key) is not None or self._tier.holds(key, context)
+
+    def _prefill_seconds(self, num_tokens: int) -> float:
+        assert self._checkpoints is not None  # noqa: S101  # for the type checker
+        step_time = self._checkpoints.step_time
+        return step_time.seconds(num_tokens) if step_time.known else num_tokens * ASSUMED_TOKEN_SECONDS
 
     def _pays(self, request: Any, keys: list[Any], gained: int) -> bool:
         """Whether a load saves more time than it takes; counted once for each request if it does not."""
         assert self._checkpoints is not None  # noqa: S101  # for the type checker
-        on_disk = sum(self.manager.primary_tier._policy.get(key) is None for key in keys)
-        step_time = self._checkpoints.step_time
-        saved = step_time.seconds(gained) if step_time.known else gained * ASSUMED_TOKEN_SECONDS
-        if self._tier.cost.pays(on_disk * self._tier.block_size_bytes, saved):
+        elsewhere = sum(self.manager.primary_tier._policy.get(key) is None for key in keys)
+        if self._tier.cost.pays(elsewhere * self._tier.block_size_bytes, self._prefill_seconds(gained)):
             return True
         if not getattr(request, "seamark_declined", False):
             request.seamark_declined = True

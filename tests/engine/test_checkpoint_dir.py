@@ -3,84 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import re
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-import httpx
 import pytest
 
-from proxy.bench.harness.client import Answer, complete, open_client
-from proxy.bench.harness.exact import FLOAT32, compare
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import Server, Servers
-
-UNIT = 16
+from tests.harness.rounds import Round, ask, differing, kill, told, two_rounds
 
 DRAW = random.Random(5)
 
-
-def tokens(count: int) -> list[int]:
-    return [DRAW.randrange(20, 400) for _ in range(count)]
-
-
-class Turn(NamedTuple):
-    """A prompt, and where its states are wanted."""
-
-    prompt: list[int]
-    ends: tuple[int, ...]
-
-
-HEADS = [tokens(count) for count in (150, 417, 800)]
-
-FIRST = [
-    Turn(head + tail, (len(head), len(head) + len(tail) - 3))
-    for head, tail in ((HEADS[number % 3], tokens(100 + 45 * number)) for number in range(12))
-]
-
-SECOND = [
-    Turn(first.prompt + more, (first.ends[-1], len(first.prompt) + 60)) for first in FIRST for more in [tokens(70)]
-]
-
-
-class Round(NamedTuple):
-    """What a round of prompts came to."""
-
-    answers: list[Answer]
-    hits: int  # tokens
-
-
-def tell(server: Server) -> dict[str, float]:
-    """Sums of the worker's own counters by name, their labels left out."""
-    sums: dict[str, float] = {}
-    for line in httpx.get(server.url + "/metrics", timeout=30).text.splitlines():
-        if found := re.match(r"(seamark_\w+)(?:\{[^}]*\})? (\S+)$", line):
-            sums[found[1]] = sums.get(found[1], 0.0) + float(found[2])
-    return sums
-
-
-async def ask(server: Server, turns: Sequence[Turn]) -> Round:
-    answers = []
-    async with open_client(240) as client:
-        for turn in turns:
-            hint = {"seamark_boundaries": [end // UNIT * UNIT for end in turn.ends]}
-            answers.append(await complete(client, server.url, turn.prompt, vllm_xargs=hint))
-    return Round(answers, sum(answer.cached_tokens or 0 for answer in answers))
-
-
-def differing(found: Round, wanted: Round) -> int:
-    pairs = zip(found.answers, wanted.answers, strict=True)
-    return sum(not FLOAT32.accepts(compare(answer, right)) for answer, right in pairs)
-
-
-def kill(server: Server) -> None:
-    os.killpg(server.process.pid, signal.SIGKILL)
-    server.process.wait()
+FIRST, SECOND = two_rounds(DRAW)
 
 
 @pytest.fixture(scope="module")
@@ -143,19 +79,19 @@ async def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_dama
 
     second = start(fleet, model, "second", folder, *keep, **loads)
     after = await ask(second, SECOND)
-    told = tell(second)
+    counts = told(second)
     kill(second)
     assert differing(after, right[1]) == 0
     assert after.hits >= 0.99 * undisturbed.hits > 0
-    assert told["seamark_checkpoint_hits_total"] >= 12 and told["seamark_checkpoint_hit_tokens_total"] == after.hits
+    assert counts["seamark_checkpoint_hits_total"] >= 12 and counts["seamark_checkpoint_hit_tokens_total"] == after.hits
 
     damaged = flip_all(folder)
     third = start(fleet, model, "third", folder, *keep, **loads)
     found = await ask(third, SECOND)
-    told = tell(third)
+    counts = told(third)
     kill(third)
     assert damaged > 12 and differing(found, right[1]) == 0
-    assert told["seamark_checkpoint_files_refused_total"] >= 12
+    assert counts["seamark_checkpoint_files_refused_total"] >= 12
 
 
 async def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_used(fleet, model, right, tmp_path):
@@ -166,26 +102,26 @@ async def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_us
     assert differing(await ask(worker, SECOND), right[1]) == 0
     files = await asyncio.to_thread(written, folder)
     await ask(worker, FIRST[:1])  # counts come with steps
-    told = tell(worker)
+    counts = told(worker)
     kill(worker)
     # The heads, with their attention rows; then the first turns that the second ones resumed from.
     assert 0 < shared <= 3 * 6 and shared + 12 <= len(files)
-    assert told["seamark_checkpoint_bytes_written_total"] == sum(path.stat().st_size for path in files)
+    assert counts["seamark_checkpoint_bytes_written_total"] == sum(path.stat().st_size for path in files)
 
     slow = start(fleet, model, "slow", folder, **plugin(tmp_path, "slow_reads"))
     assert differing(await ask(slow, SECOND), right[1]) == 0
-    told = tell(slow)
+    counts = told(slow)
     kill(slow)
-    assert told["seamark_loads_declined_total"] == len(SECOND)
+    assert counts["seamark_loads_declined_total"] == len(SECOND)
 
 
 async def test_an_engine_serves_on_without_a_directory_that_it_can_use(fleet, model, right, tmp_path):
     (tmp_path / "taken").write_text("a file, where a directory is wanted")
     server = start(fleet, model, "without", tmp_path / "taken")
     assert differing(await ask(server, FIRST), right[0]) == 0
-    told = tell(server)
+    counts = told(server)
     log = server.log.read_text(errors="replace")
     server.stop()
-    assert told["seamark_checkpoint_files_refused_total"] >= 2 and told["seamark_checkpoint_hits_total"] > 0
+    assert counts["seamark_checkpoint_files_refused_total"] >= 2 and counts["seamark_checkpoint_hits_total"] > 0
     assert log.count("the checkpoint directory cannot be read") == 1
     assert log.count("the checkpoint directory cannot be written to") == 1

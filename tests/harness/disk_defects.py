@@ -1,4 +1,4 @@
-"""A disk that is slower than computing, or never is, however busy the machine: vLLM plugins for test engines only."""
+"""Disks and peers slower than computing, or never, however busy the machine: vLLM plugins for test engines only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def slow_reads() -> None:
 
 
 def loads_always_pay() -> None:
-    """Let everything be loaded that can be."""
-    from engine_patches.disk.load_cost import LoadCost
+    """Let everything be loaded that can be, and wait for peers however long they take."""
+    from engine_patches.disk.load_cost import LoadCost, PeerCost
 
     LoadCost.pays = lambda self, num_bytes, prefill_seconds: True
+    PeerCost.patience = lambda self, prefill_seconds: 120.0
