@@ -162,7 +162,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         meta = super().build_connector_meta(scheduler_output)
         if self._checkpoints is not None:
             refused, num_bytes = self._tier.take_counts()
-            self._checkpoints.counters.disk_used(refused, num_bytes)
+            self._checkpoints.counters.disk_used(refused, num_bytes, self._tier.bytes_held)
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:

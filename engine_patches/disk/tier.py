@@ -85,6 +85,11 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         """Whether there is a file for a key, as far as this process knows."""
         return key in self._index
 
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the files that this process may load."""
+        return len(self._index) * self._files.file_bytes
+
     def take_counts(self) -> tuple[Counter[str], int]:
         """Files refused by reason, and bytes written, since the last call."""
         counts = self.refused, self.bytes_written
