@@ -104,6 +104,9 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             logger.warning("seamark: no states are kept on disk: this model's are not written inside a pass")
             return
         self._checkpoints, self._pool = checkpoints, pool
+        if checkpoints.pins is not None:
+            pins = checkpoints.pins
+            self._tier.keys_in_use = lambda: pins.keys
         checkpoints.store = self
 
     # What `Checkpoints` says.

@@ -66,6 +66,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self.cost = LoadCost()
         self.refused: Counter[str] = Counter()  # files by reason, until `take_counts`
         self.bytes_written = 0  # until `take_counts`
+        self.keys_in_use: Callable[[], Iterable[bytes]] = tuple  # whose files are not to make room for others
         self._files = StateFiles(Path(root_dir), bytes.fromhex(identity), self.block_size_bytes, max_bytes)
         self._rows = primary_kv_view.cast("B")
         self._index: dict[bytes, None] = {}
@@ -120,7 +121,8 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         """vLLM's: the jobs that have ended since the last call."""
         if time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + REFRESH_SECONDS
-            self._submit(self._writer, self._refresh)
+            in_use = list(self.keys_in_use())
+            self._submit(self._writer, lambda: self._refresh(in_use))
             self._submit(self._readers, self._probe)
         results = []
         with suppress(queue.Empty):
@@ -180,7 +182,8 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self._files.prepare()
         return _Done(known=self._files.keys())
 
-    def _refresh(self) -> _Done:
+    def _refresh(self, in_use: Iterable[bytes]) -> _Done:
+        self._files.touch(in_use)
         return _Done(known=self._files.keys())
 
     def _probe(self) -> _Done:

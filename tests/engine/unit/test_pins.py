@@ -107,6 +107,14 @@ def test_a_pinned_prompt_is_found_at_each_of_its_positions_whatever_comes(cache)
     assert cache.pins.num_blocks == BLOCKS - 1 - cache.pool.get_num_free_blocks() == 8  # two ends, two times three
 
 
+def test_the_keys_of_what_is_pinned_are_told_until_it_is_released(cache):
+    cache.compute(1)
+    held = cache.pool.cached_block_hash_to_block
+    assert len(cache.pins.keys) == 2 * 3 + 2 and all(map(held.get_one_block, cache.pins.keys))
+    cache.compute(1, pin=0)
+    assert cache.pins.keys == set()
+
+
 def test_one_that_is_released_can_be_evicted_and_its_blocks_are_free(cache):
     cache.compute(1)
     assert cache.compute(1, pin=0) == RELEASED
