@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from proxy.bench.harness.servers import Servers, generated_model, narrator
+from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from tests.harness.restarts import (
     KEEP_ALL,
     Round,
@@ -38,54 +37,43 @@ CHECKPOINTS, STOCK = "killed, --checkpoint-dir", "killed, vLLM's own file tier"
 SLOW = "killed, --checkpoint-dir on a slow disk"
 
 
-def measured(folder: Path) -> tuple[Mapping[str, Round], float]:
-    """The second round by what was left of the first, and the loads that a slow disk was spared."""
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.restart", description="what a killed worker hits")
+    parser.parse_args(argv)
     say = narrator()
     model = generated_model(say)
     first, second = rounds_of(AutoTokenizer.from_pretrained(model))
     rounds: dict[str, Round] = {}
-    with Servers(folder) as fleet:
+    with tempfile.TemporaryDirectory(prefix="seamark-restart-") as name, Servers(Path(name)) as fleet:
+        states, stock = Path(name, "states"), stock_tier(Path(name, "stock"))
 
-        def asked(name: str, states: Path | None, *flags: str, keeps: str = "", **environment: str) -> float:
-            """Answer the second round; after the first one and a kill if files that match `keeps` are to be left."""
-            say(name)
-            if keeps:
-                worker = start(fleet, model, "first", states, *flags, **environment)
-                ask(worker, first)
-                written(folder, keeps)
-                kill(worker)
-            worker = start(fleet, model, "second", states, *flags, **environment)
-            if name == ALIVE:
-                ask(worker, first)
-            rounds[name] = ask(worker, second)
-            declined = counted(worker)["seamark_loads_declined_total"]
+        def show(label: str, server: Server) -> None:
+            found = rounds[label] = ask(server, second)
+            declined = counted(server).get("seamark_loads_declined_total", 0)
+            kill(server)
+            cold, wrong = found.first_token_over(rounds[COLD]), found.differing(rounds[COLD])
+            without = found.seconds / rounds.get(WITHOUT, found).seconds
+            row = f"{label:<40} {found.hits:>6,} {cold:>9.2f} {without:>9.2f} {declined:>9.0f} {wrong:>6}"
+            print(row, flush=True)
+
+        def leave_states(folder: str, pattern: str, states: Path | None, *flags: str) -> None:
+            worker = start(fleet, model, "first", states, *flags)
+            ask(worker, first)
+            written(Path(name, folder), pattern)
             kill(worker)
-            return declined
 
-        say(COLD)
-        worker = uncached(fleet, model)
-        rounds[COLD] = ask(worker, second)
-        kill(worker)
-        asked(ALIVE, None)
-        asked(WITHOUT, None)
-        asked(STOCK, None, *stock_tier(folder / "stock"), keeps="*.bin")
-        asked(CHECKPOINTS, folder / "states", *KEEP_ALL, keeps="*.state")
-        declined = asked(SLOW, folder / "states", *KEEP_ALL, **plugin(folder, "slow_reads"))
-    return rounds, declined
-
-
-def main(argv: list[str]) -> int:
-    argparse.ArgumentParser(prog="python -m tests.bench.restart", description="what a killed worker hits").parse_args(
-        argv
-    )
-    with tempfile.TemporaryDirectory(prefix="seamark-restart-") as name:
-        rounds, declined = measured(Path(name))
-    print(f"{'worker':<40} tokens hit  first token / cold  round / nothing kept  wrong")
-    for label, each in rounds.items():
-        cold, without = each.first_token_over(rounds[COLD]), each.seconds / rounds[WITHOUT].seconds
-        wrong = each.differing(rounds[COLD])
-        print(f"{label:<40} {each.hits:>6,} of {each.tokens:,} {cold:>10.2f} {without:>20.2f} {wrong:>12}")
-    print(f"loads declined on the slow disk: {declined:.0f} of {len(rounds[SLOW].answers)}")
+        print(f"{'of the second turns':<40} tokens  first to  round to  loads de-", flush=True)
+        print(f"{'':<40}    hit     cold    nothing  clined    wrong", flush=True)
+        show(COLD, uncached(fleet, model))
+        show(WITHOUT, start(fleet, model, "second"))
+        alive = start(fleet, model, "alive")
+        ask(alive, first)
+        show(ALIVE, alive)
+        leave_states("stock", "*.bin", None, *stock)
+        show(STOCK, start(fleet, model, "second", None, *stock))
+        leave_states("states", "*.state", states, *KEEP_ALL)
+        show(CHECKPOINTS, start(fleet, model, "second", states, *KEEP_ALL))
+        show(SLOW, start(fleet, model, "second", states, *KEEP_ALL, **plugin(Path(name), "slow_reads")))
     kept = rounds[CHECKPOINTS].hits >= 0.99 * rounds[ALIVE].hits
     return 0 if kept and not any(each.differing(rounds[COLD]) for each in rounds.values()) else 1
 

@@ -86,7 +86,8 @@ def opening_of(number: int) -> dict[str, Any]:
 
 def body_of(number: int, question: str, **fields: Any) -> dict[str, Any]:
     opening = opening_of(number)
-    more = [{"role": "assistant", "content": "I have read it."}, {"role": "user", "content": question}]
+    # From its first word on an answer is its question's: other questions leave nothing deeper behind to be evicted.
+    more = [{"role": "assistant", "content": f"{question} Let me see."}, {"role": "user", "content": question}]
     return {**opening, "messages": opening["messages"] + more, "max_tokens": 8, "temperature": 0, **fields}
 
 
