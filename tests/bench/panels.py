@@ -50,7 +50,7 @@ ANYTHING = (1e-3, 1e6)
 # Lines that a legend has to stand for: hit, partial, miss.
 LINES = {"{{cache}}": 3}
 
-MOST_ROUNDS = 6  # of traffic; on a machine with nothing else to do two are enough
+MOST_ROUNDS = 10  # of traffic; on a machine with nothing else to do two or three are enough
 
 # The engine's: room for some ten long prompts, of which each takes many steps.
 TIGHT = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")

@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
             written(Path(name, folder), pattern)
             kill(worker)
 
-        print(f"{'of the second turns':<40} tokens  first to  round to  loads de-", flush=True)
-        print(f"{'':<40}    hit     cold    nothing  clined    wrong", flush=True)
+        print(f"{'of the second turns':<40} tokens    first   round /   loads", flush=True)
+        print(f"{'':<40}    hit   / cold   nothing  declined  wrong", flush=True)
         show(COLD, uncached(fleet, model))
         show(WITHOUT, start(fleet, model, "second"))
         alive = start(fleet, model, "alive")
