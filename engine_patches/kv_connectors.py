@@ -41,6 +41,9 @@ CONNECTORS: Mapping[str, Lane] = {
     "LMCacheMPConnector": Lane.NOT_SERVED,  # vLLM's; LMCache may bring one that vLLM prefers
 }
 
+# They copy by streams of a GPU, and end a CPU's engine with words of their own.
+FOR_GPUS = {"OffloadingConnector", "SimpleCPUOffloadConnector"}
+
 LMCACHE_MP = "LMCacheMPConnector"
 
 # Ours, `engine_patches.disk`: it holds what it reads from, and writes only into blocks of waiting requests.
@@ -164,6 +167,17 @@ def decide_by(transfer: Mapping[str, Any], on_cpu: bool = True) -> Decision:
     order = list(Lane)
     (lane, reason), name = max(found, key=lambda each: order.index(each[0][0]), default=((Lane.INSIDE, ""), ""))
     return Decision(lane, names, f"{name} {reason}" if reason else "")
+
+
+def needs_a_gpu(transfer: Mapping[str, Any]) -> str | None:
+    """The first connector in the fields of a `KVTransferConfig` that starts on no CPU; None if there is none."""
+    for child in _connectors_in(transfer):
+        own = child.get("kv_connector_module_path") or (child.get("kv_connector_extra_config") or {}).get(
+            "spec_module_path"
+        )
+        if child["kv_connector"] in FOR_GPUS and not own:
+            return str(child["kv_connector"])
+    return None
 
 
 def _connectors_in(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -29,7 +29,7 @@ from engine_patches.disk.flags import (
     takes_from_peers,
     transfer_flags,
 )
-from engine_patches.kv_connectors import Lane, decide_by
+from engine_patches.kv_connectors import Lane, decide_by, needs_a_gpu
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 
 INSTALL = (
@@ -224,7 +224,7 @@ def vllm_arguments(
     return [*arguments, *MIDDLEWARE, *given]
 
 
-def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}) -> str | None:
+def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *, on_cpu: bool = False) -> str | None:
     """Why vLLM could not serve a model with the KV connector of a command line, in one sentence; None if it could.
 
     vLLM's own words for that, half a minute later, name neither. `given`, `config`: flags, and what the file of vLLM's
@@ -233,6 +233,8 @@ def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}) ->
     transfer = transfer_config(given, config)
     if takes_from_peers(transfer) and (why := no_peers()):
         return why
+    if on_cpu and (name := needs_a_gpu(transfer)):
+        return f"{name} needs a GPU in vLLM; on a CPU --checkpoint-dir keeps states"
     decision = decide_by(transfer)
     if decision.lane is not Lane.NOT_SERVED:
         return None
@@ -260,8 +262,9 @@ def transfer_config(given: Sequence[str], config: Mapping[str, Any] = {}) -> dic
     fields = dict(transfer) if isinstance(transfer, Mapping) else {}
     start = "kv-transfer-config."
     fields |= {name.removeprefix(start): value for name, value in flags.items() if name.startswith(start)}
-    if flags.get("kv-offloading-size") and flags.get("kv-offloading-backend") == "lmcache":
-        fields["kv_connector"] = "LMCacheMPConnector"  # as vLLM does
+    if flags.get("kv-offloading-size"):  # as vLLM does
+        on_lmcache = flags.get("kv-offloading-backend") == "lmcache"
+        fields["kv_connector"] = "LMCacheMPConnector" if on_lmcache else "OffloadingConnector"
     return fields
 
 
@@ -299,7 +302,7 @@ def main(argv: list[str]) -> int:
         return 1
     os.environ.update(vllm_environment(os.environ, on_cpu))
     name = model or config.get("model")
-    if why := refusal(str(name), given, config):
+    if why := refusal(str(name), given, config, on_cpu=on_cpu):
         print(f"seamark worker: {why}", file=sys.stderr)
         return 1
     for_cpu = cpu_flags(model_type_of(str(name)) if name else "") if on_cpu else {}

@@ -105,6 +105,9 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             logger.warning("seamark: no states are kept or shared: this model's are not written inside a pass")
             return
         self._checkpoints, self._pool = checkpoints, pool
+        if checkpoints.pins is not None:
+            pins = checkpoints.pins
+            self._tier.keys_in_use = lambda: pins.keys
         checkpoints.store = self
 
     # What `Checkpoints` says.
@@ -167,7 +170,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         meta = super().build_connector_meta(scheduler_output)
         if self._checkpoints is not None:
             refused, num_bytes = self._tier.take_counts()
-            self._checkpoints.counters.disk_used(refused, num_bytes)
+            self._checkpoints.counters.disk_used(refused, num_bytes, self._tier.bytes_held)
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:

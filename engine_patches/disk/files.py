@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -94,6 +94,12 @@ class StateFiles:
             found = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if entry.name.endswith(SUFFIX)]
         keys = (_key_in(name) for _, name in sorted(found))
         return {key: None for key in keys if key is not None}
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """The files of these keys, if there are any, were used just now."""
+        for key in keys:
+            with suppress(OSError):
+                os.utime(self._path(key))
 
     def write(self, blocks: Mapping[bytes, memoryview]) -> Written:
         """Give each key a file with its block, in place of files that were not used for longer. Raises `OSError`."""

@@ -67,6 +67,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self.cost = LoadCost()
         self.refused: Counter[str] = Counter()  # files by reason, until `take_counts`
         self.bytes_written = 0  # until `take_counts`
+        self.keys_in_use: Callable[[], Iterable[bytes]] = tuple  # whose files are not to make room for others
         self._files = StateFiles(Path(root_dir), bytes.fromhex(identity), self.block_size_bytes, max_bytes)
         self._rows = primary_kv_view.cast("B")
         self._index: dict[bytes, None] = {}
@@ -89,6 +90,11 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
     def holds(self, key: bytes, req_context: Any = None) -> bool:
         """Whether there is a file for a key, as far as this process knows."""
         return key in self._index
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the files that this process may load."""
+        return len(self._index) * self._files.file_bytes
 
     def take_counts(self) -> tuple[Counter[str], int]:
         """Files refused by reason, and bytes written, since the last call."""
@@ -120,7 +126,8 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         """vLLM's: the jobs that have ended since the last call."""
         if time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + REFRESH_SECONDS
-            self._submit(self._writer, self._refresh)
+            in_use = list(self.keys_in_use())
+            self._submit(self._writer, lambda: self._refresh(in_use))
             self._submit(self._readers, self._probe)
         results = []
         with suppress(queue.Empty):
@@ -180,7 +187,8 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self._files.prepare()
         return _Done(known=self._files.keys())
 
-    def _refresh(self) -> _Done:
+    def _refresh(self, in_use: Iterable[bytes]) -> _Done:
+        self._files.touch(in_use)
         return _Done(known=self._files.keys())
 
     def _probe(self) -> _Done:

@@ -40,6 +40,11 @@ class Families:
             "seamark_pinned_blocks", "Cache blocks that pinned prompts hold", multiprocess_mode="max"
         )
         self.pins = Counter("seamark_pins_total", "Requests to pin a prompt, or to release it", ["fate"])
+        self.disk_bytes = Gauge(
+            "seamark_checkpoint_directory_bytes",
+            "Bytes of checkpoints in the directory that this engine can load",
+            multiprocess_mode="max",
+        )
         self.file_bytes = Counter(
             "seamark_checkpoint_bytes_written_total", "Bytes of checkpoints written to the directory for them"
         )
@@ -135,6 +140,7 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
         metrics.token_seconds.set(report.pop("token_ns") / 1e9)
         metrics.pinned_blocks.set(report.pop("pinned_blocks"))
         metrics.file_bytes.inc(report.pop("file_bytes"))
+        metrics.disk_bytes.set(report.pop("disk_bytes"))
         metrics.loads_declined.inc(report.pop("loads_declined"))
         labelled = {
             "written": metrics.written,

@@ -49,6 +49,7 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
         **{f"ignored/{reason}": count for reason, count in counts.ignored.items()},
         **{f"refused_file/{reason}": count for reason, count in counts.files_refused.items()},
         "file_bytes": counts.file_bytes,
+        "disk_bytes": counters.disk_bytes,
         "loads_declined": counts.loads_declined,
         "pinned_blocks": checkpoints.pins.num_blocks if checkpoints.pins is not None else 0,
         **{f"{REQUEST}/{encode_request(request)}": request.hit_tokens for request in counts.requests},

@@ -298,7 +298,8 @@ class Checkpoints:
         state = self.state_of(request)
         if not state.pin:
             return pins.release(prompt)
-        wanted = state.positions or [target.position for target in self.targets(request)]
+        # Sent again, it leaves the prompts before it at its own end: a state there serves the same prompt alone.
+        wanted = state.hinted_positions or [target.position for target in self.targets(request)]
         found = [position for position in wanted if events.is_found(request, position)]
         fate = pins.pin(prompt, [key for position in found for key in events.keys_of(request, position)])
         if fate == PINNED and self.store is not None:

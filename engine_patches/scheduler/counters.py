@@ -59,6 +59,7 @@ class Counters:
     def __init__(self) -> None:
         self.counts = Counts()
         self.state_bytes = 0  # of one state, all recurrent layers
+        self.disk_bytes = 0  # of states in files
         self._keys: dict[bytes, None] = {}
         self._bytes_held = 0
         self._next_census = 0.0
@@ -90,10 +91,11 @@ class Counters:
             self.counts.hits += 1
             self.counts.hit_tokens += hit_tokens
 
-    def disk_used(self, refused: Mapping[str, int], num_bytes: int) -> None:
-        """Files of states were refused, by one of `files.REASONS`, and so many bytes were written."""
+    def disk_used(self, refused: Mapping[str, int], num_bytes: int, bytes_held: int) -> None:
+        """Files of states were refused, by one of `files.REASONS`, so many bytes were written, so many are there."""
         self.counts.files_refused.update(refused)
         self.counts.file_bytes += num_bytes
+        self.disk_bytes = bytes_held
 
     def load_declined(self) -> None:
         """A request computes what a disk holds: loading it would take longer."""

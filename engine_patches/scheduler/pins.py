@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 # What became of a pin.
 PINNED, RELEASED = "pinned", "released"
 NO_ROOM = "no_room"  # it would take more than the share of pins
 NOT_CACHED = "not_cached"  # nothing of it is in the cache: shorter than a match unit, or no block was free for a state
+
+
+class Pin(NamedTuple):
+    """What one pin holds."""
+
+    keys: tuple[bytes, ...]  # of the cache, in the prompt's order
+    blocks: list[Any]  # vLLM's KVCacheBlock
 
 
 class Pins:
@@ -22,7 +29,7 @@ class Pins:
     def __init__(self, pool: Any, limit: int) -> None:
         self._pool = pool
         self._limit = limit
-        self._pins: dict[bytes, list[Any]] = {}  # vLLM's KVCacheBlock, by the prompt's name
+        self._pins: dict[bytes, Pin] = {}  # by the prompt's name
         self._held: Counter[int] = Counter()  # pins by block id
 
     def __len__(self) -> int:
@@ -33,44 +40,51 @@ class Pins:
         """Blocks that pins hold."""
         return len(self._held)
 
+    @property
+    def keys(self) -> set[bytes]:
+        """Keys of all that is pinned."""
+        return {key for pin in self._pins.values() for key in pin.keys}
+
     def pin(self, name: bytes, keys: Iterable[bytes]) -> str:
         """Hold the blocks that are cached under `keys`, in place of what the pin `name` held; what became of it."""
+        keys = tuple(keys)
         found = map(self._pool.cached_block_hash_to_block.get_one_block, keys)
         blocks = list({block.block_id: block for block in found if block is not None}.values())
         if not blocks:
             return NOT_CACHED
-        previous = {block.block_id for block in self._pins.get(name, ())}
+        previous = {block.block_id for block in self._pins[name].blocks} if name in self._pins else set()
         others = sum(count > (block_id in previous) for block_id, count in self._held.items())
         new = sum(self._held[block.block_id] == (block.block_id in previous) for block in blocks)
         if others + new > self._limit:
             return NO_ROOM
         self._pool.touch(blocks)
         self.release(name)
-        self._pins[name] = blocks
+        self._pins[name] = Pin(keys, blocks)
         self._held.update(block.block_id for block in blocks)
         return PINNED
 
     def release(self, name: bytes) -> str:
         """Let a pin's blocks be evicted like any other."""
-        blocks = self._pins.pop(name, [])
+        pin = self._pins.pop(name, None)
+        blocks = pin.blocks if pin is not None else []
         self._forget(blocks)
         # As vLLM frees a request's blocks: the end of a prompt is evicted before its beginning.
         self._pool.free_blocks(reversed(blocks))
         return RELEASED
 
-    def let_go(self) -> dict[bytes, list[Any]]:
+    def let_go(self) -> dict[bytes, Pin]:
         """Release all pins; what they held, for `take_again`."""
         pins = dict(self._pins)
         for name in pins:
             self.release(name)
         return pins
 
-    def take_again(self, pins: dict[bytes, list[Any]]) -> None:
+    def take_again(self, pins: dict[bytes, Pin]) -> None:
         """Hold what `let_go` has just released, and nobody has taken since."""
-        for name, blocks in pins.items():
-            self._pool.touch(blocks)
-            self._pins[name] = blocks
-            self._held.update(block.block_id for block in blocks)
+        for name, pin in pins.items():
+            self._pool.touch(pin.blocks)
+            self._pins[name] = pin
+            self._held.update(block.block_id for block in pin.blocks)
 
     def _forget(self, blocks: Iterable[Any]) -> None:
         for block in blocks:

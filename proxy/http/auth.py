@@ -107,6 +107,10 @@ class KeyRing:
         """The key that has this name in the file."""
         return self._keys.get(name)
 
+    def salted(self, salt: str) -> ApiKey | None:
+        """A key of this cache salt: those of one group have the same."""
+        return next((key for key in self._keys.values() if key.salt == salt), None)
+
     def _load(self) -> None:
         previous, self._keys, self._by_hash = self._keys, {}, {}
         for name, entry in self.file.value.keys.items():

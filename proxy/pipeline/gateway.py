@@ -85,7 +85,7 @@ class Gateway:
             settings, self.pool, self.warmup, reader.stored, self.upstream, metrics, self._void_cache
         )
         self.pinned = PinnedPrompts(
-            settings, self.pool, self.upstream, self.keys, reader, self.engine_events, self.prefix_index
+            settings, self.pool, self.upstream, self.keys, reader, self.engine_events, self.prefix_index, self.warmup
         )
         self.heartbeats = Heartbeats(settings.heartbeat, metrics.heartbeats)
         self.prefill_pool: WorkerPool | None = None

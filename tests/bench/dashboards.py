@@ -23,6 +23,8 @@ RATIO: Dimension = {}
 
 RATE_OF_TOKENS: Dimension = {TOKENS: 1, SECONDS: -1}
 
+RATE_OF_BYTES: Dimension = {BYTES: 1, SECONDS: -1}
+
 RATE_OF_THINGS: Dimension = {THINGS: 1, SECONDS: -1}
 
 # Grafana's units, and those that the dashboards spell out.
@@ -32,12 +34,14 @@ UNITS: Mapping[str, Dimension] = {
     "short": {THINGS: 1},
     "percentunit": RATIO,
     "reqps": RATE_OF_THINGS,
+    "binBps": RATE_OF_BYTES,
     "suffix: s/s": RATIO,
     "suffix: min/h": RATIO,
     "suffix: tok": {TOKENS: 1},
     "suffix: tok/s": RATE_OF_TOKENS,
     "suffix: states/s": RATE_OF_THINGS,
     "suffix: entries/s": RATE_OF_THINGS,
+    "suffix: files/s": RATE_OF_THINGS,
     "suffix: passes/s": RATE_OF_THINGS,
     "suffix: preemptions/s": RATE_OF_THINGS,
 }
@@ -46,8 +50,11 @@ UNITS: Mapping[str, Dimension] = {
 _NAMES: tuple[tuple[str, Dimension], ...] = (
     (r"_count$", {THINGS: 1}),
     (r"_seconds(_saved|_spent)?(_total|_sum|_bucket)?$", {SECONDS: 1}),
-    (r"_bytes$", {BYTES: 1}),
-    (r"_tokens(_total|_sum|_bucket)?$|^vllm:(prefix_cache_(hits|queries)|iteration_tokens)_total", {TOKENS: 1}),
+    (r"_bytes(_written_total)?$", {BYTES: 1}),
+    (
+        r"_tokens(_total|_sum|_bucket)?$|^vllm:((external_)?prefix_cache_(hits|queries)|iteration_tokens)_total",
+        {TOKENS: 1},
+    ),
     (r"_perc$", RATIO),
     (r"", {THINGS: 1}),
 )

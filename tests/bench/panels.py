@@ -1,7 +1,8 @@
 """`python -m tests.bench.panels`: every query of every dashboard panel, answered by a Prometheus after a real run.
 
-An engine, five gateways before it, and traffic that gives every panel something to show. Exit status 1 if a
-query yields nothing but zeros, or values that do not fit the unit of its panel.
+Two engines, one of them with a checkpoint directory, six gateways, and traffic that gives every panel something to
+show. Another gateway stands before workers that only record, since no other pair prefills for each other here: vLLM's
+needs NIXL. Exit status 1 if a query yields nothing but zeros, or values that do not fit the unit of its panel.
 """
 
 from __future__ import annotations
@@ -13,27 +14,34 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
+from engine_patches.disk.files import SUFFIX
 from proxy.bench.harness.client import CHAT, COMPLETION, open_client, status_of
+from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from proxy.commands.render_server import free_port
 from tests.bench.dashboards import UNITS, Query, dimension, queries
 from tests.harness.api_keys import bearer, entry
 from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus, prometheus
+from tests.harness.recording_worker import recording_worker
 
-# What a value of that unit can be in a run like this one; seconds shown as milliseconds would not be.
+# What a value of that unit can be in a run like this one; seconds shown as milliseconds would not be. Rates reach from
+# the first to the last of four scrapes and are drawn out to the ends of their window, not each counter's by as much:
+# a share of two can be a third too large.
 PLAUSIBLE = {
     "suffix: min/h": (1e-6, 60.0),
     "s": (1e-6, 600.0),
-    "percentunit": (1e-3, 1.05),
+    "percentunit": (1e-3, 1.35),
     "bytes": (1024.0, 2.0**36),
+    "binBps": (1024.0, 2.0**36),
     "suffix: s/s": (1e-7, 60.0),
 }
 
@@ -42,7 +50,7 @@ ANYTHING = (1e-3, 1e6)
 # Lines that a legend has to stand for: hit, partial, miss.
 LINES = {"{{cache}}": 3}
 
-MOST_ROUNDS = 6  # of traffic; on a machine with nothing else to do two are enough
+MOST_ROUNDS = 10  # of traffic; on a machine with nothing else to do two or three are enough
 
 # The engine's: room for some ten long prompts, of which each takes many steps.
 TIGHT = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
@@ -67,7 +75,16 @@ LONG_ANSWER = 200  # tokens, which take seconds: a scrape each second sees what 
 
 KEY = "ann"
 
+# The engine's with a directory: a cache that two long prompts fill, so that what comes again comes from the disk.
+STORING = ("--num-gpu-blocks-override", "40", "--max-num-batched-tokens", "320", "--checkpoint-keep", "all")
+
+PINNING = {"SEAMARK_PIN_SHARE": "0.4"}
+
+STORED_WORDS = 500  # of a prompt of which the cache holds not many
+
 USAGE = {"include_usage": True}
+
+HANDED_OVER = {"do_remote_prefill": True, "remote_num_tokens": 496, "remote_prefill_cached_tokens": 0}
 
 ODD_HINTS: tuple[Any, ...] = ([-16, 10**9, 64], "64", [3])
 
@@ -90,6 +107,9 @@ class Rig(NamedTuple):
     shadow: Server  # before it, which sends no hints
     careful: Server  # before it, which compares its answers in idle moments
     keyed: Server  # before it, which asks for an API key
+    storing: Server  # before another engine, which has a checkpoint directory
+    states: Path  # that directory
+    apart: Server  # before workers of which one prefills for the other
 
 
 class Keyed(NamedTuple):
@@ -105,6 +125,34 @@ def keyed_gateway(servers: Servers, engine: Server, folder: Path) -> Keyed:
     keys.write_text(entry(KEY))
     gateway = servers.gateway(engine, flags=("--api-keys", str(keys), "--admin-port", str(port)))
     return Keyed(gateway, replace(gateway, url=f"http://127.0.0.1:{port}"))
+
+
+class Storing(NamedTuple):
+    """An engine with a checkpoint directory, and the gateway before it."""
+
+    engine: Server
+    gateway: Server
+    states: Path
+
+
+def storing_engine(servers: Servers, model: Path, folder: Path) -> Storing:
+    """Start both; every other load from the directory, which is in `folder`, is declined."""
+    states = folder / "states"
+    defects = {"seamark_disk": "tests.harness.disk_defects:every_other_load_pays"}
+    environment = {**plugin_environment(folder / "plugins", defects), **PINNING}
+    engine = servers.engine(
+        "storing", model, flags=(*STORING, "--checkpoint-dir", str(states)), environment=environment
+    )
+    engine.wait_until_ready()
+    return Storing(engine, servers.gateway(engine), states)
+
+
+@contextmanager
+def gateway_of_pools(servers: Servers) -> Iterator[Server]:
+    """A gateway before a worker that answers and one that prefills for it."""
+    common: dict[str, Any] = {"connector": "NixlConnector", "cached": 0, "models": (MODEL_NAME,)}
+    with recording_worker(transfer=HANDED_OVER, **common) as prefills, recording_worker(**common) as answers:
+        yield servers.gateway(flags=("--worker", answers.url, "--prefill-worker", prefills.url))
 
 
 def evaluated(server: Prometheus) -> list[Row]:
@@ -153,6 +201,8 @@ async def one_round(rig: Rig, number: int) -> None:
         await _without_hints(client, rig.shadow.url, number)
         await _compared(client, rig.careful.url, number)
         await _with_a_key(client, rig.keyed.url, number)
+        await _stored(client, rig, number)
+        await _apart(client, rig.apart.url, number)
 
 
 async def _hits_and_misses(client: httpx.AsyncClient, url: str, number: int) -> None:
@@ -216,6 +266,25 @@ async def _with_a_key(client: httpx.AsyncClient, url: str, number: int) -> None:
         (await client.post(url + CHAT, json=body, headers=bearer(KEY))).raise_for_status()
 
 
+async def _stored(client: httpx.AsyncClient, rig: Rig, number: int) -> None:
+    """A pinned prompt; and prompts that come again when the cache has forgotten them, some of their files damaged."""
+    url = rig.storing.url
+    body = {"model": MODEL_NAME, "messages": _messages(f"Pinned {number}. {prose(60, number)}", "?")}
+    (await client.post(url + "/seamark/prefixes", json={"name": "rules", "body": body})).raise_for_status()
+    for again in range(3):
+        for each in range(4):
+            system = f"Stored {number}. {prose(STORED_WORDS, 2000 + 10 * number + each)}"
+            await _chat(client, url, system, f"Question {again}?")
+        for path in sorted(rig.states.rglob(f"*{SUFFIX}"))[:: again + 2]:
+            with suppress(FileNotFoundError):  # the engine may have refused it just now
+                path.write_bytes(path.read_bytes()[:-1])
+
+
+async def _apart(client: httpx.AsyncClient, url: str, number: int) -> None:
+    for words in (10, 900):
+        await _chat(client, url, f"Apart {number}. {prose(words, 3000 + number)}", "Who computes this?")
+
+
 def _messages(system: str | None, question: str) -> list[Mapping[str, str]]:
     first = [{"role": "system", "content": system}] if system is not None else []
     return [*first, {"role": "user", "content": question}]
@@ -258,16 +327,19 @@ def main(argv: list[str]) -> int:
     say = narrator()
     model = generated_model(say)
     with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Servers(Path(name)) as servers:
-        say("starting an engine")
+        say("starting two engines")
         engine = servers.engine("tight", model, flags=TIGHT)
         engine.wait_until_ready()
+        storing = storing_engine(servers, model, Path(name))
         gateways = [servers.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)]
         keyed = keyed_gateway(servers, engine, Path(name))
-        rig = Rig(engine, *gateways, keyed.gateway)
-        for gateway in (*gateways, keyed.gateway):
-            gateway.wait_until_ready("/ready", seconds=30)
-        jobs = {"seamark": (*gateways, keyed.pages), "vllm": (engine,)}
-        rows = proved(prometheus(servers, Path(name), jobs), rig, say)
+        with gateway_of_pools(servers) as apart:
+            own = (*gateways, keyed.gateway, storing.gateway, apart)
+            rig = Rig(engine, *gateways, keyed.gateway, storing.gateway, storing.states, apart)
+            for gateway in own:
+                gateway.wait_until_ready("/ready", seconds=60)
+            jobs = {"seamark": (*gateways, keyed.pages, storing.gateway, apart), "vllm": (engine, storing.engine)}
+            rows = proved(prometheus(servers, Path(name), jobs), rig, say)
     if args.json:
         print(json.dumps([{**row.query._asdict(), **row._asdict(), "query": row.query.expression} for row in rows]))
     else:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 SECONDS = 2.0  # for each file
@@ -27,3 +31,21 @@ def loads_always_pay() -> None:
 
     LoadCost.pays = lambda self, num_bytes, prefill_seconds: True
     PeerCost.patience = lambda self, prefill_seconds: 120.0
+
+
+def every_other_load_pays() -> None:
+    """Let one load be declined, the next one made, and so on."""
+    from engine_patches.disk.load_cost import LoadCost
+
+    pays = itertools.cycle((False, True))
+    LoadCost.pays = lambda self, num_bytes, prefill_seconds: next(pays)
+
+
+def full() -> None:
+    """Let every file of a checkpoint directory find the disk full."""
+    from engine_patches.disk.files import StateFiles
+
+    def write(self: Any, path: Path, key: bytes, block: memoryview) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    StateFiles._write = write

@@ -37,6 +37,9 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 # or were taken before.
 STOPPING_SHARE, SWAPPED_SHARE, AGAIN_SHARE = 0.7, 0.15, 0.1
 
+# Of all steps, so many are followed by an attempt to empty one of the caches: in vain while any of its blocks is held.
+RESET_SHARE = 0.05
+
 # Of the reads that have begun, so many are done in one step; and so many of those before the running steps.
 READ_SHARE, EARLY_SHARE = 0.4, 0.5
 
@@ -70,6 +73,7 @@ class TransferCore(Core):
         self.reading: dict[str, tuple[Any, Any, str]] = {}  # local blocks, remote blocks, the other core's request
         self.loaded: set[str] = set()  # requests that began with what the other core computed
         self.blocks_read = 0
+        self.resets = 0
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._sent: set[str] = set()
@@ -166,11 +170,15 @@ def random_traffic(p: TransferCore, d: TransferCore, seed: int, chats: int) -> N
     waiting: dict[str, tuple[list[int], Any, int, str | None]] = {}  # for P
     spare: list[dict[str, Any]] = []  # what P computed, and nobody has taken
     taken: list[dict[str, Any]] = []
+    draw_reset = random.Random(-seed)
 
     def both(steps: int) -> None:
         for _ in range(steps):
             p.step()
             d.step()
+            if draw_reset.random() < RESET_SHARE:
+                core = draw_reset.choice((p, d))
+                core.resets += bool(core.scheduler.reset_prefix_cache())
             for name in [name for name in waiting if name in p.offers]:
                 tokens, hint, answer, salt = waiting.pop(name)
                 offer = p.offers.pop(name)
@@ -217,6 +225,7 @@ def random_traffic(p: TransferCore, d: TransferCore, seed: int, chats: int) -> N
 def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any]) -> dict[str, Any]:
     """What is found with these arguments of the two cores."""
     found: dict[str, Any] = {"core": options, "errors": [], "read": 0, "hit_tokens": 0, "written": 0, "evicted": 0}
+    found["resets"] = 0
     for seed in seeds:
         p, d = (TransferCore(model, role, **options) for role in ("kv_producer", "kv_consumer"))
         p.peer, d.peer = d, p
@@ -232,6 +241,7 @@ def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any
             found["hit_tokens"] += sum(hit for name, hit in core.hits.items() if name not in core.loaded)
             found["written"] += sum(map(len, core.written.values()))
             found["evicted"] += core.evicted
+            found["resets"] += core.resets
         found["read"] += d.blocks_read
         found["inside_pass"] = p.scheduler.seamark.writes_in_forward and d.scheduler.seamark.writes_in_forward
     return found

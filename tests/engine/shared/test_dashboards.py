@@ -17,7 +17,18 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from proxy.bench.harness.servers import MODEL_NAME, Servers
 from tests.bench.dashboards import FOLDER, dashboards
-from tests.bench.panels import CAREFUL, IN_SHADOW, IN_TURN, Rig, Row, keyed_gateway, proved, table
+from tests.bench.panels import (
+    CAREFUL,
+    IN_SHADOW,
+    IN_TURN,
+    Rig,
+    Row,
+    gateway_of_pools,
+    keyed_gateway,
+    proved,
+    storing_engine,
+    table,
+)
 from tests.harness.documented_metrics import ENGINE, GATEWAY
 from tests.harness.engines import SharedServers
 from tests.harness.prometheus_server import Prometheus, installed, prometheus
@@ -34,16 +45,19 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run(servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(servers: SharedServers, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("dashboards")
-    with Servers(folder) as fleet:
+    with Servers(folder) as fleet, gateway_of_pools(fleet) as apart:
+        storing = storing_engine(fleet, model, folder)
         own = [fleet.gateway(servers.tight, flags=flags) for flags in (IN_TURN, IN_SHADOW, CAREFUL)]
         keyed = keyed_gateway(fleet, servers.tight, folder)
-        for gateway in (*own, keyed.gateway):
-            gateway.wait_until_ready("/ready", seconds=30)
-        rig = Rig(servers.tight, own[0], servers.tight_gateway, *own[1:], keyed.gateway)
-        jobs = {"seamark": (*own, keyed.pages, servers.tight_gateway, servers.untouched_gateway)}
-        server = prometheus(fleet, folder, {**jobs, "vllm": (servers.tight, servers.untouched)})
+        for gateway in (*own, keyed.gateway, storing.gateway, apart):
+            gateway.wait_until_ready("/ready", seconds=60)
+        pools = (storing.gateway, storing.states, apart)
+        rig = Rig(servers.tight, own[0], servers.tight_gateway, *own[1:], keyed.gateway, *pools)
+        gateways = (*own, keyed.pages, storing.gateway, apart, servers.tight_gateway, servers.untouched_gateway)
+        engines = (servers.tight, storing.engine, servers.untouched)
+        server = prometheus(fleet, folder, {"seamark": gateways, "vllm": engines})
         yield Run(proved(server, rig, print), server, servers.tight.url.removeprefix("http://"))
 
 

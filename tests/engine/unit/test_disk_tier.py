@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from engine_patches.disk.files import SUFFIX, StateFiles
-from engine_patches.disk.tier import CheckedFiles
+from engine_patches.disk.files import HEADER_BYTES, SUFFIX, StateFiles
+from engine_patches.disk.tier import CheckedFiles, _Done
 
 ROWS, ROW = 16, 8192
 
@@ -100,6 +101,22 @@ def test_what_another_worker_wrote_is_found_after_a_while(tmp_path: Path, monkey
     assert mine.tier.holds(KEYS[0])
     mine.close()
     theirs.close()
+
+
+def test_what_is_pinned_does_not_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    held = Tier(tmp_path, max_bytes=3 * (ROW + HEADER_BYTES))
+    held.store(KEYS[:3])
+    for moment, key in enumerate(KEYS[:3]):
+        (path,) = tmp_path.rglob(key.hex() + SUFFIX)
+        os.utime(path, (moment, moment))
+    held.tier.keys_in_use = lambda: [KEYS[0], KEYS[5]]
+    monkeypatch.setattr(held.tier, "_probe", lambda: _Done())  # it reads files, too
+    monkeypatch.setattr(held.tier, "_next_refresh", time.monotonic())
+    list(held.tier.get_finished_jobs())
+    held.tier.drain_jobs()
+    held.store(KEYS[3:4])
+    assert [held.tier.holds(key) for key in KEYS] == [True, False, True, True, False, False]
+    held.close()
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(5, "input/output error")])

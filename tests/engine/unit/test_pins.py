@@ -48,8 +48,19 @@ class Cache:
         assert self.checkpoints.pins is not None
         return self.checkpoints.pins
 
-    def compute(self, prompt: int, pin: Any = 1, positions: tuple[int, ...] = (80, 144), name: str = "r") -> str | None:
-        """A request for prompt number `prompt` is planned; what became of its pin."""
+    def compute(
+        self,
+        prompt: int,
+        pin: Any = 1,
+        positions: tuple[int, ...] = (80, 144),
+        name: str = "r",
+        hint: tuple[int, ...] | None = None,
+    ) -> str | None:
+        """A request for prompt number `prompt` is planned; what became of its pin.
+
+        `positions`: where it gets states; `hint`: where it asks for them, if not at all of these.
+        """
+        hint = positions if hint is None else hint
         hashes = [b"%03d,%02d" % (prompt, unit) * 5 for unit in range(TOKENS // UNIT)]
         request = SimpleNamespace(
             request_id=name,
@@ -60,7 +71,7 @@ class Cache:
             num_computed_tokens=0,
             num_tokens=TOKENS,
             shared_prefix_boundary=0,
-            sampling_params=SimpleNamespace(extra_args={FIELD: list(positions), PIN: pin}),
+            sampling_params=SimpleNamespace(extra_args={FIELD: list(hint), PIN: pin}),
         )
         self.scheduler.requests = {name: request}
         self.checkpoints.state_of(request)
@@ -107,6 +118,14 @@ def test_a_pinned_prompt_is_found_at_each_of_its_positions_whatever_comes(cache)
     assert cache.pins.num_blocks == BLOCKS - 1 - cache.pool.get_num_free_blocks() == 8  # two ends, two times three
 
 
+def test_the_keys_of_what_is_pinned_are_told_until_it_is_released(cache):
+    cache.compute(1)
+    held = cache.pool.cached_block_hash_to_block
+    assert len(cache.pins.keys) == 2 * 3 + 2 and all(map(held.get_one_block, cache.pins.keys))
+    cache.compute(1, pin=0)
+    assert cache.pins.keys == set()
+
+
 def test_one_that_is_released_can_be_evicted_and_its_blocks_are_free(cache):
     cache.compute(1)
     assert cache.compute(1, pin=0) == RELEASED
@@ -129,6 +148,13 @@ def test_the_same_prompt_pinned_again_takes_no_more_room(cache):
     assert len(cache.pins) == 1 and cache.pins.num_blocks <= 8
     cache.compute(1, pin=0)
     assert cache.pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_a_state_that_only_the_pin_itself_would_use_again_is_not_held(cache):
+    assert [cache.compute(1, hint=(80,)) for _ in range(3)] == [PINNED] * 3
+    assert cache.pins.num_blocks == 2 + 1 + 1  # a state and its attention blocks
+    cache.evict_all()
+    assert cache.found(1) == [80]
 
 
 def test_what_two_pins_share_is_held_until_both_are_released(cache):

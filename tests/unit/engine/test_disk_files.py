@@ -13,6 +13,7 @@ import pytest
 
 from engine_patches.disk import files
 from engine_patches.disk.files import HEADER_BYTES, SUFFIX, TEMPORARY, RefusedFile, StateFiles
+from tests.harness.damaged_files import DAMAGES
 
 BLOCK = 20_480
 
@@ -54,42 +55,6 @@ def total(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob(f"*{SUFFIX}"))
 
 
-def flip(draw: random.Random, path: Path, other: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    path.write_bytes(content)
-
-
-def flip_in_header(draw: random.Random, path: Path, other: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[draw.randrange(HEADER_BYTES)] ^= 1 << draw.randrange(8)
-    path.write_bytes(content)
-
-
-def truncate(draw: random.Random, path: Path, other: Path) -> None:
-    os.truncate(path, draw.randrange(path.stat().st_size))
-
-
-def blank(draw: random.Random, path: Path, other: Path) -> None:
-    content = bytearray(path.read_bytes())
-    start = draw.randrange(HEADER_BYTES, len(content) - 4096)
-    content[start : start + 4096] = bytes(4096)
-    path.write_bytes(content)
-
-
-def swap(draw: random.Random, path: Path, other: Path) -> None:
-    path.write_bytes(other.read_bytes())
-
-
-def lengthen(draw: random.Random, path: Path, other: Path) -> None:
-    with path.open("ab") as file:
-        file.write(draw.randbytes(draw.randrange(1, 5000)))
-
-
-def empty(draw: random.Random, path: Path, other: Path) -> None:
-    path.write_bytes(b"")
-
-
 def of_another_model(draw: random.Random, path: Path, other: Path) -> None:
     root = path.parents[1] / "elsewhere"
     number = next(number for number in range(8) if key_of(number).hex() == path.stem)
@@ -97,7 +62,7 @@ def of_another_model(draw: random.Random, path: Path, other: Path) -> None:
     shutil.copy(path_of(root, number), path)
 
 
-KINDS = (flip, flip_in_header, truncate, blank, swap, lengthen, empty, of_another_model)
+KINDS = (*DAMAGES, of_another_model)
 
 
 @pytest.mark.parametrize("corrupt", KINDS)

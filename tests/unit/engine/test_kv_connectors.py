@@ -13,6 +13,7 @@ from engine_patches import kv_connectors, module_source
 from engine_patches.commands import worker
 from engine_patches.commands.explain import about, is_hybrid
 from engine_patches.commands.worker import refusal, transfer_config
+from engine_patches.disk.flags import transfer_flags
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, Decision, Lane, decide_by
 from engine_patches.ledger import Shape
 
@@ -144,7 +145,6 @@ def test_each_way_to_name_a_connector_is_read(given, config):
         (["--kv-transfer-config"], {}),
         (["--kv-transfer-config", "{"], {}),
         (["--kv-transfer-config", "[]"], {}),
-        (["--kv-offloading-size", "4"], {}),
         (["--kv-offloading-backend", "lmcache"], {}),
         (["--kv-transfer-config", json.dumps(PULL)], {"kv_transfer_config": LMCACHE}),
         ([], {"kv_transfer_config": 7}),
@@ -182,6 +182,33 @@ def test_a_hybrid_is_not_started_with_a_connector_that_vllm_cannot_serve_it_thro
     assert said is not None and said.startswith("LMCacheConnectorV1 ") and "NixlConnector" in said
     assert said.count(". ") == 0
     assert refusal("m", ["--kv-transfer-config", json.dumps(PUSH)]) is None
+
+
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-transfer-config", json.dumps(OFFLOADING)],
+        ["--kv-transfer-config", json.dumps({"kv_connector": "SimpleCPUOffloadConnector"})],
+        ["--kv-transfer-config", json.dumps(multi(PUSH, OFFLOADING))],
+        ["--kv-offloading-size", "4"],
+    ],
+    ids=" ".join,
+)
+def test_what_copies_by_a_gpus_streams_is_not_started_on_a_cpu(flags, monkeypatch):
+    monkeypatch.setattr(worker, "config_of", lambda _: HYBRIDS[0])
+    said = refusal("m", flags, on_cpu=True)
+    assert said is not None and "needs a GPU" in said and "--checkpoint-dir" in said
+    assert refusal("m", flags) is None
+
+
+def test_copies_of_ones_own_are_started_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(worker, "config_of", lambda _: HYBRIDS[0])
+    own = OFFLOADING | {"kv_connector_extra_config": {"spec_module_path": "my.copies"}}
+    assert refusal("m", ["--kv-transfer-config", json.dumps(own)], on_cpu=True) is None
+    assert refusal("m", transfer_flags("/states"), on_cpu=True) is None
 
 
 @pytest.mark.parametrize("config", OTHERS, ids=str)

@@ -1,0 +1,41 @@
+"""On vLLM's own scheduler, beside a checkpoint directory: whatever happens to files or clients, all is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.scheduler_process import run_apart
+
+# So few blocks that what a state has held is soon what another one is loaded into, and fewer rows than a prompt takes.
+TIGHT: dict[str, Any] = {"blocks": 40, "budget": 128, "running": 4, "rows": 24, "files_bound": 120}
+
+
+def audit(model: Path, **wanted: Any) -> list[dict[str, Any]]:
+    return run_apart("disk_audit", str(model), json.dumps({"chats": 40, **wanted}))
+
+
+@pytest.mark.parametrize(
+    ("core", "seeds"),
+    [({}, range(7)), (TIGHT, range(7, 14)), ({**TIGHT, "budget": 256, "overlap": True}, range(14, 20))],
+    ids=["room", "hardly any room", "the next step planned ahead"],
+)
+def test_copies_that_come_late_and_files_that_are_damaged_lead_to_no_wrong_state(model: Path, core, seeds):
+    (found,) = audit(model, seeds=list(seeds), cores=[core])
+    print(found)
+    assert found["errors"] == [] and found["inside_pass"]
+    assert found["loaded"] > 50 * len(seeds) and found["refused"] > len(seeds)
+    assert found["resets"] == 3 * len(seeds)  # once in each life
+
+
+def test_a_block_that_is_free_before_it_is_stored_is_found(model: Path):
+    (found,) = audit(model, seeds=[1], cores=[TIGHT], planted=["at once"])
+    assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])
+
+
+def test_files_that_are_believed_unread_are_found(model: Path):
+    (found,) = audit(model, seeds=[1], cores=[{}], planted=["unchecked"])
+    assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])

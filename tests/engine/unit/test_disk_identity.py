@@ -1,0 +1,189 @@
+"""What engines do not share files over; and that whatever is not believed is counted where a worker's metrics are."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from engine_patches.disk.files import REASONS, SUFFIX
+from engine_patches.disk.identity import identity_of
+from engine_patches.disk.tier import CheckedFiles
+from engine_patches.reporting import metrics
+from engine_patches.reporting.events_api import Feed
+from engine_patches.reporting.metrics import EngineMetrics
+from engine_patches.reporting.stats_channel import attach
+from engine_patches.scheduler.checkpoints import Checkpoints
+from tests.harness.damaged_files import DAMAGES
+
+ROWS, ROW = 10, 8192
+
+KEYS = [bytes([number]) * 36 for number in range(8)]
+
+TIMES = 25  # that each kind of damage is done
+
+
+def identity(model: Path, dtype: str = "float32", block: int = 64, **arguments: Any) -> bytes:
+    """Of an engine with that model."""
+    config = EngineArgs(model=str(model), dtype=dtype, enforce_eager=True, max_model_len=2048, **arguments)
+    attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=getattr(torch, dtype))
+    states = MambaSpec(block_size=block, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    groups = [KVCacheGroupSpec(["m"], states), KVCacheGroupSpec(["a"], attention)]
+    caches = KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
+    return identity_of(config.create_engine_config(), caches)
+
+
+def replace_weights(model: Path) -> None:
+    """Other values of the same tensors, in the same file."""
+    for path in model.glob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(content[:8], "little")
+        content[start:] = bytes(byte ^ 1 for byte in content[start:])
+        path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def identities(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
+    """By how the engine differs from the first one."""
+    folder = tmp_path_factory.mktemp("models")
+    copy = Path(shutil.copytree(model, folder / "model"))
+    found = {"": identity(copy), "nothing": identity(copy), "its folder": identity(model)}
+    found["the dtype"] = identity(copy, dtype="bfloat16")
+    found["the states' dtype"] = identity(copy, mamba_ssm_cache_dtype="float16")
+    found["the block size"] = identity(copy, block=128)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+        found["the convolution's layout"] = identity(copy)
+    replace_weights(copy)
+    found["weights replaced in place"] = identity(copy)
+    return found
+
+
+OTHERS = ("the dtype", "the states' dtype", "the block size", "the convolution's layout", "weights replaced in place")
+
+
+def test_each_difference_that_matters_makes_another_identity_and_no_other_does(identities):
+    assert identities["nothing"] == identities["its folder"] == identities[""]
+    assert len({identities[""], *(identities[other] for other in OTHERS)}) == 1 + len(OTHERS)
+
+
+class Engine:
+    """A tier, and the metrics of its worker."""
+
+    def __init__(self, root: Path, identity: bytes) -> None:
+        self.rows = np.zeros((ROWS, ROW), dtype=np.uint8)
+        view = memoryview(self.rows)
+        self.tier = CheckedFiles(SimpleNamespace(), view, "CheckedFiles", str(root), identity.hex(), 1 << 30)
+        self._jobs = 0
+
+    def run(self, keys: list[bytes], rows: range, load: bool) -> Any:
+        self._jobs += 1
+        job = TransferJob(self._jobs, keys, np.array(rows), load, SimpleNamespace())
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished_jobs()
+        return result
+
+    def store(self) -> None:
+        for row, key in enumerate(KEYS):
+            self.rows[row] = key[0] + 1
+        assert self.run(KEYS, range(len(KEYS)), load=False).success
+
+    def loads_right(self, number: int) -> bool:
+        """Whether a key is loaded. Nothing wrong ever is."""
+        loaded = self.run([KEYS[number]], range(8, 9), load=True).success
+        assert not loaded or (self.rows[8] == number + 1).all()
+        return bool(loaded)
+
+    def tell(self) -> None:
+        """As at the end of a step."""
+        checkpoints = Checkpoints(match_unit=16, block_size=384)
+        checkpoints.counters.disk_used(*self.tier.take_counts(), self.tier.bytes_held)
+        stats = SimpleNamespace(waiting_lora_adapters={})
+        attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(_api_process_count=1),
+            cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),
+            model_config=SimpleNamespace(is_hybrid=False),
+            speculative_config=None,
+            kv_transfer_config=None,
+            num_speculative_tokens=0,
+        )
+        EngineMetrics(config).record(stats, None)
+        self.tier.shutdown()
+
+
+def told() -> dict[str, float]:
+    """The worker's `/metrics`: files refused, by reason."""
+    name = "seamark_checkpoint_files_refused_total"
+    return {reason: REGISTRY.get_sample_value(name, {"reason": reason}) or 0.0 for reason in REASONS}
+
+
+def of_another_engine(other: str) -> Callable[[Path, Mapping[str, bytes], int], None]:
+    """A file takes the place of another engine's of the same key: a directory was copied, or names collide."""
+
+    def put(root: Path, identities: Mapping[str, bytes], number: int) -> None:
+        theirs = Engine(root / "theirs", identities[other])
+        theirs.store()
+        theirs.tier.shutdown()
+        (path,) = (root / "theirs").rglob(KEYS[number].hex() + SUFFIX)
+        (mine,) = (root / "mine").rglob(KEYS[number].hex() + SUFFIX)
+        shutil.copy(path, mine)
+
+    return put
+
+
+def by_damage(damage: Callable[..., None]) -> Callable[[Path, Mapping[str, bytes], int], None]:
+    def put(root: Path, identities: Mapping[str, bytes], number: int) -> None:
+        path, other = ((root / "mine").rglob(KEYS[each].hex() + SUFFIX) for each in (number, (number + 3) % 8))
+        damage(random.Random(number), next(path), next(other))
+
+    return put
+
+
+KINDS = {damage.__name__: by_damage(damage) for damage in DAMAGES} | {
+    other: of_another_engine(other) for other in OTHERS
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_done_to_a_file_it_is_not_loaded_and_is_counted_by_its_reason(
+    kind, identities, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(metrics, "feed", Feed())
+    before = told()
+    for number in range(TIMES):
+        root = tmp_path / str(number)
+        engine = Engine(root / "mine", identities[""])
+        engine.store()
+        KINDS[kind](root, identities, number % 8)
+        assert not engine.loads_right(number % 8)
+        assert all(engine.loads_right(other) for other in range(8) if other != number % 8)
+        engine.tell()
+    counted = {reason: count - before[reason] for reason, count in told().items() if count != before[reason]}
+    print(f"{kind}: {counted}")
+    assert sum(counted.values()) == TIMES
+    if kind in OTHERS:
+        assert counted == {"identity": TIMES}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_engine_that_differs_finds_nothing_and_leaves_everything(other, identities, tmp_path):
+    mine = Engine(tmp_path, identities[""])
+    mine.store()
+    theirs = Engine(tmp_path, identities[other])
+    assert not any(theirs.tier.holds(key) for key in KEYS)
+    assert all(mine.loads_right(number) for number in range(8))
+    mine.tier.shutdown()
+    theirs.tier.shutdown()
