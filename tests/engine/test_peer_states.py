@@ -23,7 +23,8 @@ from engine_patches.commands.model import write_model
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
-from tests.harness.rounds import Round, Turn, ask, differing, kill, metrics_of, two_rounds
+from tests.harness.restarts import Round, kill
+from tests.harness.rounds import Turn, ask, metrics_of, two_rounds
 from tests.harness.transfer_engine import nixl
 
 pytestmark = [pytest.mark.on_request, pytest.mark.timeout(1200)]
@@ -160,21 +161,21 @@ async def settled(peer: Peer) -> None:
 
 async def test_another_models_states_are_not_taken(peers, right):
     _, b, stranger = peers
-    assert differing(await ask(stranger.server, FIRST), right["first"]) > 0  # it is another model
+    assert (await ask(stranger.server, FIRST)).differing(right["first"]) > 0  # it is another model
     await settled(stranger)
     found = await ask(b.server, SALTED, cache_salt="s", **stranger.source)
-    assert differing(found, right["salted"]) == 0
+    assert found.differing(right["salted"]) == 0
     assert b.from_peers() == 0 and "mismatch" in b.log + stranger.log
 
 
 async def test_a_second_turn_is_answered_from_what_another_worker_computed_and_under_its_salt_alone(peers, right):
     a, b, _ = peers
     first = await ask(a.server, FIRST)
-    assert differing(first, right["first"]) == 0
+    assert first.differing(right["first"]) == 0
     await settled(a)
 
     salted = await ask(b.server, SECOND[:4], cache_salt="another", **a.source)
-    assert differing(salted, right["second"]._replace(answers=right["second"].answers[:4])) == 0
+    assert salted.differing(right["second"]._replace(answers=right["second"].answers[:4])) == 0
     assert salted.hits == 0 and b.from_peers() == 0
 
     began = time.monotonic()
@@ -183,8 +184,8 @@ async def test_a_second_turn_is_answered_from_what_another_worker_computed_and_u
     again = await ask(b.server, SECOND)
     alone = await ask(a.server, SECOND)
     print(f"B from A {second.hits}, B again {again.hits}, A itself {alone.hits} of {tokens_of(SECOND)}, {took:.1f} s")
-    assert differing(second, right["second"]) == 0 and differing(again, right["second"]) == 0
-    assert differing(alone, right["second"]) == 0
+    assert second.differing(right["second"]) == 0 and again.differing(right["second"]) == 0
+    assert alone.differing(right["second"]) == 0
     assert second.hits >= 0.99 * alone.hits > 0
     assert b.from_peers() > 0
 
@@ -199,9 +200,9 @@ async def test_a_peer_that_dies_or_stops_costs_time_and_no_answer(fleet, model, 
     began = time.monotonic()
     stopped = await ask(usual.server, SECOND, **a.source)
     print(f"a peer that does not answer: {time.monotonic() - began:.1f} s")
-    assert differing(stopped, right["second"]) == 0 and usual.from_peers() == 0
+    assert stopped.differing(right["second"]) == 0 and usual.from_peers() == 0
     os.kill(a.server.process.pid, signal.SIGCONT)
-    assert differing(await ask(usual.server, SECOND), right["second"]) == 0
+    assert (await ask(usual.server, SECOND)).differing(right["second"]) == 0
 
     asked = asyncio.create_task(ask(b.server, FRESH, **a.source))
     before = b.answered()
@@ -213,8 +214,8 @@ async def test_a_peer_that_dies_or_stops_costs_time_and_no_answer(fleet, model, 
     late = await ask(b.server, FRESHER, **a.source)
     took = time.monotonic() - began
     print(f"a peer that is dead: {took:.1f} s")
-    assert differing(found, right["fresh"]) == 0 and differing(late, right["fresher"]) == 0
+    assert found.differing(right["fresh"]) == 0 and late.differing(right["fresher"]) == 0
     assert took < 240  # each of them would wait for 40 s if nobody saw that the peer is gone
-    assert differing(await ask(b.server, SECOND), right["second"]) == 0
+    assert (await ask(b.server, SECOND)).differing(right["second"]) == 0
     assert b.server.process.poll() is None and usual.server.process.poll() is None
     assert "Traceback" not in b.log and "Traceback" not in usual.log

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
+import time
 from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.client import Answer, complete, open_client
-from proxy.bench.harness.exact import FLOAT32, compare
+from proxy.bench.harness.client import complete, open_client
 from proxy.bench.harness.servers import Server
-
-UNIT = 16
+from tests.harness.restarts import UNIT, Round
 
 
 class Turn(NamedTuple):
@@ -23,13 +19,6 @@ class Turn(NamedTuple):
 
     prompt: list[int]
     ends: tuple[int, ...]
-
-
-class Round(NamedTuple):
-    """What a round of prompts came to."""
-
-    answers: list[Answer]
-    hits: int  # tokens
 
 
 def tokens(draw: Random, count: int) -> list[int]:
@@ -46,15 +35,6 @@ def two_rounds(draw: Random) -> tuple[list[Turn], list[Turn]]:
     return first, second
 
 
-def told(server: Server) -> dict[str, float]:
-    """Sums of the worker's own counters by name, their labels left out."""
-    sums: dict[str, float] = {}
-    for line in metrics_of(server):
-        if found := re.match(r"(seamark_\w+)(?:\{[^}]*\})? (\S+)$", line):
-            sums[found[1]] = sums.get(found[1], 0.0) + float(found[2])
-    return sums
-
-
 def metrics_of(server: Server) -> list[str]:
     """Lines of the worker's /metrics."""
     return httpx.get(server.url + "/metrics", timeout=30).text.splitlines()
@@ -62,21 +42,9 @@ def metrics_of(server: Server) -> list[str]:
 
 async def ask(server: Server, turns: Sequence[Turn], **fields: Any) -> Round:
     """`fields`: further ones of each request's body."""
-    answers = []
+    answers, began = [], time.monotonic()
     async with open_client(240) as client:
         for turn in turns:
             hint = {"seamark_boundaries": [end // UNIT * UNIT for end in turn.ends]}
             answers.append(await complete(client, server.url, turn.prompt, vllm_xargs=hint, **fields))
-    return Round(answers, sum(answer.cached_tokens or 0 for answer in answers))
-
-
-def differing(found: Round, wanted: Round) -> int:
-    """Answers that are not the wanted ones: other tokens, or a log-probability further off than 1e-4."""
-    pairs = zip(found.answers, wanted.answers, strict=True)
-    return sum(not FLOAT32.accepts(compare(answer, right)) for answer, right in pairs)
-
-
-def kill(server: Server) -> None:
-    """SIGKILL, all of its processes."""
-    os.killpg(server.process.pid, signal.SIGKILL)
-    server.process.wait()
+    return Round(answers, time.monotonic() - began)
