@@ -129,14 +129,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 @pytest.fixture(scope="module")
-def peers(fleet: Servers, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Peer, Peer, Peer]:
-    """A and B, which wait for each other however long that takes, and one of the same shapes with other weights."""
-    other = write_model(tmp_path_factory.mktemp("other") / "model", seed=7)
+def peers(fleet: Servers, model: Path) -> tuple[Peer, Peer]:
+    """A and B, which wait for each other however long that takes."""
     a, b = (Peer(fleet, model, name, "loads_always_pay") for name in ("A", "B"))
-    stranger = Peer(fleet, other, "stranger", "loads_always_pay")
-    for peer in (a, b, stranger):
+    for peer in (a, b):
         peer.server.wait_until_ready()
-    return a, b, stranger
+    return a, b
 
 
 @pytest.fixture(scope="module")
@@ -159,17 +157,21 @@ async def settled(peer: Peer) -> None:
         await asyncio.sleep(1)
 
 
-async def test_another_models_states_are_not_taken(peers, right):
-    _, b, stranger = peers
+async def test_another_models_states_are_not_taken(fleet, peers, right, tmp_path):
+    _, b = peers
+    other = write_model(tmp_path / "model", seed=7)  # of the same shapes
+    stranger = Peer(fleet, other, "stranger", "loads_always_pay")
+    stranger.server.wait_until_ready()
     assert (await ask(stranger.server, FIRST)).differing(right["first"]) > 0  # it is another model
     await settled(stranger)
     found = await ask(b.server, SALTED, cache_salt="s", **stranger.source)
     assert found.differing(right["salted"]) == 0
     assert b.from_peers() == 0 and "mismatch" in b.log + stranger.log
+    stranger.server.stop()  # a worker with peers never sleeps
 
 
 async def test_a_second_turn_is_answered_from_what_another_worker_computed_and_under_its_salt_alone(peers, right):
-    a, b, _ = peers
+    a, b = peers
     first = await ask(a.server, FIRST)
     assert first.differing(right["first"]) == 0
     await settled(a)
@@ -191,7 +193,7 @@ async def test_a_second_turn_is_answered_from_what_another_worker_computed_and_u
 
 
 async def test_a_peer_that_dies_or_stops_costs_time_and_no_answer(fleet, model, peers, right):
-    a, b, _ = peers
+    a, b = peers
     usual = Peer(fleet, model, "usual")  # it waits for a peer no longer than computing takes
     usual.server.wait_until_ready()
     await ask(a.server, FRESH)
