@@ -28,6 +28,11 @@ LEAD_TOKENS = 49_152
 
 LEAD_PRICE = 16
 
+# Where other gateways send to the same workers, what they sent in the last milliseconds is not known yet, and all would
+# give their next requests to the one idlest worker. So workers that are so much busier than it (half of a pass of
+# vLLM's 8,192 tokens) count as equally idle, and each gateway takes them in its own turn.
+UNSEEN_TOKENS = 4096
+
 
 def load(worker: Worker) -> int:
     """A worker's work, in tokens to prefill. This gateway's own is counted as it is sent, so a burst sees itself."""
@@ -64,8 +69,9 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
                 longest = usable
             near.append(worker)
     is_named = isinstance(affinity_key, str)
+    unseen = UNSEEN_TOKENS if any(worker.others.requests for worker in near or workers) else 0
     if not near:
-        most = bound if is_named else least
+        most = bound if is_named else least + unseen
         near = [worker for worker, work in zip(workers, loads, strict=True) if work <= most]
     if is_named:
         # Rendezvous hashing (Thaler and Ravishankar, 1998): workers that come and go move no other conversation. The
@@ -73,7 +79,8 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
         seed = xxh3_64_intdigest(affinity_key.encode(errors="surrogatepass"))
         return min(near, key=lambda worker: xxh3_64_intdigest(worker.url.encode(errors="surrogatepass"), seed))
     if longest:
-        return min(near, key=lambda worker: (load(worker), worker.dispatched))
+        idle = min(map(load, near)) + unseen
+        return min(near, key=lambda worker: (max(idle, load(worker)), worker.dispatched))
     return min(near, key=attrgetter("dispatched"))  # equally idle: that spreads new prefixes
 
 
