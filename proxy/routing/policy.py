@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -60,28 +59,32 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
     bound = least + load_slack * REQUEST_TOKENS
     # Few of many workers hold anything of a prompt: all else is done for those few.
     longest = 0
-    near: list[Worker] = []
-    for worker in [worker for worker in workers if worker.boot in held] if held else ():
+    near: list[tuple[Worker, int]] = []  # with what each has to do
+    for worker, work in [pair for pair in zip(workers, loads, strict=True) if pair[0].boot in held] if held else ():
         usable = _usable(worker, held)
-        if usable and usable >= longest and load(worker) <= bound + worth_waiting(usable):
+        if usable and usable >= longest and work <= bound + worth_waiting(usable):
             if usable > longest:
                 near.clear()
                 longest = usable
-            near.append(worker)
+            near.append((worker, work))
     is_named = isinstance(affinity_key, str)
-    unseen = UNSEEN_TOKENS if any(worker.others.requests for worker in near or workers) else 0
+    unseen = 0 if is_named else _unseen(workers)
     if not near:
         most = bound if is_named else least + unseen
-        near = [worker for worker, work in zip(workers, loads, strict=True) if work <= most]
+        near = [pair for pair in zip(workers, loads, strict=True) if pair[1] <= most]
     if is_named:
         # Rendezvous hashing (Thaler and Ravishankar, 1998): workers that come and go move no other conversation. The
         # key is hashed once, because there may be a thousand workers.
         seed = xxh3_64_intdigest(affinity_key.encode(errors="surrogatepass"))
-        return min(near, key=lambda worker: xxh3_64_intdigest(worker.url.encode(errors="surrogatepass"), seed))
-    if longest:
-        idle = min(map(load, near)) + unseen
-        return min(near, key=lambda worker: (max(idle, load(worker)), worker.dispatched))
-    return min(near, key=attrgetter("dispatched"))  # equally idle: that spreads new prefixes
+        return min(near, key=lambda pair: xxh3_64_intdigest(pair[0].url.encode(errors="surrogatepass"), seed))[0]
+    # Equally idle ones in turn: that spreads new prefixes.
+    idle = min(work for _, work in near) + unseen
+    return min(near, key=lambda pair: (max(idle, pair[1]), pair[0].dispatched))[0]
+
+
+def _unseen(workers: Sequence[Worker]) -> int:
+    """Tokens that other gateways may have sent a worker since they were last heard of."""
+    return UNSEEN_TOKENS if any(worker.others.requests for worker in workers) else 0
 
 
 def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:
