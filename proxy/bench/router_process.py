@@ -150,10 +150,9 @@ class HttpFleet(Fleet):
         runner = web.AppRunner(app, access_log=None, logger=quiet, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         try:
-            for worker in self.workers:
-                site = web.TCPSite(runner, "127.0.0.1", port := free_port())
-                await site.start()
-                self._ports[port] = worker.number
+            for _ in self.workers:
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self._ports = {address[1]: number for number, address in enumerate(runner.addresses)}
             router = await _started(servers, command, [f"http://127.0.0.1:{port}" for port in self._ports])
             self._url = router.url + COMPLETIONS
             connections = aiohttp.TCPConnector(limit=0)
