@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from proxy.bench.harness.client import open_client
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from tests.harness.api_keys import bearer, entry
@@ -36,7 +37,7 @@ FAVOURITES = 1.1  # exponent: how much more often the first ones come than the l
 
 BURST = 4  # the same request that many times at once, at most
 
-AT_ONCE = 32
+CLIENTS = 16
 
 ROOM = 2**20  # bytes: some hundred answers, so that most have to go again
 
@@ -117,7 +118,7 @@ async def play(gateway: Server, requests: int, seed: int, say: Callable[[str], N
         left -= count
     seen, done = Seen(), asyncio.Event()
     waiting = iter(bursts)
-    async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=AT_ONCE + 1)) as http:
+    async with open_client() as http:
 
         async def client() -> None:
             for burst in waiting:
@@ -133,7 +134,7 @@ async def play(gateway: Server, requests: int, seed: int, say: Callable[[str], N
                     await asyncio.sleep(1)
 
         watching = asyncio.create_task(watch())
-        await asyncio.gather(*(client() for _ in range(AT_ONCE // 2)))
+        await asyncio.gather(*(client() for _ in range(CLIENTS)))
         done.set()
         await watching
     return seen
