@@ -419,5 +419,15 @@ class Fleet:
         while self._news and self._news[0].time <= self._now - NEWS_SECONDS:
             self.policy.hear(self._news.popleft())
         execution = Execution(request, self._hint(request), self._now)
-        execution.worker = self.policy.choose(execution, self._now)
-        self.workers[execution.worker].arrive(execution, self._now)
+        self._give(execution, self.policy.choose(execution, self._now))
+
+    def begin(self, request: TraceRequest, worker: int, now: float) -> Execution:
+        """The request comes to that worker, chosen elsewhere; what was to happen before has happened."""
+        self._now = now
+        execution = Execution(request, self._hint(request), now)
+        self._give(execution, worker)
+        return execution
+
+    def _give(self, execution: Execution, worker: int) -> None:
+        execution.worker = worker
+        self.workers[worker].arrive(execution, self._now)

@@ -101,8 +101,8 @@ class Trace:
 
     @property
     def span(self) -> float:
-        """Seconds from the first arrival to the last."""
-        return max(request.arrival for request in self.requests) + 1.0
+        """Seconds in which sessions begin. What they send later than that is as much as what came before, unseen."""
+        return max(session[0].arrival for session in self.sessions) + 1.0
 
     def common(self) -> Common:
         """What is taken to be shared by copies of these sessions, too."""

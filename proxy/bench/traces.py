@@ -9,11 +9,13 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from proxy.bench import router_process
+from proxy.bench.harness.servers import NotStarted, narrator
 from proxy.bench.simulated_fleet import PROFILES, Execution, Fleet, Profile
 from proxy.bench.trace_formats import FORMATS, BadTrace, Place, Trace, TraceRequest, read, synthetic
 from proxy.bench.trace_policies import POLICIES, Seamark, SeamarkGateways, Simulated
@@ -58,7 +60,8 @@ HEAD = "workers policy                hits    p50 s    p99 s    req/s imbalance 
 WORDS = """
 hits: tokens found in the cache, of those that one endless cache, common to all workers, would give
 p50 s, p99 s: seconds to the first token; imbalance: largest share of requests at a worker x workers (1 is even)
-choice us: CPU time of one choice here, in microseconds, of Seamark's own code; the others are simulated as published"""
+choice us: CPU time of one choice here, in microseconds, of Seamark's own code; the others are simulated as published,
+but sglang-router is its own installed process before workers that answer HTTP, without the time that it takes itself"""
 
 
 @dataclass(frozen=True)
@@ -81,17 +84,35 @@ class Replay:
         fleet = Fleet(workers, self.profile, policy, hint_of)
         if isinstance(policy, Simulated):
             policy.fleet = fleet
+        self._send(fleet, workers)
+        fleet.run(self.end)
+        return self._outcome(policy_name, policy, workers, fleet)
+
+    def run_process(self, command: Sequence[str], workers: int, speed: float) -> tuple[Outcome, list[str]]:
+        """sglang-router's process, which `command` starts, at so many simulated seconds a second; and what to add.
+
+        Raises `NotStarted`.
+        """
+        fleet = router_process.HttpFleet(workers, self.profile, hint_of, speed)
+        self._send(fleet, workers)
+        played = fleet.play(command, self.end)
+        return self._outcome(router_process.NAME, None, workers, fleet), played.remarks
+
+    @property
+    def end(self) -> float:
+        """Seconds after which nothing is simulated: what arrived late in a timed trace is to be answered, too."""
+        return 2 * self.seconds if self.trace.is_timed else self.seconds
+
+    def _send(self, fleet: Fleet, workers: int) -> None:
         if self.trace.is_timed:
             self._send_by_time(fleet, workers)
         else:
             self._send_by_users(fleet, self.users * workers)
-        fleet.run(2 * self.seconds if self.trace.is_timed else self.seconds)
+
+    def _outcome(self, name: str, policy: object, workers: int, fleet: Fleet) -> Outcome:
         counted = [done for done in fleet.executions if done.arrived >= WARM_UP * self.seconds]
         if len(counted) < 2:
             raise BadTrace(f"{self.trace.name}: hardly any request is answered in that time. Give more --seconds.")
-        return self._outcome(policy_name, policy, workers, counted)
-
-    def _outcome(self, name: str, policy: object, workers: int, counted: Sequence[Execution]) -> Outcome:
         waits = sorted(done.first_token_seconds for done in counted)
         shares = [0] * workers
         for done in counted:
@@ -200,7 +221,12 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     add("--trace", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; left out: conversations drawn at random")
     add("--format", choices=FORMATS, help="of the trace; left out: by its first line")
     add("--workers", type=int, action="append", metavar="N", help="repeat for several (4)")
-    add("--policy", choices=POLICIES, action="append", help="repeat for several (all)")
+    add(
+        "--policy",
+        choices=[*POLICIES, router_process.NAME],
+        action="append",
+        help=f"repeat for several (all; {router_process.NAME}: the process that is installed here, if there is one)",
+    )
     add("--gateways", type=int, default=1, metavar="N", help="of Seamark's, before the same workers (1)")
     add("--profile", default="datacentre", metavar="NAME|FILE", help=f"a worker: {', '.join(PROFILES)}, or a JSON file")
     add(
@@ -212,12 +238,19 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     )
     add("--load", type=float, default=0.65, metavar="X", help="of what the workers could do with all hits (0.65)")
     add("--users", type=int, default=20, metavar="N", help="by worker, for a trace with pauses (20)")
+    add(
+        "--speed",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help=f"simulated seconds a second, for {router_process.NAME}'s process (5)",
+    )
     add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same table (1)")
     add("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     args.workers = list(dict.fromkeys(args.workers or [4]))
-    args.policy = list(dict.fromkeys(args.policy or POLICIES))
-    for name in ("seconds", "load", "users"):
+    args.policy = list(dict.fromkeys(args.policy or [*POLICIES, router_process.NAME]))
+    for name in ("seconds", "load", "users", "speed"):
         if not getattr(args, name) > 0:
             parser.error(f"--{name}: more than 0")
     if min(args.workers) < 1:
@@ -238,11 +271,10 @@ def main(argv: list[str]) -> int:
         if not args.json:
             print(_described(replay), HEAD, sep="\n", flush=True)
         outcomes = []
-        for workers in args.workers:
-            for policy in args.policy:
-                outcomes.append(replay.run(policy, workers))
-                if not args.json:
-                    print(outcomes[-1].row, flush=True)
+        for outcome in _outcomes(replay, args.workers, args.policy, args.speed):
+            outcomes.append(outcome)
+            if not args.json:
+                print(outcome.row, flush=True)
     except BadTrace as error:
         print(f"seamark bench traces: {error}", file=sys.stderr)
         return 1
@@ -253,6 +285,29 @@ def main(argv: list[str]) -> int:
     else:
         print(WORDS)
     return 0
+
+
+def _outcomes(replay: Replay, workers: Sequence[int], policies: Sequence[str], speed: float) -> Iterator[Outcome]:
+    """Row by row; what has to be said of sglang-router's process goes to stderr."""
+    router, command = router_process.NAME, None
+    if router in policies:
+        say, command = narrator(), router_process.installed()
+        if command is None:
+            say(f"{router} is not installed here, and has no row (pip install {router})")
+    for number in workers:
+        for policy in policies:
+            if policy != router:
+                yield replay.run(policy, number)
+            elif command is not None:
+                say(f"{router}'s process before {number} workers: at most {replay.end / speed:.0f} s")
+                try:
+                    outcome, remarks = replay.run_process(command, number, speed)
+                except NotStarted as error:
+                    say(f"{router} has no row: {' '.join(str(error).split())}")
+                    continue
+                for remark in remarks:
+                    say(remark)
+                yield outcome
 
 
 def _described(replay: Replay) -> str:

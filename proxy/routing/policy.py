@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -27,6 +26,11 @@ RECOMPUTE_PRICE = 4
 LEAD_TOKENS = 49_152
 
 LEAD_PRICE = 16
+
+# Where other gateways send to the same workers, what they sent in the last milliseconds is not known yet, and all would
+# give their next requests to the one idlest worker. So workers that are so much busier than it (half of a pass of
+# vLLM's 8,192 tokens) count as equally idle, and each gateway takes them in its own turn.
+UNSEEN_TOKENS = 4096
 
 
 def load(worker: Worker) -> int:
@@ -55,26 +59,32 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
     bound = least + load_slack * REQUEST_TOKENS
     # Few of many workers hold anything of a prompt: all else is done for those few.
     longest = 0
-    near: list[Worker] = []
-    for worker in [worker for worker in workers if worker.boot in held] if held else ():
+    near: list[tuple[Worker, int]] = []  # with what each has to do
+    for worker, work in [pair for pair in zip(workers, loads, strict=True) if pair[0].boot in held] if held else ():
         usable = _usable(worker, held)
-        if usable and usable >= longest and load(worker) <= bound + worth_waiting(usable):
+        if usable and usable >= longest and work <= bound + worth_waiting(usable):
             if usable > longest:
                 near.clear()
                 longest = usable
-            near.append(worker)
+            near.append((worker, work))
     is_named = isinstance(affinity_key, str)
+    unseen = 0 if is_named else _unseen(workers)
     if not near:
-        most = bound if is_named else least
-        near = [worker for worker, work in zip(workers, loads, strict=True) if work <= most]
+        most = bound if is_named else least + unseen
+        near = [pair for pair in zip(workers, loads, strict=True) if pair[1] <= most]
     if is_named:
         # Rendezvous hashing (Thaler and Ravishankar, 1998): workers that come and go move no other conversation. The
         # key is hashed once, because there may be a thousand workers.
         seed = xxh3_64_intdigest(affinity_key.encode(errors="surrogatepass"))
-        return min(near, key=lambda worker: xxh3_64_intdigest(worker.url.encode(errors="surrogatepass"), seed))
-    if longest:
-        return min(near, key=lambda worker: (load(worker), worker.dispatched))
-    return min(near, key=attrgetter("dispatched"))  # equally idle: that spreads new prefixes
+        return min(near, key=lambda pair: xxh3_64_intdigest(pair[0].url.encode(errors="surrogatepass"), seed))[0]
+    # Equally idle ones in turn: that spreads new prefixes.
+    idle = min(work for _, work in near) + unseen
+    return min(near, key=lambda pair: (max(idle, pair[1]), pair[0].dispatched))[0]
+
+
+def _unseen(workers: Sequence[Worker]) -> int:
+    """Tokens that other gateways may have sent a worker since they were last heard of."""
+    return UNSEEN_TOKENS if any(worker.others.requests for worker in workers) else 0
 
 
 def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:

@@ -25,6 +25,7 @@ from proxy.bench.harness.counters import CpuTime, samples_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.ratios import Pair, Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
+from proxy.commands.render_server import free_port
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start
 from tests.harness.load import connect, request, send_all
 from tests.harness.mock_worker import MODEL, mock_worker
@@ -44,6 +45,10 @@ HISTORY = 20  # messages of a large chat behind its system prompt
 BYTES_PER_WORD = 6
 
 DIRECT, SEAMARK = "direct", "seamark"
+
+CACHING = "response cache"  # a gateway with one, which no request allows
+
+CACHE_BYTES = 2**26
 
 SMALL, LARGE = 2_000, 200_000  # bytes of a chat
 
@@ -170,6 +175,19 @@ class Target:
         return f"{'held' if self.held else 'NOT HELD'}: {self.name}: {value}, at most {self.limit:g}{self.unit} wanted"
 
 
+class Beside(NamedTuple):
+    """The gateway over another one of this source."""
+
+    name: str
+    case: Case
+    ratio: Spread  # of CPU time, round by round
+
+    def in_words(self) -> str:
+        """A line."""
+        lower, median, upper = self.ratio
+        return f"CPU over {self.name}: {median:.3f} ({lower:.3f} to {upper:.3f}), {self.case}"
+
+
 class Report(NamedTuple):
     """A whole run."""
 
@@ -177,6 +195,7 @@ class Report(NamedTuple):
     missing: Mapping[str, str]  # why a gateway has no rows, by its name
     renders: float  # asked of the worker by Seamark during its batches
     requests: int  # of these batches
+    beside: tuple[Beside, ...] = ()
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -226,16 +245,40 @@ async def compare(
                     contestant.batches.setdefault(case, []).append(batch)
 
 
+def gateway_of(servers: Servers, checkout: Path, worker: Server) -> Server:
+    """The gateway of another checkout of this source, as `Servers.gateway` starts this one's."""
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "proxy.cli", "serve", "--port", str(port), "--worker", worker.url]
+    command += ["--self-check-interval", "0", "--stop-delay", "0"]
+    return servers.start(f"gateway-{checkout.name}", port, command, {"PYTHONPATH": str(checkout.resolve())})
+
+
 async def run(
-    peers: Sequence[Peer], cases: Sequence[Case], requests: int, rounds: int, step_ms: int, say: Callable[[str], None]
+    peers: Sequence[Peer],
+    cases: Sequence[Case],
+    requests: int,
+    rounds: int,
+    step_ms: int,
+    say: Callable[[str], None],
+    checkouts: Sequence[Path] = (),
+    response_cache: bool = False,
 ) -> Report:
-    """Start everything, and compare; `step_ms` as the worker takes it."""
+    """Start everything, and compare; `step_ms` as the worker takes it.
+
+    Beside the gateway stand those of other `checkouts`, and one with a response cache that no request allows.
+    """
     with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Servers(Path(folder)) as servers:
         worker = mock_worker(servers, step_ms)
         worker.wait_until_ready()
         gateway = servers.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
         contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
+        beside = {checkout.name: gateway_of(servers, checkout, worker) for checkout in checkouts}
+        if response_cache:
+            beside[CACHING] = servers.gateway(worker, flags=("--response-cache", str(CACHE_BYTES)))
+        for name, server in beside.items():
+            server.wait_until_ready("/ready", seconds=30)
+            contestants.append(Contestant(name, server, CpuTime(server.process.pid)))
         missing = {}
         for peer in peers:
             server, failure = start(servers, peer, worker, Path(folder), say)[1:]
@@ -252,7 +295,13 @@ async def run(
         lasting = {contestant.name: contestant for contestant in contestants if not contestant.failure}
         grown = {name: after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total")}
     rows = [_row(contestant, case, lasting) for case in cases for contestant in lasting.values()]
-    return Report(tuple(rows), missing, grown["seamark_renders_total"], int(grown["seamark_requests_total"]))
+    compared = tuple(_beside(lasting[name], lasting[SEAMARK], case) for case in cases for name in beside)
+    return Report(tuple(rows), missing, grown["seamark_renders_total"], int(grown["seamark_requests_total"]), compared)
+
+
+def _beside(other: Contestant, ours: Contestant, case: Case) -> Beside:
+    pairs = zip(ours.batches[case], other.batches[case], strict=True)
+    return Beside(other.name, case, spread([Pair(own.cpu or 0.0, each.cpu or 1.0).ratio for own, each in pairs]))
 
 
 def _row(contestant: Contestant, case: Case, lasting: dict[str, Contestant]) -> Row:
@@ -289,6 +338,7 @@ def render(report: Report) -> str:
         lines += [_line(row) for row in report.rows if row.case == case]
         lines += [f"  {name:<15} is missing: {why}" for name, why in report.missing.items()]
         lines.append("")
+    lines += [beside.in_words() for beside in report.beside]
     lines.append(f"seamark asked for {report.renders:.0f} renders in {report.requests} requests")
     return "\n".join(lines)
 
@@ -320,6 +370,9 @@ def as_json(report: Report, judged: Sequence[Target]) -> dict[str, Any]:
             for row in report.rows
         ],
         "missing": dict(report.missing),
+        "beside": [
+            {"gateway": name, **asdict(case), "cpu_ratio": ratio._asdict()} for name, case, ratio in report.beside
+        ],
         "renders": report.renders,
         "requests": report.requests,
         "targets": [{**asdict(target), "held": target.held} for target in judged],
@@ -336,6 +389,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
     parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
     parser.add_argument("--no-peers", action="store_true", help="Seamark alone; no target beside others is judged")
+    parser.add_argument(
+        "--checkout", type=Path, action="append", default=[], metavar="DIR", help="its gateway, too (repeat)"
+    )
+    parser.add_argument(
+        "--response-cache", action="store_true", help="a gateway with a response cache, too, which no request allows"
+    )
     parser.add_argument("--size", type=int, choices=sorted({case.size for case in CASES}), help="of chats, only this")
     parser.add_argument(
         "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
@@ -346,7 +405,10 @@ def main(argv: list[str]) -> int:
         parser.error("--requests, --rounds: at least 1")
     peers = [] if args.no_peers else [names[name] for name in dict.fromkeys(args.peer or names)]
     cases = [case for case in CASES if args.size in (None, case.size)]
-    report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
+    running = run(
+        peers, cases, args.requests, args.rounds, args.step_ms, narrator(), args.checkout, args.response_cache
+    )
+    report = uvloop.run(running)
     judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
     if args.json:
         print(json.dumps(as_json(report, judged), indent=1))

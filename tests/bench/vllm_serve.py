@@ -64,7 +64,8 @@ class Case(NamedTuple):
     shares: bool = True
 
 
-def _repeated(prefixes: int, shared: int, own: int, prompts: int) -> Case:
+def repeated(prefixes: int, shared: int, own: int, prompts: int) -> Case:
+    """So many prompts, each one of the prefixes and words of its own; tokens."""
     lengths = {"prefix-len": shared, "suffix-len": own, "num-prefixes": prefixes, "output-len": ANSWER_TOKENS}
     flags = [part for name, value in lengths.items() for part in (f"--prefix-repetition-{name}", str(value))]
     return Case(f"{prefixes} x {shared} + {own}", prompts, ("--dataset-name", "prefix_repetition", *flags))
@@ -76,7 +77,7 @@ def _random(shared: int, own: int, prompts: int) -> Case:
     return Case(f"random {shared} + {own}", prompts, ("--dataset-name", "random", *flags), shared > 0)
 
 
-CASES = (_repeated(5, 1000, 60, 60), _repeated(10, 163, 40, 80), _random(0, 400, 40), _random(3000, 200, 40))
+CASES = (repeated(5, 1000, 60, 60), repeated(10, 163, 40, 80), _random(0, 400, 40), _random(3000, 200, 40))
 
 
 class Run(NamedTuple):

@@ -15,6 +15,7 @@ from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.servers import Server, Servers
 from tests.bench import gateway_cost, peers, streams, table_memory
 from tests.bench.gateway_cost import (
+    CACHING,
     CASES,
     DIRECT,
     MANY,
@@ -127,10 +128,14 @@ async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
 
 
 def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic(capsys):
-    gateway_cost.main(["--no-peers", "--requests", "8", "--rounds", "2", "--json"])
+    here = Path(gateway_cost.__file__).parents[2]
+    beside = ["--checkout", str(here), "--response-cache"]
+    gateway_cost.main(["--no-peers", "--requests", "8", "--rounds", "2", "--json", *beside])
     report = json.loads(capsys.readouterr().out)
     kinds = [(row["gateway"], row["size"], row["streamed"], row["clients"]) for row in report["rows"]]
-    assert kinds == [(name, case.size, case.streamed, case.clients) for case in CASES for name in (DIRECT, SEAMARK)]
+    names = (DIRECT, SEAMARK, here.name, CACHING)
+    assert kinds == [(name, case.size, case.streamed, case.clients) for case in CASES for name in names]
+    assert len(report["beside"]) == 2 * len(CASES) and all(row["cpu_ratio"]["median"] > 0 for row in report["beside"])
     for row in report["rows"]:
         assert len(row["rounds"]) == 2
         assert (row["cpu_seconds"] is None) == (row["gateway"] == DIRECT)

@@ -50,6 +50,11 @@ class RedisServer:
             return connection.recv(16).startswith(b"+PONG")
         return False
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
     def freeze(self) -> None:
         """From now on connections are accepted and nothing is answered."""
         self._process.send_signal(signal.SIGSTOP)

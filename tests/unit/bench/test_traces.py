@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -109,6 +111,16 @@ def test_drawn_conversations_are_the_same_with_the_same_seed_and_like_the_trace(
 
     assert 0.7 < mean_prompt(trace.requests) / mean_prompt(real.requests) < 1.4
     assert 1.3 < len(trace.requests) / len(trace.sessions) < 1.5
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_as_many_requests_are_sent_as_the_load_says_however_long_some_sessions_go_on(seed):
+    trace = synthetic(3000, seed)
+    replay = traces.Replay(trace, PROFILES["datacentre"], 900.0, 0.8, 1, seed)
+    times: list[float] = []
+    replay._send_by_time(cast(Fleet, SimpleNamespace(send=lambda request, time: times.append(time))), 4)
+    halves = [sum(time >= begin and time < begin + 450.0 for time in times) for begin in (0.0, 450.0)]
+    assert all(0.8 < count / (replay.rate * 4 * 450.0) < 1.1 for count in halves)
 
 
 def test_a_lone_request_takes_what_the_profile_says(tmp_path):

@@ -9,7 +9,7 @@ from proxy.fleet.pool import union_of_models
 from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.pipeline.sse import usage_in_stream
-from proxy.routing.policy import LEAD_PRICE, LEAD_TOKENS, RECOMPUTE_PRICE, REQUEST_TOKENS, choose
+from proxy.routing.policy import LEAD_PRICE, LEAD_TOKENS, RECOMPUTE_PRICE, REQUEST_TOKENS, UNSEEN_TOKENS, choose
 from proxy.routing.prefix_index import Holding
 
 
@@ -113,13 +113,23 @@ def test_of_equal_holders_the_less_loaded_one_is_chosen():
 
 def test_what_other_gateways_have_at_a_worker_is_work_like_ones_own():
     workers = [worker("a"), worker("b", inflight=1)]
-    workers[0].others = Load(requests=2)
+    workers[0].others = Load(requests=2, prefill_tokens=UNSEEN_TOKENS)
     assert choose(workers, {}, load_slack=8).boot == "b"
     workers[0].others = Load(prefill_tokens=LEAD_PRICE * 1600 + 9 * REQUEST_TOKENS + 1)
     held = {"a": Holding(1600, b"deep", is_told=True)}
     assert choose(workers, held, load_slack=8).boot == "b"
     workers[0].others = Load(prefill_tokens=LEAD_PRICE * 1600)
     assert choose(workers, held, load_slack=8).boot == "a"
+
+
+@pytest.mark.parametrize("held", [{}, {name: Holding(400, b"head", is_told=True) for name in "abc"}])
+def test_workers_that_are_nearly_idle_are_taken_in_turn_where_other_gateways_send_too(held):
+    workers = [worker("a"), worker("b"), worker("c")]
+    workers[0].dispatched = 1
+    workers[1].prefill_tokens, workers[2].prefill_tokens = UNSEEN_TOKENS, UNSEEN_TOKENS + REQUEST_TOKENS + 1
+    assert choose(workers, held, load_slack=99).boot == "a"
+    workers[0].others = Load(requests=1)  # what these gateways have sent since is not known
+    assert choose(workers, held, load_slack=99).boot == "b"
 
 
 def test_usage_is_read_from_the_end_of_a_stream():
