@@ -115,6 +115,8 @@ class PeerStates(P2PSecondaryTierManager):  # type: ignore[misc]  # vLLM is unty
         asked = self._asked(req_context)
         return asked is not None and asked[1].register_lookup(asked[0].kv_request_id, key) is True
 
+    bytes_held = 0  # of files: a peer's memory is not counted
+
     def take_counts(self) -> tuple[Counter[str], int]:
         """As of a directory: no files, no bytes."""
         return Counter(), 0
