@@ -72,7 +72,7 @@ class _ChunkedScan:
             first = last
 
 
-_chunked_scan: _ChunkedScan | None = None  # the one that runs now
+_chunked_scan: _ChunkedScan | None = None  # the one whose kernel is called next
 
 
 def states_at_chunk_ends(original: Function) -> Function:
@@ -105,10 +105,12 @@ def kernel_by_chunks(original: Function) -> Function:
     """The kernel of that scan, which runs chunk by chunk while states at their ends are wanted."""
 
     def mamba_chunk_scan_fwd_cpu(*args: Any) -> None:
-        if _chunked_scan is None:
+        global _chunked_scan
+        scan, _chunked_scan = _chunked_scan, None  # its own kernel runs are whole
+        if scan is None:
             original(*args)
         else:
-            _chunked_scan.run(original, *args)
+            scan.run(original, *args)
 
     return mamba_chunk_scan_fwd_cpu
 

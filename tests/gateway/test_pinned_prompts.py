@@ -185,7 +185,9 @@ def test_of_what_is_shared_most_the_rest_is_left_where_there_is_no_room(own, wor
             httpx.post(own.url + "/v1/chat/completions", json=body).raise_for_status()
     worker.engine.room = 1
     fates = [set(each["workers"].values()) for each in hottest(own, 5).json()["prefixes"]]
-    assert fates == [{"pinned"}, {"no_room"}] and len(httpx.get(own.url + PATH).json()["prefixes"]) == 1
+    # Both are shared as much and sent at once, so either may take the room.
+    assert sorted(fates, key=min) == [{"no_room"}, {"pinned"}]
+    assert len(httpx.get(own.url + PATH).json()["prefixes"]) == 1
     wrong = hottest(own, 0)
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "hottest"
 
