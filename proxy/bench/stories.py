@@ -60,7 +60,7 @@ class Contender:
 class Line:
     """One engine's result in one story. Times in seconds, lengths in tokens; medians over several requests.
 
-    First tokens are listed in an order that is the same for every engine, each right before or after the others'.
+    First tokens are listed by request, in the same order for every engine.
     """
 
     engine: str
