@@ -12,7 +12,7 @@ import json
 import re
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
@@ -37,6 +37,10 @@ LOAD_HEADER = b"x-seamark-load"
 _LOAD = re.compile(rb"([0-9a-f]{1,32}),(\d{1,8}),(\d{1,8})", re.ASCII)
 
 MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
+
+LINES_PER_SECOND = 10.0  # of a stream of answers, on the average
+
+LINES_AT_ONCE = 10.0  # before the average counts
 
 # vLLM's name of a request: [child of n > 1]_[API]-[X-Request-Id][-prompt of a completion]-[8 random characters].
 _COMPLETION = re.compile(r"(?:\d+_)?cmpl-(.*)-\d+-[0-9a-f]{8}")
@@ -269,6 +273,26 @@ class Feed:
                 self._readers.pop(added, None)
         return self.after(cursor, boot, gateway)
 
+    async def answers(
+        self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """As `wait_after`, one answer after the other until `seconds` are over, each later than the one before."""
+        clock = asyncio.get_running_loop().time
+        now = clock()
+        ends, credit = now + seconds, LINES_AT_ONCE
+        while True:
+            answer = await self.wait_after(cursor, boot, max(0.0, ends - now), gateway, load)
+            yield answer
+            cursor, boot = answer["cursor"], self.boot
+            if "load" in answer:
+                load = "{}:{}".format(*answer["load"])
+            before, now = now, clock()
+            if now >= ends:
+                return
+            credit = min(credit + (now - before) * LINES_PER_SECOND, LINES_AT_ONCE) - 1
+            if credit < 1:
+                await asyncio.sleep((1 - credit) / LINES_PER_SECOND)
+
 
 feed = Feed()
 
@@ -277,8 +301,10 @@ class EventsEndpoint:
     """ASGI middleware for vLLM's `--middleware`: `GET /seamark/outcomes?boot=B&after=N&wait=S`, all else to the app.
 
     With `gateway=ID&load=REQUESTS:TOKENS` a gateway also reads what others have here, by the `LOAD_HEADER` of each
-    request. The app's answer to a request with `HEADER` gets that header, if it is no stream and its outcome is known
-    here. A hint in a header of a request from a trusted hop goes into its body (`hint_header`).
+    request. With `lines=1` there are answers until S seconds are over, a line each, so that many cost as one read.
+
+    The app's answer to a request with `HEADER` gets that header, if it is no stream and its outcome is known here. A
+    hint in a header of a request from a trusted hop goes into its body (`hint_header`).
     """
 
     def __init__(self, app: App) -> None:
@@ -308,6 +334,9 @@ class EventsEndpoint:
             return
         seconds = min(float(wait), MAX_WAIT)
         boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
+        if query.get("lines") == ["1"]:
+            await _answer_in_lines(send, feed.answers(int(after), boot, seconds, gateway, load))
+            return
         await _answer(send, 200, await feed.wait_after(int(after), boot, seconds, gateway, load))
 
 
@@ -370,3 +399,12 @@ async def _answer(send: Send, status: int, content: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _answer_in_lines(send: Send, answers: AsyncIterator[Any]) -> None:
+    # A proxy in between must not collect them.
+    headers = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for answer in answers:
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode() + b"\n", "more_body": True})
+    await send({"type": "http.response.body", "body": b""})

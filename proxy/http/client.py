@@ -88,6 +88,16 @@ class Answer:
         except FAILURES as error:
             raise _broken(error) from error
 
+    async def lines(self) -> AsyncIterator[bytes]:
+        """The body's lines as they come, the last one ended or not. Raises `Broken` when the worker breaks off."""
+        begun = b""
+        async for chunk in self.chunks():
+            *ended, begun = (begun + chunk).split(b"\n")
+            for line in ended:
+                yield line
+        if begun:
+            yield begun
+
     async def read(self) -> bytes:
         """The whole body. Raises `Broken`."""
         try:
@@ -157,15 +167,19 @@ class Upstream:
 
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
         """The status and the whole body of one of the gateway's own requests; `timeout` in seconds for each read."""
-        headers = [*self.own_headers, *([(b"content-type", b"application/json")] if body else [])]
-        try:
-            answer = await self.send(method, url, headers, body, read_timeout=timeout)
-        except Stale:
-            answer = await self.send(method, url, headers, body, read_timeout=timeout, fresh=True)
+        answer = await self.ask(method, url, body, timeout)
         try:
             return answer.status, await answer.read()
         finally:
             answer.close()
+
+    async def ask(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> Answer:
+        """The answer to one of the gateway's own requests, to be read and closed, as `fetch`."""
+        headers = [*self.own_headers, *([(b"content-type", b"application/json")] if body else [])]
+        try:
+            return await self.send(method, url, headers, body, read_timeout=timeout)
+        except Stale:
+            return await self.send(method, url, headers, body, read_timeout=timeout, fresh=True)
 
     def trust(self, address: str, userinfo: str | None) -> None:
         """Requests to this address carry `userinfo` (`user:password`), and no other authorization."""

@@ -231,11 +231,17 @@ class EngineEvents:
         query = urlencode({"boot": feed.boot, "after": feed.cursor, "wait": wait, "gateway": self._gateway_id})
         if feed.load is not None:
             query += f"&load={feed.load.requests}:{feed.load.prefill_tokens}"
+        if wait:
+            query += "&lines=1"  # an older plugin gives one
         async with asyncio.timeout(READ_TIMEOUT):  # not `wait_for`: until Python 3.12 it can swallow a cancellation
-            status, answer = await self._upstream.fetch("GET", f"{worker.url}{PATH}?{query}", timeout=READ_TIMEOUT)
-        if status != 200:
-            raise ValueError(f"status {status}")
-        self._apply(worker, feed, json.loads(answer))
+            answer = await self._upstream.ask("GET", f"{worker.url}{PATH}?{query}", timeout=READ_TIMEOUT)
+            try:
+                if answer.status != 200:
+                    raise ValueError(f"status {answer.status}")
+                async for line in answer.lines():
+                    self._apply(worker, feed, json.loads(line))
+            finally:
+                answer.close()
 
     def _apply(self, worker: Worker, feed: _Feed, events: dict[str, Any]) -> None:
         boot = str(events["boot"])

@@ -2,8 +2,9 @@
 
 20 chats of two turns, one at a time. A worker answers the first turns and is killed; another one answers the second
 turns with what is left: nothing, a checkpoint directory, vLLM's own file tier, or a directory on a disk that is slower
-than computing. Times are shares of those of a worker that caches nothing, and of one that has no directory. Exit status
-1 if an answer is another one than computed in full, or a killed worker hits less than 0.99 of one that was not.
+than computing. First tokens are shares of those of a worker that caches nothing, rounds of that of a new worker without
+a directory, which answers each prompt right before or after. Exit status 1 if an answer is another one than computed in
+full, or a killed worker hits less than 0.99 of one that was not.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.harness.restarts import (
     KEEP_ALL,
     Round,
     ask,
+    ask_in_turn,
     counted,
     kill,
     plugin,
@@ -48,11 +50,14 @@ def main(argv: list[str]) -> int:
         states, stock = Path(name, "states"), stock_tier(Path(name, "stock"))
 
         def show(label: str, server: Server) -> None:
-            found = rounds[label] = ask(server, second)
+            plain = start(fleet, model, "plain")
+            found, beside = ask_in_turn([server, plain], second)
+            rounds[label] = found
             declined = counted(server).get("seamark_loads_declined_total", 0)
-            kill(server)
+            for each in (server, plain):
+                kill(each)
             cold, wrong = found.first_token_over(rounds[COLD]), found.differing(rounds[COLD])
-            without = found.seconds / rounds.get(WITHOUT, found).seconds
+            without = found.seconds / beside.seconds
             row = f"{label:<40} {found.hits:>6,} {cold:>9.2f} {without:>9.2f} {declined:>9.0f} {wrong:>6}"
             print(row, flush=True)
 

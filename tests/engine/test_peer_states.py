@@ -198,12 +198,12 @@ async def test_a_peer_that_dies_or_stops_costs_time_and_no_answer(fleet, model, 
     usual.server.wait_until_ready()
     await ask(a.server, FRESH)
     await settled(a)
-    os.kill(a.server.process.pid, signal.SIGSTOP)
+    os.killpg(a.server.process.pid, signal.SIGSTOP)  # its engine is a process of its own
     began = time.monotonic()
     stopped = await ask(usual.server, SECOND, **a.source)
     print(f"a peer that does not answer: {time.monotonic() - began:.1f} s")
     assert stopped.differing(right["second"]) == 0 and usual.from_peers() == 0
-    os.kill(a.server.process.pid, signal.SIGCONT)
+    os.killpg(a.server.process.pid, signal.SIGCONT)
     assert (await ask(usual.server, SECOND)).differing(right["second"]) == 0
 
     asked = asyncio.create_task(ask(b.server, FRESH, **a.source))

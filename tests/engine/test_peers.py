@@ -16,6 +16,16 @@ ROOM: dict[str, Any] = {"rows": 60, "blocks": 120}
 TIGHT: dict[str, Any] = {"rows": 30, "blocks": 40, "budget": 128, "running": 4}
 
 
+# As many seeds in turn as it takes until so much came from elsewhere: what one brings depends on the machine.
+SEEDS = list(range(1, 21))
+LOADED = {"loaded": 40, "hit_tokens": 4_000}
+FROM_PEERS = {**LOADED, "from_peers": 20}
+
+
+def enough(found: dict[str, Any], least: dict[str, int]) -> bool:
+    return all(found[name] > number for name, number in least.items())
+
+
 def audit(model: Path, **wanted: Any) -> dict[str, Any]:
     (found,) = run_apart("peer_audit", str(model), json.dumps(wanted))
     return found
@@ -25,9 +35,8 @@ def audit(model: Path, **wanted: Any) -> dict[str, Any]:
     "core", [ROOM, TIGHT, {**TIGHT, "overlap": True}], ids=["room", "tight", "the next step planned ahead"]
 )
 def test_states_of_another_worker_are_those_of_the_prompt_and_no_block_is_lost(model: Path, core):
-    found = audit(model, seeds=[1, 2], chats=60, cores=[core])
-    assert found["errors"] == []
-    assert found["from_peers"] > 20 and found["loaded"] > 40 and found["hit_tokens"] > 4_000
+    found = audit(model, seeds=SEEDS, chats=60, cores=[core], enough=FROM_PEERS)
+    assert found["errors"] == [] and enough(found, FROM_PEERS)
 
 
 @pytest.mark.parametrize("end", ["dies", "hangs"])
@@ -43,6 +52,5 @@ def test_rows_in_each_others_places_are_seen(model: Path):
 
 
 def test_states_of_a_directory_that_two_workers_share_are_those_of_the_prompt(model: Path, tmp_path: Path):
-    found = audit(model, seeds=[1], chats=60, cores=[{**TIGHT, "directory": str(tmp_path)}])
-    assert found["errors"] == []
-    assert found["loaded"] > 40 and found["hit_tokens"] > 4_000
+    found = audit(model, seeds=SEEDS, chats=60, cores=[{**TIGHT, "directory": str(tmp_path)}], enough=LOADED)
+    assert found["errors"] == [] and enough(found, LOADED)

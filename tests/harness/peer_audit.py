@@ -197,12 +197,19 @@ def until_asked(mine: PeerCore, other: PeerCore) -> None:
             return
 
 
-def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any], end: str) -> dict[str, Any]:
-    """What is found with these arguments of the two cores."""
+def audited(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What is found with these arguments of the two cores.
+
+    Tiers work in threads of their own, so how much is loaded depends on how busy the machine is: further seeds follow
+    until there is `enough` of each count that it names.
+    """
     found: dict[str, Any] = {"core": options, "errors": [], "loaded": 0, "stored": 0, "from_peers": 0, "hit_tokens": 0}
-    for seed in seeds:
+    enough, end = wanted.get("enough", {}), wanted.get("end", "")
+    for seed in wanted["seeds"]:
+        if enough and all(found[name] > least for name, least in enough.items()):
+            break
         cores = PeerCore(model, **options), PeerCore(model, **options)
-        random_traffic(cores, seed, chats, end)
+        random_traffic(cores, seed, wanted["chats"], end)
         found["lost"] = found.get("lost", 0) + len(cores[0].tier.lost)
         for core in cores:
             if core.blocks_in_use() and not core.gone:
@@ -220,17 +227,20 @@ def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any
 
 
 def main(model: str, argument: str) -> None:
-    """`{"seeds": [..], "chats": n, "cores": [arguments of PeerCore, ...], "planted": [defects], "end": "dies"}`."""
+    """`{"seeds": [..], "chats": n, "cores": [arguments of PeerCore, ...]}`, see `audited`.
+
+    Optional are `"planted": [defects]`, `"end": "dies"`, and `"enough": {count: n}`.
+    """
     wanted = json.loads(argument)
     init_none_hash(sha256)
     ledger.apply(PATCHES)
     p2p.NixlTransport = CopiedRows
     LoadCost.pays = lambda self, num_bytes, prefill_seconds: True
-    end = wanted.get("end", "")
-    PeerCost.patience = lambda self, prefill_seconds: 0.5 if end == "hangs" else 60.0
+    patience = 0.5 if wanted.get("end") == "hangs" else 60.0
+    PeerCost.patience = lambda self, prefill_seconds: patience
     if "rows" in wanted.get("planted", ()):
         _let_rows_be_others()
-    found = [audited(model, wanted["seeds"], wanted["chats"], options, end) for options in wanted["cores"]]
+    found = [audited(model, wanted, options) for options in wanted["cores"]]
     print(json.dumps(found))
 
 

@@ -63,22 +63,24 @@ def rounds_of(tokenizer: Any) -> tuple[list[Prompt], list[Prompt]]:
 
 def ask(server: Server, prompts: Sequence[Prompt]) -> Round:
     """One after the other: none waits for another."""
+    return ask_in_turn([server], prompts)[0]
 
-    async def ask_each() -> list[Answer]:
+
+def ask_in_turn(servers: Sequence[Server], prompts: Sequence[Prompt]) -> list[Round]:
+    """Every prompt of every server, one after the other; who is asked first goes round."""
+
+    async def ask_each() -> list[Round]:
+        answers: dict[str, list[Answer]] = {server.url: [] for server in servers}
         async with open_client(240) as client:
-            return [
-                await complete(
-                    client,
-                    server.url,
-                    prompt["ids"],
-                    vllm_xargs={"seamark_boundaries": prompt["hint"]},
-                    stream=True,
-                )
-                for prompt in prompts
-            ]
+            for number, prompt in enumerate(prompts):
+                first = number % len(servers)
+                for server in [*servers[first:], *servers[:first]]:
+                    hint = {"seamark_boundaries": prompt["hint"]}
+                    answer = await complete(client, server.url, prompt["ids"], vllm_xargs=hint, stream=True)
+                    answers[server.url].append(answer)
+        return [Round(each, sum(answer.finished - answer.sent for answer in each)) for each in answers.values()]
 
-    began = time.monotonic()
-    return Round(asyncio.run(ask_each()), time.monotonic() - began)
+    return asyncio.run(ask_each())
 
 
 def counted(server: Server) -> dict[str, float]:

@@ -8,9 +8,19 @@ import json
 import pytest
 
 from engine_patches.reporting import events_api
-from engine_patches.reporting.events_api import HEADER, LOAD_HEADER, MAX_KEPT, EventsEndpoint, Feed
+from engine_patches.reporting.events_api import (
+    HEADER,
+    LINES_AT_ONCE,
+    LINES_PER_SECOND,
+    LOAD_HEADER,
+    MAX_KEPT,
+    PATH,
+    EventsEndpoint,
+    Feed,
+)
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import StateStored
+from tests.harness.virtual_time import VirtualTimeLoop
 
 
 def admitted(name="a", reason="cold", hit_tokens=0, shared=0, resolved=()):
@@ -211,6 +221,68 @@ def test_a_gateway_that_waits_is_woken_by_others_and_not_by_itself(feed):
         assert (await feed.wait_after(0, feed.boot, 60.0, "b", "0:0"))["load"] == (1, 400)
 
     asyncio.run(scenario())
+
+
+def read_in_lines(feed, seconds, happens):
+    """Answers of one read, each with when it came, while `happens` runs."""
+
+    async def scenario():
+        clock, beside = asyncio.get_running_loop().time, asyncio.create_task(happens())
+        answers = feed.answers(0, feed.boot, seconds, "a", "0:0")
+        found = [(clock(), answer) async for answer in answers]
+        beside.cancel()
+        return found
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(scenario())
+
+
+def test_a_read_in_lines_gives_each_thing_once_as_it_comes_and_ends(feed):
+    async def happens():
+        for at, name in ((0.5, "a"), (0.25, "b")):
+            await asyncio.sleep(at)
+            feed.add_outcome(admitted(name))
+            feed.wake_readers()
+        await asyncio.sleep(0.5)
+        counted(("b", 1000, 400), feed=feed)
+        feed.wake_others("b")
+
+    found = read_in_lines(feed, 2.0, happens)
+    assert [at for at, _ in found] == [0.5, 0.75, 1.25, 2.0]
+    assert [[name for name, *_ in answer["outcomes"]] for _, answer in found] == [["a"], ["b"], [], []]
+    assert [answer["load"] for _, answer in found] == [(0, 0), (0, 0), (1, 400), (1, 400)]
+    assert [answer["cursor"] for _, answer in found] == [1, 2, 2, 2] and not any(a["reset"] for _, a in found)
+    assert not feed._readers
+
+
+def test_a_busy_feed_gives_no_more_lines_than_allowed_and_leaves_nothing_out(feed):
+    async def happens():
+        for number in range(10**6):
+            feed.add_outcome(admitted(str(number)))
+            feed.wake_readers()
+            await asyncio.sleep(0.01)
+
+    found = read_in_lines(feed, 10.0, happens)
+    assert 10 * LINES_PER_SECOND < len(found) <= LINES_AT_ONCE + 10 * LINES_PER_SECOND + 2
+    names = [int(name) for _, answer in found for name, *_ in answer["outcomes"]]
+    assert names == list(range(len(names))) and len(names) > 900
+
+
+def test_lines_are_parts_of_one_answer_that_no_proxy_collects(feed):
+    feed.add_outcome(admitted("a"))
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    query = f"boot={feed.boot}&after=0&wait=0&lines=1".encode()
+    scope = {"type": "http", "path": PATH, "method": "GET", "query_string": query, "headers": []}
+    asyncio.run(EventsEndpoint(None)(scope, None, send))
+    head, *lines, end = sent
+    assert dict(head["headers"])[b"x-accel-buffering"] == b"no" and b"content-length" not in dict(head["headers"])
+    assert all(line["body"].endswith(b"\n") and line["more_body"] for line in lines)
+    assert [json.loads(line["body"])["outcomes"] for line in lines] == [[["a", "cold", 0]]]
+    assert not end.get("more_body")
 
 
 def test_one_of_several_api_servers_says_nothing_of_load(feed):

@@ -39,9 +39,10 @@ class Feed:
             self.told |= {"states": [], "reset": False}
         self.status, self.seconds = status, seconds
         self.asked: list[dict[str, list[str]]] = []
+        self.answers: list[Answer] = []
         self.news = asyncio.Event()
 
-    async def fetch(self, method, url, body=b"", timeout=None):
+    async def ask(self, method, url, body=b"", timeout=None):
         query = parse_qs(url.partition("?")[2], keep_blank_values=True)
         self.asked.append(query)
         await asyncio.sleep(self.seconds)
@@ -50,11 +51,41 @@ class Feed:
         if query["wait"] != ["0"]:
             await self.news.wait()
             self.news.clear()
-        return self.status, json.dumps(self.told).encode()
+        return Answer(self, query)
+
+    async def lines(self, query) -> AsyncIterator[bytes]:
+        yield json.dumps(self.told).encode()
 
     def tell(self, states: list[Any], **more: Any) -> None:
         self.told |= {"cursor": self.told["cursor"] + 1, "states": states, "outcomes": [], "reset": False, **more}
         self.news.set()
+
+
+class Answer:
+    """A feed's answer."""
+
+    def __init__(self, feed: Feed, query: dict[str, list[str]]) -> None:
+        self.status = feed.status
+        self.is_open = True
+        self._feed, self._query = feed, query
+        feed.answers.append(self)
+
+    def lines(self) -> AsyncIterator[bytes]:
+        return self._feed.lines(self._query)
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class FeedInLines(Feed):
+    """One that gives a line for everything that it is told, for as long as it is read."""
+
+    async def lines(self, query):
+        yield json.dumps(self.told).encode()
+        while query["wait"] != ["0"]:
+            await self.news.wait()
+            self.news.clear()
+            yield json.dumps(self.told).encode()
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +217,23 @@ async def test_news_correct_the_directory_without_anybody_asking():
         await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
         feed.tell([["gone", "5c"]])
         await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
+
+
+async def test_a_feed_in_lines_is_read_once_for_all_that_comes():
+    feed, prefix_index = FeedInLines(old=False), PrefixIndex(10**6)
+    async with reading(feed, prefix_index) as events:
+        prefix_index.record([SYSTEM], WORKER.boot)
+        events.sent(WORKER, "r", [SYSTEM], HINT)
+        await until(lambda: len(feed.asked) == 2)
+        feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
+        await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
+        feed.tell([], outcomes=[["r", "evicted", 0]])
+        assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted", 0, (163,))
+        feed.tell([["gone", "5c"]])
+        await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
+        assert ["lines" in query for query in feed.asked] == [False, True]
+        assert events._feeds[WORKER.url].cursor == feed.told["cursor"]
+    assert not any(answer.is_open for answer in feed.answers)
 
 
 async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
