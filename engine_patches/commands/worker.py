@@ -45,8 +45,8 @@ NEEDED_FLAGS: Mapping[str, str | None] = {
     "--enable-prefix-caching": None,
     "--enable-prompt-tokens-details": None,
     "--enable-scale-out": None,
-    # The gateway reads this endpoint up to 20 times a second.
-    "--disable-access-log-for-endpoints": "/seamark/outcomes",
+    # The gateway reads these again and again.
+    "--disable-access-log-for-endpoints": "/seamark/outcomes,/seamark/metrics",
 }
 
 # The endpoint that tells the gateway why each request hit or missed. vLLM takes the flag more than once.

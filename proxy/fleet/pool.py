@@ -244,7 +244,7 @@ class WorkerPool:
         if status != 200:
             raise Unwell(self._why_refused(worker, "/health", status))
         probed_at = time.perf_counter()
-        _, exposition = await self._get(worker, "/metrics")
+        exposition = await self._metrics_of(worker)
         status, answer = await self._get(worker, "/v1/models")
         models = _models_in(answer)
         if models is None:
@@ -278,6 +278,15 @@ class WorkerPool:
         if worker.engine is not None:
             await self._learn_templates(worker)
         return _what_it_is(worker, found, is_gateway=gateway_id is not None)
+
+    async def _metrics_of(self, worker: Worker) -> bytes:
+        """Those that are read here, or all; an older plugin, or one that is gone, has no others."""
+        if worker.engine is not None:
+            status, some = await self._get(worker, worker_metrics.OF_PLUGIN)
+            if status == 200 and worker_metrics.ENGINE.encode() in some:
+                return some
+        _, exposition = await self._get(worker, "/metrics")
+        return exposition
 
     def _why_refused(self, worker: Worker, path: str, status: int) -> str:
         """Why a worker answers `path` with `status`, or with nothing that vLLM would say."""

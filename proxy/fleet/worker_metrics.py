@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import urlencode
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -28,6 +29,9 @@ ENTRIES_SINCE = (0, 3)
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
 _READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CACHE, *REQUESTS)
+
+# What a worker with the plugin gives of its `/metrics`; writing all of them takes it milliseconds.
+OF_PLUGIN = "/seamark/metrics?" + urlencode([("name[]", name) for name in _READ])
 
 
 @dataclass(frozen=True)

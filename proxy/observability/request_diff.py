@@ -20,7 +20,7 @@ from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
 from proxy.chat.chat import MESSAGES, listed
 from proxy.chat.rewrites import sorted_by_name
 from proxy.observability.cures import CHANGE_TEXT, TOOLS_BEHIND
-from proxy.observability.volatile_text import Difference, common_end, common_start, differences, says_today
+from proxy.observability.volatile_text import Difference, Kind, common_end, common_start, differences, says_today
 
 MAX_REQUESTS = 64
 
@@ -55,11 +55,13 @@ CLOSED_ROLES = ("system", "developer")  # what the application writes, the same 
 # The salt comes last: it is named only if nothing else differs.
 SETTINGS = (*(name for name in HEAD_FIELDS if name not in ("tools", "cache_salt")), "cache_salt")
 
-CLOCK_KINDS = ("dates", "times")
-
-HEAD_KINDS = (*CLOCK_KINDS, "uuid")
-
 What = Literal["tool", "message", "setting"]
+
+Kinds = tuple[Kind, ...] | None  # of text that changes; None: any
+
+CLOCK_KINDS: tuple[Kind, ...] = ("dates", "times")
+
+HEAD_KINDS: tuple[Kind, ...] = (*CLOCK_KINDS, "uuid")
 
 
 class Part(NamedTuple):
@@ -296,16 +298,16 @@ class _Texts:
 
     def __init__(self) -> None:
         self._left = MAX_CHARACTERS
-        self._known: dict[tuple[int, int], list[Difference]] = {}
+        self._known: dict[tuple[int, int, Kinds], list[Difference]] = {}
 
-    def differences(self, new: str, old: str, pair: tuple[int, int]) -> list[Difference]:
-        """None are told if there is no room for them; `pair` names them."""
-        if (known := self._known.get(pair)) is not None:
+    def differences(self, new: str, old: str, pair: tuple[int, int], only: Kinds = None) -> list[Difference]:
+        """None are told if there is no room for them, or one is of a kind not in `only`; `pair` names the texts."""
+        if (known := self._known.get((*pair, only))) is not None:
             return known
         if not self.has_room(len(new) + len(old)):
             return []
         self._left -= len(new) + len(old)
-        known = self._known[pair] = differences(new, old)
+        known = self._known[*pair, only] = differences(new, old, only)
         return known
 
     def has_room(self, characters: int) -> bool:
@@ -429,11 +431,8 @@ class _Pair:
         behind, tools = alike + later, _bytes(new.tools) if role in CLOSED_ROLES and index == 0 else 0
         if behind + tools < MIN_BEHIND:
             return None  # nothing is lost by it
-        if index == new.layout.last:
-            # The request's own text: another question, unless all that differs is the time it is asked.
-            kinds = HEAD_KINDS if self._is_at_head else CLOCK_KINDS
-            if not places or not all(place.kind in kinds for place in places):
-                return None
+        if index == new.layout.last and not places:
+            return None
         begins = self._characters or 0
         evidence = behind + (begins if role in CLOSED_ROLES and begins >= MIN_BEHIND else 0)
         changed = new.messages[index].size - begins - alike
@@ -463,9 +462,13 @@ class _Pair:
         one, other = whole_text(new.raw_messages[index]), whole_text(old.raw_messages[index])
         if self._characters is None or one is None or other is None:
             return []
-        if index == new.layout.last and not self._is_at_head and not says_today(one, self._characters):
-            return []
-        return texts.differences(one, other, (new.messages[index].hash, old.messages[index].hash))
+        kinds: Kinds = None
+        if index == new.layout.last:
+            # The request's own text: another question, unless all that differs is the time it is asked.
+            if not self._is_at_head and not says_today(one, self._characters):
+                return []
+            kinds = HEAD_KINDS if self._is_at_head else CLOCK_KINDS
+        return texts.differences(one, other, (new.messages[index].hash, old.messages[index].hash), kinds)
 
     @property
     def _is_at_head(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Literal, NamedTuple
 
 Kind = Literal[
@@ -29,6 +29,8 @@ GIT_BEFORE = 2000  # characters in which a git status has to say that it is one
 MAX_LINES = 400  # of a changed block, until a line that both texts have
 
 MIN_LINE = 8  # characters by which a line is recognised in the other text
+
+FIRST_STEP = 8  # characters in which two texts are first compared: most have less in common, and steps double
 
 CLOCK_BEFORE = 60  # characters in which a text says that it speaks of today
 
@@ -92,10 +94,17 @@ class Difference(NamedTuple):
     alike: int  # behind it, up to the next difference
 
 
-def differences(new: str, old: str) -> list[Difference]:
-    """Where `new` differs from `old`, in order; what lies behind the last one that is looked at counts as different."""
-    walk = _Walk(new, old)
-    return list(walk.places())
+def differences(new: str, old: str, only: Container[Kind | None] | None = None) -> list[Difference]:
+    """Where `new` differs from `old`, in order; what lies behind the last one that is looked at counts as different.
+
+    `only`: kinds; none are told if one is of another kind, and the rest is not looked at.
+    """
+    places: list[Difference] = []
+    for place in _Walk(new, old).places():
+        if only is not None and place.kind not in only:
+            return []
+        places.append(place)
+    return places
 
 
 def says_today(text: str, at: int) -> bool:
@@ -148,9 +157,9 @@ class _Walk:
 
     def _is_git(self, here: int, there: int) -> bool:
         new, old = self._new, self._old
-        if _GIT.search(new, max(0, here - GIT_BEFORE), here + BEHIND) is None:
+        if not all(_GIT_LINE.match(_line_at(text, at)) for text, at in ((new, here), (old, there))):
             return False
-        return all(_GIT_LINE.match(_line_at(text, at)) is not None for text, at in ((new, here), (old, there)))
+        return _GIT.search(new, max(0, here - GIT_BEFORE), here + BEHIND) is not None
 
     def _next_common_line(self, here: int, there: int) -> tuple[int, int] | None:
         """Where the next line begins that both texts have, in each of them."""
@@ -242,7 +251,7 @@ def _line_at(text: str, at: int) -> str:
 def common_start(left: str, start: int, right: str, other: int) -> int:
     """Length of what `left` from `start` on and `right` from `other` on begin with together."""
     most = min(len(left) - start, len(right) - other)
-    done, step = 0, 64
+    done, step = 0, FIRST_STEP
     while done < most:
         step = min(step, most - done)
         if left[start + done : start + done + step] == right[other + done : other + done + step]:
@@ -258,7 +267,7 @@ def common_start(left: str, start: int, right: str, other: int) -> int:
 def common_end(left: str, start: int, end: int, right: str, other: int, other_end: int) -> int:
     """Length of what `left[start:end]` and `right[other:other_end]` end with together."""
     most = min(end - start, other_end - other)
-    done, step = 0, 64
+    done, step = 0, FIRST_STEP
     while done < most:
         step = min(step, most - done)
         if left[end - done - step : end - done] == right[other_end - done - step : other_end - done]:

@@ -28,7 +28,14 @@ STOP_SECONDS = 20.0
 
 # One thread per engine: on a small machine more of them wait for each other. The executor inside the engine's process
 # saves a process, and its imports, per engine.
-ENGINE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENGINE_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Else tensors of 32 MB, which one engine has in its passes and another just not, are page faults each time.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "4294967295",
+}
 
 # One line per engine iteration: the only way to count forward passes of an engine that is not ours.
 ENGINE_FLAGS = (

@@ -14,6 +14,7 @@ from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.servers import MODEL_NAME
+from proxy.fleet import worker_metrics
 from tests.harness.engines import SharedServers
 
 
@@ -155,3 +156,13 @@ async def test_each_request_of_a_real_engine_has_its_reason(servers: SharedServe
         for query in ("after=x", "wait=x", "wait=-1", "wait=1e3", "wait=nan"):
             assert (await client.get(f"{servers.seamark.url}/seamark/outcomes?{query}")).status_code == 400
         assert (await client.post(servers.seamark.url + "/seamark/outcomes")).status_code == 405
+
+
+async def test_a_worker_gives_some_of_its_metrics_as_it_gives_all(servers: SharedServers):
+    async with open_client(120) as client:
+        some = (await client.get(servers.seamark.url + worker_metrics.OF_PLUGIN)).text
+        whole = (await client.get(servers.seamark.url + "/metrics")).text
+        found = worker_metrics.read(some)
+        assert found == worker_metrics.read(whole) and found.engine is not None and found.cache_tokens > 0
+        assert len(some) < len(whole) / 5
+        assert (await client.get(servers.gateway.url + worker_metrics.OF_PLUGIN)).status_code == 404

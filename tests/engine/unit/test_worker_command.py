@@ -36,7 +36,7 @@ def test_the_model_comes_first_and_the_needed_flags_are_added():
     assert arguments[:3] == ["model", "--host", "127.0.0.1"]
     assert arguments[-2:] == ["--middleware", "engine_patches.reporting.events_api.EventsEndpoint"]
     flags = {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
-    assert set(arguments[3:-2]) == {*flags, "--disable-access-log-for-endpoints", "/seamark/outcomes"}
+    assert set(arguments[3:-2]) == {*flags, "--disable-access-log-for-endpoints", "/seamark/outcomes,/seamark/metrics"}
 
 
 @pytest.mark.parametrize(

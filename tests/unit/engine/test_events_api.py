@@ -14,6 +14,7 @@ from engine_patches.reporting.events_api import (
     LINES_PER_SECOND,
     LOAD_HEADER,
     MAX_KEPT,
+    METRICS_PATH,
     PATH,
     EventsEndpoint,
     Feed,
@@ -283,6 +284,29 @@ def test_lines_are_parts_of_one_answer_that_no_proxy_collects(feed):
     assert all(line["body"].endswith(b"\n") and line["more_body"] for line in lines)
     assert [json.loads(line["body"])["outcomes"] for line in lines] == [[["a", "cold", 0]]]
     assert not end.get("more_body")
+
+
+def test_metrics_by_name_are_given_here_or_by_the_app_that_adds_up_those_of_several_servers(monkeypatch, tmp_path):
+    async def app(scope, receive, send):
+        sent.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    query = b"name%5B%5D=process_start_time_seconds"
+    scope = {"type": "http", "path": METRICS_PATH, "method": "GET", "query_string": query, "headers": []}
+    sent: list = []
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    asyncio.run(EventsEndpoint(app)(scope, receive, send))
+    lines = sent[-1]["body"].decode().splitlines()
+    assert [line.split()[0] for line in lines if line[0] != "#"] == ["process_start_time_seconds"]
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    sent = []
+    asyncio.run(EventsEndpoint(app)(scope, receive, send))
+    assert sent == ["/metrics"] and scope["path"] == METRICS_PATH
 
 
 def test_one_of_several_api_servers_says_nothing_of_load(feed):

@@ -12,12 +12,14 @@ from prometheus_client import generate_latest
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.errors import NoWorker
 from proxy.fleet import pool as pool_module
+from proxy.fleet import worker_metrics
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
 from proxy.metrics import Metrics
 from proxy.settings import Settings
+from tests.harness.fake_engine import engine_info
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -72,6 +74,38 @@ async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_
     assert [worker.url for worker in pool.workers] == [B, A] and pool.workers[1] is kept
     assert (kept.inflight, kept.has_room, kept.up) == (3, False, True)
     assert not kept.cache.hints_allowed and kept.cache.salt({"model": "m"})
+
+
+async def test_a_worker_with_the_plugin_is_asked_for_few_of_its_metrics_for_as_long_as_it_knows_them():
+    class WithPlugin(Servers):
+        info, some = engine_info(), True
+
+        async def fetch(self, method, url, body=b"", timeout=None):
+            status, text = await super().fetch(method, url, body, timeout)
+            path = url[len(A) :]
+            if path == worker_metrics.OF_PLUGIN:
+                text = b"process_start_time_seconds 1.0\n" if self.some else b""
+                status = 200 if self.some else 404
+            if path in ("/metrics", worker_metrics.OF_PLUGIN):
+                text += self.info.encode()
+            return status, text
+
+    async def asked() -> list[str]:
+        servers.asked.clear()
+        await pool.check_all()
+        return [url[len(A) :] for url in servers.asked if "metrics" in url]
+
+    servers = WithPlugin(A)
+    pool = pool_of(servers, worker=(A,))
+    (worker,) = pool.workers
+    assert await asked() == ["/metrics"]  # what it is, is not known before
+    assert await asked() == [worker_metrics.OF_PLUGIN] and worker.engine is not None
+    servers.some = False  # an older plugin
+    assert await asked() == [worker_metrics.OF_PLUGIN, "/metrics"] and worker.engine is not None
+    servers.some, servers.info = True, ""  # its patches are not live
+    assert await asked() == [worker_metrics.OF_PLUGIN, "/metrics"] and worker.engine is None
+    assert await asked() == ["/metrics"]
+    assert worker.boot == f"{A}#1.0"
 
 
 async def test_a_worker_that_leaves_the_file_is_down_and_whoever_cares_hears_of_it(file):
