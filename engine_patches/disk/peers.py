@@ -27,7 +27,7 @@ from engine_patches.disk.load_cost import PeerCost
 # for 30 seconds), and its heartbeats (10 seconds) may have ended. Seconds.
 LATEST = 10.0
 
-# For so long a peer that let a request wait in vain is not asked. Seconds.
+# For so long a peer that let a request wait in vain, or is gone, is not asked. Seconds.
 REST = 5.0
 
 LINGER_MILLISECONDS = 1000
@@ -106,7 +106,7 @@ class PeerStates(P2PSecondaryTierManager):  # type: ignore[misc]  # vLLM is unty
         now = time.monotonic()
         if now - self._waited_since.setdefault(source.kv_request_id, now) <= patience:
             return False
-        self._resting = {peer: end for peer, end in self._resting.items() if end > now} | {source.peer_id: now + REST}
+        self._let_rest(source.peer_id)
         self._failed_req_ids.add(source.kv_request_id)
         return True
 
@@ -189,6 +189,17 @@ class PeerStates(P2PSecondaryTierManager):  # type: ignore[misc]  # vLLM is unty
     def _get_hash_seed(self) -> str:
         """vLLM's: what has to be the same for a peer to be one. A fingerprint may be left out, this may not."""
         return f"{super()._get_hash_seed()} {self._identity}"
+
+    def _reap_dead_sessions(self) -> None:
+        """vLLM's: forget peers that are gone. A new session with one waits for its handshake in vain, half a minute."""
+        before = set(self._sessions)
+        super()._reap_dead_sessions()
+        for peer in before - self._sessions.keys():
+            self._let_rest(peer)
+
+    def _let_rest(self, peer: str) -> None:
+        now = time.monotonic()
+        self._resting = {other: end for other, end in self._resting.items() if end > now} | {peer: now + REST}
 
     def _may_ask(self, peer: str) -> bool:
         return self._asking and peer != self._local_id and time.monotonic() >= self._resting.get(peer, 0.0)

@@ -109,6 +109,7 @@ def test_a_peer_that_is_gone_is_no_longer_waited_for(worker):
     a.tier.shutdown()
     assert not loaded(b, b.request(a), KEYS[1:2])
     until(lambda: not b.tier._sessions, b)
+    assert b.tier.ask(KEYS, b.request(a), 60) and not b.tier._sessions  # nor asked again at once
 
 
 def test_rows_that_a_peer_may_still_write_to_are_nobodys_until_the_cache_is_emptied(worker, monkeypatch):
