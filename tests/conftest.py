@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=NEMOTRON_H,
         help="of the model that real engines run, in float32 (tests/engine/shared/test_exact.py)",
     )
+
+
+@pytest.fixture
+def engine_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the plugin logs, warnings and worse."""
+    logger = logging.getLogger("vllm.seamark")
+    monkeypatch.setattr(logger, "propagate", False)  # once vLLM has set up its own tree, nothing comes to the root
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    caplog.set_level(logging.WARNING, "vllm.seamark")
+    return caplog
 
 
 def tier(item: pytest.Item) -> str:

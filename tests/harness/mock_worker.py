@@ -222,7 +222,7 @@ class Worker(Connection):
             self.transport.write(end)
 
     def _page(self, path: bytes) -> bytes:
-        if path == b"/metrics":
+        if path in (b"/metrics", b"/seamark/metrics"):
             metrics = b"process_start_time_seconds %f\n" % self._started + engine_info().encode()
             return _whole(metrics, kind=b"text/plain; version=0.0.4")
         page = _PAGES.get(path)

@@ -30,9 +30,12 @@ EVENT = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":"\xc
 
 JSON = b"application/json"
 
+_METRICS = b"process_start_time_seconds 1.7e+09\n" + engine_info().encode(), b"text/plain"
+
 PAGES = {
     b"/health": (b"", b"text/plain"),
-    b"/metrics": (b"process_start_time_seconds 1.7e+09\n" + engine_info().encode(), b"text/plain"),
+    b"/metrics": _METRICS,
+    b"/seamark/metrics": _METRICS,
     b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}', JSON),
     b"/seamark/outcomes": (b'{"boot":"b","cursor":0,"outcomes":[]}', JSON),
 }

@@ -134,7 +134,7 @@ class RecordingWorker:
             return await _answer(send, b'{"error":"Unauthorized"}', status=401)
         if path == "/health":
             return await _answer(send, b"", "text/plain")
-        if path == "/metrics":
+        if path in ("/metrics", "/seamark/metrics"):
             text = (
                 f"process_start_time_seconds {self.boot}\n"
                 + (engine_info(self.version, self.ahead, self.connector) if self.patched else "")

@@ -120,7 +120,7 @@ def test_what_is_pinned_does_not_make_room_for_others(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(5, "input/output error")])
-def test_a_directory_that_cannot_be_used_is_told_once_and_counted(tmp_path: Path, monkeypatch, caplog, error: OSError):
+def test_a_directory_that_cannot_be_used_is_told_once_and_counted(tmp_path: Path, monkeypatch, engine_log, error):
     def fails(*arguments: Any) -> Any:
         raise error
 
@@ -130,7 +130,7 @@ def test_a_directory_that_cannot_be_used_is_told_once_and_counted(tmp_path: Path
     assert not held.store(KEYS[:1]).success and not held.store(KEYS[1:2]).success
     assert held.tier.lookup(KEYS[0], None) is LookupResult.MISS
     assert held.tier.take_counts()[0] == {"unreadable": 1, "not_written": 2}
-    told = [record.getMessage() for record in caplog.records if "checkpoint directory" in record.getMessage()]
+    told = [record.getMessage() for record in engine_log.records if "checkpoint directory" in record.getMessage()]
     assert len(told) == 2 and "cannot be read" in told[0] and "cannot be written to" in told[1]
     held.close()
 

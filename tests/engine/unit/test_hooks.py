@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -24,12 +22,8 @@ def spec(states: torch.dtype) -> MambaSpec:
         ([torch.float16, torch.bfloat16], "kept in bfloat16, float16:"),
     ],
 )
-def test_states_that_are_rounded_are_named_once_with_the_flag_that_keeps_them_whole(caplog, monkeypatch, states, named):
-    logger = logging.getLogger("vllm.seamark")
-    monkeypatch.setattr(logger, "propagate", False)  # once vLLM has set up its own tree, nothing comes to the root
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    with caplog.at_level(logging.WARNING, "vllm.seamark"):
-        warn_of_narrow_states([spec(each) for each in states])
-    assert len(caplog.messages) == (named is not None)
-    for line in caplog.messages:
+def test_states_that_are_rounded_are_named_once_with_the_flag_that_keeps_them_whole(engine_log, states, named):
+    warn_of_narrow_states([spec(each) for each in states])
+    assert len(engine_log.messages) == (named is not None)
+    for line in engine_log.messages:
         assert named in line and "--mamba-ssm-cache-dtype float32" in line

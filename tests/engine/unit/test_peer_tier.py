@@ -146,7 +146,7 @@ def test_what_comes_too_late_is_not_taken_though_the_peer_says_that_it_is_right(
     assert b.manager.lookup(KEYS[0], context) is LookupResult.HIT_PENDING
 
 
-def test_after_too_many_lost_rows_no_peer_is_asked(worker, monkeypatch, caplog):
+def test_after_too_many_lost_rows_no_peer_is_asked(worker, monkeypatch, engine_log):
     a, b = worker(), worker()
     a.store(KEYS[:6], 5)
     monkeypatch.setattr(peers, "LATEST", 0.0)
@@ -156,7 +156,7 @@ def test_after_too_many_lost_rows_no_peer_is_asked(worker, monkeypatch, caplog):
         b.manager.lookup(key, context)
     until(lambda: b.tier.lost, a, b)
     assert b.tier.ask(KEYS[6:], b.request(a), 60)
-    assert sum("none is asked any more" in record.getMessage() for record in caplog.records) == 1
+    assert sum("none is asked any more" in record.getMessage() for record in engine_log.records) == 1
 
 
 def test_this_vllms_tier_is_the_one_that_was_shown():
@@ -164,9 +164,9 @@ def test_this_vllms_tier_is_the_one_that_was_shown():
         shape.check()
 
 
-def test_it_says_at_the_start_who_can_read_and_write(worker, caplog):
+def test_it_says_at_the_start_who_can_read_and_write(engine_log, worker):
     b = worker()
-    (line,) = [record.getMessage() for record in caplog.records if "peers take states" in record.getMessage()]
+    (line,) = [record.getMessage() for record in engine_log.records if "peers take states" in record.getMessage()]
     assert f"127.0.0.1:{b.port}" in line
 
 

@@ -259,15 +259,15 @@ def test_a_failure_with_a_loaded_module_leaves_nothing_to_be_done_later(toy, lat
 
 
 @pytest.mark.parametrize("patch", [LATE_STEP, dataclasses.replace(LATE_GREETING, name="fails", build=failing)])
-def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_line(toy, late, caplog, patch):
+def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_line(toy, late, engine_log, patch):
     original = toy.Engine.step
     ledger.apply([STEP, LATE_GREETING, patch])
     late("names").changed = patch is LATE_STEP
-    with caplog.at_level(logging.ERROR, "vllm.seamark"):
+    with engine_log.at_level(logging.ERROR, "vllm.seamark"):
         engine = late("engine")
     assert toy.Engine.step is original and engine.greet("x") == "hello x"
     assert not ledger.patches_live() and not ledger.rely_on_patches()
-    (line,) = caplog.messages
+    (line,) = engine_log.messages
     assert "vLLM is left untouched" in line
 
 
