@@ -38,7 +38,7 @@ MAX_LEN = 400_000  # tokens
 
 TEXT = "The harbour pilot checks the tide tables before noon."
 
-QUIET = ("/health", "/metrics", "/version", "/v1/models", "/seamark/outcomes", ASKED)
+QUIET = ("/health", "/metrics", "/version", "/v1/models", "/seamark/outcomes", "/seamark/metrics", ASKED)
 
 ROOT = Path(__file__).parents[2]
 
