@@ -280,7 +280,7 @@ class WorkerPool:
         return _what_it_is(worker, found, is_gateway=gateway_id is not None)
 
     async def _metrics_of(self, worker: Worker) -> bytes:
-        """Those that are read here, or all; an older plugin, or one that is gone, has no others."""
+        """The metrics that are read here. A worker without the plugin, or with an older one, gives all it has."""
         if worker.engine is not None:
             status, some = await self._get(worker, worker_metrics.OF_PLUGIN)
             if status == 200 and worker_metrics.ENGINE.encode() in some:
