@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine_patches import kv_connectors
+from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.forward.layers import (
     GDN,
     LAYERS,
@@ -53,7 +54,6 @@ from engine_patches.scheduler.transfers import (
 from engine_patches.upstream_fixes import (
     copy_largest_view_first,
     keep_enlarged_block_size,
-    kernel_by_chunks,
     promises_export_on_cpu,
     resets_block_size,
     runs_on_cpu,
@@ -199,7 +199,7 @@ PATCHES: tuple[Patch, ...] = (
         why="the states that `cpu-checkpoint-scan` returns come from its kernel, chunk by chunk",
         upstream="as cpu-checkpoint-scan",
         until="as cpu-checkpoint-scan",
-        build=kernel_by_chunks,
+        build=kernel_in_runs,
         parameters="out, final_states, x, dt, A, B, C, D, z, cu_seqlens",
         applies=runs_on_cpu,
     ),

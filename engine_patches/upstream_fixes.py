@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from engine_patches.forward.cpu_scan import kernel_runs, scan_in_runs
 from engine_patches.ledger import Function, ShapeMismatch, exists
 
 
@@ -26,55 +26,6 @@ def copy_largest_view_first(original: Function) -> Function:
     return copy_kv_cache_blocks_inplace
 
 
-@dataclass
-class _ChunkedScan:
-    """A scan on a CPU that keeps the state at each chunk's end."""
-
-    bounds: Sequence[int]  # where chunks begin, and where the last one ends (tokens)
-    row_of: Sequence[int]  # row of each chunk
-    states: Any = None  # once it has run: at the chunks' ends, (chunks, heads, head size, state size)
-
-    def run(
-        self,
-        kernel: Function,
-        out: Any,
-        row_states: Any,
-        x: Any,
-        dt: Any,
-        A: Any,
-        B: Any,
-        C: Any,
-        D: Any,
-        z: Any,
-        cu_seqlens: Any,
-    ) -> None:
-        """The kernel's work, over as many chunks at once as are of different rows.
-
-        `row_states`: with which rows begin, by row; they are left as they are. `cu_seqlens`: where rows do.
-        """
-        import torch
-
-        bounds, row_of = self.bounds, self.row_of
-        self.states = states = row_states.new_empty(len(row_of), *row_states.shape[1:])
-        first = 0
-        while first < len(row_of):
-            last = first + 1  # a run of chunks: its first may go on with a row, all others begin one
-            while last < len(row_of) and row_of[last] != row_of[last - 1]:
-                last += 1
-            goes_on = first > 0 and row_of[first] == row_of[first - 1]
-            states[first] = states[first - 1] if goes_on else row_states[row_of[first]]
-            if others := row_of[first + 1 : last]:
-                states[first + 1 : last] = row_states[others]
-            part = slice(bounds[first], bounds[last])
-            starts = torch.tensor([bound - bounds[first] for bound in bounds[first : last + 1]], dtype=torch.int32)
-            part_of_z = None if z is None else z[part]
-            kernel(out[part], states[first:last], x[part], dt[part], A, B[part], C[part], D, part_of_z, starts)
-            first = last
-
-
-_chunked_scan: _ChunkedScan | None = None  # the one whose kernel is called next
-
-
 def states_at_chunk_ends(original: Function) -> Function:
     """vLLM promises to export a state from inside one forward pass, but its CPU scan returns final states only: any
     prompt longer than a block kills the engine with an IndexError.
@@ -86,33 +37,16 @@ def states_at_chunk_ends(original: Function) -> Function:
         raise ShapeMismatch(f"the scan on a CPU is {original.__name__}, expected the CPU's own")
 
     def _mamba_chunk_scan_combined_fwd_cpu(x: Any, *args: Any, **options: Any) -> Any:
-        global _chunked_scan
         if not options.get("return_intermediate_states"):
             return original(x, *args, **options)
-        _chunked_scan = scan = _ChunkedScan(options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist())
-        try:
-            original(x, *args, **options)
-        finally:
-            _chunked_scan = None
-        if scan.states is None:
-            raise RuntimeError("seamark: vLLM's scan on a CPU no longer calls its kernel by its name")
-        return scan.states.to(options.get("state_dtype") or x.dtype)
+        import torch
+
+        runs = kernel_runs(options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist())
+        states: list[Any] = []
+        scan_in_runs(partial(original, x, *args, **options), runs, lambda _, state: states.append(state.clone()))
+        return torch.stack(states).to(options.get("state_dtype") or x.dtype)
 
     return _mamba_chunk_scan_combined_fwd_cpu
-
-
-def kernel_by_chunks(original: Function) -> Function:
-    """The kernel of that scan, which runs chunk by chunk while states at their ends are wanted."""
-
-    def mamba_chunk_scan_fwd_cpu(*args: Any) -> None:
-        global _chunked_scan
-        scan, _chunked_scan = _chunked_scan, None  # its own kernel runs are whole
-        if scan is None:
-            original(*args)
-        else:
-            scan.run(original, *args)
-
-    return mamba_chunk_scan_fwd_cpu
 
 
 def store_checkpoints_without_triton(original: Function) -> Function:

@@ -6,8 +6,7 @@ runs from the last end before it over the few tokens up to it, beside the main o
 its last inputs, which are simply there. So the step's own outputs are computed as vLLM alone computes them, bit for
 bit, wherever states are taken. vllm#57329 reads vLLM's one checkpoint per request from the same place.
 
-vLLM's scan for CPUs has no chunks: there a cut changes no rounding, and the ends of chunks are put where states are
-wanted (`upstream_fixes.states_at_chunk_ends`).
+vLLM's scan for CPUs has no chunks, and its states are found otherwise (`cpu_scan.py`).
 
 The way of a step: `plan_scan_states` and `states_of_group` put a `ScanStates` on each cache group's metadata;
 `mamba2_with_states` hands it to the layer's scan, `scan_with_states`. A step whose metadata looks otherwise than
@@ -21,19 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from engine_patches.forward.cpu_scan import CpuScanPlan, CpuScanStates, plan_cpu_scan
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
-from engine_patches.forward.step_writes import Write, running_step, upload
+from engine_patches.forward.step_writes import PrefillRow, Write, running_step, upload
 from engine_patches.ledger import Function
 
 SCAN_STATES = "seamark_scan_states"  # on the metadata of a Mamba2 layer: what to keep of the step's scan
-
-
-class _Chunks(NamedTuple):
-    """How a scan is divided, by vLLM's names: tensors of int32."""
-
-    cu_chunk_seqlens: Any  # where chunks begin and the last one ends, (chunks + 1,)
-    seq_idx: Any  # row of each chunk, (chunks,)
-    last_chunk_indices: Any  # last chunk of each row, (rows,)
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,6 @@ class ScanPlan:
     shortest: int  # tokens from a row's start to its first state, at least
     chunks: Any  # last chunk that ends at or before each state's position, (states,)
     tails: _Tails | None  # None if all states lie at chunk ends
-    own_chunks: _Chunks | None  # instead of vLLM's; None: vLLM's own
     _windows: dict[int, Any] = field(default_factory=dict)  # by width
 
     def of_group(self, metadata: Any, layer: str) -> ScanStates:
@@ -136,11 +127,9 @@ class ScanStates(NamedTuple):
         `inputs`: x, dt, A, B, C. `ssm_state`: by block.
         """
         slots, indices = options.pop("final_states_out", None), options.pop("final_state_indices", None)
-        tails, own_chunks = self.plan.tails, self.plan.own_chunks
-        if own_chunks is not None:
-            options |= own_chunks._asdict()
+        tails = self.plan.tails
         chunk_states = scan(*inputs, **{**options, "return_intermediate_states": True})
-        states = chunk_states.index_select(0, self.plan.chunks)  # several times as fast as [chunks] on a CPU
+        states = chunk_states.index_select(0, self.plan.chunks)
         if tails is not None:
             first = len(self.blocks) - len(tails.rows)
             states[first:] = tails.states(scan, states[first:], inputs, options)
@@ -152,7 +141,7 @@ class ScanStates(NamedTuple):
         return None
 
 
-_scan: tuple[ScanStates, Any] | None = None  # of the layer that runs now, and its cache
+_scan: tuple[ScanStates | CpuScanStates, Any] | None = None  # of the layer that runs now, and its cache
 
 
 def plan_scan_states(original: Function) -> Function:
@@ -180,7 +169,7 @@ def states_of_group(original: Function) -> Function:
 
     def update_block_table(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         updated = in_segments(self, metadata, *args, **kwargs)
-        states: ScanStates | None = getattr(metadata, SCAN_STATES, None)
+        states: ScanStates | CpuScanStates | None = getattr(metadata, SCAN_STATES, None)
         if states is not None:
             setattr(updated, SCAN_STATES, states.plan.of_group(updated, self.layer_names[0]))
         return updated
@@ -200,7 +189,9 @@ def scan_with_states(original: Function) -> Function:
     return mamba_chunk_scan_combined_varlen
 
 
-def run_layer(layer: Any, core: Function, states: ScanStates, metadata: Any, projected_states: Any) -> None:
+def run_layer(
+    layer: Any, core: Function, states: ScanStates | CpuScanStates, metadata: Any, projected_states: Any
+) -> None:
     """Run `core()`, a Mamba2 layer's convolution and scan, and keep the states of it."""
     global _scan
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -218,18 +209,9 @@ def run_layer(layer: Any, core: Function, states: ScanStates, metadata: Any, pro
         _scan = None
 
 
-class _Row(NamedTuple):
-    """A prefill's part of a step, in tokens."""
-
-    start: int  # first token
-    computed: int  # before it
-    tokens: int
-    writes: Sequence[Write]
-
-
 def _planned(
     metadata: Any, common: Any, writes: Mapping[int, Sequence[Write]], group_of_layer: Mapping[str, int]
-) -> ScanPlan | None:
+) -> ScanPlan | CpuScanPlan | None:
     """What to keep of the step that `metadata` was made for; None if it is not divided as foreseen."""
     from vllm.platforms import current_platform
 
@@ -242,23 +224,19 @@ def _planned(
     for row in range(first, common.num_reqs):
         tokens = starts[row + 1] - starts[row]
         of_row = sorted(writes.get(row, ()), key=lambda write: write.offset)
-        rows.append(_Row(starts[row] - metadata.num_decode_tokens, seq_lens[row] - tokens, tokens, of_row))
-    anywhere = current_platform.is_cpu()
-    bounds = [_cuts(row) if anywhere else _chunk_ends(row, metadata.chunk_size) for row in rows]
-    if not anywhere and metadata.seq_idx_p.shape[0] != sum(map(len, bounds)):
+        rows.append(PrefillRow(starts[row] - metadata.num_decode_tokens, seq_lens[row] - tokens, tokens, of_row))
+    if current_platform.is_cpu():
+        return plan_cpu_scan(rows, group_of_layer)
+    bounds = [_chunk_ends(row, metadata.chunk_size) for row in rows]
+    if metadata.seq_idx_p.shape[0] != sum(map(len, bounds)):
         return None
-    device = common.query_start_loc.device
-    return _plan_of(rows, bounds, device, anywhere, metadata, group_of_layer)
+    return _plan_of(rows, bounds, common.query_start_loc.device, metadata, group_of_layer)
 
 
-def _chunk_ends(row: _Row, chunk_size: int) -> list[int]:
+def _chunk_ends(row: PrefillRow, chunk_size: int) -> list[int]:
     """Ends of a row's chunks, in tokens of the row: chunks end at multiples of their size from the prompt's start."""
     first = chunk_size - row.computed % chunk_size
     return [*range(first, row.tokens, chunk_size), row.tokens]
-
-
-def _cuts(row: _Row) -> list[int]:
-    return sorted({*(write.offset for write in row.writes), row.tokens})
 
 
 class _State(NamedTuple):
@@ -270,10 +248,9 @@ class _State(NamedTuple):
 
 
 def _plan_of(
-    rows: Sequence[_Row],
+    rows: Sequence[PrefillRow],
     bounds: Sequence[Sequence[int]],
     device: Any,
-    anywhere: bool,
     metadata: Any,
     group_of_layer: Mapping[str, int],
 ) -> ScanPlan:
@@ -308,11 +285,10 @@ def _plan_of(
         shortest=min(state.end for state in states),
         chunks=chunks,
         tails=_tails_of(inside, rows, device) if inside else None,
-        own_chunks=_own_chunks(rows, bounds, device) if anywhere else None,
     )
 
 
-def _tails_of(inside: Sequence[_State], rows: Sequence[_Row], device: Any) -> _Tails:
+def _tails_of(inside: Sequence[_State], rows: Sequence[PrefillRow], device: Any) -> _Tails:
     import torch
 
     starts = [0, *itertools.accumulate(state.end - state.begin for state in inside)]
@@ -321,13 +297,3 @@ def _tails_of(inside: Sequence[_State], rows: Sequence[_Row], device: Any) -> _T
     fresh = [(number, state.row) for number, state in enumerate(inside) if not state.begin]
     fresh_, fresh_rows = upload(list(zip(*fresh, strict=True)), device) if fresh else (None, None)
     return _Tails(upload(tokens, device), numbers[: len(starts)], numbers[len(starts) :], fresh_, fresh_rows)
-
-
-def _own_chunks(rows: Sequence[_Row], bounds: Sequence[Sequence[int]], device: Any) -> _Chunks:
-    import torch
-
-    ends = [row.start + end for row, of_row in zip(rows, bounds, strict=True) for end in of_row]
-    seq_idx = [number for number, of_row in enumerate(bounds) for _ in of_row]
-    last = [count - 1 for count in itertools.accumulate(map(len, bounds))]
-    numbers = upload([0, *ends, *seq_idx, *last], device, torch.int32)
-    return _Chunks(*numbers.split([len(ends) + 1, len(seq_idx), len(last)]))

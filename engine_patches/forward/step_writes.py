@@ -31,6 +31,15 @@ class Write(NamedTuple):
     blocks: Mapping[int, int]  # cache group -> the block that takes the state
 
 
+class PrefillRow(NamedTuple):
+    """A prefill's part of a step, in tokens."""
+
+    start: int  # first token; the step's prefills alone are counted
+    computed: int  # before it
+    tokens: int
+    writes: Sequence[Write]
+
+
 @dataclass
 class Step:
     """The writes of the running step, as the worker needs them."""

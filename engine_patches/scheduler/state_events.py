@@ -131,9 +131,9 @@ class StateEvents:
         # Who shares the state alone, and not the tokens that lead to it, does not find it: those name it, too.
         state = key_at(request, position + self._drop, self._unit, self._recurrent[0])
         if state not in self._needs:
-            if not self.is_found(request, position):
-                return ""
             needs = tuple(self.keys_of(request, position))
+            if not self._has_all(needs):
+                return ""
             self._needs[state] = needs
             for key in needs:
                 self._needed_by.setdefault(key, set()).add(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,10 +88,11 @@ async def compare(
     pairs: int,
     say: Callable[[str], None],
 ) -> dict[int, dict[str, Comparison]]:
-    """Pairs of every length, the order of the engines turned round each time.
+    """Pairs of every length, each time in another order, so that nothing that comes at intervals meets one side alone.
 
-    One sample of the baseline stands against two of ours, taken right before or after it.
+    One sample of the baseline stands against two of ours, taken with it.
     """
+    order = random.Random(0)
     for engine in (ours, baseline):
         for length in WARM_UP:
             await engine.seconds_each(client, [fresh_tokens(length, "first", length)])
@@ -101,7 +103,7 @@ async def compare(
             hinted = three_boundaries(length // 3, length)
             turns = [(NO_HINTS, ours, []), (BASELINE, baseline, []), (THREE_HINTS, ours, hinted)]
             seconds = {}
-            for kind, engine, boundaries in turns[:: 1 if number % 2 else -1]:
+            for kind, engine, boundaries in order.sample(turns, len(turns)):
                 prompts = [fresh_tokens(length, number, length, kind, part) for part in range(batch)]
                 seconds[kind] = await engine.seconds_each(client, prompts, boundaries)
             for kind in KINDS:

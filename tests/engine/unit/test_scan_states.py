@@ -13,6 +13,7 @@ from vllm import forward_context
 from vllm.model_executor.layers.mamba import mamba_utils
 
 from engine_patches.forward import step_writes
+from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.forward.layers import mamba2_with_states
 from engine_patches.forward.scan_states import SCAN_STATES, plan_scan_states, scan_with_states, states_of_group
 from engine_patches.forward.segments import SEGMENTS
@@ -25,8 +26,33 @@ WIDTH = 3  # inputs that a convolution's state holds
 CHANNELS, GATE, BLOCKS = 2, 1, 40
 
 
+def kernel(out: Any, states: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, starts: Any) -> None:
+    """vLLM's for CPUs, for the recurrence `state = state / 2 + x`, exact in float64; counts its calls."""
+    calls.append(len(x))
+    assert len(out) == len(x) == len(dt) == len(B) == len(C)
+    for state, (begin, end) in zip(states, itertools.pairwise(starts.tolist()), strict=True):
+        for token in range(begin, end):
+            state.copy_(state / 2 + x[token].reshape(state.shape))
+            out[token] = state.reshape(out[token].shape)
+
+
+def scan_on_cpu(x: Any, dt: Any, A: Any, B: Any, C: Any, **options: Any) -> Any:
+    """vLLM's scan for CPUs, which returns the last states only."""
+    states = options["initial_states"].clone()
+    kernel_in_runs(kernel)(options["out"], states, x, dt, A, B, C, None, None, options["cu_seqlens"])
+    return put_into_slots(states, options)
+
+
+def put_into_slots(final: Any, options: dict[str, Any]) -> Any:
+    """What vLLM 0.33 may ask for in place of the last states themselves."""
+    if (slots := options.get("final_states_out")) is None:
+        return final
+    slots[options["final_state_indices"]] = final
+    return None
+
+
 def scan(x: Any, dt: Any, A: Any, B: Any, C: Any, **options: Any) -> Any:
-    """vLLM's scan for the recurrence `state = state / 2 + x`, exact in float64; counts its calls."""
+    """vLLM's other one for that recurrence, exact in float64; counts its calls."""
     calls.append(len(x))
     bounds, row_of = options["cu_chunk_seqlens"].tolist(), options["seq_idx"].tolist()
     initial = options["initial_states"]
@@ -43,11 +69,7 @@ def scan(x: Any, dt: Any, A: Any, B: Any, C: Any, **options: Any) -> Any:
     if options["return_intermediate_states"]:
         assert "final_states_out" not in options  # as vLLM's
         return all_states
-    final = all_states[options["last_chunk_indices"]]
-    if (slots := options.get("final_states_out")) is None:
-        return final
-    slots[options["final_state_indices"]] = final
-    return None
+    return put_into_slots(all_states[options["last_chunk_indices"]], options)
 
 
 calls: list[int] = []
@@ -65,6 +87,7 @@ class Layer:
         self.ssm_state = torch.rand(BLOCKS, 1, CHANNELS, 1, generator=generator, dtype=torch.float64)
         self.kv_cache = (self.conv_state if dim_first else self.conv_state.transpose(1, 2), self.ssm_state)
         self.metadata: Any = None
+        self.vllm_scan: Any = scan
 
     def conv_ssm_forward(self, projected_states: Any, output: Any) -> None:
         """As vLLM's: read the running states, run, write them. Decodes are left out."""
@@ -88,12 +111,10 @@ class Layer:
         }
         if metadata.writes_into_slots:
             options |= {"final_states_out": self.ssm_state, "final_state_indices": blocks}
-        final = traced_scan(inputs[:, None], inputs, None, inputs, inputs, **options)
+        final = scan_with_states(self.vllm_scan)(inputs[:, None], inputs, None, inputs, inputs, **options)
         if not metadata.writes_into_slots:
             self.ssm_state[blocks] = final
 
-
-traced_scan = scan_with_states(scan)
 
 Row = tuple[int, int]  # tokens computed before, tokens of the chunk
 
@@ -157,6 +178,7 @@ def run(
         seq_lens_cpu_upper_bound=torch.tensor([9] * decodes + [computed + tokens for computed, tokens in rows]),
     )
     layer = Layer(blocks, dim_first)
+    layer.vllm_scan = scan_on_cpu if on_cpu else scan
     build = plan_scan_states(lambda *_: metadata_of(rows, decodes, slots))
     layer.metadata = build(SimpleNamespace(layer_names=["layers.0"]), 0, common)
     context = SimpleNamespace(attn_metadata={"layers.0": layer.metadata})
@@ -210,6 +232,11 @@ def test_the_scan_is_not_cut_and_only_what_lies_inside_a_chunk_is_scanned_again(
     assert calls == [whole]
     run(monkeypatch, ROWS, {0: [9], 1: [2, 13]})
     assert calls == [whole, 1 + 2 + 2]
+
+
+def test_on_a_cpu_no_token_is_scanned_twice_and_chunks_of_different_rows_run_at_once(monkeypatch):
+    run(monkeypatch, ROWS, {0: [8], 2: [8, 17]}, on_cpu=True)
+    assert calls == [8, 22 + 20 + 8, 9 + 12]
 
 
 def test_another_cache_group_takes_the_same_states_into_its_own_blocks(monkeypatch):

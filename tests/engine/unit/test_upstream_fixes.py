@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine_patches import upstream_fixes
+from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.upstream_fixes import (
     keep_enlarged_block_size,
-    kernel_by_chunks,
     resets_block_size,
     states_at_chunk_ends,
 )
@@ -76,7 +76,7 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed, monkeypatch
         calls.append(len(out))
         kernel(out, *args)
 
-    monkeypatch.setattr(ops, "mamba_chunk_scan_fwd_cpu", kernel_by_chunks(counted))
+    monkeypatch.setattr(ops, "mamba_chunk_scan_fwd_cpu", kernel_in_runs(counted))
 
     def run(scan, part: slice, of_rows: slice, bounds: list[int], **options):
         x, dt, A, B, C = inputs

@@ -1,0 +1,149 @@
+"""Recurrent states of Mamba2 layers on a CPU, whose kernel knows no chunks and stops where a state is wanted.
+
+The kernel takes the states that rows begin with, and leaves those of their ends in the same place. So it runs over one
+chunk of a row after the other, and what is wanted of a row's state is copied in between. There a cut changes no
+rounding, and vLLM gets the last states as ever. The convolution's part of a state is its last inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from engine_patches.forward.step_writes import PrefillRow
+from engine_patches.ledger import Function
+
+Keep = Callable[[int, Any], None]  # given a chunk's number and the state at its end, which will not last
+
+
+class KernelRun(NamedTuple):
+    """Chunks of different rows, which follow each other: the kernel runs over all of them at once."""
+
+    tokens: slice
+    rows: slice
+    starts: Any  # of the chunks, and the end of the last: tokens behind the run's first, (chunks + 1,), int32
+    first_chunk: int
+
+
+def kernel_runs(bounds: Sequence[int], row_of: Sequence[int]) -> list[KernelRun]:
+    """Runs over chunks. `bounds`: where each begins, and where the last one ends (tokens). `row_of`: each one's row."""
+    import torch
+
+    runs = []
+    first = 0
+    while first < len(row_of):
+        last = first + 1
+        while last < len(row_of) and row_of[last] != row_of[last - 1]:
+            last += 1
+        starts = torch.tensor([bound - bounds[first] for bound in bounds[first : last + 1]], dtype=torch.int32)
+        rows = slice(row_of[first], row_of[last - 1] + 1)
+        runs.append(KernelRun(slice(bounds[first], bounds[last]), rows, starts, first))
+        first = last
+    return runs
+
+
+_next: tuple[Sequence[KernelRun], Keep] | None = None  # how the kernel that is called next has to run
+
+
+def scan_in_runs(scan: Callable[[], Any], runs: Sequence[KernelRun], keep: Keep) -> Any:
+    """What `scan()` returns, a scan of vLLM's; `keep` is called for each chunk, in order."""
+    global _next
+    _next = runs, keep
+    try:
+        result = scan()
+        if _next is not None:
+            raise RuntimeError("seamark: vLLM's scan on a CPU no longer calls its kernel by its name")
+        return result
+    finally:
+        _next = None
+
+
+def kernel_in_runs(original: Function) -> Function:
+    """Replacement of the kernel of that scan."""
+
+    def mamba_chunk_scan_fwd_cpu(
+        out: Any, row_states: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, cu_seqlens: Any
+    ) -> None:
+        global _next
+        if _next is None:
+            original(out, row_states, x, dt, A, B, C, D, z, cu_seqlens)
+            return
+        (runs, keep), _next = _next, None
+        for run in runs:
+            part, states = run.tokens, row_states[run.rows]
+            part_of_z = None if z is None else z[part]
+            original(out[part], states, x[part], dt[part], A, B[part], C[part], D, part_of_z, run.starts)
+            for chunk, state in enumerate(states.unbind(), run.first_chunk):
+                keep(chunk, state)
+
+    return mamba_chunk_scan_fwd_cpu
+
+
+class _Kept(NamedTuple):
+    """A state that is wanted."""
+
+    row: int
+    first: int  # token of its row
+    end: int  # tokens before its position
+    resumed: bool  # whether its row begins with a state
+    blocks: Mapping[int, int]
+
+
+class CpuScanPlan(NamedTuple):
+    """Where a step's states are found, for all cache groups. Tokens and rows count the step's prefills only."""
+
+    runs: Sequence[KernelRun]
+    kept: Mapping[int, _Kept]  # by the number of the chunk that ends there
+    group_of_layer: Mapping[str, int]
+
+    def of_group(self, metadata: Any, layer: str) -> CpuScanStates:
+        """The states in blocks of the cache group that `layer` is in, and that `metadata` was made for."""
+        return CpuScanStates(self, self.group_of_layer[layer], metadata.state_indices_tensor_p)
+
+
+def plan_cpu_scan(rows: Sequence[PrefillRow], group_of_layer: Mapping[str, int]) -> CpuScanPlan:
+    """How the kernel has to run for the states that these prefills, all of a step, have to write."""
+    bounds = [0]
+    row_of: list[int] = []
+    kept = {}
+    for number, row in enumerate(rows):
+        blocks = {write.offset: write.blocks for write in row.writes}
+        for offset in sorted({*blocks, row.tokens}):
+            end = row.start + offset
+            if offset in blocks:
+                kept[len(row_of)] = _Kept(number, row.start, end, row.computed > 0, blocks[offset])
+            row_of.append(number)
+            bounds.append(end)
+    return CpuScanPlan(kernel_runs(bounds, row_of), kept, group_of_layer)
+
+
+class CpuScanStates(NamedTuple):
+    """What the layers of one cache group keep of a step's scan."""
+
+    plan: CpuScanPlan
+    group: int
+    running: Any  # block of each row, (rows,)
+
+    def keep_conv(self, inputs: Any, conv_state: Any) -> None:
+        """As `ScanStates.keep_conv`."""
+        width = conv_state.shape[-1]
+        for state in self.plan.kept.values():
+            target = conv_state[state.blocks[self.group]]
+            begin = state.end - width
+            older = state.first - begin  # inputs that are still in the running state
+            if older <= 0:
+                target.copy_(inputs[begin : state.end].T)
+                continue
+            target[:, older:] = inputs[state.first : state.end].T
+            target[:, :older] = conv_state[self.running[state.row], :, -older:] if state.resumed else 0
+
+    def scan(self, scan: Function, ssm_state: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """As `ScanStates.scan`."""
+        kept, group = self.plan.kept, self.group
+
+        def keep(chunk: int, state: Any) -> None:
+            if chunk in kept:
+                ssm_state[kept[chunk].blocks[group]] = state
+
+        return scan_in_runs(partial(scan, *inputs, **options), self.plan.runs, keep)
