@@ -44,6 +44,7 @@ def engine_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     logger = logging.getLogger("vllm.seamark")
     monkeypatch.setattr(logger, "propagate", False)  # once vLLM has set up its own tree, nothing comes to the root
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "disabled", False)  # setting up a tree switches off the loggers that are there already
     caplog.set_level(logging.WARNING, "vllm.seamark")
     return caplog
 
