@@ -141,7 +141,9 @@ class ScanStates(NamedTuple):
         return None
 
 
-_scan: tuple[ScanStates | CpuScanStates, Any] | None = None  # of the layer that runs now, and its cache
+AnyScanStates = ScanStates | CpuScanStates  # of a device that scans in chunks, or of a CPU
+
+_scan: tuple[AnyScanStates, Any] | None = None  # of the layer that runs now, and its cache
 
 
 def plan_scan_states(original: Function) -> Function:
@@ -169,7 +171,7 @@ def states_of_group(original: Function) -> Function:
 
     def update_block_table(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         updated = in_segments(self, metadata, *args, **kwargs)
-        states: ScanStates | CpuScanStates | None = getattr(metadata, SCAN_STATES, None)
+        states: AnyScanStates | None = getattr(metadata, SCAN_STATES, None)
         if states is not None:
             setattr(updated, SCAN_STATES, states.plan.of_group(updated, self.layer_names[0]))
         return updated
@@ -189,9 +191,7 @@ def scan_with_states(original: Function) -> Function:
     return mamba_chunk_scan_combined_varlen
 
 
-def run_layer(
-    layer: Any, core: Function, states: ScanStates | CpuScanStates, metadata: Any, projected_states: Any
-) -> None:
+def run_layer(layer: Any, core: Function, states: AnyScanStates, metadata: Any, projected_states: Any) -> None:
     """Run `core()`, a Mamba2 layer's convolution and scan, and keep the states of it."""
     global _scan
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
