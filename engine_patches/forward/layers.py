@@ -10,7 +10,7 @@ from typing import Any
 from engine_patches import ledger, speculation
 from engine_patches.forward.scan_states import SCAN_STATES, run_layer
 from engine_patches.forward.segments import SEGMENTS, Segment
-from engine_patches.forward.step_writes import wrote_states
+from engine_patches.forward.step_writes import writes_nothing, wrote_states
 from engine_patches.ledger import Function
 
 logger = logging.getLogger("vllm.seamark")
@@ -107,6 +107,9 @@ def mamba2_with_states(original: Function) -> Function:
     """Replacement of `MambaMixer2.conv_ssm_forward(projected_states, output)`, which fills `output` by token."""
 
     def conv_ssm_forward(self: Any, projected_states: Any, output: Any) -> None:
+        if writes_nothing():
+            original(self, projected_states, output)
+            return
         metadata = _metadata_of(self)
         states = getattr(metadata, SCAN_STATES, None)
         if states is not None:
@@ -122,7 +125,7 @@ def gdn_in_segments(original: Function) -> Function:
     """Replacement of `QwenGatedDeltaNetAttention._forward_core(mixed_qkv, b, a, core_attn_out)`."""
 
     def _forward_core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
-        if not _ran_in_segments(self, original, (mixed_qkv, b, a), core_attn_out):
+        if writes_nothing() or not _ran_in_segments(self, original, (mixed_qkv, b, a), core_attn_out):
             original(self, mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
 
     return _forward_core

@@ -62,6 +62,8 @@ class Step:
 
     def check(self) -> None:
         """Raises `StatesNotWritten` if a request was not planned, or a layer did not write."""
+        if not self.writes:
+            return
         groups = {group for of_request in self.writes.values() for write in of_request for group in write.blocks}
         layers = {layer for layer, group in self.group_of_layer.items() if group in groups}
         if layers and (missing := self.writes.keys() - self._planned):
@@ -82,6 +84,11 @@ def wrote_states(layer: str) -> None:
 def running_step() -> Step | None:
     """The step that runs now; None outside of one, and if the scheduler leaves the states to vLLM."""
     return _step
+
+
+def writes_nothing() -> bool:
+    """Whether the running step has no state to write, as most have: a layer then need not look at its metadata."""
+    return _step is not None and not _step.writes
 
 
 def track_steps(original: Function) -> Function:

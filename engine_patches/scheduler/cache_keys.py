@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from functools import cache
 from typing import Any
 
 
 def key_at(request: Any, position: int, match_unit: int, group: int) -> bytes:
     """vLLM's cache key of a request's first `position` tokens (a multiple of `match_unit`) in a cache group."""
+    key: bytes = _key_maker()(request.block_hashes[position // match_unit - 1], group)
+    return key
+
+
+@cache
+def _key_maker() -> Callable[[bytes, int], Any]:
+    """vLLM's own, looked up once: an import inside a function costs more than a key, and keys come by the dozen."""
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-    key: bytes = make_block_hash_with_group_id(request.block_hashes[position // match_unit - 1], group)
-    return key
+    maker: Callable[[bytes, int], Any] = make_block_hash_with_group_id
+    return maker
 
 
 def keep_attention_keys(manager: Any, request: Any, positions: Iterable[int]) -> None:
@@ -51,10 +59,10 @@ def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
         original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
         state = checkpoints.state_of(request)
         start = state.chunk_start
-        copies = {copy.block_id for _, copy in self._pending_cow_copies}
         full = self.num_cached_block.get(request.request_id, 0)
-        if start >= request.num_prompt_tokens and full == full_before and not copies:
+        if start >= request.num_prompt_tokens and full == full_before and not self._pending_cow_copies:
             return  # a decode step inside a block: no key came and none went
+        copies = {copy.block_id for _, copy in self._pending_cow_copies}
         blocks = self.req_to_blocks[request.request_id]
         # This step has yet to compute the rows from `start` on, and all rows of a private copy.
         for block in blocks[start // self.block_size :]:

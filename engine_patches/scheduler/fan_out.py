@@ -95,10 +95,11 @@ class PrefillGate:
     def drop_gone(self, requests: Container[str]) -> None:
         """Drop states that are written or never will be, and followers that are gone; `requests` are alive."""
         self._weighed.clear()
-        for key in [key for key, known in self._expected.items() if not _is_coming(known)]:
+        gone = [key for key, known in self._expected.items() if not _is_coming(known)] if self._expected else ()
+        for key in gone:
             del self._expected[key]
             self._positions = None
-        for name in [name for name in self.waiting if name not in requests]:
+        for name in [name for name in self.waiting if name not in requests] if self.waiting else ():
             del self.waiting[name]
 
     def clear(self) -> None:
@@ -213,10 +214,12 @@ def _can_resume(request: Any, shared: int, drop: int) -> bool:
 
 
 def _is_coming(expected: ExpectedState) -> bool:
+    leader = expected.leader
+    if leader.num_computed_tokens >= expected.position:
+        return False  # written, as all soon are: no import for these
     from vllm.v1.request import RequestStatus
 
-    leader = expected.leader
-    return bool(leader.status == RequestStatus.RUNNING and leader.num_computed_tokens < expected.position)
+    return bool(leader.status == RequestStatus.RUNNING)
 
 
 def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:

@@ -177,15 +177,20 @@ def _name(state: bytes) -> str:
     return state[:NAME_BYTES].hex()
 
 
+def only_generates(output: Any) -> bool:
+    """Whether a step has one token of each of its requests, besides drafts: vLLM schedules no fewer of any."""
+    drafts = output.scheduled_spec_decode_tokens
+    num_drafts = sum(map(len, drafts.values())) if drafts else 0
+    return bool(output.total_num_scheduled_tokens - num_drafts == len(output.num_scheduled_tokens))
+
+
 def emit_events(scheduler: Any, output: Any) -> None:
     """A step is planned to its end: emit the states that came with it, and those that went."""
     checkpoints = scheduler.seamark
     events: StateEvents = checkpoints.state_events
     events.emit_evictions()  # nothing may be reported as stored in a pool that was emptied since
-    drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-    decoded = output.total_num_scheduled_tokens - drafts
-    if decoded == len(output.num_scheduled_tokens) and not output.scheduled_new_reqs:
-        return  # all requests generate
+    if only_generates(output) and not output.scheduled_new_reqs:
+        return
     for name, num_tokens in output.num_scheduled_tokens.items():
         request = scheduler.requests[name]
         end = request.num_computed_tokens  # vLLM has advanced it already

@@ -15,7 +15,7 @@ from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hints import HINTED
 from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT
-from engine_patches.scheduler.state_events import emit_events
+from engine_patches.scheduler.state_events import emit_events, only_generates
 from engine_patches.scheduler.transfers import keep_loaded_state
 
 
@@ -49,11 +49,9 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
         # A step may be planned before the last one is done; then it began when the last one ended.
         began = max(getattr(scheduler_output, "seamark_planned_at", now), getattr(self, "_seamark_step_end", 0.0))
         self._seamark_step_end = now
-        counts = scheduler_output.num_scheduled_tokens
-        if counts:
-            drafts = scheduler_output.scheduled_spec_decode_tokens
-            prefill = any(count > 1 + len(drafts.get(name, ())) for name, count in counts.items())
-            self.seamark.step_time.step_took(sum(counts.values()), now - began, prefill)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if num_tokens:
+            self.seamark.step_time.step_took(num_tokens, now - began, prefill=not only_generates(scheduler_output))
         if scheduler_output is getattr(self, "_seamark_last_planned", None):  # perhaps no further step follows
             self.seamark.release(self.kv_cache_manager.block_pool)
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)

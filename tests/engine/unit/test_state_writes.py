@@ -31,6 +31,7 @@ class Scheduler:
     def plan(self, drafts=(), **tokens):
         self._seamark_last_planned = SimpleNamespace(
             num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_spec_decode_tokens={name: [-1] * count for name, count in drafts},
             seamark_planned_at=self.now,
         )
