@@ -32,6 +32,8 @@ ANSWER_TOKENS = 4
 
 PAIRS = 24
 
+STARTS = 4  # of both engines, which share the pairs: two starts of one engine differ by up to a millisecond a request
+
 WARM_UP = (300, 8000)  # prompt tokens; a process's first requests pay for set-up
 
 KINDS = NO_HINTS, THREE_HINTS = ("no hints", "three hints, never shared")
@@ -86,13 +88,13 @@ async def compare(
     baseline: Metered,
     batches: dict[int, int],
     pairs: int,
+    order: random.Random,
     say: Callable[[str], None],
 ) -> dict[int, dict[str, Comparison]]:
     """Pairs of every length, each time in another order, so that nothing that comes at intervals meets one side alone.
 
     One sample of the baseline stands against two of ours, taken with it.
     """
-    order = random.Random(0)
     for engine in (ours, baseline):
         for length in WARM_UP:
             await engine.seconds_each(client, [fresh_tokens(length, "first", length)])
@@ -112,17 +114,32 @@ async def compare(
 
 
 async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> Cost:
-    """Both engines on the generated model of family `name`, at the same time."""
+    """Both engines on the generated model of family `name`, at the same time, started `STARTS` times."""
     model = generated_model(say, name)
+    starts = min(STARTS, pairs)
+    found = []
+    for start in range(starts):
+        share = pairs // starts + (start < pairs % starts)
+        say(f"{name}: starting Seamark and vLLM alone, {start + 1} of {starts}")
+        found.append(await measure_start(model, share, random.Random(start), say))
+    return Cost(
+        name,
+        {length: {kind: pooled(kind, [each[length][kind] for each in found]) for kind in KINDS} for length in BATCHES},
+    )
+
+
+async def measure_start(
+    model: Path, pairs: int, order: random.Random, say: Callable[[str], None]
+) -> dict[int, dict[str, Comparison]]:
+    """What `compare` finds with both engines, started for it."""
     with tempfile.TemporaryDirectory(prefix="seamark-cost-") as folder, Servers(Path(folder)) as servers:
         async with open_client(300) as client:
-            say(f"{name}: starting Seamark and vLLM alone")
             modes = {"seamark": "1", "baseline": "reference"}
             started = [servers.engine(name, model, mode, FLAGS) for name, mode in modes.items()]
             for server in started:
                 server.wait_until_ready()
             ours, baseline = (Metered(server, CpuTime(server.process.pid)) for server in started)
-            return Cost(name, await compare(client, ours, baseline, BATCHES, pairs, say))
+            return await compare(client, ours, baseline, BATCHES, pairs, order, say)
 
 
 def render(cost: Cost) -> str:

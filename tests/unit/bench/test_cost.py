@@ -88,6 +88,27 @@ def test_the_exit_status_of_cost_tells_whether_it_may_be_had(hinted, status, mon
     assert hundred["ratio"]["median"] == pytest.approx(hinted) and len(hundred["pairs"]) == len(PAIRS)
 
 
+def test_the_pairs_of_cost_are_shared_by_several_starts_of_the_engines(monkeypatch):
+    shares = []
+
+    async def made_up(model, pairs, order, say):
+        shares.append((pairs, order.random()))
+        ratios = cost_of(1.0 + len(shares)).by_length[100]
+        return dict.fromkeys(cost.BATCHES, ratios)
+
+    monkeypatch.setattr(cost, "measure_start", made_up)
+    monkeypatch.setattr(cost, "generated_model", lambda say, name: name)
+    measured = asyncio.run(cost.measure_family("nemotron_h", cost.STARTS + 1, print))
+    assert [pairs for pairs, _ in shares] == [2] + [1] * (cost.STARTS - 1)
+    assert len({order for _, order in shares}) == cost.STARTS  # each in an order of its own
+    for kinds in measured.by_length.values():
+        ratios = [pair.ratio for pair in kinds[THREE_HINTS].pairs]
+        assert ratios[:: len(PAIRS)] == pytest.approx([2.0 + start for start in range(cost.STARTS)])
+    shares.clear()
+    asyncio.run(cost.measure_family("nemotron_h", 1, print))
+    assert [pairs for pairs, _ in shares] == [1]
+
+
 def counted(ours: float, alone: float) -> Table:
     """A made-up table of two rows; only the first is short enough for the untouched engine."""
     short, long = Row("cold", True, 130, 120), Row("cold", True, 6000, 120)
