@@ -176,6 +176,10 @@ def random_traffic(cores: tuple[PeerCore, PeerCore], seed: int, chats: int, end:
         if time.monotonic() > deadline:
             cores[0].errors.append(f"stuck: {[core.scheduler.get_request_counts() for core in cores]}")
             return
+    # A tier's threads may be the last to let go of what a request stored, and a step has to learn of it.
+    deadline = time.monotonic() + 10
+    while any(core.blocks_in_use() and not core.gone for core in cores) and time.monotonic() < deadline:
+        both(1)
 
 
 def until_asked(mine: PeerCore, other: PeerCore) -> None:
