@@ -107,9 +107,6 @@ def mamba2_with_states(original: Function) -> Function:
     """Replacement of `MambaMixer2.conv_ssm_forward(projected_states, output)`, which fills `output` by token."""
 
     def conv_ssm_forward(self: Any, projected_states: Any, output: Any) -> None:
-        if writes_nothing():
-            original(self, projected_states, output)
-            return
         metadata = _metadata_of(self)
         states = getattr(metadata, SCAN_STATES, None)
         if states is not None:
@@ -125,7 +122,7 @@ def gdn_in_segments(original: Function) -> Function:
     """Replacement of `QwenGatedDeltaNetAttention._forward_core(mixed_qkv, b, a, core_attn_out)`."""
 
     def _forward_core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
-        if writes_nothing() or not _ran_in_segments(self, original, (mixed_qkv, b, a), core_attn_out):
+        if not _ran_in_segments(self, original, (mixed_qkv, b, a), core_attn_out):
             original(self, mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
 
     return _forward_core
@@ -169,6 +166,9 @@ def cpu_gdn_beside_drafts_in_segments(original: Function) -> Function:
 
 
 def _metadata_of(layer: Any) -> Any:
+    """A layer's metadata; None if the step has no states to write, so that it need not be looked for."""
+    if writes_nothing():
+        return None
     from vllm.forward_context import get_forward_context
 
     by_layer = get_forward_context().attn_metadata
@@ -180,12 +180,12 @@ def _ran_in_segments(layer: Any, core: Function, inputs: tuple[Any, ...], output
 
     The layer looks up its metadata by its name, so the metadata of one segment after the other is put there.
     """
-    from vllm.forward_context import get_forward_context
-
     metadata = _metadata_of(layer)
     segments = getattr(metadata, SEGMENTS, None)
     if segments is None:
         return False
+    from vllm.forward_context import get_forward_context
+
     by_layer = get_forward_context().attn_metadata
     try:
         for segment in segments:

@@ -87,7 +87,7 @@ def running_step() -> Step | None:
 
 
 def writes_nothing() -> bool:
-    """Whether the running step has no state to write, as most have: a layer then need not look at its metadata."""
+    """Whether a step runs that has no states to write, as most have none."""
     return _step is not None and not _step.writes
 
 

@@ -15,8 +15,6 @@ from engine_patches.scheduler.state_events import CacheCleared, StateEvent, Stat
 
 PREFIX = "seamark/"
 
-MATCH_UNIT, BLOCK_SIZE, AHEAD = (PREFIX + name for name in ("match_unit", "block_size", "ahead"))
-
 EVENT = "event"
 
 REQUEST = "request"
@@ -30,9 +28,9 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
     Every step carries the three lengths, which show the API server that the patches are live; most carry no more.
     """
     carrier: dict[str, int] = stats.waiting_lora_adapters
-    carrier[MATCH_UNIT] = checkpoints.alignment  # what a hit is a multiple of
-    carrier[BLOCK_SIZE] = checkpoints.block_size
-    carrier[AHEAD] = checkpoints.ahead if checkpoints.enabled else 0
+    carrier[PREFIX + "match_unit"] = checkpoints.alignment  # what a hit is a multiple of
+    carrier[PREFIX + "block_size"] = checkpoints.block_size
+    carrier[PREFIX + "ahead"] = checkpoints.ahead if checkpoints.enabled else 0
     counters, events = checkpoints.counters, checkpoints.state_events
     if not (counters.report_due or (events is not None and events.pending)):
         return

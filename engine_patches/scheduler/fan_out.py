@@ -95,11 +95,10 @@ class PrefillGate:
     def drop_gone(self, requests: Container[str]) -> None:
         """Drop states that are written or never will be, and followers that are gone; `requests` are alive."""
         self._weighed.clear()
-        gone = [key for key, known in self._expected.items() if not _is_coming(known)] if self._expected else ()
-        for key in gone:
+        for key in [key for key, known in self._expected.items() if not _is_coming(known)]:
             del self._expected[key]
             self._positions = None
-        for name in [name for name in self.waiting if name not in requests] if self.waiting else ():
+        for name in [name for name in self.waiting if name not in requests]:
             del self.waiting[name]
 
     def clear(self) -> None:
