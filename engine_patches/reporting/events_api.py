@@ -44,6 +44,10 @@ _LOAD = re.compile(rb"([0-9a-f]{1,32}),(\d{1,8}),(\d{1,8})", re.ASCII)
 
 MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
 
+# What a step reports is added up so long after its tokens, which go to their clients first: on a machine of few cores
+# that, and each gateway that it wakes, would take their time.
+SETTLE_SECONDS = 0.003
+
 LINES_PER_SECOND = 10.0  # of a stream of answers, on the average
 
 LINES_AT_ONCE = 10.0  # before the average counts
@@ -174,6 +178,7 @@ class Feed:
         self._latest: OrderedDict[str, Outcome] = OrderedDict()  # of those kept, by X-Request-Id
         self._last_number: dict[int, int] = {}  # of an event, by engine
         self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
+        self._late: list[Callable[[], None]] = []
         self.loads = GatewayLoads()
 
     def add_outcome(self, request: AdmittedRequest) -> None:
@@ -216,6 +221,26 @@ class Feed:
         self._cursor += 1
         self._kept.append((self._cursor, entry))
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work`, which adds to what is read here or to metrics, when tokens no longer wait for it.
+
+        Outside of an event loop nothing waits, and it is done at once.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            work()
+            return
+        if not self._late:
+            loop.call_later(SETTLE_SECONDS, self.catch_up)
+        self._late.append(work)
+
+    def catch_up(self) -> None:
+        """Do now, in order, what was put off: somebody reads."""
+        late, self._late = self._late, []
+        for work in late:
+            work()
+
     def wake_readers(self) -> None:
         """Something was added. Call in the event loop that serves."""
         for reader in self._readers:
@@ -235,6 +260,7 @@ class Feed:
         reader, so it no longer knows what the cache holds. `load`, with `states` and for a `gateway` that names itself:
         the requests of all others here, and the tokens of their prompts to compute.
         """
+        self.catch_up()
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
         reset = bool(boot) and (foreign or cursor + 1 < oldest)
@@ -321,6 +347,8 @@ class EventsEndpoint:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in (METRICS_PATH, "/metrics", "/metrics/"):
+            feed.catch_up()
         if scope["type"] == "http" and scope["path"] == METRICS_PATH:
             if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # no single process has the numbers of several API servers
                 await self._app({**scope, "path": "/metrics", "raw_path": b"/metrics"}, receive, send)
@@ -331,7 +359,7 @@ class EventsEndpoint:
             receive = await hint_header.into_body(scope, receive)
         if scope["type"] != "http" or scope["path"] != PATH:
             headers = dict(scope["headers"]) if scope["type"] == "http" else {}
-            sends = _adds_outcome(scope, send) if headers.get(HEADER) == b"1" else send
+            sends = _joins_first(_adds_outcome(scope, send)) if headers.get(HEADER) == b"1" else send
             if LOAD_HEADER in headers:
                 await _counted(self._app, scope, receive, sends, headers)
             else:
@@ -408,6 +436,38 @@ def _adds_outcome(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return send_with_outcome
+
+
+def _joins_first(send: Send) -> Send:
+    """`send`, with the first pieces of a stream in one if they come without a turn of the event loop between them.
+
+    vLLM opens an answer with an event of its own once it has the first token. Sent alone, that wakes up the gateway and
+    its client, and on a machine of few cores they take the time that the first token needs to follow.
+    """
+    first: Message | None = None  # waits for the next piece
+    alone: asyncio.Task[None] | None = None  # sends it without
+    is_first = True
+
+    def no_more_came() -> None:
+        nonlocal first, alone
+        if first is not None:
+            alone = asyncio.ensure_future(send(first))
+            first = None
+
+    async def send_joined(message: Message) -> None:
+        nonlocal first, is_first, alone
+        if first is not None:
+            message, first = {**message, "body": first["body"] + message.get("body", b"")}, None
+        elif alone is not None:
+            await alone
+            alone = None
+        elif is_first and message.get("more_body") and message.get("body"):
+            first, is_first = message, False
+            asyncio.get_running_loop().call_soon(no_more_came)
+            return
+        await send(message)
+
+    return send_joined
 
 
 async def _answer(send: Send, status: int, content: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -128,8 +128,20 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
             self._hide()  # the engine core runs unpatched, whether or not this process is patched
             return
         self._show(report.pop("match_unit"), report.pop("block_size"), report.pop("ahead"))
-        if not report:
-            return
+        for name in [name for name in report if name.startswith((f"{REQUEST}/", f"{PIN}/"))]:
+            self._add_to_outcomes(name, report.pop(name))  # the head of an answer may tell them
+        feed.later(partial(self._add_up, report, engine_idx))
+
+    def _add_to_outcomes(self, name: str, count: int) -> None:
+        group, _, label = name.partition("/")
+        if group == REQUEST:
+            feed.add_outcome(decode_request(label, hit_tokens=count))
+        else:
+            fate, _, request_id = label.partition("/")
+            families().pins.labels(fate).inc()
+            feed.add_pin(request_id, fate)
+
+    def _add_up(self, report: dict[str, int], engine_idx: int) -> None:
         metrics = families()
         metrics.bytes.set(report.pop("bytes"))
         metrics.hits.inc(report.pop("hits"))
@@ -151,13 +163,7 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
         }
         for name, count in report.items():
             group, _, label = name.partition("/")
-            if group == REQUEST:
-                feed.add_outcome(decode_request(label, hit_tokens=count))
-            elif group == PIN:
-                fate, _, request_id = label.partition("/")
-                metrics.pins.labels(fate).inc()
-                feed.add_pin(request_id, fate)
-            elif group == EVENT:
+            if group == EVENT:
                 number, event = decode_event(label)
                 metrics.evicted.inc(isinstance(event, StateEvicted))
                 feed.add_event(engine_idx, number, event)

@@ -35,7 +35,7 @@ JUDGED = (0, 1)  # requests of a series whose answers are compared: a cold one a
 
 def cold_starts(shared: int) -> int:
     """How many system prompts of a size are sent; each is a cold start, and the median counts."""
-    return 9 if shared < LONG else 3
+    return 27 if shared < LONG else 3
 
 
 SECTIONS = (
