@@ -128,6 +128,8 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
             self._hide()  # the engine core runs unpatched, whether or not this process is patched
             return
         self._show(report.pop("match_unit"), report.pop("block_size"), report.pop("ahead"))
+        if not report:
+            return
         for name in [name for name in report if name.startswith((f"{REQUEST}/", f"{PIN}/"))]:
             self._add_to_outcomes(name, report.pop(name))  # the head of an answer may tell them
         feed.later(partial(self._add_up, report, engine_idx))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 # Keys remembered, 36 bytes each: for the gauge of bytes, and to tell a hit on a state from another.
 MAX_KNOWN_KEYS = 65_536
 
-# Seconds between two counts of the bytes held (a walk over all keys), and between two reports of nothing new.
-CENSUS_INTERVAL = 1.0
+# Seconds between two reports of nothing new.
+REPORT_INTERVAL = 1.0
 
 # Requests that wait for the next report; with --disable-log-stats vLLM never reports.
 MAX_REQUESTS = 1024
@@ -61,15 +61,18 @@ class Counters:
         self.state_bytes = 0  # of one state, all recurrent layers
         self.disk_bytes = 0  # of states in files
         self._keys: dict[bytes, None] = {}
-        self._bytes_held = 0
-        self._next_census = 0.0
+        self._removed: set[bytes] = set()  # keys that one block has lost; another may carry them
+        self._cached: Any = None  # what the pool has cached, which is another object once it was emptied
+        self._next_report = 0.0
 
     def state_written(self, key: bytes, kind: str) -> None:
         """A recurrent state was registered under `key`."""
         self.counts.written[kind] += 1
         self._keys[key] = None
         if len(self._keys) > MAX_KNOWN_KEYS:
-            del self._keys[next(iter(self._keys))]
+            oldest = next(iter(self._keys))
+            del self._keys[oldest]
+            self._removed.discard(oldest)
 
     def hint_ignored(self, reason: str) -> None:
         """One of a request's wishes has no effect, for one of `hints.IGNORED_REASONS`."""
@@ -112,18 +115,24 @@ class Counters:
 
     @property
     def report_due(self) -> bool:
-        """Whether anything was counted, or the gauges are older than `CENSUS_INTERVAL`."""
-        return not self.counts.empty or time.monotonic() >= self._next_census
+        """Whether anything was counted, or the gauges are older than `REPORT_INTERVAL`."""
+        return not self.counts.empty or time.monotonic() >= self._next_report
+
+    def keys_removed(self, keys: Iterable[bytes]) -> None:
+        """The pool has removed these keys of a block; some return at once, or stay under another block."""
+        self._removed.update(key for key in keys if key in self._keys)
 
     def bytes_held(self, pool: Any) -> int:
-        """Bytes of the known states that are still cached, counted at most once per `CENSUS_INTERVAL`."""
-        now = time.monotonic()
-        if now >= self._next_census:
-            self._next_census = now + CENSUS_INTERVAL
-            cached = pool.cached_block_hash_to_block
-            self._keys = {key: None for key in self._keys if cached.get_one_block(key) is not None}
-            self._bytes_held = len(self._keys) * self.state_bytes
-        return self._bytes_held
+        """Bytes of the known states that are still cached, for a report."""
+        self._next_report = time.monotonic() + REPORT_INTERVAL
+        cached = pool.cached_block_hash_to_block
+        suspects = self._removed if cached is self._cached else list(self._keys)
+        for key in suspects:
+            if cached.get_one_block(key) is None:
+                self._keys.pop(key, None)
+        self._removed.clear()
+        self._cached = cached
+        return len(self._keys) * self.state_bytes
 
     def take(self) -> Counts:
         """Everything counted since the last call."""

@@ -16,7 +16,7 @@ from engine_patches.scheduler.hints import HINTED, LEARNED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
 from engine_patches.scheduler.pins import Pins
 from engine_patches.scheduler.retention import Retention
-from engine_patches.scheduler.state_events import StateEvents
+from engine_patches.scheduler.state_events import WATCHERS, StateEvents
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -104,13 +104,14 @@ def warn_of_narrow_states(specs: Iterable[Any]) -> None:
 
 def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
     pool = scheduler.kv_cache_manager.block_pool
-    checkpoints.state_events = pool.seamark_events = StateEvents(
+    checkpoints.state_events = StateEvents(
         pool,
         checkpoints.match_unit,
         checkpoints.recurrent_groups,
         checkpoints.attention_managers,
         [checkpoints.drop_in(manager) for manager in checkpoints.attention_managers],
     )
+    setattr(pool, WATCHERS, (checkpoints.state_events.keys_removed, checkpoints.counters.keys_removed))
     checkpoints.pins = Pins(pool, pins.limit(scheduler, settings.pin_share()))
     groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     recurrent = [groups[group] for group in checkpoints.recurrent_groups]

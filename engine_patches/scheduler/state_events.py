@@ -23,6 +23,8 @@ MAX_EVENTS = 4096
 # The part of vLLM's cache key (36 bytes) that names a state: long enough that two states of a cache never share it.
 NAME_BYTES = 8
 
+WATCHERS = "seamark_watchers"  # on a block pool: functions that are given the keys that it removes
+
 
 class StateStored(NamedTuple):
     """The hinted request `request_id` is planned up to token `end`."""
@@ -208,9 +210,8 @@ def watch_removed_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     def _remove_cached_block_hashes(self: Any, block: Any) -> Any:
         removed = original(self, block)
         if removed:
-            events = getattr(self, "seamark_events", None)
-            if events is not None:
-                events.keys_removed(removed)
+            for keys_removed in getattr(self, WATCHERS, ()):
+                keys_removed(removed)
         return removed
 
     return _remove_cached_block_hashes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,31 @@ def test_states_are_reported_only_by_the_one_api_server_of_one_engine(feed, proc
     for engine in engines:
         EngineMetrics(served_by(processes), engine)
     assert feed.has_all_events is has_all
+
+
+def test_a_step_that_has_nothing_to_report_is_none_of_the_feeds_business(feed, monkeypatch):
+    monkeypatch.setattr(feed, "later", None)
+    EngineMetrics(served_by(1)).record(
+        SimpleNamespace(waiting_lora_adapters={"seamark/match_unit": 16, **LENGTHS}), None
+    )
+
+
+def test_the_head_of_an_answer_finds_its_outcome_while_the_rest_can_wait(feed):
+    checkpoints = Checkpoints(match_unit=16, block_size=384, state_events=Evicted())
+    checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
+    stats = SimpleNamespace(waiting_lora_adapters={})
+    attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+    evicted = families().evicted._value.get
+
+    async def scenario() -> None:
+        before = evicted()
+        EngineMetrics(served_by(1)).record(stats, None)
+        assert (outcome := feed.take_latest("a")) is not None and outcome.hit_tokens == 160
+        assert evicted() == before
+        assert feed.after(0)["states"] == [["gone", "5c"]]
+        assert evicted() == before + 1
+
+    asyncio.run(scenario())
 
 
 class Evicted:

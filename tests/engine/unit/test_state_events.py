@@ -13,6 +13,7 @@ from engine_patches.scheduler import state_events
 from engine_patches.scheduler.hints import HINTED, CheckpointTarget
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.state_events import (
+    WATCHERS,
     CacheCleared,
     StateEvents,
     StateEvicted,
@@ -33,7 +34,7 @@ class Cache:
         init_none_hash(sha256)
         self.pool = BlockPool(40, enable_caching=True, hash_block_size=UNIT)
         attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-        self.events = self.pool.seamark_events = StateEvents(self.pool, UNIT, RECURRENT, [attention])
+        self.watch(StateEvents(self.pool, UNIT, RECURRENT, [attention]))
         hashes = [b"%02d" % number * 16 for number in range(10)]
         self.request = SimpleNamespace(
             request_id="r", block_hashes=hashes, all_token_ids=[0] * 160, num_prompt_tokens=160
@@ -43,6 +44,10 @@ class Cache:
         for position in (80, 144):
             for group in (*RECURRENT, ATTENTION):
                 self.blocks[group, position] = self.cache(position, group)
+
+    def watch(self, events: StateEvents) -> None:
+        self.events = events
+        setattr(self.pool, WATCHERS, (events.keys_removed,))
 
     def cache(self, position: int, group: int):
         (block,) = self.pool.get_new_blocks(1)
@@ -92,7 +97,7 @@ def test_a_preempted_request_emits_its_states_again(cache):
 
 def test_with_a_drop_a_state_is_told_apart_by_the_tokens_that_lead_to_it(cache):
     attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-    cache.events = cache.pool.seamark_events = StateEvents(cache.pool, UNIT, RECURRENT, [attention], [UNIT])
+    cache.watch(StateEvents(cache.pool, UNIT, RECURRENT, [attention], [UNIT]))
     proof = cache.cache(80 + UNIT, ATTENTION)
     cache.plan(0, 100)
     other = SimpleNamespace(**vars(cache.request))

@@ -16,6 +16,7 @@ from engine_patches.reporting.events_api import (
     MAX_KEPT,
     METRICS_PATH,
     PATH,
+    SETTLE_SECONDS,
     EventsEndpoint,
     Feed,
 )
@@ -143,6 +144,108 @@ def test_streams_and_other_connections_do_not(feed):
     assert HEADER not in answered(ASKS, b"text/event-stream; charset=utf-8")
     assert HEADER not in answered(ASKS, scheme="websocket")
     assert HEADER in answered(ASKS)
+
+
+def pieces_sent(*steps: bytes | float, headers=ASKS):
+    """Bodies that go out for an application that sends `steps`, and waits for as many seconds between."""
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for step in steps:
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+                sent.append(step)
+            else:
+                await send({"type": "http.response.body", "body": step, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(0)  # for a client that reads slowly
+            sent.append((message["body"], message.get("more_body", False)))
+
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": headers}
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(EventsEndpoint(app)(scope, None, send))
+    return sent
+
+
+def test_the_first_events_of_a_stream_go_out_in_one_piece_if_they_come_together():
+    assert pieces_sent(b"opens", b"first", 0.1, b"second", b"third", 0.1) == [
+        (b"opensfirst", True),
+        0.1,
+        (b"second", True),
+        (b"third", True),
+        0.1,
+        (b"", False),
+    ]
+
+
+def test_a_first_event_that_nothing_follows_is_not_kept_waiting():
+    assert pieces_sent(b"opens", 0.1, b"first", b"second") == [
+        (b"opens", True),
+        0.1,
+        (b"first", True),
+        (b"second", True),
+        (b"", False),
+    ]
+
+
+def test_pieces_keep_their_order_when_the_first_is_still_being_sent():
+    assert pieces_sent(b"opens", 0.0, b"first", b"second") == [
+        0.0,
+        (b"opens", True),
+        (b"first", True),
+        (b"second", True),
+        (b"", False),
+    ]
+
+
+def test_an_answer_that_ends_with_its_first_piece_ends():
+    assert pieces_sent(b"all of it") == [(b"all of it", False)]
+
+
+def test_pieces_of_a_stream_that_no_gateway_asked_for_stay_as_they_are():
+    assert pieces_sent(b"opens", b"first", headers=[]) == [(b"opens", True), (b"first", True), (b"", False)]
+
+
+def test_what_can_wait_is_done_in_its_order_a_little_later_or_when_somebody_reads(feed):
+    done = []
+
+    async def scenario():
+        clock = asyncio.get_running_loop().time
+        for number in range(3):
+            feed.later(lambda number=number: done.append((number, clock())))
+        assert done == []
+        await asyncio.sleep(SETTLE_SECONDS)
+        assert done == [(number, SETTLE_SECONDS) for number in range(3)]
+        feed.later(lambda: done.append("read"))
+        feed.after(0)
+        assert done[3:] == ["read"]
+        await asyncio.sleep(1.0)
+        assert len(done) == 4
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(scenario())
+    feed.later(lambda: done.append("no event loop"))
+    assert done[4:] == ["no event loop"]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/", METRICS_PATH])
+def test_metrics_are_read_with_what_was_put_off(feed, path, monkeypatch):
+    done, read = [], []
+
+    async def app(scope, receive, send):
+        read.extend(done)
+
+    async def scenario():
+        feed.later(lambda: done.append("added up"))
+        await EventsEndpoint(app)({"type": "http", "path": path, "headers": []}, None, None)
+
+    monkeypatch.setattr(events_api, "_metrics", app)
+    asyncio.run(scenario())
+    assert read == ["added up"]
 
 
 def test_what_is_kept_for_answers_is_bounded(feed):
