@@ -196,12 +196,11 @@ def run_layer(layer: Any, core: Function, states: AnyScanStates, metadata: Any, 
     global _scan
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    first, tokens = metadata.num_decode_tokens, metadata.num_prefill_tokens
-    channels = slice(layer.tped_intermediate_size, layer.tped_intermediate_size + layer.tped_conv_size)
+    inputs = projected_states.narrow(0, metadata.num_decode_tokens, metadata.num_prefill_tokens)
+    inputs = inputs.narrow(1, layer.tped_intermediate_size, layer.tped_conv_size)
     conv_state, ssm_state = layer.kv_cache[:2]
     conv_state = conv_state if is_conv_state_dim_first() else conv_state.transpose(-1, -2)
-    conv_state = conv_state[..., : layer.conv_kernel_size - 1]
-    states.keep_conv(projected_states[first : first + tokens, channels], conv_state)
+    states.keep_conv(inputs, conv_state.narrow(-1, 0, layer.conv_kernel_size - 1))
     _scan = states, ssm_state
     try:
         core()
