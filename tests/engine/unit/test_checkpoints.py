@@ -59,6 +59,21 @@ def test_a_request_is_looked_at_once(checkpoints):
     assert checkpoints.state_of(again).shared == 0
 
 
+@pytest.mark.parametrize("hint", [None, [64]])
+def test_targets_follow_a_prompt_that_grows_and_a_junction_that_moves(checkpoints, hint):
+    growing = request(own(1, 600), hint)
+    before = checkpoints.targets(growing)
+    assert checkpoints.targets(growing) == before
+    growing.num_prompt_tokens = 900
+    grown = checkpoints.targets(growing)
+    assert grown != before and grown[-1].position == 896
+    growing.shared_prefix_boundary = 320
+    moved = [target.position for target in checkpoints.targets(growing)]
+    assert (320 in moved) is (hint is None)
+    checkpoints.state_of(growing).worthless_turn = 896
+    assert checkpoints.targets(growing)[-1].position < 896
+
+
 def test_little_in_common_is_shared_but_not_kept(checkpoints):
     checkpoints.state_of(request(HEAD[:120] + own(1, 300)))
     assert checkpoints.state_of(request(HEAD[:120] + own(2, 300))).shared == 112
