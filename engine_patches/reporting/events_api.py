@@ -439,32 +439,39 @@ def _adds_outcome(scope: Scope, send: Send) -> Send:
 
 
 def _joins_first(send: Send) -> Send:
-    """`send`, with the first pieces of a stream in one if they come without a turn of the event loop between them.
+    """`send`, with all pieces of a stream that come before the event loop turns for the first time in one.
 
-    vLLM opens an answer with an event of its own once it has the first token. Sent alone, that wakes up the gateway and
-    its client, and on a machine of few cores they take the time that the first token needs to follow.
+    vLLM opens an answer with events of their own once it has the first token. Sent alone, they wake up the gateway and
+    its client, and on a machine of few cores these take the time that the first token needs to follow.
     """
-    first: Message | None = None  # waits for the next piece
-    alone: asyncio.Task[None] | None = None  # sends it without
-    is_first = True
+    opening: list[Message] = []
+    is_open = False  # the loop has turned
+    sending: asyncio.Task[None] | None = None  # the opening, nothing of which may be overtaken
 
-    def no_more_came() -> None:
-        nonlocal first, alone
-        if first is not None:
-            alone = asyncio.ensure_future(send(first))
-            first = None
+    def joined() -> Message:
+        pieces = b"".join(message.get("body", b"") for message in opening)
+        last = opening[-1]
+        opening.clear()
+        return {**last, "body": pieces}
+
+    def turn() -> None:
+        nonlocal is_open, sending
+        is_open = True
+        if opening:
+            sending = asyncio.ensure_future(send(joined()))
 
     async def send_joined(message: Message) -> None:
-        nonlocal first, is_first, alone
-        if first is not None:
-            message, first = {**message, "body": first["body"] + message.get("body", b"")}, None
-        elif alone is not None:
-            await alone
-            alone = None
-        elif is_first and message.get("more_body") and message.get("body"):
-            first, is_first = message, False
-            asyncio.get_running_loop().call_soon(no_more_came)
-            return
+        nonlocal sending
+        if message["type"] == "http.response.body" and not is_open:
+            if not opening:
+                asyncio.get_running_loop().call_soon(turn)
+            opening.append(message)
+            if message.get("more_body"):
+                return
+            message = joined()
+        if sending is not None:
+            await sending
+            sending = None
         await send(message)
 
     return send_joined

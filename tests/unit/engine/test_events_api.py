@@ -172,8 +172,8 @@ def pieces_sent(*steps: bytes | float, headers=ASKS):
 
 
 def test_the_first_events_of_a_stream_go_out_in_one_piece_if_they_come_together():
-    assert pieces_sent(b"opens", b"first", 0.1, b"second", b"third", 0.1) == [
-        (b"opensfirst", True),
+    assert pieces_sent(b"opens ", b"this, too, ", b"first", 0.1, b"second", b"third", 0.1) == [
+        (b"opens this, too, first", True),
         0.1,
         (b"second", True),
         (b"third", True),
@@ -203,7 +203,8 @@ def test_pieces_keep_their_order_when_the_first_is_still_being_sent():
 
 
 def test_an_answer_that_ends_with_its_first_piece_ends():
-    assert pieces_sent(b"all of it") == [(b"all of it", False)]
+    assert pieces_sent(b"all ", b"of it") == [(b"all of it", False)]
+    assert pieces_sent() == [(b"", False)]
 
 
 def test_pieces_of_a_stream_that_no_gateway_asked_for_stay_as_they_are():
