@@ -178,7 +178,7 @@ class Feed:
         self._latest: OrderedDict[str, Outcome] = OrderedDict()  # of those kept, by X-Request-Id
         self._last_number: dict[int, int] = {}  # of an event, by engine
         self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
-        self._late: list[Callable[[], None]] = []
+        self._late: list[Callable[[], None]] = []  # put off by `later`
         self.loads = GatewayLoads()
 
     def add_outcome(self, request: AdmittedRequest) -> None:
@@ -339,8 +339,8 @@ class EventsEndpoint:
     request. With `lines=1` there are answers until S seconds are over, a line each, so that many cost as one read.
 
     `METRICS_PATH` gives metrics by name. The app's answer to a request with `HEADER` gets that header, if it is no
-    stream and its outcome is known here. A hint in a header of a request from a trusted hop goes into its body
-    (`hint_header`).
+    stream and its outcome is known here; a stream's first events go out in one piece. A hint in a header of a request
+    from a trusted hop goes into its body (`hint_header`).
     """
 
     def __init__(self, app: App) -> None:

@@ -177,31 +177,20 @@ class Checkpoints:
         """The last position up to `num_tokens` on which a state can be placed, 0 if there is none."""
         return max(num_tokens, 0) // self.alignment * self.alignment
 
-    def targets(self, request: Any, state: RequestState | None = None) -> Sequence[CheckpointTarget]:
+    def targets(self, request: Any, state: RequestState | None = None) -> list[CheckpointTarget]:
         """Positions of a request whose states are to be kept, ascending."""
         state = state or self.state_of(request)
-        causes = (
-            request.num_prompt_tokens,
-            request.shared_prefix_boundary,
+        wanted = checkpoint_targets(
+            request,
             state.hinted_positions,
+            self.alignment,
+            self.block_size,
             state.learned,
+            self.ahead,
             state.expected,
             state.prompt_tokens,
-            state.worthless_turn,
         )
-        if state.targets[0] != causes:  # each step of a prompt asks several times
-            wanted = checkpoint_targets(
-                request,
-                state.hinted_positions,
-                self.alignment,
-                self.block_size,
-                state.learned,
-                self.ahead,
-                state.expected,
-                state.prompt_tokens,
-            )
-            state.targets = causes, [target for target in wanted if target.position != state.worthless_turn]
-        return state.targets[1]
+        return [target for target in wanted if target.position != state.worthless_turn]
 
     def is_cached(self, pool: Any, request: Any, position: int) -> bool:
         """Whether a request's state at `position` is in the cache, in every recurrent group."""

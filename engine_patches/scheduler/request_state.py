@@ -6,11 +6,7 @@ resumption, and no longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from engine_patches.scheduler.hints import CheckpointTarget
 
 
 @dataclass(slots=True)
@@ -37,7 +33,6 @@ class RequestState:
     gave_up_on: str | None = None  # id of the leader it has waited for long enough
     upstream_junction: int = 0  # the shared prefix that vLLM itself found
     own_junction: int = -1  # what `end_chunk` last wrote over it
-    targets: tuple[Any, Sequence[CheckpointTarget]] = (None, ())  # of its states, behind all that they follow from
 
     @property
     def positions(self) -> tuple[int, ...]:
