@@ -91,17 +91,18 @@ class KeyRing:
             self._load()
 
     def authenticate(self, scope: asgi.Scope) -> ApiKey:
-        """The key of a request. Raises `Unauthorized`."""
+        """The key of a request. Raises `Unauthorized`.
+
+        Clients send what they hold in both headers, and one may be another server's. If both are keys of this gateway,
+        `Authorization` counts, in whatever order they come: it is the one that vLLM reads.
+        """
         presented = _presented(scope)
-        if presented is None:
+        if not presented:
             raise Unauthorized("No API key was given. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.")
-        digest = hashlib.sha256(presented).digest()
-        # Nobody can steer a digest, so looking it up may take any time; comparing must take the same time always.
-        key = self._by_hash.get(digest)
-        known = (hmac.compare_digest(digest, bytes.fromhex(each)) for each in key.entry.sha256) if key else ()
-        if key is None or not any(list(known)):
-            raise Unauthorized("The gateway does not know this API key.")
-        return key
+        for each in presented:
+            if (key := self._known(each)) is not None:
+                return key
+        raise Unauthorized("The gateway does not know this API key.")
 
     def named(self, name: str) -> ApiKey | None:
         """The key that has this name in the file."""
@@ -110,6 +111,13 @@ class KeyRing:
     def salted(self, salt: str) -> ApiKey | None:
         """A key of this cache salt: those of one group have the same."""
         return next((key for key in self._keys.values() if key.salt == salt), None)
+
+    def _known(self, presented: bytes) -> ApiKey | None:
+        digest = hashlib.sha256(presented).digest()
+        # Nobody can steer a digest, so looking it up may take any time; comparing must take the same time always.
+        key = self._by_hash.get(digest)
+        known = [hmac.compare_digest(digest, bytes.fromhex(each)) for each in key.entry.sha256] if key else []
+        return key if any(known) else None
 
     def _load(self) -> None:
         previous, self._keys, self._by_hash = self._keys, {}, {}
@@ -125,14 +133,12 @@ class KeyRing:
         return urlsafe_b64encode(mac[:SALT_BYTES]).decode()
 
 
-def _presented(scope: asgi.Scope) -> bytes | None:
+def _presented(scope: asgi.Scope) -> list[bytes]:
+    """What a request presents as its key, the one that counts first: of each header, its first value."""
     headers: asgi.HeaderList = scope["headers"]
-    for name, value in headers:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return value[7:].strip()
-        if name == b"x-api-key":
-            return value.strip()
-    return None
+    bearer = (v[7:] for name, v in headers if name == b"authorization" and v[:7].lower() == b"bearer ")
+    plain = (value for name, value in headers if name == b"x-api-key")
+    return [each.strip() for each in (next(bearer, None), next(plain, None)) if each is not None]
 
 
 # These load adapters from paths on the worker's disk.

@@ -12,7 +12,7 @@ import re
 import time
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.chat.chat import HINTED
 from proxy.chat.responses import StoredResponses
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("seamark.gateway")
 
-# A client's own X-Request-Id is kept in memory for a while; longer ones are replaced.
+# A client's own name for a request is kept in memory for a while; longer ones are replaced.
 MAX_ID_CHARACTERS = 256
 
 # Parsing a larger body takes a millisecond and more. Many that arrive together take turns with everything else.
@@ -84,9 +84,8 @@ class RequestHandler:
         self._under_way: set[str] = set()  # names of requests, as engines know them
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        request_id = asgi.header(scope, b"x-request-id")
-        if not request_id or len(request_id) > MAX_ID_CHARACTERS or not request_id.isascii():
-            request_id = os.urandom(16).hex()
+        given = asgi.header(scope, b"x-request-id")
+        request_id = given if given is not None and _is_name(given) else os.urandom(16).hex()
         request: ProxiedRequest | None = None
         held: BodyHold | None = None
         try:
@@ -99,12 +98,11 @@ class RequestHandler:
             held = self._bodies.of(key.name if key is not None else None)
             raw = await asgi.read_body(scope, receive, settings.max_body_bytes, self._pace, held)
             request = request_of(scope, raw, request_id, key)
+            request.is_named = request_id == given
+            self._name(request, request_id)
             if self._tracing is not None:
                 client = request.client
                 request.trace = self._tracing.begin(client.method, client.endpoint, client.headers)
-            if request_id in self._under_way:  # one name for a whole fan-out; the engine must tell them apart
-                request.engine_id = f"{request_id}.{os.urandom(4).hex()}"
-            self._under_way.add(request.engine_id)
             async with asgi.ClientWatch(scope, receive) as watch:
                 await self._serve(request, held, send, watch)
         except asgi.ClientGone:
@@ -116,13 +114,13 @@ class RequestHandler:
         except GatewayError as error:
             await self._refuse(request, scope, error, request_id, send)
         except MemoryError:  # a refusal gives some back
-            logger.error("request %s: out of memory", request_id)
+            logger.error("request %s: out of memory", _name_of(request, request_id))
             lack = Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
             await self._refuse(request, scope, lack, request_id, send)
         except Exception as error:
             # The place and the kind alone: the message of an unexpected error might hold prompt text.
             place = "".join(traceback.format_tb(error.__traceback__))
-            logger.error("request %s failed: %s\n%s", request_id, type(error).__name__, place)
+            logger.error("request %s failed: %s\n%s", _name_of(request, request_id), type(error).__name__, place)
             failure = GatewayError("The gateway failed to handle this request.")
             await self._refuse(request, scope, failure, request_id, send)
         finally:
@@ -132,6 +130,14 @@ class RequestHandler:
                 self._under_way.discard(request.engine_id)
                 self._accounting.count(request)
 
+    def _name(self, request: ProxiedRequest, request_id: str) -> None:
+        """Give the request its name. Its engine gets another one if a request of that name is under way."""
+        request.client = request.client._replace(request_id=request_id)
+        # One name may be that of a whole fan-out; the engine must tell its requests apart.
+        is_taken = request_id in self._under_way
+        request.engine_id = f"{request_id}.{os.urandom(4).hex()}" if is_taken else request_id
+        self._under_way.add(request.engine_id)
+
     async def _refuse(
         self, request: ProxiedRequest | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
     ) -> None:
@@ -139,7 +145,7 @@ class RequestHandler:
             request.status = error.status
             if request.started:
                 return  # returning without the last chunk makes the server close the connection: a visible break
-        headers = [(b"x-request-id", request_id.encode("latin-1"))]
+        headers = [(b"x-request-id", _name_of(request, request_id).encode("latin-1"))]
         if asgi.header(scope, b"origin") is not None and not isinstance(error, Unauthorized):
             headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
         await error_responses.send_error(send, error, scope["path"], headers)
@@ -159,7 +165,7 @@ class RequestHandler:
         if not hinted and is_form(client.headers):
             check_form(client.headers, body.raw)
             return
-        if not hinted and not client.is_json and _OBJECT.match(body.raw) is None:
+        if not hinted and (_OBJECT.match(body.raw) is None if not client.is_json else not body.raw.strip()):
             return
         await self._turn(len(body.raw))
         try:
@@ -173,7 +179,9 @@ class RequestHandler:
         body.raw = raw
         body.memory = memory_of(parsed, len(raw), settings.max_boundary_values)
         held.take(body.memory.size)
+        given = parsed.get("request_id")
         body.take(parsed, client, settings.ask_usage)
+        self._take_name(request, given)
         self._check_owner(request)
         if hinted:
             await self._turn(len(raw))
@@ -181,6 +189,15 @@ class RequestHandler:
             await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
             request.timings.reading_seconds = time.perf_counter() - client.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
+
+    def _take_name(self, request: ProxiedRequest, given: Any) -> None:
+        """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
+        if request.is_named or not isinstance(given, str) or not _is_name(given):
+            return
+        self._under_way.discard(request.engine_id)
+        self._name(request, given)
+        if request.engine_id != given and "request_id" in request.body.parsed:
+            request.body.put["request_id"] = request.engine_id  # by which vLLM stores a response
 
     async def _turn(self, size: int) -> None:
         """Wait until the event loop has turned to all others since the last large body (`size` in bytes)."""
@@ -193,3 +210,13 @@ class RequestHandler:
         client = request.client
         if client.key is not None and not self._stored.may_see(request.response_id, client.owner):
             raise NotFound("No such response.")
+
+
+def _is_name(given: str) -> bool:
+    """Whether a client's name for its request can be kept, and go on in a header."""
+    return 0 < len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable() and given == given.strip()
+
+
+def _name_of(request: ProxiedRequest | None, request_id: str) -> str:
+    """The name of a request that was called `request_id` until its body had been read."""
+    return request_id if request is None else request.client.request_id

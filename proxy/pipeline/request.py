@@ -188,6 +188,7 @@ class ProxiedRequest:
     client: ClientRequest
     body: RequestBody
     engine_id: str  # `client.request_id`, or another name if a request of that name is under way
+    is_named: bool = False  # by its client's X-Request-Id
     prediction: Prediction = field(default_factory=Prediction)
     timings: Timings = field(default_factory=Timings)
     explanation: Explanation | None = None

@@ -210,7 +210,7 @@ def _with_pages(
         gateway.self_check.reset()
         return {"hints_off": gateway.self_check.hints_off}
 
-    @app.get(auth.EXPLANATIONS + "{request_id}")
+    @app.get(auth.EXPLANATIONS + "{request_id:path}")
     async def request_explained(request: Request, request_id: str) -> Response:
         explanations, key = gateway.reader.explanations, request.state.key
         # A client must not even learn that another client's request exists.

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import httpx
 import pytest
@@ -92,15 +92,38 @@ def test_headers_travel_except_those_of_the_connection(gateway, worker):
     assert answer.headers.get_list("x-twice") == ["1", "2"]
 
 
-def test_two_requests_of_one_name_at_once_are_told_apart_at_the_worker(gateway, worker):
+@pytest.mark.parametrize("name", ["one", "/a/b?c=%2F#d e"])
+@pytest.mark.parametrize(("path", "in_body"), [(CHAT, False), (CHAT, True), ("/v1/responses", True)])
+def test_two_requests_of_one_name_at_once_are_told_apart_at_the_worker(gateway, worker, name, in_body, path):
+    """Their name is that of their answers, and of an explanation."""
+    asked = chat("Tide?") if path == CHAT else {"model": "m", "input": "Tide?"}
+    asked, headers = ({**asked, "request_id": name}, {}) if in_body else (asked, {"x-request-id": name})
     worker.hold.set()
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(post, gateway, chat("Tide?"), headers={"x-request-id": "one"}) for _ in range(2)]
+        answers = [pool.submit(post, gateway, asked, path, headers=headers) for _ in range(2)]
         wait_for(lambda: len(worker.requests) == 2)
         worker.hold.clear()
-        assert [answer.result().headers["x-request-id"] for answer in answers] == ["one", "one"]
+        assert [answer.result().headers["x-request-id"] for answer in answers] == [name, name]
     names = sorted(dict(request.headers)[b"x-request-id"].decode() for request in worker.requests)
-    assert names[0] == "one" and names[1].startswith("one.")
+    assert names[0] == name and names[1].startswith(name + ".")
+    if in_body:  # by which vLLM stores a response
+        assert sorted(json.loads(request.body)["request_id"] for request in worker.requests) == names
+    explained = httpx.get(f"{gateway.url}/seamark/requests/{quote(name, safe='')}").json()
+    assert (explained["request_id"], explained["endpoint"], explained["status"]) == (name, path, 200)
+
+
+@pytest.mark.parametrize("name", ["", 7, "x" * 257, "é", "a\r\nx-evil: 1"])
+def test_what_cannot_be_a_requests_name_is_left_to_the_worker(gateway, worker, name):
+    answer = post(gateway, chat("Tide?", request_id=name))
+    (sent,) = worker.requests
+    assert answer.status_code == 200 and len(answer.headers["x-request-id"]) == 32
+    assert dict(sent.headers)[b"x-request-id"].decode() == answer.headers["x-request-id"]
+    assert json.loads(sent.body)["request_id"] == name and b"x-evil" not in dict(sent.headers)
+
+
+def test_a_header_names_a_request_before_its_body(gateway, worker):
+    answer = post(gateway, chat("Tide?", request_id="body's"), headers={"x-request-id": "header's"})
+    assert answer.headers["x-request-id"] == "header's"
 
 
 def test_a_request_without_an_id_gets_one(gateway, worker):

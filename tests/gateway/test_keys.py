@@ -127,6 +127,15 @@ def test_no_body_gets_past_what_the_gateway_answers_for(fleet, worker, file, pat
     assert sent["cache_salt"] != "mine" and "ec_transfer_params" not in sent
 
 
+@pytest.mark.parametrize("path", ["/v1/responses/resp_1/cancel", "/v1/files/f/complete"])
+@pytest.mark.parametrize("body", [b"", b" \r\n\t"])
+def test_a_post_without_a_body_passes_whatever_it_is_called(fleet, worker, file, path, body):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    headers = {**bearer("ann"), "content-type": "application/json"}
+    assert httpx.post(gateway.url + path, content=body, headers=headers).status_code == 200
+    assert worker.requests[-1].body == body
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
 def test_no_prediction_tells_one_key_what_another_asked(fleet, worker, file, path):
     gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
@@ -183,6 +192,8 @@ def test_a_streamed_response_is_its_owners_too(fleet, worker, file):
     url, body = gateway.url + "/v1/responses", {"model": "m", "input": "Tide?", "stream": True}
     answer = httpx.post(url, json={**body, "request_id": "mine"}, headers=bearer("ann"))
     assert answer.content == recorded and "request_id" not in json.loads(worker.requests[-1].body)
+    assert httpx.get(gateway.url + "/seamark/requests/mine", headers=bearer("ann")).json()["status"] == 200
+    assert httpx.get(gateway.url + "/seamark/requests/mine", headers=bearer("bob")).status_code == 404
     for name, status in (("ann", 200), ("bob", 404)):
         assert httpx.get(f"{url}/{stored}", headers=bearer(name)).status_code == status
 

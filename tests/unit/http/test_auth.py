@@ -34,7 +34,32 @@ def test_a_key_is_known_in_either_header(file):
 
 
 @pytest.mark.parametrize(
-    "headers", [{}, {"authorization": "Bearer sk-wrong"}, {"authorization": "Basic x"}, {"x_api_key": ""}]
+    ("authorization", "x_api_key", "whose"),
+    [
+        (secret("ann"), "sk-ant-placeholder", "ann"),
+        ("sk-ant-oat01-placeholder", secret("ann"), "ann"),
+        ("", secret("ann"), "ann"),
+        (secret("ann"), secret("root"), "ann"),
+        (secret("bob"), secret("ann"), "bob"),
+    ],
+)
+def test_of_two_credentials_the_one_that_is_a_key_counts_in_any_order(file, authorization, x_api_key, whose):
+    """If both are, an admin's key beside a client's widens nothing."""
+    ring = KeyRing(file, "s")
+    asked = scope(authorization="Bearer " + authorization, x_api_key=x_api_key)
+    turned = {**asked, "headers": asked["headers"][::-1]}
+    assert ring.authenticate(asked).name == ring.authenticate(turned).name == whose
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer sk-wrong"},
+        {"authorization": "Basic x"},
+        {"x_api_key": ""},
+        {"authorization": "Bearer sk-wrong", "x_api_key": "sk-wrong-too"},
+    ],
 )
 def test_an_unknown_key_is_refused(file, headers):
     with pytest.raises(Unauthorized):
