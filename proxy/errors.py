@@ -81,6 +81,22 @@ class BodyTooLarge(GatewayError):
     code = "request_too_large"
 
 
+class UnreadableCoding(GatewayError):
+    """The body is compressed, and vLLM reads none that is."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
+
+
+class NoWebSockets(GatewayError):
+    """The client wants to go on in another protocol than HTTP."""
+
+    status = 426
+    type = "invalid_request_error"
+    code = "no_websockets"
+
+
 class KeyBusy(GatewayError):
     """The key already has as many requests under way and waiting as it may."""
 

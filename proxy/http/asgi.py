@@ -88,7 +88,10 @@ class Pace(NamedTuple):
     rate: float  # bytes a second of the whole, beyond the grace; 0: no bound
 
 
-# A third, if there are more connections than fit: the request is to be refused.
+# A third, if the client offered to go on as a websocket.
+WANTS_WEBSOCKET = "seamark.wants_websocket"
+
+# A fourth, if there are more connections than fit: the request is to be refused.
 IS_CROWDED = "seamark.is_crowded"
 
 
@@ -174,6 +177,12 @@ def header(scope: Scope, name: bytes) -> str | None:
     """The first value of a request header (`name` in lower case)."""
     headers: HeaderList = scope["headers"]
     return next((value.decode("latin-1") for key, value in headers if key == name), None)
+
+
+def codings(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """How a body is compressed, in the order of the steps (header names in lower case); empty if it is not."""
+    named = b",".join(value for name, value in headers if name == b"content-encoding").decode("latin-1").lower()
+    return [coding for each in named.split(",") if (coding := each.strip()) not in ("", "identity")]
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> HeaderList:

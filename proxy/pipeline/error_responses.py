@@ -45,6 +45,10 @@ def error_headers(error: GatewayError) -> dict[str, str]:
         headers["retry-after"] = str(error.retry_after)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if error.status == 415:
+        headers["accept-encoding"] = "identity"
+    if error.status == 426:
+        headers |= {"upgrade": "HTTP/1.1", "connection": "upgrade"}
     return headers
 
 

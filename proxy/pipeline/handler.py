@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.chat.chat import HINTED
 from proxy.chat.responses import StoredResponses
-from proxy.errors import BadRequest, GatewayError, NotFound, Overloaded, Stopping, TooComplex, Unauthorized
+from proxy.errors import (
+    BadRequest,
+    GatewayError,
+    NotFound,
+    Overloaded,
+    Stopping,
+    TooComplex,
+    Unauthorized,
+    UnreadableCoding,
+)
 from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
 from proxy.http.auth import KeyRing
@@ -161,6 +170,9 @@ class RequestHandler:
     async def _read(self, request: ProxiedRequest, held: BodyHold) -> None:
         """Parse the body if it is JSON, and find its boundaries."""
         client, body, settings = request.client, request.body, self._settings
+        if body.raw and (coded := asgi.codings(client.headers)):
+            text = f"The body is compressed ({', '.join(coded)}), which vLLM does not read. Send it as it is."
+            raise UnreadableCoding(text)
         hinted = client.endpoint in HINTED
         if not hinted and is_form(client.headers):
             check_form(client.headers, body.raw)

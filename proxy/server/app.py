@@ -13,12 +13,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS
-from proxy.errors import BodyTooLarge, Forbidden, GatewayError, NotFound, Stopping
+from proxy.errors import BodyTooLarge, Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
 from proxy.fleet.pool import no_worker, union_of_models
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
 from proxy.observability.exposition import merged
-from proxy.pipeline.error_responses import error_body, error_headers
+from proxy.pipeline.error_responses import error_body, error_headers, send_error
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import live_page
@@ -29,10 +29,16 @@ MODELS = "/v1/models"
 
 HEALTH = "/health"
 
+_PAGES = frozenset({HEALTH, MODELS, "/ready", "/metrics"})
+
 API, _TWICE = "/v1", "/v1/v1/"
 
 # First parts of paths under `API`. Clients ask for them without it, or with it twice, if their base_url is wrong.
 _RESOURCES = frozenset(path.split("/")[2] for path in (*ENDPOINTS, MODELS) if path.startswith(API + "/"))
+
+_NO_WEBSOCKETS = (
+    "The gateway speaks no websockets. What vLLM serves by them, such as /v1/realtime, is reached at the worker itself."
+)
 
 _JSON = [(b"content-type", b"application/json")]
 
@@ -49,28 +55,35 @@ class App(FastAPI):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
+            if scope["path"].endswith("/"):
+                scope = _without_slash(scope)
+            if asgi.WANTS_WEBSOCKET in scope.get("extensions", ()):
+                await send_error(send, NoWebSockets(_NO_WEBSOCKETS), scope["path"], ())
+                return
             if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):
                 await asgi.send_whole(send, 200, _JSON, self._alive)  # at once, however much there is to do
                 return
-            if scope["path"].endswith("/"):
-                scope = _without_slash(scope)
             if not self._pages_only and _is_forwarded(scope["path"], scope["method"]):
                 await self.gateway.handler(scope, receive, send)
                 return
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}  # the server, which knows better, sends no body
         await super().__call__(scope, receive, send)
 
 
 def _without_slash(scope: Any) -> Any:
-    """A known endpoint is the same with a slash behind it; a worker would answer with a redirect to itself."""
+    """A known path is the same with a slash behind it; a worker would answer with a redirect to itself."""
     path = scope["path"].rstrip("/")
-    if path not in ENDPOINTS and path != MODELS:
+    if path not in ENDPOINTS and path not in _PAGES:
         return scope
     return {**scope, "path": path, "raw_path": path.encode()}
 
 
 def _is_forwarded(path: str, method: str) -> bool:
+    if path == MODELS and method in ("GET", "HEAD"):
+        return False
     if path.startswith(API + "/"):
-        return (path != MODELS or method != "GET") and not (path.startswith(_TWICE) and _wrong_base_url(path))
+        return not (path.startswith(_TWICE) and _wrong_base_url(path))
     return path in ("/tokenize", "/detokenize")
 
 

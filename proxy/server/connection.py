@@ -119,6 +119,7 @@ class Connection(HttpToolsProtocol):
         self._head = 0
         self._refused = False  # whatever else comes on this connection
         self._is_upgrade = False  # the request's head is to be read again
+        self._wants_websocket = False  # the request whose head is read again
         self._requests: deque[_Request] = deque(maxlen=MAX_PIPELINED + 1)  # those that may be under way
         self._free_since = self.loop.time()  # the last answer was complete
         self._taken_at = self._free_since  # the client took some of what is to be sent, or there was nothing
@@ -157,6 +158,8 @@ class Connection(HttpToolsProtocol):
             if self.parser.get_method() == b"CONNECT":
                 raise ValueError("not a proxy of connections")
             self._is_upgrade = True
+            offered = b",".join(value for name, value in self.headers if name == b"upgrade").lower().split(b",")
+            self._wants_websocket = any(each.strip().split(b"/")[0] == b"websocket" for each in offered)
             return
         super().on_headers_complete()
         self._in_body = True
@@ -165,6 +168,9 @@ class Connection(HttpToolsProtocol):
             asgi.ON_DISCONNECT: request.on_disconnect,  # type: ignore[dict-item]  # any value, by ASGI
             asgi.BODY_STATE: request.body_state,  # type: ignore[dict-item]
         }
+        if self._wants_websocket:
+            self.scope["extensions"][asgi.WANTS_WEBSOCKET] = {}
+            self._wants_websocket = False
         if self._is_crowded:
             self.scope["extensions"][asgi.IS_CROWDED] = {}
             self.cycle.keep_alive = False

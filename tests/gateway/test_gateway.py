@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -339,6 +340,46 @@ def test_a_redirect_of_a_worker_does_not_show_its_address(gateway, worker, locat
     assert answer.status_code == 307 and answer.headers.get("location") == seen
     shown = {name: value for name, value in answer.headers.items() if name != "x-seamark-worker"}
     assert host not in str(shown) and "inside" not in str(shown)
+
+
+def test_pages_are_there_by_head_and_with_a_slash(gateway):
+    for path in ("/health", "/health/", "/ready", "/ready/", "/", "/ui", "/metrics", "/v1/models", "/seamark/status"):
+        got, asked = httpx.get(gateway.url + path), httpx.head(gateway.url + path)
+        assert asked.status_code == got.status_code == (307 if path == "/" else 200), path
+        assert asked.headers.get("content-type") == got.headers.get("content-type") and not asked.content, path
+        assert int(asked.headers["content-length"]) > 0 or path == "/"
+
+
+def test_a_balancer_that_asks_by_head_learns_that_no_worker_is_there(fleet):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        gateway = fleet.gateway(Gone(f"http://127.0.0.1:{unused.getsockname()[1]}"))
+        gateway.wait_until_ready("/health", seconds=30)
+        assert [httpx.head(gateway.url + path).status_code for path in ("/ready", "/health")] == [503, 200]
+
+
+@pytest.mark.parametrize("offered", ["websocket", "WebSocket", "h2c, websocket"])
+def test_a_websocket_is_refused_in_words(gateway, worker, offered):
+    fields = {"connection": "keep-alive, Upgrade", "upgrade": offered, "sec-websocket-version": "13"}
+    with httpx.Client(base_url=gateway.url) as client:
+        for path in ("/v1/realtime", "/ui"):
+            answer = client.get(path, headers={**fields, "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ=="})
+            assert answer.status_code == 426 and answer.headers["upgrade"] == "HTTP/1.1"
+            assert answer.json()["error"]["code"] == "no_websockets"
+        assert client.get("/v1/realtime").status_code == 200  # on the same connection
+    assert [request.target for request in worker.requests] == ["/v1/realtime"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/audio/transcriptions", "/tokenize"])
+def test_a_compressed_body_is_refused_since_vllm_reads_none(gateway, worker, path):
+    raw = json.dumps(chat("Tide?")).encode()
+    for coding in ("gzip", "zstd", "identity, GZIP"):
+        headers = {"content-encoding": coding, "content-type": "application/json"}
+        answer = httpx.post(gateway.url + path, content=gzip.compress(raw), headers=headers)
+        assert answer.status_code == 415 and answer.headers["accept-encoding"] == "identity"
+        assert coding.lower().removeprefix("identity, ") in answer.json()["error"]["message"]
+    assert not worker.requests
+    assert post(gateway, raw, CHAT, headers={"content-encoding": "identity"}).status_code == 200
 
 
 def test_an_unknown_path_is_refused_in_openais_envelope(gateway):
