@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import aiohttp
+from aiohttp import http_writer
 from aiohttp.connector import Connection
 from aiohttp.payload import BytesPayload
 from multidict import CIMultiDict
@@ -256,11 +257,20 @@ def _parsed(url: str) -> URL:
 
 
 def _as_text(headers: Headers) -> CIMultiDict[str]:
-    """Headers as aiohttp takes them, which writes them as UTF-8."""
-    try:
-        return CIMultiDict([(name.decode(), value.decode()) for name, value in headers])
-    except UnicodeDecodeError:
-        return CIMultiDict([(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers])
+    """Headers as aiohttp takes them, in which `_serialized` finds each byte again, whatever its encoding."""
+    return CIMultiDict([(name.decode(), value.decode(errors="surrogateescape")) for name, value in headers])
+
+
+def _serialized(status_line: str, headers: CIMultiDict[str]) -> bytes:
+    """A request's head. aiohttp itself leaves out what stands for a byte that is no UTF-8."""
+    if all(map(str.isascii, headers.values())):
+        return _serialize_ascii(status_line, headers)
+    fields = [f"{name}: {http_writer._safe_header(value)}\r\n" for name, value in headers.items()]
+    return "".join([status_line, "\r\n", *fields, "\r\n"]).encode(errors="surrogateescape")
+
+
+_serialize_ascii = http_writer._serialize_headers
+http_writer._serialize_headers = _serialized
 
 
 def _broken(error: Exception) -> Broken:

@@ -21,7 +21,7 @@ from proxy.http import asgi
 from proxy.metrics import Metrics
 from proxy.pipeline.cacheable import HEADER, is_final, may_keep
 from proxy.pipeline.request import ProxiedRequest
-from proxy.pipeline.sse import HEARTBEAT
+from proxy.pipeline.sse import HEARTBEATS
 
 LARGEST_SHARE = 4  # an answer may take that part of the bound
 
@@ -370,7 +370,7 @@ class Execution:
             return None
         headers = _kept(head["headers"])
         kind = next((value for name, value in headers if name == b"content-type"), b"")
-        body = b"".join([piece for piece in self._pieces if piece is not HEARTBEAT])
+        body = b"".join([piece for piece in self._pieces if piece not in HEARTBEATS])
         if not is_final(request.client.path, request.body.parsed, kind.startswith(b"text/event-stream"), body):
             return None
         return Entry(headers, body, Source.of(source.worker, request.model), time.monotonic())

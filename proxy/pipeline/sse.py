@@ -18,7 +18,11 @@ from prometheus_client import Counter
 from proxy.chat.usage import Usage, usage_of
 from proxy.http import asgi
 
+# Between two events. Clients that cut a stream at blank lines take the first for an event of its own. Behind an event
+# with an id that is wrong: SDKs then make an empty event of a blank line.
 HEARTBEAT = b": keep-alive\n\n"
+HEARTBEAT_BEHIND_IDS = b": keep-alive\n"
+HEARTBEATS = (HEARTBEAT, HEARTBEAT_BEHIND_IDS)
 
 # An event this long is passed on in pieces.
 MAX_HELD_BYTES = 2**20
@@ -49,6 +53,7 @@ class SseRelay:
         self._terminal = b""  # a whole event that the usage may have to go into
         self._closed = False
         self._whole = True  # what was passed on ends with an event's end
+        self._has_ids = False
         self._with_usage = b""
         self.first = b""  # its first event
         self.last = b""  # its last few
@@ -77,6 +82,8 @@ class SseRelay:
             if self._keeps:
                 self.first = self.first or chunk[: _end_of_event(chunk, 0)]
                 self.last = chunk
+            if b"\nid:" in chunk or chunk.startswith(b"id:"):
+                self._has_ids = True
             await self._pass_on(chunk)
             self._passed = chunk
         self._terminal += self._held
@@ -92,7 +99,8 @@ class SseRelay:
     async def beat(self) -> None:
         """A comment, between two events."""
         if self._whole and not self._closed and not self.sending:
-            await self._pass_on(HEARTBEAT)
+            await self._pass_on(HEARTBEAT_BEHIND_IDS if self._has_ids else HEARTBEAT)
+            self._whole = True
 
     @property
     def response(self) -> Any:

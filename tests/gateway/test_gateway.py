@@ -127,6 +127,17 @@ def test_a_header_names_a_request_before_its_body(gateway, worker):
     assert answer.headers["x-request-id"] == "header's"
 
 
+def test_headers_travel_byte_for_byte_in_any_encoding(gateway, worker):
+    values = {
+        b"x-plain": b"tide",
+        b"x-latin": b"caf\xe9",
+        b"x-utf8": "café 潮".encode(),
+        b"x-neither": b"\xe9 \xc3\xa9\xff",
+    }
+    answer = post(gateway, chat("Tide?"), headers=list(values.items()))
+    assert answer.status_code == 200 and values.items() <= dict(worker.requests[-1].headers).items()
+
+
 def test_a_request_without_an_id_gets_one(gateway, worker):
     answer = post(gateway, chat("Tide?"))
     assert dict(worker.requests[-1].headers)[b"x-request-id"].decode() == answer.headers["x-request-id"] != ""

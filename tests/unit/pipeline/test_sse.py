@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from openai._streaming import SSEDecoder
 
 from proxy.chat.usage import Usage
 from proxy.errors import RETRY_AFTER_SECONDS, Overloaded, Unauthorized, WorkerFailed
@@ -104,6 +105,30 @@ async def test_while_an_event_is_held_back_the_stream_stands_at_the_end_of_anoth
     await relay.run(chunks())
     await relay.beat()
     assert sent == [DELTA, HEARTBEAT] and relay.last == DELTA
+
+
+@pytest.mark.parametrize("ids", [b"id: 1\n%b", b"event: x\nid:1\n%b", b"retry: 9\r\nid: 1\r\n%b", b"%b"])
+async def test_a_comment_is_no_empty_event_for_an_sdk(ids):
+    """One behind an event with an id: `openai` makes an event of a blank line alone."""
+    sent: list[bytes] = []
+
+    async def send(message) -> None:
+        sent.append(message["body"])
+
+    async def chunks():
+        await relay.beat()
+        for event in (ids % DELTA, DELTA, DELTA, DONE):
+            yield event
+            await relay.beat()
+            await relay.beat()
+
+    relay = SseRelay(send, strips_usage=False, keeps_first=False)
+    await relay.run(chunks())
+    await relay.finish(b"data: 1\n\n")
+    events = list(SSEDecoder().iter_bytes(iter([b"".join(sent)])))
+    data = DELTA.decode().removeprefix("data: ").strip()
+    assert [event.data for event in events] == [data, data, data, "[DONE]", "1"]
+    assert b"".join(sent).count(b": keep-alive\n") == 9
 
 
 @pytest.mark.parametrize("size", [1, 7, 50, 10_000])
