@@ -24,7 +24,26 @@ HINTED = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
 # Answers of these report cached tokens.
 REPORTING = HINTED
 
-ENDPOINTS = REPORTING | {"/v1/embeddings", "/tokenize", "/detokenize"}
+# Of token ids, with sampling parameters as the engine has them.
+GENERATE = "/inference/v1/generate"
+
+# All of vLLM outside `/v1/` that clients reach: what it has there for operators has no key of its own.
+OUTSIDE_V1 = frozenset(
+    {
+        "/classify",
+        "/detokenize",
+        "/generative_scoring",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/tokenize",
+        "/v2/rerank",
+        "/v2/embed",
+        GENERATE,
+    }
+)
+
+ENDPOINTS = REPORTING | OUTSIDE_V1 | {"/v1/embeddings"}
 
 # Streams of these report tokens if they are asked to; the others always do.
 ASKED_FOR_USAGE = frozenset({CHAT, COMPLETIONS})

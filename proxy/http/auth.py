@@ -144,6 +144,9 @@ def _presented(scope: asgi.Scope) -> list[bytes]:
 # These load adapters from paths on the worker's disk.
 ADMIN_OF_WORKERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
+# The worker reads no cache salt there.
+UNSALTED = frozenset({"/v2/embed"})
+
 # Rendering a request shows the salt in it.
 SHOWS_THE_SALT = ("/render", "/render/")
 
@@ -166,9 +169,11 @@ def is_for_operators(path: str) -> bool:
 
 
 def client(scope: asgi.Scope, keys: KeyRing) -> ApiKey:
-    """The key of a request for a worker. Raises `Unauthorized` or `Forbidden`."""
+    """The key of a request for a worker. Raises `Unauthorized`, `NotFound` or `Forbidden`."""
     key = keys.authenticate(scope)
     path = scope["path"]
+    if path in UNSALTED:
+        raise NotFound(f"No such path: {path}. It knows no cache of a key's own; /v1/embeddings does.")
     if (path in ADMIN_OF_WORKERS or path.endswith(SHOWS_THE_SALT)) and not key.entry.admin:
         raise Forbidden("This API key may not use this path; it needs admin = true in the keys file.")
     return key

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
 from proxy.boundaries.template_facts import Setting
-from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, RESPONSES, Chat
-from proxy.errors import NotFound
+from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
+from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
@@ -91,7 +91,7 @@ class RequestBody:
     def take(self, parsed: dict[str, Any], client: ClientRequest, asks_usage: bool) -> None:
         """The body has been parsed: settle what the gateway decides in it.
 
-        `asks_usage`: have streams report their tokens if the client does not ask for it.
+        `asks_usage`: have streams report their tokens if the client does not ask for it. Raises `BadRequest`.
         """
         self.parsed, self.names = parsed, tuple(parsed)
         for name in TRANSFERS:
@@ -100,6 +100,8 @@ class RequestBody:
         if isinstance(xargs, dict) and not xargs.keys().isdisjoint(NOT_FROM_CLIENTS):
             kept = {name: value for name, value in xargs.items() if name not in NOT_FROM_CLIENTS}
             parsed[XARGS] = self.put[XARGS] = kept
+        if client.endpoint == GENERATE:
+            self._take_ids(parsed, client)
         if client.key is not None:
             if client.endpoint == RESPONSES:
                 self._drop("request_id")  # a response is stored by it, and may be another's
@@ -138,6 +140,19 @@ class RequestBody:
         for name in left_out:
             other.put.pop(name, None)
         return other.encoded(hint)
+
+    def _take_ids(self, parsed: dict[str, Any], client: ClientRequest) -> None:
+        """The same for a prompt of token ids, whose sampling parameters hold what is `vllm_xargs` elsewhere.
+
+        Raises `BadRequest` where one key could give another's images a content of its own.
+        """
+        params = parsed.get("sampling_params")
+        extra = params.get("extra_args") if isinstance(params, dict) else None
+        if isinstance(extra, dict) and not extra.keys().isdisjoint((HINT, *NOT_FROM_CLIENTS)):
+            kept = {name: value for name, value in extra.items() if name != HINT and name not in NOT_FROM_CLIENTS}
+            parsed["sampling_params"] = self.put["sampling_params"] = {**params, "extra_args": kept}
+        if client.key is not None and parsed.get("features") is not None:
+            raise BadRequest("features name media by hashes that all keys share; send content_parts.", "features")
 
     def _drop(self, name: str) -> None:
         if name in self.parsed:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from proxy.chat.chat import ENDPOINTS
+from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
 from proxy.errors import BodyTooLarge, Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
 from proxy.fleet.pool import no_worker, union_of_models
 from proxy.fleet.worker import Worker
@@ -84,7 +84,7 @@ def _is_forwarded(path: str, method: str) -> bool:
         return False
     if path.startswith(API + "/"):
         return not (path.startswith(_TWICE) and _wrong_base_url(path))
-    return path in ("/tokenize", "/detokenize")
+    return path in OUTSIDE_V1
 
 
 def _wrong_base_url(path: str) -> str | None:
@@ -103,7 +103,10 @@ def _no_such_path(path: str, pages_only: bool) -> str:
         return f"No such path: {path}. Did you mean {meant}? base_url {end}."
     if path == auth.ROOT:
         return "No such path: /. The live page is at the admin port; base_url ends in /v1."
-    return f"No such path: {path}"
+    if pages_only:
+        return f"No such path: {path}"
+    here = ", ".join(sorted(OUTSIDE_V1))
+    return f"No such path: {path}. Of vLLM's, /v1/... and {here} are reached here, any other at the worker itself."
 
 
 def build(settings: Settings) -> App:

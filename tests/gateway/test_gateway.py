@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness.servers import Server, Servers
+from proxy.chat.chat import OUTSIDE_V1
 from tests.harness.gateways import (
     CHAT,
     LAST_USER,
@@ -151,6 +152,21 @@ def test_any_other_v1_path_and_method_passes_through(gateway, worker, method):
     seen = worker.requests[-1]
     assert (seen.method, unquote(seen.target), seen.body) == (method, unquote(target), body)
     assert answer.status_code == 200
+
+
+def test_what_vllm_serves_for_clients_outside_v1_reaches_it_and_nothing_else_does(gateway, worker):
+    body = {"model": "m", "prompt": "x"}
+    for path in (*sorted(OUTSIDE_V1 - {"/tokenize", "/detokenize"}), "/rerank/", "/%72erank"):
+        answer = post(gateway, body, path)
+        assert answer.status_code == 200 and answer.headers["x-seamark-worker"], path
+        assert unquote(worker.requests[-1].target) == unquote(path).rstrip("/")
+    worker.requests.clear()
+    closed = ("/sleep", "/reset_prefix_cache", "/collective_rpc", "/server_info", "/update_weights", "/invocations")
+    near = ("/inference/v1/abort_requests", "/inference/v1/generate/x", "/rerank/..;/sleep", "/score//sleep", "/RERANK")
+    for path in (*closed, *near, "/%73leep", "/rerank%2F..%2Fsleep"):
+        for answer in (post(gateway, body, path), httpx.get(gateway.url + path)):
+            assert answer.status_code == 404 and "at the worker itself" in answer.json()["error"]["message"], path
+    assert not worker.requests
 
 
 @pytest.mark.parametrize("path", ["/v1/../metrics", "/v1/%2e%2e/metrics", "/v1/a%2F..%2F..%2Fmetrics", "/v1/./models"])

@@ -159,6 +159,17 @@ def test_what_others_asked_is_no_reason_that_is_told(fleet, worker, file):
     assert reasons[:2] == ["cold", "cold"] and "salt" not in reasons
 
 
+def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_are_salted(fleet, worker, file):
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    for path, status in (("/v2/embed", 404), ("/v2/embed/", 404), ("/pooling", 200), ("/inference/v1/generate", 200)):
+        asked = {"model": "m", "cache_salt": "mine", "ec_transfer_params": {"a": 1}}
+        assert httpx.post(gateway.url + path, json=asked).status_code == 401
+        assert httpx.post(gateway.url + path, json=asked, headers=bearer("ann")).status_code == status
+    sent = [(request.target, json.loads(request.body)) for request in worker.requests]
+    assert [target for target, _ in sent] == ["/pooling", "/inference/v1/generate"]
+    assert all(body.keys() == {"model", "cache_salt"} and body["cache_salt"] != "mine" for _, body in sent)
+
+
 def test_paths_that_tell_the_salt_are_for_operators(fleet, worker, file):
     gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
     for path in (CHAT + "/render", "/v1/completions/rend%65r"):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from proxy.chat.chat import CHAT, RESPONSES
+from proxy.chat.chat import CHAT, GENERATE, RESPONSES
+from proxy.errors import BadRequest
 from proxy.http.auth import ApiKey, KeyEntry
-from proxy.http.json_body import HINT, TRANSFERS, XARGS
+from proxy.http.json_body import HINT, PIN, TRANSFERS, XARGS
 from proxy.pipeline.request import request_of
 
 EVIL = {"remote_host": "evil"}
@@ -34,6 +35,21 @@ def key() -> ApiKey:
 def test_transfers_between_workers_are_no_clients_business_wherever_they_stand(name, hint):
     body = {"model": "m", name: EVIL, XARGS: {name: EVIL, "mine": 1}}
     assert sent(body, hint=hint) == {"model": "m", XARGS: {"mine": 1, HINT: list(hint)}}
+
+
+@pytest.mark.parametrize("name", [HINT, PIN, *TRANSFERS])
+def test_nothing_of_the_gateways_comes_with_token_ids_either(name, key):
+    body = {"token_ids": [1], "sampling_params": {"seed": 1, "extra_args": {name: EVIL, "mine": 1}}}
+    kept = {"token_ids": [1], "sampling_params": {"seed": 1, "extra_args": {"mine": 1}}}
+    assert sent(body, path=GENERATE) == kept
+    assert sent({**body, "kv_transfer_params": EVIL}, key, GENERATE) == {**kept, "cache_salt": "a salt"}
+
+
+def test_media_that_all_keys_would_share_by_name_are_refused(key):
+    body = {"token_ids": [1], "sampling_params": {}, "features": {"mm_hashes": {"image": ["a"]}}}
+    with pytest.raises(BadRequest, match="content_parts"):
+        sent(body, key, GENERATE)
+    assert sent(body, path=GENERATE) == body
 
 
 def test_other_arguments_of_the_client_stay():
