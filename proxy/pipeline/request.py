@@ -147,7 +147,8 @@ class RequestBody:
         Raises `BadRequest` where one key could give another's images a content of its own.
         """
         params = parsed.get("sampling_params")
-        extra = params.get("extra_args") if isinstance(params, dict) else None
+        params = params if isinstance(params, dict) else {}
+        extra = params.get("extra_args")
         if isinstance(extra, dict) and not extra.keys().isdisjoint((HINT, *NOT_FROM_CLIENTS)):
             kept = {name: value for name, value in extra.items() if name != HINT and name not in NOT_FROM_CLIENTS}
             parsed["sampling_params"] = self.put["sampling_params"] = {**params, "extra_args": kept}
