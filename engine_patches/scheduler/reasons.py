@@ -51,7 +51,7 @@ class Outcomes:
         """
         hinted = state.hinted_positions
         if getattr(request, "skip_reading_prefix_cache", False):  # prompt logprobs need every token computed
-            return HINT_IGNORED if hinted else self._without_hint(request, state)
+            return HINT_IGNORED
         last = request.num_tokens - max(self._drop, 1)  # its last token is always computed
         reachable = max(min(state.shared - self._drop, last), 0) // self._alignment * self._alignment
         deepest = max((position for position in hinted if position <= last), default=0)

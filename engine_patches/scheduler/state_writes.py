@@ -14,7 +14,7 @@ from engine_patches.forward.step_writes import WRITES, Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hints import HINTED
-from engine_patches.scheduler.reasons import EVICTED, NOT_WORTH_IT
+from engine_patches.scheduler.reasons import EVICTED, HINT_IGNORED, NOT_WORTH_IT
 from engine_patches.scheduler.state_events import emit_events, only_generates
 from engine_patches.scheduler.transfers import keep_loaded_state
 
@@ -92,8 +92,10 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
                 # A step of single tokens, or of tokens with their drafts, may be replayed as one graph of kernels,
                 # which runs no layer in segments.
                 checkpoints.counters.hint_ignored("single_token")
+                miss = HINT_IGNORED
             elif (blocks := checkpoints.reserve(pool, request, target)) is None:
                 checkpoints.counters.hint_ignored("no_room")
+                miss = HINT_IGNORED
                 if checkpoints.gate is not None:
                     checkpoints.gate.pause()
             else:

@@ -79,7 +79,8 @@ REASON_TEXT = {
     ),
     "no_boundary": ReasonText(
         "no place to share up to",
-        "It has no text in which others could differ, or its template refuses to render such a text.",
+        "It has no text in which others could differ (a prompt of token ids), or its template refuses to render such a "
+        "text. What it shares with an earlier one is kept once a second one shares it.",
         "Nothing for a single request. If all of a client end so, run `seamark boundary` on one of them.",
     ),
     "no_facts": ReasonText(
@@ -89,8 +90,8 @@ REASON_TEXT = {
     ),
     "hint_ignored": ReasonText(
         "worker took no hint",
-        "The engine did not look for it, takes no hints for such a request (prompt logprobs, speculative decoding), or "
-        "gets none because answers from its cache were found to differ.",
+        "The engine did not look for it (prompt logprobs, `echo` with `logprobs`), had no room for a state, keeps none "
+        "for any hint, or gets no hints because answers from its cache were found to differ.",
         "Leave prompt logprobs out of the request; run `seamark doctor --worker URL` for the rest.",
     ),
 }
@@ -190,19 +191,21 @@ def _beside_change(expected: Expectation, delivery: Delivery) -> str:
     here = expected.found(expected.predicted)
     if expected.found(expected.held) > here and cached >= here:
         return "other_worker"
+    if expected.sent is None and delivery.engine == "hit":
+        return "hit"  # nobody had asked for a state further on
     return _of_engine(delivery, expected.failure or "evicted")
 
 
 # Reasons of an engine that name a cause: the gateway cannot know why a prefix that was sent before is not there, or why
 # a hint was of no use. A prefix that nobody had asked for by a boundary is first sight for its engine.
-ENGINE_CAUSES = frozenset({"cold", "evicted", "not_worth_it", "below_unit", "hint_ignored"})
+ENGINE_CAUSES = frozenset({"cold", "evicted", "not_worth_it", "below_unit", "no_boundary", "hint_ignored"})
 
 
 def _of_engine(delivery: Delivery, otherwise: str) -> str:
     engine = delivery.engine
     if engine is None or engine not in ENGINE_CAUSES or (otherwise == "cold" and engine != "hint_ignored"):
         return otherwise
-    if otherwise == "no_facts" and engine == "cold":  # to the engine, since nobody asked for a state
+    if otherwise == "no_facts" and engine in ("cold", "no_boundary"):  # to the engine: nobody asked for a state
         return otherwise
     return engine
 

@@ -335,9 +335,9 @@ def a_connector_looks_up_in_its_own_way(core):
 
 @situation(blocks=7)
 def a_cache_with_no_block_to_spare(core):
-    a = core.request("a", HEAD[:190], [64, 100, 180])
-    core.run()
-    return {**shown(core, a), "no_room": core.scheduler.seamark.counters.counts.ignored["no_room"] > 0}
+    a, b = _run_all(core, [(HEAD[:190], [64, 100, 180]), (HEAD[:190], [180])])
+    counted = core.scheduler.seamark.counters.take()
+    return {**shown(core, a, b), "no_room": counted.ignored["no_room"] > 0, "why": counted.requests[-1].reason}
 
 
 @situation(blocks=16, budget=512, policy="priority")

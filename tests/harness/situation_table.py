@@ -125,7 +125,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "c": {"hit": 0, "ends": [210], "written": [], "keys": [160]},
         "d": {"hit": 0, "ends": [210], "written": [], "keys": [160]},
     },
-    "a cache with no block to spare": {"a": {"hit": 0, "ends": [190], "written": [], "keys": []}, "no_room": True},
+    "a cache with no block to spare": {
+        "r0": {"hit": 0, "ends": [190], "written": [], "keys": []},
+        "r1": {"hit": 0, "ends": [190], "written": [], "keys": []},
+        "no_room": True,
+        "why": "hint_ignored",
+    },
     "preempted in the very step it was planned for": {
         "low": {"hit": 0, "ends": [250], "written": [128, 240, 128, 240], "keys": [448, 512]},
         "high": {"hit": 0, "ends": [150], "written": [128], "keys": []},

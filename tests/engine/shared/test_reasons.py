@@ -103,6 +103,24 @@ def test_hint_ignored(servers: SharedServers, new):
     assert told["reason"] == "hint_ignored" and told["predicted"] > 64 and told["delivered"] == 0
 
 
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_never_kept_and_what_was_not_looked_up_is_not_evicted(servers: SharedServers, new, stream):
+    ids = random.Random(new).sample(range(300, 3000), 200)  # nothing tells that their last one is the only new one
+    unlike = {"logprobs": 1, "echo": True}  # prompt logprobs by another name
+
+    def reasons(*prompts: object, **fields: object) -> list[str]:
+        answers = [ask(servers.gateway, None, "", COMPLETIONS, prompt=prompt, **fields) for prompt in prompts]
+        return [in_the_end(servers.gateway, answer)["reason"] for answer in answers]
+
+    usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    assert reasons(*([*ids, end] for end in range(3)), **usage) == ["cold", "no_boundary", "hit"]
+    assert reasons(f"{new} High?", f"{new} Low?", **unlike, **usage) == ["hint_ignored"] * 2
+    assert reasons([*ids, 3], f"{new} Flood?", **unlike, **usage) == ["hint_ignored"] * 2
+
+
 def test_another_worker_has_more(servers: SharedServers, fleet: Servers, new):
     gateway = fleet.gateway(servers.seamark, servers.tight, flags=("--max-inflight", "1"))
     gateway.wait_until_ready("/ready", seconds=30)

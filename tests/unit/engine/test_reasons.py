@@ -69,7 +69,7 @@ def test_a_prompt_that_is_not_looked_up_is_no_miss():
     unread = request()
     unread.skip_reading_prefix_cache = True
     assert Outcomes(16).reason_for(unread, state(160, shared=160), 0) == HINT_IGNORED
-    assert Outcomes(16).reason_for(unread, RequestState(shared=160), 0) == NO_BOUNDARY
+    assert Outcomes(16).reason_for(unread, RequestState(shared=160), 0) == HINT_IGNORED
 
 
 def test_what_is_shared_decides_whether_a_hit_is_whole():

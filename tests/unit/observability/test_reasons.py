@@ -88,6 +88,15 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(), {"cached": 0, "engine": "cold"}, None, "cold"),  # nobody had asked for it by a boundary
         (expect(), {"cached": 0, "engine": "hint_ignored"}, None, "hint_ignored"),
         (expect(**NEW), {"cached": 0, "engine": "hint_ignored"}, None, "hint_ignored"),
+        (expect(**NEW), {"cached": 0, "shared": 192, "engine": "no_boundary"}, None, "no_boundary"),
+        (expect(**NEW), {"cached": 192, "shared": 240, "engine": "hit"}, None, "hit"),  # states lie on multiples of 64
+        (
+            expect(**NEW),
+            {"cached": 0, "shared": 192, "engine": "evicted"},
+            None,
+            "evicted",
+        ),  # it had learnt it
+        (expect(failure="no_facts"), {"cached": 0, "engine": "no_boundary"}, None, "no_facts"),
         (expect(), {"cached": 0, "engine": "a word of a later version"}, None, "evicted"),
         (expect(), {"cached": 160, "shared": 400, "engine": "hit"}, None, "evicted"),
         (expect(held=0, predicted=0), {"cached": 0, "shared": 0}, None, "evicted"),  # it has forgotten all of it
