@@ -23,6 +23,7 @@ from proxy.commands.ways import DEFAULT_PORT, LOOPBACK, Found, Way, find, surrou
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
+from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
 from proxy.observability.shadow import CURED
 from proxy.routing.engine_events import PATH as EVENTS
@@ -186,6 +187,8 @@ def _examine(client: httpx.Client, url: str, shown: str, has_key: bool, found: F
         raise Unanswered(f"{shown} is not vLLM: /v1/models lists no models (status {models.status_code})") from None
     parts = urlsplit(url)
     cures = Cures(found, str(entry.get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
+    if why := _why_asleep(client, url, shown):
+        return Examination(f"cannot hit: {shown} is {why}", [Diagnosis(False, f"{shown} is {why}")])
     details = _details(client, url, model, cures)  # first: an engine's metrics are certain once it has run a step
     try:
         text = _get(client, url, "/metrics", shown).text
@@ -280,6 +283,22 @@ def _why_refused(answer: httpx.Response, shown: str, has_key: bool, flag: str, w
     return f"{shown} wants an API key {said}, and none was given: {flag}, with {whose} in it"
 
 
+def _why_asleep(client: httpx.Client, url: str, shown: str) -> str:
+    """Why its engine computes nothing, in words, as a gateway says it; empty if it does."""
+    try:
+        levels = worker_metrics.read(_get(client, url, "/metrics", shown).text).sleep_levels
+    except (ValueError, KeyError, TypeError):
+        return ""
+    answers = EngineAnswers(url)
+    for path in tuple(answers.said) if levels else ():
+        try:
+            answer = client.get(url + path)
+        except NO_ANSWER:
+            continue
+        answers.take(path, answer.status_code, answer.content)
+    return answers.why_asleep(levels)
+
+
 def _version(client: httpx.Client, url: str) -> str | None:
     try:
         return str(client.get(url + "/version").json()["version"])
@@ -303,6 +322,11 @@ def _engine(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> list[D
         old = f"the plugin is older than {wanted}: it takes positions only, and so gets hints for known prompts alone"
         live.append(Diagnosis(False, old, cures.update(wanted)))
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
+    if info.refused:  # with a finer unit, too
+        refused = Diagnosis(False, f"no hint counts: {info.refused}", fatal=info.refused)
+        return [*live, refused, Diagnosis(True, lengths)]
+    if setup.attention_only:  # a unit below the block stops it
+        return [*live, Diagnosis(True, f"{lengths}; vLLM alone keeps all, since no layer is recurrent")]
     coarse = info.match_unit > 64
     cure = cures.flag("--prefix-match-unit 16", "or leave it out: the plugin sets it for hybrid models")
     return [*live, Diagnosis(not coarse, lengths, cure if coarse else None)]
@@ -327,6 +351,9 @@ def _drafts(
         return [Diagnosis(False, text, cures.drafts())]
     if info.ahead:
         return [Diagnosis(True, f"speculative decoding is on, with hints: they share {info.ahead} tokens past a state")]
+    if info.refused:
+        cure = cures.drafts() if "SEAMARK_DRAFTS" in info.refused else None
+        return [Diagnosis(False, "speculative decoding is on, without hints", cure)]
     if setup.hints_refused or _refuses_hints(client, url, model):
         fatal = (
             "speculative decoding is on, and the plugin refuses hints beside it; SEAMARK_DRAFTS=1 in vLLM's "

@@ -17,6 +17,7 @@ from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import NoWorker
 from proxy.fleet import worker_metrics
+from proxy.fleet.sleep import ASLEEP, EngineAnswers
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Malformed, Silent, Unreachable, Upstream
@@ -28,6 +29,9 @@ logger = logging.getLogger("seamark.workers")
 # Seconds for each question of a probe; a worker busy with a long prefill still answers, its API server is another
 # process.
 PROBE_TIMEOUT = 5.0
+
+# Seconds for the question whether the engine sleeps, which it answers between two steps.
+SLEEP_TIMEOUT = 1.0
 
 # Seconds that a worker which has booted is given to render the small chats that teach its template, before it gets
 # requests. Learning goes on after that.
@@ -250,12 +254,16 @@ class WorkerPool:
         if models is None:
             raise Unwell(self._why_refused(worker, "/v1/models", status))
         found = worker_metrics.read(exposition.decode(errors="replace"))
-        worker.engine = None if self._settings.shadow else found.engine  # then it is treated as one without the plugin
-        if found.step_times.known or found.engine is None:
-            worker.step_times = found.step_times  # a restarted engine learns them again: until then, the old ones stand
+        boot = f"{worker.url}#{found.boot}"
         worker.models = models
         worker.model_ids = frozenset(entry["id"] for entry in worker.models)
-        boot = f"{worker.url}#{found.boot}"
+        if why := await self._why_asleep(worker, boot, found.sleep_levels):
+            raise Unwell(why)
+        worker.engine = None if self._settings.shadow else found.engine  # then it is treated as one without the plugin
+        worker.refused = found.engine.refused if found.engine is not None else ""
+        worker.drafts = found.drafts and found.engine is None
+        if found.step_times.known or found.engine is None:
+            worker.step_times = found.step_times  # a restarted engine learns them again: until then, the old ones stand
         if boot != worker.boot:
             worker.boot = boot
             worker.breaker.reset()
@@ -287,6 +295,23 @@ class WorkerPool:
                 return some
         _, exposition = await self._get(worker, "/metrics")
         return exposition
+
+    async def _why_asleep(self, worker: Worker, boot: str, levels: Sequence[int | None]) -> str:
+        """Why it computes nothing, in words; empty if it does. `levels`: of sleep, as its metrics tell."""
+        if not levels:  # not vLLM, or none that sleeps
+            return ""
+        if worker.answers.boot != boot:
+            worker.answers = EngineAnswers(boot)
+
+        async def ask(path: str) -> None:
+            try:
+                answers.take(path, *await self._get(worker, path, SLEEP_TIMEOUT))
+            except (Unreachable, Broken):
+                answers.none(path)
+
+        answers = worker.answers
+        await asyncio.gather(*map(ask, tuple(answers.said)))
+        return answers.why_asleep(levels)
 
     def _why_refused(self, worker: Worker, path: str, status: int) -> str:
         """Why a worker answers `path` with `status`, or with nothing that vLLM would say."""
@@ -332,14 +357,15 @@ class WorkerPool:
         if task is not None:
             task.cancel()
 
-    async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
-        return await self._upstream.fetch("GET", worker.url + path, timeout=PROBE_TIMEOUT)
+    async def _get(self, worker: Worker, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes]:
+        return await self._upstream.fetch("GET", worker.url + path, timeout=timeout)
 
     def _set_up(self, worker: Worker, up: bool, words: str) -> None:
         """`words`: what it serves, or why it is down. They are logged when they change, not with each health check."""
         if (up, words) != (worker.up, worker.words):
             level = logging.INFO if up else logging.WARNING
-            logger.log(level, "worker %s is %s: %s", worker.name, "up" if up else "down", words)
+            state = "" if words.startswith(ASLEEP) else "up: " if up else "down: "
+            logger.log(level, "worker %s is %s%s", worker.name, state, words)
             worker.words = words
         if up != worker.up:
             worker.up = up
@@ -394,6 +420,8 @@ def _what_it_is(worker: Worker, found: WorkerMetrics, is_gateway: bool) -> str:
         return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
     if found.engine is not None:
         patched = f"patched (Seamark {found.engine.version}, match unit {found.engine.match_unit} tokens)"
+        if found.engine.refused:
+            patched += f", but it gets no hints: {found.engine.refused}"
         return f"serves {models}; vLLM {worker.vllm}; {patched}"
     if not worker.vllm and found.hits is None:
         return f"serves {models}; not vLLM, as far as it shows: requests pass through without hints"

@@ -13,6 +13,7 @@ from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_ren
 from proxy.boundaries.resolve import Entry
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
+from proxy.fleet.sleep import ASLEEP, EngineAnswers
 from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes
 
 # Different requests in a row that a worker took and failed. One that fails wherever it goes counts once.
@@ -140,7 +141,10 @@ class Worker:
     words: str = ""  # what it serves if it is up, else why it is down; empty: not known yet
     vllm: str = ""  # version of vLLM; empty: it does not say
     boot: str = ""
-    engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
+    engine: EngineInfo | None = None  # None: no plugin, the plugin left vLLM untouched, or shadow mode
+    refused: str = ""  # why its plugin keeps no state for any hint, in shadow mode, too; empty if hints count
+    drafts: bool = False  # speculative decoding is on, and no plugin says what it makes of hints beside it
+    answers: EngineAnswers = field(default_factory=lambda: EngineAnswers(""))
     step_times: StepTimes = UNKNOWN
     # Prompt tokens that its prefix cache gave since its start, as vLLM counts, and how many of them before the gateway
     # first saw it; None: it does not say.
@@ -174,9 +178,14 @@ class Worker:
         return "" if self.up else self.words
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether it was found well and asleep, or paused."""
+        return self.why_down.startswith(ASLEEP)
+
+    @property
     def takes_hints(self) -> bool:
         """Whether states can be kept on it, and may be."""
-        return self.engine is not None and self.cache.hints_allowed
+        return self.engine is not None and not self.refused and self.cache.hints_allowed
 
     def hint(self, found: Found | None) -> tuple[Entry, ...]:
         """The hint that it gets; an older plugin takes positions only, so just what was told of this very head.

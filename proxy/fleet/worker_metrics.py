@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlencode
@@ -19,6 +20,13 @@ CACHE = "vllm:cache_config_info"
 DRAFTS = "vllm:spec_decode_num_drafts_total"  # there from the start, and only with speculative decoding
 IGNORED = "seamark_hints_ignored_total"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+SLEEP = "vllm:engine_sleep_state"  # of each engine, 1 at the state that it is in
+
+# Levels of vLLM's sleep, by the state that says so; an engine in none of its states sleeps at level 0.
+SLEEP_LEVELS = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
+
+# A cause is shown in lines of logs and pages.
+MOST_CAUSE = 200  # characters
 
 # Where prefills that come over NIXL are checked.
 NIXL = frozenset({"NixlConnector", "NixlPullConnector"})
@@ -28,7 +36,7 @@ BEST_LANE = "inside_pass"
 ENTRIES_SINCE = (0, 3)
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
-_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CACHE, *REQUESTS)
+_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CACHE, DRAFTS, SLEEP, *REQUESTS)
 
 # What a worker with the plugin gives of its `/metrics`; writing all of them takes it milliseconds.
 OF_PLUGIN = "/seamark/metrics?" + urlencode([("name[]", name) for name in _READ])
@@ -45,6 +53,7 @@ class EngineInfo:
     ahead: int = 0  # past a state, up to which a request has to share: a draft head reads so far
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them
+    refused: str = ""  # why it keeps no state for any hint; empty if hints count
 
     @property
     def takes_entries(self) -> bool:
@@ -85,6 +94,8 @@ class WorkerMetrics(NamedTuple):
     hits: int | None = None  # prompt tokens that the prefix cache gave so far; None: not vLLM's metrics
     cache_tokens: int = 0  # that fit into the engine's cache; 0: it does not say
     requests: int = 0  # that run or wait in the engine, whoever sent them
+    sleep_levels: tuple[int | None, ...] = ()  # of each engine, None for one awake; empty: it does not say
+    drafts: bool = False  # speculative decoding is on
 
 
 def read(text: str) -> WorkerMetrics:
@@ -110,7 +121,19 @@ def read(text: str) -> WorkerMetrics:
         int(sum(sample.value for sample in found[HITS])) if found[HITS] else None,
         sum(int(size) for size in sizes if size.isdecimal()),
         int(sum(sample.value for name in REQUESTS for sample in found[name])),
+        _sleep_levels(found[SLEEP]),
+        bool(found[DRAFTS]),
     )
+
+
+def _sleep_levels(samples: Iterable[Sample]) -> tuple[int | None, ...]:
+    levels: dict[str, int | None] = {}
+    for sample in samples:
+        engine = sample.labels.get("engine", "")
+        levels.setdefault(engine, 0)
+        if sample.value:
+            levels[engine] = SLEEP_LEVELS.get(sample.labels.get("sleep_state", ""), 0)
+    return tuple(levels.values())
 
 
 class EngineSetup(NamedTuple):
@@ -122,26 +145,28 @@ class EngineSetup(NamedTuple):
     hints_refused: bool  # some hints were, because of it
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them, as the plugin says
+    attention_only: bool = False  # no layer is recurrent
 
 
 def read_setup(text: str) -> EngineSetup:
     """For a diagnosis. Raises `ValueError` for what is no exposition."""
     wanted = (CACHE, DRAFTS, IGNORED, ENGINE)
     lines = "\n".join(line for line in text.split("\n") if line.startswith(wanted))
-    caching, block_size, drafts, refused, connector, lane = None, None, False, False, "", ""
+    caching, block_size, drafts, refused, connector, lane, attention_only = None, None, False, False, "", "", False
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:
             if sample.name == CACHE:
                 caching = {"True": True, "False": False}.get(sample.labels.get("enable_prefix_caching", ""))
                 size = sample.labels.get("block_size", "")
                 block_size = int(size) if size.isdecimal() else None
+                attention_only = sample.labels.get("mamba_block_size") == "None"  # vLLM sets it for recurrent layers
             elif sample.name == ENGINE and sample.value == 1:
                 connector, lane = sample.labels.get("connector", ""), sample.labels.get("lane", "")
             drafts = drafts or sample.name == DRAFTS
             refused = refused or (
                 sample.name == IGNORED and sample.labels.get("reason") == "speculative" and sample.value > 0
             )
-    return EngineSetup(caching, block_size, drafts, refused, connector, lane)
+    return EngineSetup(caching, block_size, drafts, refused, connector, lane, attention_only)
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -155,5 +180,6 @@ def _engine(labels: dict[str, str]) -> EngineInfo:
     if match_unit < 1:
         raise ValueError("a match unit has a token at least")
     ahead = int(labels.get("ahead", 0))  # an older plugin refuses hints beside drafts
-    beside = labels.get("connector", ""), labels.get("lane", "")
+    cause = " ".join(labels.get("refused", "").split())[:MOST_CAUSE]
+    beside = labels.get("connector", ""), labels.get("lane", ""), cause
     return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]), ahead, *beside)

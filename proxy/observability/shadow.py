@@ -44,6 +44,9 @@ POLL_SECONDS = 0.2  # between two checks whether a worker has counted its hits
 # The reason of the tokens that the plugin would have saved. It would have saved none of the others by itself.
 CURED = "unpatched"
 
+# Of those that a plugin which is there would not have saved, since it refuses hints.
+REFUSED = "hint_ignored"
+
 
 class AnsweredRequest(NamedTuple):
     """A request that a worker without the plugin has answered; lengths in tokens."""
@@ -278,7 +281,7 @@ class Shadow:
 
         apart = repr((request.boot, request.chat.body.get("cache_salt") if request.chat is not None else None))
         learnt = self._shared.look(apart.encode(errors="surrogatepass"), prompt.ids)
-        lose(CURED, max(_tokens(sent(found.prefixes, (request.boot,))), learnt))
+        lose(REFUSED if request.worker.refused else CURED, max(_tokens(sent(found.prefixes, (request.boot,))), learnt))
         lose("other_worker", _tokens(sent(found.prefixes, self._boots())))
         lose("worker_restarted", _tokens(self._prefix_index.ever_sent(found.prefixes)))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)

@@ -132,7 +132,7 @@ class Dispatcher:
             return choose(workers, {}, self._load_slack)
         # All that could hold it, because a worker that is full or not ready yet has not lost it.
         serving = self._pool.serving(request.model)
-        boots = {worker.boot for worker in serving if worker.engine is not None and worker.cache.hints_allowed}
+        boots = {w.boot for w in serving if w.engine is not None and not w.refused and w.cache.hints_allowed}
         held = self._prefix_index.longest(found.prefixes, boots)
         worker = choose(workers, held, self._load_slack, affinity_key(request.client.headers, request.body.parsed))
         prediction.held = held[worker.boot].tokens if worker.boot in held else 0
@@ -307,4 +307,4 @@ def _failure(worker: Worker) -> str | None:
     """Why a worker gets no hint whatever the request is; None if it gets one."""
     if worker.engine is None:
         return "unpatched"
-    return None if worker.cache.hints_allowed else "hint_ignored"
+    return None if worker.takes_hints else "hint_ignored"

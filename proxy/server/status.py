@@ -67,6 +67,8 @@ def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
         "name": worker.name,
         "up": worker.up,
         "why_down": worker.why_down,
+        "asleep": worker.is_asleep,
+        "refused": worker.refused,
         "breaker": "open" if worker.breaker.is_open else "closed",
         "warming": worker.warming,
         "boot": worker.boot,
@@ -127,7 +129,8 @@ def alarms(gateway: Gateway) -> list[str]:
     for worker in gateway.pool.workers:
         if not worker.up:
             never = "" if worker.boot else " It has not served since the gateway started."
-            sentences.append(f"Worker {worker.name} is down: {worker.why_down or 'it does not answer'}.{never}")
+            down = worker.why_down if worker.is_asleep else f"down: {worker.why_down or 'it does not answer'}"
+            sentences.append(f"Worker {worker.name} is {down}.{never}")
         elif worker.breaker.is_open:
             sentences.append(f"Worker {worker.name} fails: it gets one request at a time until one succeeds.")
     return sentences
@@ -135,10 +138,12 @@ def alarms(gateway: Gateway) -> list[str]:
 
 def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
+    sentences = [_refusing(worker) for worker in gateway.pool.workers if worker.up and worker.refused]
     if gateway.settings.shadow:
-        sentences = ["Shadow mode: nothing is changed and no hint is sent; what that costs is counted."]
+        sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
+        sentences += [_drafting(worker) for worker in gateway.pool.workers if worker.up and worker.drafts]
     else:
-        sentences = [_without_plugin(worker) for worker in gateway.pool.workers if worker.up and worker.engine is None]
+        sentences += [_without_plugin(worker) for worker in gateway.pool.workers if worker.up and worker.engine is None]
         sentences += [
             _with_old_plugin(worker, worker.engine.version)
             for worker in gateway.pool.workers
@@ -161,6 +166,17 @@ def _measures(check: SelfCheck) -> str:
 def _without_plugin(worker: Worker) -> str:
     cure = f"`seamark doctor --worker {worker.url}` says what to do"
     return f"Worker {worker.name} runs without Seamark's plugin: {cure}."
+
+
+def _refusing(worker: Worker) -> str:
+    return f"Worker {worker.name} gets no hints: {worker.refused}."
+
+
+def _drafting(worker: Worker) -> str:
+    return (
+        f"Worker {worker.name} drafts: what the plugin would save is counted as with SEAMARK_DRAFTS=1 in vLLM's "
+        "environment, without which it refuses hints beside speculative decoding."
+    )
 
 
 def _with_old_plugin(worker: Worker, version: str) -> str:

@@ -90,6 +90,29 @@ def test_drafts_beside_which_hints_were_refused_are_the_cause(worker, examined):
     assert "SEAMARK_DRAFTS=1" in told.verdict and "docker run -e SEAMARK_DRAFTS=1" in told.text
 
 
+@pytest.mark.parametrize(
+    ("cause", "cured"),
+    [("drafts: hints beside mtp need SEAMARK_DRAFTS=1", True), ("a layer has a sliding window", False)],
+)
+def test_what_the_plugin_says_of_refused_hints_is_the_cause_and_the_cure_is_one_that_helps(examined, cause, cured):
+    unit = 'vllm:cache_config_info{block_size="528",mamba_block_size="528"} 1.0\n'
+    with recording_worker(refused=cause, more_metrics=DRAFTS + unit) as worker:
+        told = examined(worker.url, "--runs-as", "docker")
+        assert len(worker.requests) == 1  # it need not be asked with a hint
+    assert told.status == 1 and told.verdict == f"cannot hit: {cause}"
+    assert ("docker run -e SEAMARK_DRAFTS=1" in told.text) == cured and "--prefix-match-unit" not in told.text
+
+
+@pytest.mark.parametrize(("recurrent_block", "advised"), [("None", False), ("528", True)])
+def test_a_finer_unit_is_no_advice_for_a_worker_without_recurrent_layers(worker, examined, recurrent_block, advised):
+    worker.patched = False
+    worker.more_metrics = engine_info().replace('match_unit="16"', 'match_unit="128"')
+    worker.more_metrics += f'vllm:cache_config_info{{block_size="128",mamba_block_size="{recurrent_block}"}} 1.0\n'
+    told = examined(worker.url)
+    assert told.verdict.startswith("will hit") and told.status == advised
+    assert ("--prefix-match-unit 16" in told.text) == advised
+
+
 class RefusesHints(RecordingWorker):
     """It counts a hint as refused once one has come."""
 

@@ -57,6 +57,29 @@ def test_what_a_worker_without_the_plugin_computes_again_is_told(fleet, worker):
     assert explained[2]["reason"] == "unpatched"
 
 
+@pytest.mark.parametrize(
+    ("plugin", "reason", "warned"),
+    [
+        (
+            {"patched": True, "refused": "a layer has a sliding window"},
+            "hint_ignored",
+            "no hints: a layer has",
+        ),
+        ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "with SEAMARK_DRAFTS=1"),
+    ],
+)
+def test_nothing_is_promised_of_a_plugin_that_would_refuse_the_hints(fleet, worker, plugin, reason, warned):
+    for name, value in plugin.items():
+        setattr(worker, name, value)
+    gateway = start_gateway(fleet, worker, flags=("--shadow",))
+    for number, question in enumerate(("one", "two"), 1):
+        post(gateway, chat(question))
+        told = judged(gateway, number)
+    assert told["lost"][reason]["tokens"] == SYSTEM_END // MATCH_UNIT * MATCH_UNIT
+    assert told["plugin_would_save"]["tokens"] == (told["lost"][reason]["tokens"] if reason == "unpatched" else 0)
+    assert warned in " ".join(httpx.get(gateway.url + "/seamark/live").json()["warnings"])
+
+
 def test_what_the_worker_had_cached_by_itself_is_no_loss(fleet, worker):
     gateway = start_gateway(fleet, worker)
     post(gateway, chat("one"))

@@ -212,6 +212,21 @@ def test_a_worker_that_is_down_cannot_be_overlooked(browser, worker, pictures):
             in_every_look(browser, own, pictures, "worker-down", check)
 
 
+def test_a_worker_that_sleeps_and_one_that_keeps_nothing_cannot_be_overlooked(browser, worker, pictures):
+    cause = "a layer has a sliding window"
+    with recording_worker(refused=cause) as refusing, own_gateway(worker, refusing) as own:
+        wait_until_up(own)
+        worker.sleeps = (1,)
+
+        def check(page: Page) -> None:
+            text(page, "#alarms").to_contain_text("is asleep (level 1): POST /wake_up wakes it.", timeout=PATIENCE)
+            text(page, "tr.down td.state").to_have_text("ASLEEP")
+            text(page, "#warnings").to_contain_text(f"gets no hints: {cause}.")
+            text(page, "td.unpatched").to_contain_text("no hints")
+
+        in_every_look(browser, own, pictures, "worker-states", check)
+
+
 def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
     with recording_worker(patched=False, cached=0) as worker, own_gateway(worker, shadow=True) as own:
         wait_until_up(own)

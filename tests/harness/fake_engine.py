@@ -29,13 +29,15 @@ MAX_SEEN = 64  # prompts that are compared with later ones
 Template = Callable[[Mapping[str, Any]], str]
 
 
-def engine_info(version: str = VERSION, ahead: int = 0, connector: str = "") -> str:
+def engine_info(version: str = VERSION, ahead: int = 0, connector: str = "", refused: str = "") -> str:
     """The line of `/metrics` by which a gateway knows the plugin; `ahead` as beside a draft head, in tokens.
 
-    `connector`: vLLM's name of a KV connector beside which states are written inside a pass.
+    `connector`: vLLM's name of a KV connector beside which states are written inside a pass. `refused`: why no hint
+    counts.
     """
     beside = f'ahead="{ahead}",' if ahead else ""  # older plugins have no such labels
     beside += f'connector="{connector}",lane="inside_pass",' if connector else ""
+    beside += f'refused="{refused}",' if refused else ""
     labels = f'{beside}block_size="384",match_unit="{MATCH_UNIT}",version="{version}",vllm="0.32.0"'
     return f"seamark_engine_info{{{labels}}} 1.0\n"
 
@@ -53,6 +55,18 @@ def template(body: Mapping[str, Any]) -> str:
 def token_ids(text: str) -> list[int]:
     """A token for each character."""
     return list(map(ord, text))
+
+
+SLEEP_STATES = {None: "awake", 0: "", 1: "weights_offloaded", 2: "discard_all"}
+
+
+def sleep_state(*levels: int | None) -> str:
+    """The lines of `/metrics` by which vLLM tells at which level each of its engines sleeps; None for one awake."""
+    return "".join(
+        f'vllm:engine_sleep_state{{engine="{engine}",model_name="m",sleep_state="{state}"}} {float(state == now)}\n'
+        for engine, now in enumerate(SLEEP_STATES[level] for level in levels)
+        for state in ("awake", "weights_offloaded", "discard_all")
+    )
 
 
 class Admitted(NamedTuple):

@@ -25,6 +25,7 @@ from tests.harness.fake_engine import (
     Template,
     engine_info,
     prompt_of,
+    sleep_state,
     template,
     token_ids,
 )
@@ -74,6 +75,10 @@ class RecordingWorker:
     version: str = VERSION  # of its plugin
     ahead: int = 0  # tokens past a state that a prompt has to share to find it
     connector: str = ""  # vLLM's name of its KV connector
+    refused: str = ""  # why no hint counts
+    sleeps: tuple[int | None, ...] = (None,)  # the level of each engine's sleep, None for one awake
+    paused: bool = False
+    dev_mode: bool = True  # it has the routes that ask the engine for these
     transfer: dict[str, Any] | None = None  # what a prefill worker says of a prompt that it has computed
     unfinished: threading.Event = field(default_factory=threading.Event)  # while set, such an answer stops at its head
     template: Template = template
@@ -137,13 +142,19 @@ class RecordingWorker:
         if path in ("/metrics", "/seamark/metrics"):
             text = (
                 f"process_start_time_seconds {self.boot}\n"
-                + (engine_info(self.version, self.ahead, self.connector) if self.patched else "")
+                + (engine_info(self.version, self.ahead, self.connector, self.refused) if self.patched else "")
+                + sleep_state(*self.sleeps)
                 + self.more_metrics
             )
             return await _answer(send, text.encode(), "text/plain")
         if path == "/v1/models" and scope["method"] == "GET":
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
             return await _answer(send, json.dumps({"object": "list", "data": data}).encode())
+        if path in ("/is_sleeping", "/is_paused"):
+            asleep = [level is not None or self.paused for level in self.sleeps]
+            if not self.dev_mode or len(set(asleep)) > 1:  # vLLM's engines have to agree
+                return await _answer(send, b"{}", status=500 if self.dev_mode else 404)
+            return await _answer(send, json.dumps({path[1:]: asleep[0]}).encode())
         if path == "/version":
             return await _answer(send, b'{"version":"0.32.0"}')
         if path == "/seamark/outcomes":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes, WorkerMetrics, read
+from tests.harness.fake_engine import sleep_state
 
 INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"}'
 
@@ -31,6 +32,19 @@ def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
 def test_how_far_past_a_state_a_prefix_has_to_be_shared():
     engine = read(INFO.replace("{", '{ahead="16",') + " 1.0\n").engine
     assert engine is not None and engine.ahead == 16
+
+
+def test_why_no_hint_counts_is_one_short_line():
+    engine = read(INFO.replace("{", '{refused="a \\n window' + "w" * 300 + '",') + " 1.0\n").engine
+    assert engine is not None and engine.refused == "a window" + "w" * 192
+    engine = read(f"{INFO} 1.0\n").engine  # an older plugin's
+    assert engine is not None and engine.refused == ""
+
+
+def test_at_which_level_each_engine_sleeps():
+    text = sleep_state(None, 0, 2) + "vllm:spec_decode_num_drafts_total 0.0\n"
+    assert (read(text).sleep_levels, read(text).drafts, read("").drafts) == ((None, 0, 2), True, False)
+    assert read(sleep_state(1)).sleep_levels == (1,)
 
 
 def test_what_is_not_said_is_unknown():

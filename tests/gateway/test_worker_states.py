@@ -1,0 +1,129 @@
+"""Workers that sleep, are paused, or keep nothing: each row of the gateway's README, wherever a user would read it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.commands import doctor
+from proxy.fleet.sleep import IS_PAUSED, IS_SLEEPING, EngineAnswers
+from tests.harness.gateways import CHAT, chat, own_gateway, post, start_gateway, wait_for
+from tests.harness.recording_worker import RecordingWorker, recording_worker
+
+README = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
+
+WINDOW = "a layer has a sliding window, and vLLM finds whole blocks only"
+
+STATES = {
+    "`/sleep?level=0`": {"sleeps": (0,)},
+    "`/sleep?level=1`": {"sleeps": (1,)},
+    "`/sleep?level=2`": {"sleeps": (2,)},
+    "one of two engines sleeps": {"sleeps": (None, 1)},
+    "`/pause`": {"paused": True},
+    "its plugin keeps no state for any hint": {"refused": WINDOW},
+}
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells behind the first, by the first."""
+    _, table = README.split("### What a worker says of itself")
+    lines = [line for line in table.split("###")[0].splitlines() if line.startswith("|")][2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+def test_the_readme_has_each_state_and_no_other():
+    assert rows().keys() == STATES.keys()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_workers_state_is_said_in_the_same_words_wherever_it_matters(fleet, capsys, state):
+    said, ready, answer, reason = rows()[state]
+    words = said if answer == "503" else WINDOW
+    with recording_worker() as worker:
+        gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.1"))
+        for name, value in STATES[state].items():
+            setattr(worker, name, value)
+        wait_for(lambda: words in gateway.log.read_text())
+        asked = httpx.get(gateway.url + "/ready")
+        answered = post(gateway, chat("Tide?"))
+        assert (asked.status_code, answered.status_code) == (int(ready), int(answer[:3]))
+        if answer == "503":
+            assert words in asked.json()["error"]["message"] and words in answered.json()["error"]["message"]
+            assert not worker.requests
+        else:
+            assert "x-seamark-boundary" not in answered.headers and b"seamark" not in worker.requests[0].body
+            assert f"`{answered.headers['x-seamark-reason']}`" == reason
+        live = httpx.get(gateway.url + "/seamark/live").json()
+        assert words in " ".join(live["alarms"] + live["warnings"])
+        (shown,) = httpx.get(gateway.url + "/seamark/status").json()["workers"]
+        assert words in (shown["why_down"] if answer == "503" else shown["refused"])
+        assert doctor.main(["--worker", worker.url]) == 1
+        verdict, *_ = capsys.readouterr().out.splitlines()
+        assert verdict.startswith("cannot hit: ") and verdict.endswith(words)
+        worker.sleeps, worker.paused, worker.refused = (None,), False, ""
+        wait_for(lambda: "x-seamark-boundary" in post(gateway, chat("Tide?")).headers)
+        assert words not in str(httpx.get(gateway.url + "/seamark/live").json()["alarms"])
+
+
+@pytest.mark.parametrize(("dev_mode", "asleep"), [(False, {"sleeps": (1,)}), (True, {"paused": True})])
+def test_requests_go_round_a_worker_that_sleeps_and_back_to_it_once_it_is_awake(dev_mode, asleep):
+    with (
+        recording_worker(dev_mode=dev_mode, **asleep) as first,
+        recording_worker() as second,
+        own_gateway(first, second) as own,
+    ):
+        pool = own.gateway.pool
+
+        def served_by(*workers: RecordingWorker) -> None:
+            wait_for(lambda: [worker.url for worker in pool.up] == [worker.url for worker in workers])
+
+        def ask() -> None:
+            assert httpx.post(own.url + CHAT, json=chat("Tide?")).status_code == 200
+
+        served_by(second)
+        assert pool.workers[0].is_asleep
+        for _ in range(4):
+            ask()
+        assert (len(first.requests), len(second.requests)) == (0, 4)
+        first.sleeps, first.paused = (None,), False
+        served_by(first, second)
+        second.sleeps = (2,)
+        served_by(first)
+        ask()
+        assert first.requests and len(second.requests) == 4
+
+
+def answers(is_sleeping: bool | None, is_paused: bool | None) -> EngineAnswers:
+    """None: the worker lacks the route."""
+    found = EngineAnswers("")
+    for path, said in ((IS_SLEEPING, is_sleeping), (IS_PAUSED, is_paused)):
+        found.take(path, 404 if said is None else 200, json.dumps({path[1:]: said}).encode())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("levels", "is_sleeping", "is_paused", "words"),
+    [
+        ((None,), False, False, ""),
+        ((None, None), None, None, ""),
+        ((0,), False, False, ""),  # /resume has ended a sleep of level 0, and the gauge stays
+        ((0,), False, None, "asleep (level 0)"),  # it may be paused
+        ((1, 2), None, None, "asleep (level 2)"),
+        ((None,), True, None, "asleep:"),  # woken in part
+        ((None,), None, True, "asleep (paused)"),
+    ],
+)
+def test_the_engines_word_counts_and_else_its_gauge(levels, is_sleeping, is_paused, words):
+    why = answers(is_sleeping, is_paused).why_asleep(levels)
+    assert why.startswith(words) and bool(why) == bool(words)
+
+
+def test_an_engine_that_does_not_answer_is_not_awake_for_that():
+    found = answers(False, True)
+    found.none(IS_SLEEPING)
+    found.take(IS_PAUSED, 500, b"")
+    assert found.why_asleep((None,)) and found.why_asleep((1,)).startswith("asleep (level 1)")
