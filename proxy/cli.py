@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import platform
+import select
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -69,7 +71,33 @@ CURES = {
 }
 
 
+READER_LEFT = 141  # as a shell says it of what SIGPIPE has ended
+
+
 def main(argv: list[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter would try once more, and say so
+        return READER_LEFT
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads this process's output any more, as behind `| head`."""
+    poll = select.poll()
+    for output in (1, 2):
+        poll.register(output, 0)
+    return any(seen & (select.POLLERR | select.POLLHUP) for _, seen in poll.poll(0))
+
+
+def _run(argv: list[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if mixed_with_old_distribution():
         print(MIXED, file=sys.stderr)

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
         settings = settings_of.load(args, os.environ)
         from proxy.server import memory
         from proxy.server.descriptors import raise_limit
-        from proxy.server.uvicorn_server import server_for
+        from proxy.server.uvicorn_server import bound, server_for
 
         if settings.redis is not None:
             importlib.import_module("proxy.routing.redis_sync")  # if redis is missing, a line says so before the start
@@ -35,13 +35,14 @@ def main(argv: list[str]) -> int:
             bounds = ", ".join(f"{name} is {getattr(fitted, name)}" for name in memory.BOUNDS)
             print(f"seamark serve: this process may not have the memory of the settings: {bounds}", file=sys.stderr)
         server = server_for(fitted, LOGGING)
+        sockets = bound("port", fitted.host, fitted.port)
     except SettingsError as error:
         print(f"seamark serve: {error}", file=sys.stderr)
         return 2
     # A request leaves few cycles behind; collecting them after every 700 new objects took a twelfth of its time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-    server.run()
+    server.run(sockets)
     return 0 if server.started else 3
 
 

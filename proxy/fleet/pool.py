@@ -206,7 +206,7 @@ class WorkerPool:
             up, words = worker.up, worker.words
         except Broken as error:  # gone, or too busy for a probe: then its answers speak for it
             up = worker.up and time.monotonic() - worker.answered_at < 2 * self._settings.health_interval
-            words = worker.words if up else _why_broken(error)
+            words = worker.words if up else _why_broken(error, worker)
         except Unreachable as error:
             words = str(error) or "no connection"
         except Unwell as error:
@@ -388,12 +388,13 @@ def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
     return NoWorker(f"{lead} Worker {'; '.join(causes[:MOST_CAUSES])}{more}.")
 
 
-def _why_broken(error: Broken) -> str:
+def _why_broken(error: Broken, worker: Worker) -> str:
     if isinstance(error, Silent):
         return f"no answer within {PROBE_TIMEOUT:g} s"
     if isinstance(error, Malformed):
         return "what answers there does not speak HTTP: https:// instead of http://?"
-    return "it closes the connection without an answer: https:// instead of http://?"
+    # One that has answered has the right address: it stops, or this gateway does.
+    return "it closes the connection without an answer" + ("" if worker.boot else ": https:// instead of http://?")
 
 
 def _gateway_id(health: bytes) -> str | None:

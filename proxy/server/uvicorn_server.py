@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -22,6 +23,7 @@ from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, build_pages
 from proxy.server.connection import Bounds, State, bounded
 from proxy.server.descriptors import most_connections
+from proxy.server.port_holder import holder_of
 from proxy.settings import Settings
 from proxy.version import version
 
@@ -124,8 +126,16 @@ class GatewayServer(_Server):
         self._rereads = True
 
 
-def _bound(setting: str, host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of `host`, not listening yet. Raises `SettingsError` if one cannot be had."""
+# Addresses to listen on that are none to connect to.
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
+
+
+def bound(setting: str, host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of `host`, not listening yet. Raises `SettingsError` if one cannot be had.
+
+    uvicorn would find out once the gateway has started, and end the process from inside a task: with lines about
+    workers that it leaves in the middle of a question, and no word of the setting.
+    """
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -138,12 +148,11 @@ def _bound(setting: str, host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for each in sockets:
             each.close()
-        raise SettingsError(f"{setting}: nothing can listen on {host}:{port} ({error.strerror or error})") from None
+        text = f"{setting}: nothing can listen on {host}:{port} ({error.strerror or error})"
+        if error.errno == errno.EADDRINUSE and (holder := holder_of(_ANY.get(host, host), port)):
+            text += f"; it is held by {holder}"
+        raise SettingsError(text) from None
     return sockets
-
-
-# Addresses to listen on that are none to connect to.
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
 
 
 def _address(server: uvicorn.Server) -> str:
@@ -193,8 +202,7 @@ def _config(
 
 def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port: int) -> None:
     started = app.router.lifespan_context
-    # uvicorn would end the process from inside a task: with a page of traceback, and no word of the setting.
-    sockets = _bound("admin_port", settings.admin_host, port)
+    sockets = bound("admin_port", settings.admin_host, port)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:

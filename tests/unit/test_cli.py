@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -78,4 +81,23 @@ def test_an_unknown_command_is_answered_with_those_that_read_like_it(capsys, giv
 def test_a_module_that_no_installation_brings_is_an_error_of_the_code(missing):
     missing("proxy.nowhere")
     with pytest.raises(ModuleNotFoundError, match=r"proxy\.nowhere"):
+        cli.main(["serve"])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor", "--worker", "http://127.0.0.1:9"]])
+def test_a_reader_that_has_left_costs_no_traceback(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "proxy.cli", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.READER_LEFT, b"")
+
+
+def test_a_connection_that_breaks_is_not_taken_for_a_reader_that_has_left(monkeypatch):
+    def import_module(module: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "importlib", SimpleNamespace(import_module=import_module))
+    with pytest.raises(BrokenPipeError):
         cli.main(["serve"])
