@@ -18,6 +18,16 @@ NEEDED = (
     "--middleware engine_patches.reporting.events_api.EventsEndpoint",
 )
 
+# By a part of a model's name.
+TOOL_PARSERS = {
+    "qwen3-next": "hermes",
+    "qwen3-coder": "qwen3_xml",
+    "qwen3.": "qwen3_xml",
+    "nemotron-3": "qwen3_xml",
+    "granite-4": "granite4",
+    "lfm2": "lfm2",
+}
+
 REGISTRY_IMAGE = "REGISTRY/seamark-worker:1"
 
 
@@ -114,6 +124,12 @@ class Cures(NamedTuple):
         else:
             where = "a flag of vLLM"
         return _indented(f"{flag}   # {where}; {without}")
+
+    def tools(self, flag: str) -> str:
+        """Tools of agents: `flag` and the parser that reads this model's calls."""
+        name = self.model.rpartition("/")[2].lower()
+        parser = next((parser for family, parser in TOOL_PARSERS.items() if family in name), "NAME")
+        return self.flag(f"{flag} --tool-call-parser {parser}", "for agents; `vllm serve --help=tool` lists parsers")
 
     def drafts(self) -> str:
         """Hints beside speculative decoding."""

@@ -43,6 +43,8 @@ EXIT_STATUSES = (
     "or the worker or the gateway could not be asked; 2: the command line or a key file is wrong."
 )
 
+TOOL_FLAG = "--enable-auto-tool-choice"  # so named in vLLM's refusal
+
 EVENTS_FLAG = "--middleware engine_patches.reporting.events_api.EventsEndpoint"
 
 
@@ -207,6 +209,7 @@ def _examine(client: httpx.Client, url: str, shown: str, has_key: bool, found: F
         *([_events(client, url, cures)] if engine is not None else []),
         details,
         _render(client, url, model, cures),
+        *_tools(client, url, model, cures),
     ]
     fatal = next((diagnosis.fatal for diagnosis in diagnoses if diagnosis.fatal), None)
     if fatal is not None:
@@ -432,6 +435,22 @@ def _render(client: httpx.Client, url: str, model: str, cures: Cures) -> Diagnos
     # /tokenize renders nearly everything alike, so a closed route is mentioned and is no error.
     cure = cures.flag("--enable-scale-out", "without it, the gateway falls back to /tokenize")
     return Diagnosis(True, f"render route {'open' if opened else 'closed'}", None if opened else cure)
+
+
+def _tools(client: httpx.Client, url: str, model: str, cures: Cures) -> list[Diagnosis]:
+    """Whether an agent's first request will be refused; nothing if that cannot be told."""
+    tool = {"type": "function", "function": {"name": "seamark", "parameters": {"type": "object", "properties": {}}}}
+    chat = {"messages": [{"role": "user", "content": "Seamark"}], "tools": [tool], "tool_choice": "auto"}
+    try:
+        answer = client.post(url + CHAT, json={"model": model, "max_tokens": 1, **chat}, timeout=_PATIENT)
+    except NO_ANSWER:
+        return []
+    if answer.status_code == 200:
+        return [Diagnosis(True, "takes tools, as agents send them")]
+    if answer.status_code != 400 or TOOL_FLAG not in answer.text:
+        return []
+    # Hits do not depend on it, so it is mentioned and is no error.
+    return [Diagnosis(True, "takes no tools: agents will get 400", cures.tools(TOOL_FLAG))]
 
 
 def _is_open(client: httpx.Client, method: str, url: str, body: dict[str, Any] | None = None) -> bool:

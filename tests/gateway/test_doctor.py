@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
@@ -20,7 +21,7 @@ from tests.harness.api_keys import entry, secret
 from tests.harness.fake_engine import engine_info
 from tests.harness.gateways import start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
-from tests.harness.threaded_server import serving
+from tests.harness.threaded_server import serving, whole_body
 
 DRAFTS = "vllm:spec_decode_num_drafts_total 0.0\n"
 
@@ -57,6 +58,7 @@ def test_a_patched_worker_will_hit(worker, examined):
     told = examined(worker.url)
     assert told.status == 0 and told.verdict == f"will hit: {worker.url} serves m"
     assert "WRONG" not in told.text and "the cure" not in told.text
+    assert "takes tools" in told.text and "--tool-call-parser" not in told.text
 
 
 @pytest.mark.parametrize("spelt", ["{}", "{}/", "{}/v1", "{}/v1/", "http://{}/v1", "HTTP://{}"])
@@ -98,7 +100,7 @@ def test_what_the_plugin_says_of_refused_hints_is_the_cause_and_the_cure_is_one_
     unit = 'vllm:cache_config_info{block_size="528",mamba_block_size="528"} 1.0\n'
     with recording_worker(refused=cause, more_metrics=DRAFTS + unit) as worker:
         told = examined(worker.url, "--runs-as", "docker")
-        assert len(worker.requests) == 1  # it need not be asked with a hint
+        assert not any(b"seamark_boundaries" in request.body for request in worker.requests)  # it need not be asked
     assert told.status == 1 and told.verdict == f"cannot hit: {cause}"
     assert ("docker run -e SEAMARK_DRAFTS=1" in told.text) == cured and "--prefix-match-unit" not in told.text
 
@@ -127,15 +129,43 @@ def test_drafts_that_nobody_sent_a_hint_yet_are_asked_with_one(examined):
     with serving(worker) as url:
         told = examined(url)
     assert told.verdict.startswith("cannot hit: speculative decoding is on")
-    assert len(worker.requests) == 2  # for a token each
+    assert sum(b"seamark_boundaries" in request.body for request in worker.requests) == 1
+    assert all(json.loads(request.body)["max_tokens"] == 1 for request in worker.requests)
 
 
-@pytest.mark.parametrize(("ahead", "requests"), [(16, 1), (0, 2)])
-def test_drafts_beside_which_hints_are_used_are_no_cause(examined, ahead, requests):
+@pytest.mark.parametrize(("ahead", "hints"), [(16, 0), (0, 1)])
+def test_drafts_beside_which_hints_are_used_are_no_cause(examined, ahead, hints):
     with recording_worker(ahead=ahead, more_metrics=DRAFTS) as worker:
         told = examined(worker.url)
         assert told.status == 0 and told.verdict.startswith("will hit")
-        assert "ok    speculative decoding is on, with hints" in told.text and len(worker.requests) == requests
+        assert "ok    speculative decoding is on, with hints" in told.text
+        assert sum(b"seamark_boundaries" in request.body for request in worker.requests) == hints
+
+
+# What vLLM 0.32 answers without the flags.
+NO_PARSER = b'{"error":{"message":"\\"auto\\" tool choice requires --enable-auto-tool-choice and --tool-call-parser to '
+NO_PARSER += b'be set","type":"BadRequestError","param":null,"code":400}}'
+
+
+@pytest.mark.parametrize(
+    ("model", "parser"),
+    [("nvidia/Qwen3-Next-80B-A3B", "hermes"), ("NVIDIA-Nemotron-3-Nano", "qwen3_xml"), ("mine", "NAME")],
+)
+def test_an_agents_first_refusal_is_foreseen(examined, model, parser):
+    worker = RecordingWorker(models=(model,))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] != "/v1/chat/completions":
+            return await worker(scope, receive, send)
+        body = json.loads(await whole_body(receive))
+        assert body["max_tokens"] == 1 and body["tool_choice"] == "auto" and len(body["tools"]) == 1
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        return await send({"type": "http.response.body", "body": NO_PARSER})
+
+    with serving(app) as url:
+        told = examined(url)
+    assert told.status == 0 and told.verdict.startswith("will hit")
+    assert "takes no tools" in told.text and f"--enable-auto-tool-choice --tool-call-parser {parser} " in told.text
 
 
 def test_drafts_without_the_plugin_are_named_beside_it(examined):
