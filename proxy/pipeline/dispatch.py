@@ -305,6 +305,6 @@ def _predicted(holding: Holding | None) -> int:
 
 def _failure(worker: Worker) -> str | None:
     """Why a worker gets no hint whatever the request is; None if it gets one."""
-    if worker.engine is None:
+    if worker.engine is None and not worker.refused:  # in shadow mode a plugin that refuses hints is known, too
         return "unpatched"
     return None if worker.takes_hints else "hint_ignored"

@@ -73,8 +73,9 @@ def test_nothing_is_promised_of_a_plugin_that_would_refuse_the_hints(fleet, work
         setattr(worker, name, value)
     gateway = start_gateway(fleet, worker, flags=("--shadow",))
     for number, question in enumerate(("one", "two"), 1):
-        post(gateway, chat(question))
+        answer = post(gateway, chat(question))
         told = judged(gateway, number)
+    assert answer.headers["x-seamark-reason"] == reason
     assert told["lost"][reason]["tokens"] == SYSTEM_END // MATCH_UNIT * MATCH_UNIT
     assert told["plugin_would_save"]["tokens"] == (told["lost"][reason]["tokens"] if reason == "unpatched" else 0)
     assert warned in " ".join(httpx.get(gateway.url + "/seamark/live").json()["warnings"])

@@ -284,13 +284,19 @@ async def test_the_hint_is_what_the_worker_takes_and_nothing_else_is_believed_to
 
 
 @pytest.mark.parametrize(
-    ("engine", "quarantine", "failure"),
-    [(True, False, "no_facts"), (True, True, "hint_ignored"), (False, False, "unpatched")],
+    ("engine", "quarantine", "refused", "failure"),
+    [
+        (True, False, "", "no_facts"),
+        (True, True, "", "hint_ignored"),
+        (True, False, "a layer has a sliding window", "hint_ignored"),
+        (False, False, "", "unpatched"),
+        (False, False, "a layer has a sliding window", "hint_ignored"),  # in shadow mode
+    ],
 )
-async def test_why_no_hint_is_sent_is_the_workers_reason_first(engine, quarantine, failure):
+async def test_why_no_hint_is_sent_is_the_workers_reason_first(engine, quarantine, refused, failure):
     scene = Scene("a")
     (worker,) = scene.workers
-    worker.engine = worker.engine if engine else None
+    worker.engine, worker.refused = worker.engine if engine else None, refused
     if quarantine:
         worker.cache.quarantine()
     request = scene.request("no_facts")
