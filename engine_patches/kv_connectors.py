@@ -27,10 +27,11 @@ class Lane(enum.Enum):
     NOT_SERVED = "not_served"  # vLLM starts no hybrid model with it
 
 
+NIXL_THAT_PULLS = ("NixlConnector", "NixlPullConnector")  # one class by two names
+
 # By vLLM's names. Any other is `CHUNK_ENDS`: vLLM hands each state at a chunk's end to it by itself.
 CONNECTORS: Mapping[str, Lane] = {
-    "NixlConnector": Lane.INSIDE,  # another name of the next
-    "NixlPullConnector": Lane.INSIDE,
+    **dict.fromkeys(NIXL_THAT_PULLS, Lane.INSIDE),
     "NixlPushConnector": Lane.CHUNK_ENDS,
     "DecodeBenchConnector": Lane.NO_HINTS,
     # No `SupportsHMA`: vLLM turns its hybrid cache manager off, and then cannot lay the caches out.
@@ -178,6 +179,21 @@ def needs_a_gpu(transfer: Mapping[str, Any]) -> str | None:
         if child["kv_connector"] in FOR_GPUS and not own:
             return str(child["kv_connector"])
     return None
+
+
+def needs_weights(vllm_config: Any) -> bool:
+    """Whether a `VllmConfig` has a connector through which states come that other weights may have computed."""
+    return any(name in (OWN, *NIXL_THAT_PULLS) for name in _names_in(vllm_config))
+
+
+def hands_prefills_over(vllm_config: Any) -> bool:
+    """Whether one of its connectors hands prefills to workers that may cut their weights otherwise."""
+    return any(name in NIXL_THAT_PULLS for name in _names_in(vllm_config))
+
+
+def _names_in(vllm_config: Any) -> list[str]:
+    transfer = vllm_config.kv_transfer_config
+    return [] if transfer is None else [str(child["kv_connector"]) for child in _connectors_in(vars(transfer))]
 
 
 def _connectors_in(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

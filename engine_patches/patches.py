@@ -28,6 +28,7 @@ from engine_patches.forward.layers import (
     promise_writes_in_forward,
     require_promise_of_all,
 )
+from engine_patches.forward.loaded_weights import ask_workers, read_what_was_loaded
 from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
@@ -41,7 +42,13 @@ from engine_patches.scheduler.cache_keys import (
 )
 from engine_patches.scheduler.chunks import end_chunk
 from engine_patches.scheduler.fan_out import hold_followers
-from engine_patches.scheduler.hooks import count_hits, count_tail_states, release_before_reset, set_up_checkpoints
+from engine_patches.scheduler.hooks import (
+    count_hits,
+    count_tail_states,
+    forget_weights_that_may_change,
+    release_before_reset,
+    set_up_checkpoints,
+)
 from engine_patches.scheduler.kv_events import announce_resumable_blocks
 from engine_patches.scheduler.match_unit import default_to_fine_unit
 from engine_patches.scheduler.state_events import watch_removed_keys
@@ -71,6 +78,8 @@ MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 
 POOL = "vllm.v1.core.block_pool:BlockPool"
+
+CORE = "vllm.v1.engine.core:EngineCore"
 
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
@@ -500,6 +509,36 @@ PATCHES: tuple[Patch, ...] = (
         build=decline_late_reads,
         parameters="self, req_id, meta",
         applies=kv_connectors.hands_over,
+    ),
+    Patch(
+        "loaded-weights",
+        "vllm.model_executor.model_loader.utils:process_weights_after_loading",
+        why="states that outlive a process, or come from another one, are right for these weights alone",
+        upstream="none: vLLM's tiers on disk name weights by the model's name",
+        until="vLLM names what it has loaded by its contents",
+        build=read_what_was_loaded,
+        parameters="model, model_config, target_device",
+        rebind=(
+            "vllm.model_executor.model_loader.base_loader",
+            "vllm.model_executor.model_loader.weight_cache.ipc_loader",
+        ),
+    ),
+    Patch(
+        "asked-weights",
+        f"{CORE}._initialize_kv_caches",
+        why="the scheduler has to know what the workers have loaded before it finds or keeps a state",
+        until="as loaded-weights",
+        build=ask_workers,
+        parameters="self, vllm_config",
+        mentions=("self.model_executor.initialize_from_config(kv_cache_configs)",),
+    ),
+    Patch(
+        "changed-weights",
+        f"{CORE}.collective_rpc",
+        why="weights that are changed while the engine runs are no longer those that its states are known by",
+        until="as loaded-weights",
+        build=forget_weights_that_may_change,
+        parameters="self, method, timeout, args, kwargs",
     ),
     Patch(
         "evicted-states",

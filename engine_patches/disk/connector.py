@@ -104,6 +104,9 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         if events is None or not checkpoints.writes_in_forward or known != self._groups.keys():
             logger.warning("seamark: no states are kept or shared: this model's are not written inside a pass")
             return
+        if not checkpoints.weights.name:
+            logger.warning("seamark: no states are kept or shared: %s", checkpoints.weights.unknown)
+            return
         self._checkpoints, self._pool = checkpoints, pool
         if checkpoints.pins is not None:
             pins = checkpoints.pins
@@ -117,7 +120,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         checkpoints = self._checkpoints
         if checkpoints is None or checkpoints.state_events is None or not (used or self._keep_all):
             return
-        if not _is_plain(request) or self._is_held(self._state_key(request, position)):
+        if not self._tier.usable or not _is_plain(request) or self._is_held(self._state_key(request, position)):
             return
         cached = self._pool.cached_block_hash_to_block
         keys = sorted(checkpoints.state_events.keys_of(request, position), key=lambda key: key[_GROUP])
@@ -126,16 +129,13 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             self._pool.touch(list(found.values()))
             self._offers.append(_Offer(request.request_id, found))
 
-    def close(self) -> None:
-        """The cache is going to be emptied, which vLLM does only if nobody holds a block.
-
-        It may be for weights that were changed in place, which the identity of the files does not know of.
-        """
+    def close(self, why: str) -> None:
+        """Let go of all blocks, and find nothing any more: states may be of other weights than the identity's."""
         for offer in self._offers:
             self._pool.free_blocks(list(offer.blocks.values()))
         self._offers.clear()
         if self._checkpoints is not None:
-            logger.warning("seamark: the cache is emptied: states kept elsewhere are not used until the next start")
+            logger.warning("seamark: states kept elsewhere are not used until the next start: %s", why)
             self._checkpoints = None
 
     # What vLLM says.

@@ -61,7 +61,7 @@ class PeerStates(P2PSecondaryTierManager):  # type: ignore[misc]  # vLLM is unty
         port: int,
         backpressure_detector: Any = None,
     ) -> None:
-        """`identity`: hex of `identity.identity_of`; `host`, `port`: where peers reach this worker.
+        """`identity`: hex of `identity.identity_of`, "" if unknown; `host`, `port`: where peers reach this worker.
 
         Raises `ValueError` if NIXL is not installed.
         """
@@ -74,7 +74,7 @@ class PeerStates(P2PSecondaryTierManager):  # type: ignore[misc]  # vLLM is unty
             raise ValueError(NO_NIXL)
         self.cost = PeerCost()
         self.lost: set[bytes] = set()  # keys whose rows a peer may still write to
-        self._identity = identity
+        self._identity = identity = identity or uuid.uuid4().hex  # nobody is a peer of one that knows no weights
         # vLLM's own covers the model's name, types and block sizes, and says of them what differs.
         bound = f"{self._data.config_fingerprint} {identity}"
         self._data._config_fingerprint = hashlib.sha256(bound.encode()).hexdigest()[:32]
@@ -114,6 +114,8 @@ class PeerStates(P2PSecondaryTierManager):  # type: ignore[misc]  # vLLM is unty
         """Whether the request's peer, which was asked, has said that it has a key."""
         asked = self._asked(req_context)
         return asked is not None and asked[1].register_lookup(asked[0].kv_request_id, key) is True
+
+    usable = True  # as of a directory
 
     bytes_held = 0  # of files: a peer's memory is not counted
 

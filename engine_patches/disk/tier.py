@@ -62,7 +62,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         max_bytes: int,
         backpressure_detector: Any = None,
     ) -> None:
-        """`identity`: hex of `identity.identity_of`; `max_bytes`: of all files in `root_dir`."""
+        """`identity`: hex of `identity.identity_of`, "" if unknown; `max_bytes`: of all files in `root_dir`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.cost = LoadCost()
         self.refused: Counter[str] = Counter()  # files by reason, until `take_counts`
@@ -78,10 +78,12 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self._running: set[Future[None]] = set()
         self._warned: set[str] = set()
         self._next_refresh = time.monotonic() + REFRESH_SECONDS
-        self._apply(self._try(self._prepare))
+        # What is refused now stays refused: nobody could say what is in a directory that was not made sure of.
+        self.usable = bool(identity) and self._is_ours()
         if self._index:
             self._apply(self._try(self._probe))
-        logger.info("seamark: %d blocks of states in %s", len(self._index), root_dir)
+        if self.usable:
+            logger.info("seamark: %d blocks of states in %s", len(self._index), root_dir)
 
     def ask(self, keys: Iterable[bytes], req_context: Any, patience: float) -> bool:
         """Whether it is known of these keys if they are held: without asking, it always is."""
@@ -124,7 +126,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """vLLM's: the jobs that have ended since the last call."""
-        if time.monotonic() >= self._next_refresh:
+        if self.usable and time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + REFRESH_SECONDS
             in_use = list(self.keys_in_use())
             self._submit(self._writer, lambda: self._refresh(in_use))
@@ -183,9 +185,16 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
             self._warned.add(kind)
             logger.warning("seamark: the checkpoint directory %s; serving goes on without it", done.error)
 
-    def _prepare(self) -> _Done:
-        self._files.prepare()
-        return _Done(known=self._files.keys())
+    def _is_ours(self) -> bool:
+        """Whether the directory could be made, or made this user's alone, and read."""
+
+        def prepare() -> _Done:
+            self._files.prepare()
+            return _Done(known=self._files.keys())
+
+        done = self._try(prepare)
+        self._apply(done)
+        return not done.error
 
     def _refresh(self, in_use: Iterable[bytes]) -> _Done:
         self._files.touch(in_use)
@@ -210,10 +219,12 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         return _Done(gone=gone, reasons=reasons, loads=tuple(loads))
 
     def _store(self, job_id: int, rows: dict[bytes, memoryview]) -> _Done:
+        failed = JobResult(job_id=job_id, success=False)
+        if not self.usable:
+            return _Done(failed, reasons=[NOT_WRITTEN])
         try:
             written = self._files.write(rows)
         except OSError as error:
-            failed = JobResult(job_id=job_id, success=False)
             return _Done(failed, reasons=[NOT_WRITTEN], error=f"cannot be written to: {error}")
         done = JobResult(job_id=job_id, success=True, transfer_bytes=written.num_bytes)
         return _Done(done, written.stored, written.evicted, written=written.num_bytes)

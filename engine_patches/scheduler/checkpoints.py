@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
@@ -50,8 +51,8 @@ class StateStore(Protocol):
     def offer(self, request: Any, position: int, used: bool = True) -> None:
         """The request's state at `position` (tokens) is cached; `used`: a request resumed from it, or it is pinned."""
 
-    def close(self) -> None:
-        """The cache is going to be emptied: hold no block that is not being copied, and find nothing any more."""
+    def close(self, why: str) -> None:
+        """Hold no block that is not being copied, and find nothing any more. `why`: half a sentence for the log."""
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Checkpoints:
     state_events: StateEvents | None = None  # None without states
     pins: Pins | None = None  # None without states
     store: StateStore | None = None  # None without a directory for checkpoints
+    weights: Weights = field(default_factory=Weights)  # that states are computed with
     pinning: set[str] = field(default_factory=set)  # requests that pin their prompts, or release them
     unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
     give_back: Callable[[list[Any]], None] | None = None  # frees blocks of states; None: the pool does, at once
@@ -346,11 +348,18 @@ class Checkpoints:
         length, rate = request.num_prompt_tokens, self.step_time.tokens_per_pass
         self.expected_junctions.add(_salt_of(request), junction, state.shared, length, resumed, rate)
 
+    def weights_may_change(self) -> None:
+        """From now on states may be of other weights than those that were loaded at the start."""
+        if self.weights.name:
+            self.weights = Weights(unknown="they may have been changed since the start")
+        if self.store is not None:
+            self.store.close(self.weights.unknown)
+
     def before_reset(self, pool: Any) -> None:
-        """The cache is going to be emptied."""
+        """The cache is going to be emptied, which may be for weights that were changed in place."""
         self.release(pool)
         if self.store is not None:
-            self.store.close()
+            self.store.close("the cache is emptied")
         if self.retention is not None:
             self.retention.clear()
         if self.gate is not None:

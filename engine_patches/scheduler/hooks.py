@@ -8,6 +8,7 @@ from typing import Any
 
 from engine_patches import kv_connectors, ledger, settings, speculation
 from engine_patches.forward.layers import is_promised
+from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import Lane
 from engine_patches.scheduler import pins, preflight, transfers
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -17,6 +18,9 @@ from engine_patches.scheduler.match_unit import state_alignment
 from engine_patches.scheduler.pins import Pins
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.state_events import WATCHERS, StateEvents
+
+# Methods of vLLM's workers that can be called from outside and only read.
+LEAVE_WEIGHTS = ("compute_weight_checksums", "get_model_inspection", "synchronize_device")
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -37,6 +41,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             ahead=drop or getattr(self, "num_hash_lookahead_tokens", 0),
             verified=1 + self.num_spec_tokens,
         )
+        checkpoints.weights = Weights.of(self.vllm_config)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
         checkpoints.refuse_all, refusal = _refusal(self, recurrent) if recurrent else (None, "")
@@ -212,3 +217,18 @@ def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         return emptied
 
     return reset_prefix_cache
+
+
+def forget_weights_that_may_change(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `EngineCore.collective_rpc`: what is not known to leave the weights alone may have changed them.
+
+    vLLM itself reloads and updates them that way, and so do trainers with methods of their own.
+    """
+
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoints = getattr(getattr(self, "scheduler", None), "seamark", None)
+        if checkpoints is not None and method not in LEAVE_WEIGHTS:
+            checkpoints.weights_may_change()
+        return original(self, method, *args, **kwargs)
+
+    return collective_rpc

@@ -23,8 +23,9 @@ logger = logging.getLogger("vllm.seamark")
 # In the parameters of a prefill: whoever loads it goes by the number of tokens that it says, and not by the prompt's.
 STOPS = "seamark_stops"
 
-# In the parameters of a load: the name of what was computed.
-CONTENT = "seamark_content"
+# In the parameters of a load: the name of what was computed, of which tokens and by which weights. Workers that do not
+# cut their weights alike have loaded other pieces of them, and compare what samples of their files say.
+CONTENT, SAMPLED, CUT = "seamark_content", "seamark_sampled", "seamark_cut"
 
 # vLLM's own: when the prefill's blocks are free again, by the clock of the worker that has them.
 DEADLINE = "remote_blocks_expiry_time"
@@ -37,6 +38,8 @@ MAX_TAKEN = 65_536
 
 # Why transfers are refused without a word to the worker that has them.
 NOT_WHOLE, TAKEN = "its parameters are not whole", "it was taken before"
+
+CANNOT_COMPARE = "they are cut for another number of ranks, and not in files on both sides"
 
 
 class Transfers:
@@ -105,27 +108,45 @@ class Transfers:
         self._taken[transfer] = None
         if len(self._taken) > MAX_TAKEN:
             self._taken.popitem(last=False)
-        tokens, content = params.get("remote_num_tokens"), params.get(CONTENT)
-        if not content or not isinstance(params.get(DEADLINE), int | float):
+        tokens = params.get("remote_num_tokens")
+        if not isinstance(params.get(CONTENT), str) or not isinstance(params.get(DEADLINE), int | float):
             return "it carries no name of its contents or no deadline: the worker that computed it has no Seamark"
         if not isinstance(tokens, int) or not 0 < tokens < request.num_prompt_tokens:
             return "it is of a prompt of another length"
-        if content != content_of(request, tokens, self.checkpoints.match_unit):
-            return "it is of another prompt, or that worker's prefix caching hashes otherwise (PYTHONHASHSEED)"
+        weights = self.checkpoints.weights
+        name, own = (CONTENT, weights.name) if params.get(CUT) == weights.cut != "" else (SAMPLED, weights.sampled)
+        if not own or not params.get(name):
+            return f"nobody knows if its weights are those of this worker: {weights.unknown or CANNOT_COMPARE}"
+        if params[name] != self.content_of(request, tokens, own):
+            return "it is of another prompt or other weights, or that worker hashes otherwise (PYTHONHASHSEED)"
         return ""
 
+    def names_of(self, request: Any) -> dict[str, str]:
+        """What a request computed, for the parameters of its transfer."""
+        weights, tokens = self.checkpoints.weights, request.num_prompt_tokens
+        return {
+            CONTENT: self.content_of(request, tokens, weights.name),
+            SAMPLED: self.content_of(request, tokens, weights.sampled),
+            CUT: weights.cut,
+        }
 
-def content_of(request: Any, num_tokens: int, match_unit: int) -> str:
-    """A name of a request's first `num_tokens` tokens, and of all that vLLM's block hashes tell apart beside them."""
-    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+    def content_of(self, request: Any, num_tokens: int, weights: str) -> str:
+        """A name of what weights make of a request's first `num_tokens` tokens; "" if those have none.
 
-    whole = num_tokens // match_unit
-    start = whole * match_unit
-    parent: bytes = request.block_hashes[whole - 1] if whole else b""
-    # vLLM names whole units only. Behind the last one, the same by its own words: salt, adapter, images, embeddings.
-    extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
-    rest = (num_tokens, list(request.all_token_ids[start:num_tokens]), extra)
-    return hashlib.sha256(parent + repr(rest).encode(errors="surrogatepass")).hexdigest()[:32]
+        It stands for all that vLLM's block hashes tell apart beside the tokens, too.
+        """
+        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+        if not weights:
+            return ""
+        unit = self.checkpoints.match_unit
+        whole = num_tokens // unit
+        start = whole * unit
+        parent: bytes = request.block_hashes[whole - 1] if whole else b""
+        # vLLM names whole units only. Behind the last one, the same by its own words: salt, adapter, images, ...
+        extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
+        rest = (num_tokens, list(request.all_token_ids[start:num_tokens]), extra, weights)
+        return hashlib.sha256(parent + repr(rest).encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 def introduce(scheduler: Any, checkpoints: Checkpoints) -> None:
@@ -190,8 +211,7 @@ def name_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
             return delayed, params
         if params["remote_num_tokens"] != request.num_prompt_tokens:
             return delayed, params  # without a name nobody loads it
-        content = content_of(request, request.num_prompt_tokens, transfers.checkpoints.match_unit)
-        return delayed, params | {CONTENT: content, DEADLINE: deadline}
+        return delayed, params | transfers.names_of(request) | {DEADLINE: deadline}
 
     return request_finished
 

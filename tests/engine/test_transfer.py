@@ -49,6 +49,27 @@ def test_without_a_look_at_its_contents_a_prefill_of_another_prompt_is_loaded(mo
     assert found["errors"]
 
 
+def test_a_prefill_is_loaded_only_if_it_is_known_to_be_of_the_same_weights(model: Path):
+    """Of both workers: the name of what was loaded, why there is none, how it is cut, and samples of files."""
+    loaded = {
+        "the same": [["a", "", "one", "s"], ["a", "", "one", ""]],
+        "cut otherwise": [["a", "", "one", "s"], ["b", "", "two", "s"]],
+        "experts spread over ranks": [["", "?", "", "s"], ["", "?", "", "s"]],
+    }
+    computed = {
+        "others, in files that are as before where samples look": [["a", "", "one", "s"], ["b", "", "one", "s"]],
+        "others, cut otherwise": [["a", "", "one", "s"], ["a", "", "two", "t"]],
+        "cut otherwise, and not in files": [["a", "", "one", ""], ["b", "", "two", ""]],
+        "unknown here": [["a", "", "one", "s"], ["", "?", "", ""]],
+        "unknown there": [["", "?", "", ""], ["a", "", "one", "s"]],
+    }
+    cores = [{**ROOM, "weights": weights} for weights in (loaded | computed).values()]
+    found = audit(model, seeds=[2], chats=30, cores=cores)
+    assert [each["errors"] for each in found] == [[]] * len(cores)
+    read = {name: each["read"] > 0 for name, each in zip(loaded | computed, found, strict=True)}
+    assert read == dict.fromkeys(loaded, True) | dict.fromkeys(computed, False)
+
+
 def connector(name: str, **more: Any) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", **more}
 

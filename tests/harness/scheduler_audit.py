@@ -48,6 +48,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_patches import ledger, settings
 from engine_patches.forward.layers import promise
+from engine_patches.forward.loaded_weights import Weights
 from engine_patches.forward.step_writes import WRITES
 from engine_patches.patches import PATCHES
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
@@ -60,6 +61,8 @@ ATTENTION = 1  # its first cache group; 0 and 2 are recurrent
 RECURRENT = (0, 2)
 
 LONGEST = 4096  # tokens
+
+WEIGHTS = Weights("loaded", "", "whole", "sampled")
 
 
 def prefix(tokens: Sequence[int], length: int) -> int:
@@ -86,6 +89,7 @@ class Core:
         speculative: dict[str, Any] | None = None,
         kv_events: str | None = None,
         connector: dict[str, Any] | None = None,
+        weights: Weights = WEIGHTS,
     ) -> None:
         """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
         at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
@@ -110,6 +114,7 @@ class Core:
         config.cache_config.block_size = config.cache_config.mamba_block_size = block
         config.cache_config.prefix_match_unit = UNIT
         config.cache_config.num_gpu_blocks = blocks
+        config.seamark_weights = weights
         if connector:  # a CPU's configuration plans no step ahead
             config.scheduler_config.async_scheduling = overlap
         recurrent = dict(

@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from engine_patches import ledger
+from engine_patches.forward.loaded_weights import Weights
 from engine_patches.patches import PATCHES
 from engine_patches.scheduler import hooks
 from engine_patches.scheduler.transfers import STOPS, Transfers
@@ -223,11 +224,14 @@ def random_traffic(p: TransferCore, d: TransferCore, seed: int, chats: int) -> N
 
 
 def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any]) -> dict[str, Any]:
-    """What is found with these arguments of the two cores."""
+    """What is found with these arguments of the two cores; `weights`: the fields of each one's `Weights`, in a list."""
+    options = dict(options)
+    both = [{"weights": Weights(*fields)} for fields in options.pop("weights", ())] or [{}, {}]
     found: dict[str, Any] = {"core": options, "errors": [], "read": 0, "hit_tokens": 0, "written": 0, "evicted": 0}
     found["resets"] = 0
     for seed in seeds:
-        p, d = (TransferCore(model, role, **options) for role in ("kv_producer", "kv_consumer"))
+        roles = zip(("kv_producer", "kv_consumer"), both, strict=True)
+        p, d = (TransferCore(model, role, **options, **weights) for role, weights in roles)
         p.peer, d.peer = d, p
         try:
             random_traffic(p, d, seed, chats)

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from engine_patches.disk.files import REASONS, SUFFIX
 from engine_patches.disk.identity import identity_of
 from engine_patches.disk.tier import CheckedFiles
+from engine_patches.forward.loaded_weights import Weights
 from engine_patches.reporting import metrics
 from engine_patches.reporting.events_api import Feed
 from engine_patches.reporting.metrics import EngineMetrics
@@ -34,23 +35,16 @@ KEYS = [bytes([number]) * 36 for number in range(8)]
 TIMES = 25  # that each kind of damage is done
 
 
-def identity(model: Path, dtype: str = "float32", block: int = 64, **arguments: Any) -> bytes:
-    """Of an engine with that model."""
+def identity(model: Path, dtype: str = "float32", block: int = 64, weights: str = "w", **arguments: Any) -> bytes:
+    """Of an engine with that model; `weights`: the name of what it has loaded."""
     config = EngineArgs(model=str(model), dtype=dtype, enforce_eager=True, max_model_len=2048, **arguments)
     attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=getattr(torch, dtype))
     states = MambaSpec(block_size=block, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
     groups = [KVCacheGroupSpec(["m"], states), KVCacheGroupSpec(["a"], attention)]
     caches = KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
-    return identity_of(config.create_engine_config(), caches)
-
-
-def replace_weights(model: Path) -> None:
-    """Other values of the same tensors, in the same file."""
-    for path in model.glob("*.safetensors"):
-        content = bytearray(path.read_bytes())
-        start = 8 + int.from_bytes(content[:8], "little")
-        content[start:] = bytes(byte ^ 1 for byte in content[start:])
-        path.write_bytes(content)
+    created = config.create_engine_config()
+    created.seamark_weights = Weights(weights)
+    return identity_of(created, caches)
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +59,23 @@ def identities(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
         found["the convolution's layout"] = identity(copy)
-    replace_weights(copy)
-    found["weights replaced in place"] = identity(copy)
+    found["the weights"] = identity(copy, weights="others")
     return found
 
 
-OTHERS = ("the dtype", "the states' dtype", "the block size", "the convolution's layout", "weights replaced in place")
+OTHERS = ("the dtype", "the states' dtype", "the block size", "the convolution's layout", "the weights")
 
 
 def test_each_difference_that_matters_makes_another_identity_and_no_other_does(identities):
     assert identities["nothing"] == identities["its folder"] == identities[""]
     assert len({identities[""], *(identities[other] for other in OTHERS)}) == 1 + len(OTHERS)
+
+
+def test_an_engine_that_does_not_know_its_weights_uses_no_directory(model, tmp_path):
+    assert identity(model, weights="") == b""
+    engine = Engine(tmp_path / "states", b"")
+    assert not engine.run(KEYS[:1], range(1), load=False).success and not (tmp_path / "states").exists()
+    engine.tier.shutdown()
 
 
 class Engine:

@@ -119,19 +119,29 @@ def test_what_is_pinned_does_not_make_room_for_others(tmp_path: Path, monkeypatc
     held.close()
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(5, "input/output error")])
-def test_a_directory_that_cannot_be_used_is_told_once_and_counted(tmp_path: Path, monkeypatch, engine_log, error):
-    def fails(*arguments: Any) -> Any:
+@pytest.mark.parametrize("error", [PermissionError(1, "not permitted"), OSError(5, "input/output error")])
+@pytest.mark.parametrize("call", ["chmod", "mkdir", "flock"])
+def test_a_directory_that_is_refused_stays_refused(tmp_path: Path, monkeypatch, engine_log, error, call):
+    """Whatever of it works later: another user's folder can be listed, and holds files that look right."""
+    before = Tier(tmp_path)
+    assert before.store(KEYS[:1]).success
+    before.close()
+
+    def fails(*arguments: Any, **more: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(StateFiles, "prepare", fails)
-    monkeypatch.setattr(StateFiles, "write", fails)
-    held = Tier(tmp_path)
-    assert not held.store(KEYS[:1]).success and not held.store(KEYS[1:2]).success
-    assert held.tier.lookup(KEYS[0], None) is LookupResult.MISS
-    assert held.tier.take_counts()[0] == {"unreadable": 1, "not_written": 2}
-    told = [record.getMessage() for record in engine_log.records if "checkpoint directory" in record.getMessage()]
-    assert len(told) == 2 and "cannot be read" in told[0] and "cannot be written to" in told[1]
+    with monkeypatch.context() as patched:
+        patched.setattr("fcntl.flock" if call == "flock" else Path, *(() if call == "flock" else (call,)), fails)
+        held = Tier(tmp_path)
+    for _ in range(2):
+        monkeypatch.setattr(held.tier, "_next_refresh", time.monotonic())
+        list(held.tier.get_finished_jobs())
+        held.tier.drain_jobs()
+        assert held.tier.lookup(KEYS[0], None) is LookupResult.MISS
+    assert not held.tier.usable and not held.store(KEYS[1:2]).success
+    assert held.tier.take_counts()[0] == {"unreadable": 1, "not_written": 1}
+    (told,) = [record.getMessage() for record in engine_log.records if "checkpoint directory" in record.getMessage()]
+    assert "cannot be read" in told and len(list(tmp_path.rglob(f"*{SUFFIX}"))) == 1
     held.close()
 
 
