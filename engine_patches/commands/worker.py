@@ -6,6 +6,7 @@ The command becomes vLLM: the same process, the same exit status, and vLLM's own
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from engine_patches.commands.port import port_of, why_taken
 from engine_patches.disk.flags import (
     ALL,
     DEFAULT_BYTES,
@@ -311,11 +313,13 @@ def main(argv: list[str]) -> int:
         from engine_patches.commands import explain as explaining
 
         return explaining.main(arguments, explain)
-    return serve(arguments)
+    return serve(arguments, port_of(given, config))
 
 
-def serve(arguments: Sequence[str]) -> int:
+def serve(arguments: Sequence[str], port: str) -> int:
     """Be `vllm serve` with these arguments, inside this process, until it ends. Raises `SystemExit` as it does.
+
+    `port`: where it will listen.
 
     It does not become the main module: the engine's processes import that one again, and ours is light, while a
     server's takes ten seconds.
@@ -342,7 +346,8 @@ def serve(arguments: Sequence[str]) -> int:
         print(f"seamark worker: the model is neither here nor to be had: {_first_line(error)}", file=sys.stderr)
         return 1
     except OSError as error:  # an address that is taken, a file that cannot be read
-        print(f"seamark worker: {_first_line(error)}", file=sys.stderr)
+        why = why_taken(port) if error.errno == errno.EADDRINUSE else _first_line(error)
+        print(f"seamark worker: {why}", file=sys.stderr)
         return 1
     return 0
 

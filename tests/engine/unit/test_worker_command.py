@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -27,7 +28,7 @@ def started(monkeypatch):
     calls: list[list[str]] = []
     monkeypatch.setattr(worker, "is_cpu_build", lambda: False)
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
-    monkeypatch.setattr(worker, "serve", lambda arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr(worker, "serve", lambda arguments, port: calls.append(arguments) or 0)
     return calls
 
 
@@ -147,7 +148,7 @@ def test_the_server_is_vllms_own_command(monkeypatch):
     monkeypatch.setattr(cli, "importlib", cli.importlib)  # put back behind the test
     monkeypatch.setattr(sys, "argv", ["python"])
     monkeypatch.setattr(cli, "main", lambda: None)
-    assert serve(["m", "--port", "1"]) == 0
+    assert serve(["m", "--port", "1"], "1") == 0
     assert sys.argv == ["vllm", "serve", "m", "--port", "1"]
     assert cli.importlib.metadata.version("vllm")
 
@@ -158,9 +159,25 @@ def test_a_vllm_that_cannot_be_imported_costs_a_line(monkeypatch, capsys, error)
         raise error
 
     monkeypatch.setattr(worker.importlib, "import_module", fail)
-    assert serve(["m"]) == 1
+    assert serve(["m"], "8000") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("seamark worker: the vLLM installed here cannot be imported: lib")
+
+
+@pytest.mark.parametrize("spelt", [["--port", "{}"], ["--port=1", "--port={}"], ["--config", "{}"]])
+def test_a_port_that_is_taken_is_named_with_what_holds_it(monkeypatch, capsys, tmp_path, spelt):
+    from vllm.entrypoints.cli import main as cli
+
+    monkeypatch.setattr(cli, "importlib", cli.importlib)
+    monkeypatch.setattr(sys, "argv", ["python"])
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = str(held.getsockname()[1])
+        monkeypatch.setattr(cli, "main", lambda: socket.create_server(("127.0.0.1", int(port))))
+        (tmp_path / "vllm.yaml").write_text(f"port: {port}\n")
+        value = tmp_path / "vllm.yaml" if spelt[0] == "--config" else port
+        assert main(["m", *(part.format(value) for part in spelt)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"seamark worker: port {port} is held by process {os.getpid()} (")
 
 
 def test_an_unknown_flag_is_reported_by_vllms_own_parser(tmp_path):
