@@ -1,14 +1,20 @@
-"""Where a system prompt first tells a date or a time: what stands before it is shared with tomorrow's requests.
+"""Dates in a text, in any language: what stands before a system prompt's first one is shared with tomorrow's requests.
 
-An engine learns that by itself, but only from the first request with another date, and the one after that would be the
-first to gain. To be told at first sight, the engine gets the token ids that stand before the date: those of a piece of
-the text alone, without the tokens at its ends, which what stands around it may change.
+A date is a year near today's beside a day of a month, a number that contains both, or a Unix time of such a year, in
+any script's digits. No word is known but that of a copyright line. An engine learns the place by itself, but only from
+the first request with another date, and the one after that would be the first to gain. To be told at first sight, the
+engine gets the token ids that stand before the date: those of a piece of the text alone, without the tokens at its
+ends, which what stands around it may change.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from calendar import timegm
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from cachetools import LRUCache
 
@@ -20,7 +26,7 @@ SEARCHED = 32_768
 # A shorter beginning is not worth a state of its own: some hundred tokens.
 MIN_CHARACTERS = 512
 
-# How far back the line's beginning is looked for; the words before a date go with it.
+# How far back the beginning of a date's line or sentence is looked for; the words before a date go with it.
 LINE_CHARACTERS = 240
 
 MAX_TEXTS = 4096  # remembered
@@ -32,18 +38,77 @@ MAX_IDS, MIN_IDS = 64, 4
 # Tokens at either end of the piece that may be others in the prompt.
 UNSURE_IDS = 3
 
-_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}"
+DAY_SECONDS = 86_400
 
-_DATE = re.compile(
-    rf"\b(?:\d{{4}}-\d{{2}}-\d{{2}}|\d{{1,2}}[/.]\d{{1,2}}[/.](?:\d{{4}}|\d{{2}})\b|{_MONTH}\.? \d{{1,2}}\b"
-    rf"|\d{{1,2}}(?:st|nd|rd|th|\.)? {_MONTH}\b|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b|\d{{1,2}}:\d{{2}}\b)"
-)
+CLOCK = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?"  # a time of day
+
+# A full stop ends a sentence only behind a long word: abbreviated days and months have one, too.
+SENTENCE_END = re.compile(r"\n|[。！？।]|[!?]\s|[^\W\d]{6}\.\s")
+
+_DAY, _TWO_DAY, _TWO_MONTH = "(?:3[01]|[12][0-9]|0?[1-9])", "(?:3[01]|[12][0-9]|0[1-9])", "(?:1[0-2]|0[1-9])"
+
+# Between a day and its year: words or other signs than versions have, and perhaps a time of day.
+_GAP = rf"(?![.:]\d)[^\d\n。！？]{{1,20}}(?:{CLOCK}[^\d\n]{{1,20}})?"
+
+# A word that begins with a letter that has case, up to the white space; or a path.
+_NAME = r"[A-Za-zÀ-\u058f_/\\][\w./\\-]*"
+
+_COPYRIGHT = re.compile(r"(?i)©|\(c\)|copyright")
+
+# Of any script, to those of ASCII.
+_DIGITS = {code: str(int(chr(code))) for code in range(0x0660, 0x20000) if chr(code).isdecimal()}
+
+
+class Date(NamedTuple):
+    """One date in a text."""
+
+    start: int
+    end: int
+    day: str  # the same at any time of this day
+
+
+def dates_in(text: str, now: float, *, months: bool = False) -> Iterator[Date]:
+    """The dates of a text that are near `now` (seconds since the epoch), in order.
+
+    A number inside a name (`v2026.1`, `gpt-4o-2026-08-06`, `/logs/2026/11/25`) is none. `months`: a word and a year are
+    one, too; most such words are no months, but one that has changed since the last request is.
+    """
+    if not text.isascii():
+        text = text.translate(_DIGITS)
+    for found in _pattern(time.gmtime(now).tm_year, months).finditer(text):
+        date, start = found["date"], found.start()
+        if date is None or _COPYRIGHT.search(text[max(0, start - LINE_CHARACTERS) : start].rpartition("\n")[2]):
+            continue
+        day = re.sub(CLOCK, "", date)
+        if date.isdecimal():
+            day = date[:8] if len(date) in (8, 12, 14) else str(int(date[:10]) // DAY_SECONDS)
+        yield Date(start, found.end(), day)
+
+
+@lru_cache(maxsize=4)
+def _pattern(this_year: int, months: bool) -> re.Pattern[str]:
+    """Dates of this year, the one before and the one after: group `date`. Else names, whatever number they hold."""
+    year = f"(?:{this_year - 1}|{this_year}|{this_year + 1})"
+    seconds = [timegm((each, 1, 1, 0, 0, 0)) // 10**7 for each in (this_year - 1, this_year + 2)]
+    forms = [
+        rf"{year}{_TWO_MONTH}{_TWO_DAY}(?:\d{{4}}|\d{{6}})?(?!\d)|{_TWO_DAY}\d\d{year}(?!\d)",
+        rf"(?:{'|'.join(map(str, range(seconds[0], seconds[1] + 1)))})\d{{7}}(?:\d{{3}}|\d{{6}}|\d{{9}})?(?!\d)",
+        rf"{_DAY}\.{_DAY}\.{year}(?!\d|[./]\d)|{year}\.{_TWO_MONTH}\.{_TWO_DAY}(?!\d|[./]\d)",
+        rf"(?:{_DAY}(?![\d:]){_GAP}){{1,2}}{year}(?!\d|[./]\d)",
+        rf"{year}(?:{_GAP}{_DAY}(?!\d|[.,:]\d)){{1,2}}",
+    ]
+    dates = rf"(?=\d)(?<!\d)(?<!\d[-–.,:/])(?:{'|'.join(forms)})"
+    if months:
+        dates += rf"|[^\W\d]{{3,12}}\.?(?:\s[^\W\d]{{2,4}})?\s{year}(?!\d|[./]\d)"
+    return re.compile(rf"(?P<date>{dates})|{_NAME}")
 
 
 class Dates:
     """Remembers by key what it found, since one system prompt comes many times."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        """`now`: seconds since the epoch."""
+        self._now = now
         self._cuts: LRUCache[bytes, int] = LRUCache(MAX_TEXTS)
         self._entries: LRUCache[tuple[bytes, bytes], str] = LRUCache(MAX_TEXTS)
 
@@ -59,13 +124,15 @@ class Dates:
         return entry
 
     def cut(self, key: bytes, text: str) -> int:
-        """Characters of `text` before the line that tells its first date or time; 0 if that is too short, or none does.
+        """Characters of `text` before the line or sentence of its first date; 0 if that is too short, or there is none.
 
         `key` names the text.
         """
         cut = self._cuts.get(key)
         if cut is None:
-            cut = self._cuts[key] = _cut(text)
+            date = next(dates_in(text[:SEARCHED], self._now()), None)
+            at = sentence_start(text, date.start) if date is not None else 0
+            cut = self._cuts[key] = at if at >= MIN_CHARACTERS else 0
         return cut
 
 
@@ -74,9 +141,7 @@ def piece_of(text: str) -> str:
     return text[-PIECE_CHARACTERS:]
 
 
-def _cut(text: str) -> int:
-    found = _DATE.search(text, 0, SEARCHED)
-    if found is None:
-        return 0
-    at = text.rfind("\n", max(0, found.start() - LINE_CHARACTERS), found.start()) + 1 or found.start()
-    return at if at >= MIN_CHARACTERS else 0
+def sentence_start(text: str, at: int) -> int:
+    """Where the line or sentence begins that holds the character at `at`; as far back as a date's words may be."""
+    start = max(0, at - LINE_CHARACTERS)
+    return max((found.end() for found in SENTENCE_END.finditer(text, start, at)), default=start)

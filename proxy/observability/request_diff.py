@@ -8,8 +8,9 @@ order of tools) has a cure, which is named.
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -198,9 +199,10 @@ class RememberedRequest:
 class RequestMemory:
     """The last few dozen requests; one that continues another takes its place."""
 
-    def __init__(self, size: int) -> None:
-        """`size` in bytes; 0 keeps nothing, and no change is ever named."""
+    def __init__(self, size: int, now: Callable[[], float] = time.time) -> None:
+        """`size` in bytes; 0 keeps nothing, and no change is ever named. `now`: seconds since the epoch, for dates."""
         self._size = size
+        self._now = now
         self.held = 0
         self._added = 0
         # By owner and the key after their last message.
@@ -252,7 +254,7 @@ class RequestMemory:
         pairs = [_Pair(request, other) for other in self._earlier(request)]
         longest = max(request.known_bytes, max((pair.beginning for pair in pairs), default=0))
         nearest = [pair for pair in pairs if pair.beginning + MIN_BEHIND > longest]
-        texts = _Texts()
+        texts = _Texts(self._now())
         changes = [pair.change(texts) for pair in sorted(nearest, key=lambda pair: -pair.likeness)]
         return max((each for each in changes if each is not None), key=lambda change: change.behind, default=None)
 
@@ -296,7 +298,8 @@ class RequestMemory:
 class _Texts:
     """Pairs of texts and where they differ, each pair once, within a number of characters and pairs."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
+        self._now = now
         self._left = MAX_CHARACTERS
         self._known: dict[tuple[int, int, Kinds], list[Difference]] = {}
 
@@ -307,7 +310,7 @@ class _Texts:
         if not self.has_room(len(new) + len(old)):
             return []
         self._left -= len(new) + len(old)
-        known = self._known[*pair, only] = differences(new, old, only)
+        known = self._known[*pair, only] = differences(new, old, self._now, only)
         return known
 
     def has_room(self, characters: int) -> bool:

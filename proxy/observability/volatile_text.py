@@ -11,6 +11,8 @@ from bisect import bisect_left
 from collections.abc import Container, Iterator
 from typing import Literal, NamedTuple
 
+from proxy.boundaries.dates import CLOCK, SENTENCE_END, Date, dates_in, sentence_start
+
 Kind = Literal[
     "dates", "times", "uuid", "number", "path", "working_directory", "token_counters", "git_status"
 ]  # as in the label `text` of `seamark_would_save_tokens_total`
@@ -22,7 +24,8 @@ MAX_UNKNOWN = 4  # of these of no known kind; texts with more have little to do 
 # Characters before and behind a difference in which the word that differs is sought; a longer word is not recognised.
 BEFORE, BEHIND = 200, 300
 
-SPACES_BEFORE = 60  # of them, for a word that has spaces in it: a date
+# Characters behind a date in which what changes with it stands: a weekday, a time of day.
+BESIDE_DATE = 24
 
 GIT_BEFORE = 2000  # characters in which a git status has to say that it is one
 
@@ -34,32 +37,13 @@ FIRST_STEP = 8  # characters in which two texts are first compared: most have le
 
 CLOCK_BEFORE = 60  # characters in which a text says that it speaks of today
 
-_WEEKDAY = r"(?:mon|tue|tues|wed|wednes|thu|thur|thurs|fri|sat|satur|sun)(?:day)?\b\.?"
-_MONTH = (
-    r"(?:january|february|march|april|may|june|july|august|september|october|november|december"
-    r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec)\b\.?"
-)
-_DAY = (
-    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](?:\d{4}|\d{2})(?!\d)|\d{4}年\d{1,2}月\d{1,2}日"
-    r"|20\d{6}(?=T\d{4})|20\d{2}-(?:0[1-9]|1[0-2])(?![\d-])"
-)
-_CLOCK = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?|\d{1,2}(?=\s?[ap]\.?m\b)|[ap]\.?m\b\.?"
-_JOINED_CLOCK = r"(?<=\d)T(?:\d{4}(?:\d\d)?(?!\d)|\d{2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?)"
-_ZONE = (
-    r"(?:utc|gmt)(?:[+-]\d{1,2}(?::?\d{2})?)?\b|(?<=\d)z\b|[+-]\d{2}:?\d{2}\b|\(?(?:[a-z]{1,4}[sd]?t)\b\)?"
-    r"|(?:europe|america|asia|africa|australia|pacific|atlantic|indian)/[a-z_/]{1,30}"
-)
-_WEAK = r"\d{1,2}(?:st|nd|rd|th)?\b|\d{4}\b"  # day or year, beside something that is plainly a date
-_STRONG = rf"(?<![a-z])(?:{_WEEKDAY}|{_MONTH})|(?<!\d)(?:{_DAY}|{_CLOCK})|{_JOINED_CLOCK}"
-_GAP = r"[\s,|(·-]{0,3}(?:(?:of|at|the|on|den|de)\s)?"
+_HALF = r"[AaPp]\.?[Mm]\b\.?"  # of a day, as clocks of twelve hours have it
 
-_TIME = re.compile(rf"(?i){_CLOCK}|{_JOINED_CLOCK}|{_ZONE}")
-
-# In the order in which they are tried at one place.
+# In the order in which they are tried at one place. Dates are found before, by the numbers in a whole sentence.
 _WORDS = re.compile(
     r"(?P<uuid>(?<![\w-])(?:[A-Za-z]{1,12}[_:-])?[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}(?![\w-]))"
-    rf"|(?i:(?P<dates>(?:(?<![\w.])(?:{_WEAK}){_GAP})?(?:{_STRONG})(?:{_GAP}(?:{_STRONG}|{_ZONE}|{_WEAK})){{0,9}}))"
-    r"|(?P<times>(?<![\w.])1\d{9}(?:\.\d{1,9}|\d{3}|\d{6}|\d{9})?(?![\w]))"  # seconds to nanoseconds since the epoch
+    rf"|(?P<times>(?<!\d)(?:(?:[\d-]{{8,10}}T)?{CLOCK}(?:\s?{_HALF})?|\d{{1,2}}\s?{_HALF}|\d{{8}}T\d{{4,6}}Z?)"
+    r"|(?<![\w.])1\d{9}(?:\.\d{1,9}|\d{3}|\d{6}|\d{9})?(?![\w]))"  # seconds to nanoseconds since the epoch
     r"|(?P<path>(?<![\w/\\])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][\w.@+%-]{1,64}){1,32}[/\\]?)"
     r"|(?P<number>(?<!\w)[+-]?[A-Za-z]{0,2}\d{1,24}(?:[.,_]\d{1,24}){0,8}(?:%|st|nd|rd|th)?(?!\w))"
     r"|(?P<id>(?<![\w-])[\w-]{6,128}(?![\w-]))"
@@ -94,13 +78,14 @@ class Difference(NamedTuple):
     alike: int  # behind it, up to the next difference
 
 
-def differences(new: str, old: str, only: Container[Kind | None] | None = None) -> list[Difference]:
+def differences(new: str, old: str, now: float, only: Container[Kind | None] | None = None) -> list[Difference]:
     """Where `new` differs from `old`, in order; what lies behind the last one that is looked at counts as different.
 
-    `only`: kinds; none are told if one is of another kind, and the rest is not looked at.
+    `now`: seconds since the epoch, to know a date by. `only`: kinds; none are told if one is of another kind, and the
+    rest is not looked at.
     """
     places: list[Difference] = []
-    for place in _Walk(new, old).places():
+    for place in _Walk(new, old, now).places():
         if only is not None and place.kind not in only:
             return []
         places.append(place)
@@ -112,6 +97,23 @@ def says_today(text: str, at: int) -> bool:
     return _TODAY.search(text, max(0, at - CLOCK_BEFORE), at) is not None
 
 
+def _date_at(text: str, at: int, now: float) -> Date | None:
+    """The first date that ends at or behind `at` in the sentence around it."""
+    start, end = sentence_start(text, at), _sentence_end(text, at)
+    for months in (False, True):
+        for date in dates_in(text[start:end], now, months=months):
+            if start + date.end >= at:
+                return date._replace(end=start + date.end)
+    return None
+
+
+def _sentence_end(text: str, at: int) -> int:
+    """Where the line or sentence ends that goes on at `at`, as far as a window reaches."""
+    end = min(len(text), at + BEHIND)
+    found = SENTENCE_END.search(text, at, end)
+    return found.start() if found is not None else end
+
+
 class _Word(NamedTuple):
     start: int
     end: int
@@ -121,9 +123,10 @@ class _Word(NamedTuple):
 class _Walk:
     """Two texts side by side."""
 
-    def __init__(self, new: str, old: str) -> None:
+    def __init__(self, new: str, old: str, now: float) -> None:
         self._new = new
         self._old = old
+        self._now = now
         self._old_lines: dict[str, list[int]] | None = None
 
     def places(self) -> Iterator[Difference]:
@@ -145,6 +148,8 @@ class _Walk:
         new, old = self._new, self._old
         is_git = self._is_git(here, there)
         if not is_git and not is_last:
+            if (ends := self._date_ends(here, there)) is not None:
+                return here, *ends, "dates"
             words = _word_at(new, here), _word_at(old, there)
             if words[0] is not None and words[1] is not None and (kind := _kind_of(new, words[0], old, words[1])):
                 # Both start before the difference, unless one of them begins there.
@@ -154,6 +159,19 @@ class _Walk:
             end, old_end = ends
         behind = common_end(new, here, end, old, there, old_end)
         return here, end - behind, old_end - behind, "git_status" if is_git else None
+
+    def _date_ends(self, here: int, there: int) -> tuple[int, int] | None:
+        """Where what differs ends in both texts, if that is a date and what changes with it in its sentence."""
+        new, old = self._new, self._old
+        dates = _date_at(new, here, self._now), _date_at(old, there, self._now)
+        if dates[0] is None or dates[1] is None or dates[0].day == dates[1].day:
+            return None
+        end, old_end = max(here, dates[0].end), max(there, dates[1].end)
+        if common_start(new, end, old, old_end) < BESIDE_DATE:
+            last, old_last = _sentence_end(new, end), _sentence_end(old, old_end)
+            behind = common_end(new, end, last, old, old_end, old_last)
+            end, old_end = last - behind, old_last - behind
+        return end, old_end
 
     def _is_git(self, here: int, there: int) -> bool:
         new, old = self._new, self._old
@@ -190,9 +208,7 @@ class _Walk:
 
 def _word_at(text: str, at: int) -> _Word | None:
     """The word of a known kind that holds the character at `at`, or ends there."""
-    start = _word_boundary(text, max(0, at - SPACES_BEFORE), at)
-    if start == at:
-        start = _word_boundary(text, max(0, at - BEFORE), at)
+    start = _word_boundary(text, max(0, at - BEFORE), at)
     for found in _WORDS.finditer(text, start, min(len(text), at + BEHIND)):
         if found.start() > at:
             return None
@@ -220,18 +236,11 @@ def _begins_word(text: str, at: int) -> bool:
 def _kind_of(new: str, here: _Word, old: str, there: _Word) -> Kind | None:
     """What two words that differ have in common; None if they are of different kinds."""
     kinds = {here.kind, there.kind}
-    kind: Kind
-    if kinds == {"dates"}:
-        texts = [text[word.start : word.end] for text, word in ((new, here), (old, there))]
-        kind = "times" if _TIME.sub("", texts[0]) == _TIME.sub("", texts[1]) else "dates"
-    elif kinds == {"dates", "number"} or kinds == {"dates", "times"}:
-        kind = "dates"
-    elif len(kinds) == 1:
-        kind = here.kind
-    elif kinds == {"uuid", "number"}:  # an id of digits alone
-        kind = "uuid"
-    else:
+    if kinds == {"uuid", "number"}:  # an id of digits alone
+        return "uuid"
+    if len(kinds) != 1:
         return None
+    kind = here.kind
     if kind == "number" and any(_COUNTER.match(text, word.end) for text, word in ((new, here), (old, there))):
         return "token_counters"
     if kind == "path":

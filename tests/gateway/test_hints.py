@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from proxy.bench.harness.servers import Server
 from proxy.boundaries.facts_learner import COMMON_SETTINGS, SETTINGS_PER_MINUTE
+from proxy.observability.cures import CHANGE_TEXT
 from tests.harness.fake_engine import GENERATION, template
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import (
@@ -146,16 +148,34 @@ def test_a_text_that_holds_the_openers_words_does_not_mislead(fleet, worker):
     assert explained(gateway, "one")["positions"][0] == SYSTEM_END
 
 
-def test_what_stands_before_a_date_is_hinted_at_first_sight(fleet, worker):
+@pytest.mark.parametrize(
+    "told",
+    [
+        "Current date: {0}/11/{1}",
+        "Date: {1}-Nov-{0}",
+        "Hoy es {1} de noviembre de {0}.",
+        "今天是{0}年11月{1}日。",
+        "आज १{1} नवंबर {0} है",
+        "Time: {unix}",
+    ],
+)
+def test_what_stands_before_a_date_is_hinted_at_first_sight(fleet, worker, told):
     gateway = start_gateway(fleet, worker)
     rules = "".join(f"Rule {number}: the pilot names the tide before the berth. " for number in range(20))
-    for date in ("2026-11-22", "2026-11-23"):
-        system = {"role": "system", "content": f"{rules}\nToday is {date}."}
-        answer = post(gateway, {**chat("Tide?"), "messages": [system, *chat("Tide?")["messages"][1:]]})
-        (before, *_) = explained(gateway, answer.headers["x-request-id"])["boundaries"]
+    notes = "The pilot boards at the outer buoy.\n" * 20
+    for days in range(2):
+        today = date.today()
+        line = told.format(today.year, 7 + days, unix=int(time.time()) // 86_400 * 86_400 + 86_400 * days)
+        system = {"role": "system", "content": f"{rules}\n{line}\n{notes}"}
+        answer = post(gateway, {**chat("Tide?"), "messages": [system, *chat(f"Tide {days}?")["messages"][1:]]})
+        name = answer.headers["x-request-id"]
+        wait_for(lambda name=name: explained(gateway, name)["reason"])
+        shown = explained(gateway, name)
+        (before, *_) = shown["boundaries"]
         # Three characters before the line with the date: the tokens there may be others in another prompt.
         assert (before["kind"], before["tokens"]) == ("learned", len(f"<system>{rules}\n") - 3)
     assert worker.tokenized == 1
+    assert shown["changed"]["kind"] == "dates" and shown["changed"]["cure"] == CHANGE_TEXT["dates"].cure
 
 
 def test_a_burst_before_any_answer_goes_to_one_worker(fleet):

@@ -28,13 +28,18 @@ from proxy.observability.volatile_text import Kind
 from tests.harness.changed_requests import changed_requests
 
 
+def remembering(size: int) -> RequestMemory:
+    """Requests of November 2026."""
+    return RequestMemory(size, now=lambda: 1795600000.0)
+
+
 def as_recent(body) -> RememberedRequest:
     return RememberedRequest(layout_of(chat_request(body), b"r"), len(json.dumps(body)))
 
 
 def changed(*bodies):
     """Where the last of these requests leaves one of those before it."""
-    recent = RequestMemory(10_000_000)
+    recent = remembering(10_000_000)
     for body in bodies:
         last = as_recent(body)
         recent.add(last)
@@ -77,7 +82,7 @@ def test_the_salt_alone_is_told_apart():
 
 
 def test_nothing_is_kept_where_no_text_may_be():
-    recent = RequestMemory(0)
+    recent = remembering(0)
     one = as_recent({"messages": messages(LONG, "First?")})
     recent.add(one)
     assert recent.held == 0 and recent.change(one) is None
@@ -191,7 +196,7 @@ def dated(place: str, day: str, *turns: str):
 
 @pytest.mark.parametrize("place", ["first", "middle"])
 def test_a_date_is_named_where_the_questions_have_nothing_in_common(place):
-    change = asked(RequestMemory(10**7), dated(place, DAYS[0], "High tide?"), dated(place, DAYS[1], "Which berth?"))
+    change = asked(remembering(10**7), dated(place, DAYS[0], "High tide?"), dated(place, DAYS[1], "Which berth?"))
     before = len("Today is ") + (len(RULES) if place == "middle" else 0)
     assert (change.what, change.position, change.kind) == ("message", 0, "dates")
     assert (change.characters, change.length) == (before, len(DAYS[0]))
@@ -205,7 +210,7 @@ def test_a_date_is_named_where_the_questions_have_nothing_in_common(place):
 
 def test_a_date_at_the_end_costs_a_conversation_its_history():
     first, turns = "What is the way in? " * 20, ("The buoys lead you. " * 20, "And at night?")
-    memory = RequestMemory(10**7)
+    memory = remembering(10**7)
     change = asked(memory, dated("last", DAYS[0], first), dated("last", DAYS[1], first, *turns))
     assert change.kind == "dates" and change.behind == len(". ") + len(first) + 20
     assert asked(memory, dated("last", "Tue Nov 24 2026", "Another question?")) is None  # nothing was lost
@@ -214,7 +219,7 @@ def test_a_date_at_the_end_costs_a_conversation_its_history():
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
 def test_the_turns_after_a_change_have_not_changed(place):
     """The conversation's own predecessor is what each turn continues; older sessions are not its business."""
-    memory, turns = RequestMemory(10**7), ["What is the way in? " * 20]
+    memory, turns = remembering(10**7), ["What is the way in? " * 20]
     asked(memory, dated(place, DAYS[0], *turns))
     turns += ["The buoys lead you. " * 20, "And at night?"]
     assert asked(memory, dated(place, DAYS[1], *turns)) is not None
@@ -225,7 +230,7 @@ def test_the_turns_after_a_change_have_not_changed(place):
 
 
 def test_in_a_burst_the_first_request_has_changed_and_the_others_share_its_beginning():
-    memory = RequestMemory(10**7)
+    memory = remembering(10**7)
     asked(memory, dated("first", DAYS[0], "High tide?"))
     burst = []
     for number in range(8):
@@ -236,7 +241,7 @@ def test_in_a_burst_the_first_request_has_changed_and_the_others_share_its_begin
 
 
 def test_a_change_of_which_a_third_request_knows_more_is_not_the_cause():
-    memory, words = RequestMemory(10**7), "Name the depth at each buoy. " * 20
+    memory, words = remembering(10**7), "Name the depth at each buoy. " * 20
     asked(memory, dated("first", DAYS[0], words))
     asked(memory, dated("first", DAYS[1], "High tide?"))
     assert asked(memory, dated("first", DAYS[1], words)) is None
@@ -246,11 +251,11 @@ def test_what_a_cure_saves_ends_where_something_else_has_changed():
     texts = [
         f"Today is {day}. {RULES}The pilot is {name}. {LONG}" for day, name in zip(DAYS, ("Ann", "Bo"), strict=True)
     ]
-    change = asked(RequestMemory(10**7), *({"messages": messages(text, "Q")} for text in texts))
+    change = asked(remembering(10**7), *({"messages": messages(text, "Q")} for text in texts))
     assert change.kind == "dates" and change.saves == len(f". {RULES}The pilot is ")
     assert change.behind == change.saves + len(f". {LONG}") + len("Q") + 20
     texts = [text.partition(". ")[2] for text in texts]
-    change = asked(RequestMemory(10**7), *({"messages": messages(text, LONG)} for text in texts))
+    change = asked(remembering(10**7), *({"messages": messages(text, LONG)} for text in texts))
     assert change.kind is None and change.saves == change.would_save(1000, 600) == 0
 
 
@@ -263,7 +268,7 @@ def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
             "messages": [*messages(RULES), {"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
         }
 
-    memory = RequestMemory(10**7)
+    memory = remembering(10**7)
     change = asked(memory, body("2026-11-22", "How do the events run?"), body("2026-11-23", "How do the events run?"))
     assert (change.position, change.kind, change.saves) == (
         1,
@@ -279,7 +284,7 @@ def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
 
 def test_a_prompt_of_one_message_that_begins_with_the_time_is_recognised():
     bodies = [{"messages": [{"role": "user", "content": f"[{time}] {RULES}Which berth?"}]} for time in ("9:05", "9:06")]
-    change = asked(RequestMemory(10**7), *bodies)
+    change = asked(remembering(10**7), *bodies)
     assert (change.kind, change.position) == ("times", 0) and change.behind > len(RULES)
 
 
@@ -293,7 +298,7 @@ def test_a_git_status_has_a_cure_and_tools_behind_it_are_told():
         {"messages": messages(f"{RULES}\n\ngitStatus: as it was at the start.\n\n{status}", "Q"), "tools": TOOLS}
         for status in (CLEAN, DIRTY)
     ]
-    change = asked(RequestMemory(10**7), *bodies)
+    change = asked(remembering(10**7), *bodies)
     assert change.kind == "git_status" and change.tools == sum(len(canonical(tool)) for tool in TOOLS)
     prompt, before = change.total // 4, change.characters // 4
     tools_last, tools_first = before, before + change.tools // 4
@@ -309,7 +314,7 @@ def test_a_date_in_a_tools_description_is_named():
         search = {"name": "search", "description": f"{LONG} It is {month} now. {LONG}"}
         return {"messages": messages(LONG, "Q"), "tools": [{"type": "function", "function": search}, *TOOLS]}
 
-    change = asked(RequestMemory(10**7), body("November 2026"), body("December 2026"))
+    change = asked(remembering(10**7), body("November 2026"), body("December 2026"))
     assert (change.what, change.role, change.kind) == ("tool", "search", "dates")
     assert change.would_save(change.total // 4, change.characters // 4) > 0
 
@@ -324,7 +329,7 @@ THOUGHT = [
 def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
     before = [*messages(RULES), *THOUGHT]
     after = [*before, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now the other one."}]
-    memory = RequestMemory(10**7)
+    memory = remembering(10**7)
     assert asked(memory, {"messages": before}, {"messages": after}) is None
     last = next(reversed(memory._requests.values()))
     predecessor = last.continued.prompt
@@ -341,7 +346,7 @@ def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
     said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}, *loop]
     first = {"system": RULES, "messages": said}
     second = {"system": RULES, "messages": [*said, {"role": "system", "content": "Use the list of tasks."}]}
-    memory = RequestMemory(10**7)
+    memory = remembering(10**7)
     assert asked(memory, first, second, path=MESSAGES) is None
     last = next(reversed(memory._requests.values()))
     change = memory.rendered_otherwise(last, last.continued.prompt - 300)
@@ -359,7 +364,7 @@ def test_each_kind_has_a_cure_and_a_row_in_the_readme():
 
 
 def test_of_two_owners_neither_learns_of_the_other():
-    memory = RequestMemory(10**7)
+    memory = remembering(10**7)
     longer = dated("first", DAYS[0], "High tide?", "At nine.", "And then?")
     asked(memory, dated("first", DAYS[0], "High tide?"), owner="ann")
     assert asked(memory, dated("first", DAYS[1], "High tide?"), owner="bo") is None
@@ -371,7 +376,7 @@ def test_of_two_owners_neither_learns_of_the_other():
 
 
 def test_a_beginning_is_known_when_its_text_is_gone():
-    memory = RequestMemory(10**7)
+    memory = remembering(10**7)
     old, new = (dated("last", day, "What is the way in? " * 20) for day in DAYS)
     asked(memory, old, new)
     for number in range(2 * MAX_REQUESTS):
@@ -384,7 +389,7 @@ def test_a_beginning_is_known_when_its_text_is_gone():
 
 
 def test_known_beginnings_are_bounded():
-    memory = RequestMemory(10**7)
+    memory = remembering(10**7)
     for number in range(40):
         asked(memory, {"messages": [{"role": "user", "content": f"{number} {i}"} for i in range(1000)]})
     assert len(memory._beginnings) == MAX_BEGINNINGS
@@ -398,7 +403,7 @@ def test_of_honest_hits_none_gets_a_change():
     def text(length: int) -> str:
         return " ".join(draw.choices(words, k=length))
 
-    memory, honest = RequestMemory(10**6), 0
+    memory, honest = remembering(10**6), 0
     apps = [f"Today is {DAYS[app % 2]}. {text(300)}" if app < 4 else text(300) for app in range(8)]
     documents = [text(400) for _ in range(3)]
     results = [text(80) for _ in range(4)]
@@ -438,7 +443,7 @@ def test_of_honest_hits_none_gets_a_change():
 
 
 def test_what_is_remembered_is_bounded_in_bytes_and_in_number():
-    recent = RequestMemory(20_000)
+    recent = remembering(20_000)
     added = [as_recent({"messages": messages(f"{number} " + "x" * 500, "Q")}) for number in range(3 * MAX_REQUESTS)]
     for request in added:
         recent.add(request)
@@ -449,7 +454,7 @@ def test_what_is_remembered_is_bounded_in_bytes_and_in_number():
     recent.add(as_recent({"messages": messages("x" * 30_000, "Q")}))
     assert list(recent._requests.values()) == kept  # a request that never fits leaves the others alone
 
-    many = RequestMemory(10_000_000)
+    many = remembering(10_000_000)
     for request in added:
         many.add(request)
     assert list(many._requests.values()) == added[-MAX_REQUESTS:]
@@ -457,7 +462,7 @@ def test_what_is_remembered_is_bounded_in_bytes_and_in_number():
 
 
 def test_a_request_that_continues_another_takes_its_place():
-    recent = RequestMemory(10_000_000)
+    recent = remembering(10_000_000)
     recent.add(as_recent({"messages": messages(LONG, "First?")}))
     longer = as_recent({"messages": messages(LONG, "First?", "One.", "Second?")})
     recent.add(longer)
@@ -476,7 +481,7 @@ def test_tools_that_change_each_time_are_searched_within_bounds(monkeypatch):
             return real(value, *depth)
 
         monkeypatch.setattr(request_diff, name, counted)
-    memory = RequestMemory(10**8)
+    memory = remembering(10**8)
     for number in range(request_diff.MAX_REQUESTS):
         functions = [{"name": f"t{index}", "description": "Says when it is high. " * 20} for index in range(50)]
         functions[0]["description"] = f"Session {number + 10}. " * 200
