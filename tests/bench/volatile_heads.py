@@ -61,14 +61,16 @@ class Text(NamedTuple):
     tomorrow: str
 
 
+YEAR = time.gmtime().tm_year  # a date of another one does not change by itself
+
 TEXTS = {
-    "ISO date": Text("date", "Today is 2026-11-21.", "Today is 2026-11-22."),
-    "date in words": Text("date", "Today's date: Sat Nov 21 2026", "Today's date: Sun Nov 22 2026"),
-    "long date": Text("date", "It is Saturday, November 21, 2026.", "It is Sunday, November 22, 2026."),
-    "date with slashes": Text("date", "Date: 11/21/2026.", "Date: 11/22/2026."),
-    "date with points": Text("date", "Heute ist der 21.11.2026.", "Heute ist der 22.11.2026."),
+    "ISO date": Text("date", f"Today is {YEAR}-11-21.", f"Today is {YEAR}-11-22."),
+    "date in words": Text("date", f"Today's date: Sat Nov 21 {YEAR}", f"Today's date: Sun Nov 22 {YEAR}"),
+    "long date": Text("date", f"It is Saturday, November 21, {YEAR}.", f"It is Sunday, November 22, {YEAR}."),
+    "date with slashes": Text("date", f"Date: 11/21/{YEAR}.", f"Date: 11/22/{YEAR}."),
+    "date with points": Text("date", f"Heute ist der 21.11.{YEAR}.", f"Heute ist der 22.11.{YEAR}."),
     "time": Text("time", "It is 10:41:07 now.", "It is 17:05:52 now."),
-    "time stamp": Text("date", "Now: 2026-11-21T10:41:07Z", "Now: 2026-11-22T17:05:52Z"),
+    "time stamp": Text("date", f"Now: {YEAR}-11-21T10:41:07Z", f"Now: {YEAR}-11-22T17:05:52Z"),
     "uuid": Text(
         "uuid",
         "Session 5f0c7c1e-93d4-4c7c-9b1e-0a54f4f0a7d1.",

@@ -9,6 +9,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import httpx
@@ -163,7 +164,7 @@ def test_what_changed_is_told_with_its_excerpts_as_text(browser, worker):
 
 def test_a_date_in_the_prompt_is_told_with_its_cure(browser, worker, own):
     worker.cached = 0
-    for day in ("Sun Nov 22 2026", "Mon Nov 23 2026"):
+    for day in (f"Sun Nov 22 {date.today():%Y}", f"Mon Nov 23 {date.today():%Y}"):
         words = {"role": "system", "content": f"Today is {day}. " + "You are a harbour pilot. " * 40}
         body = {"model": "m", "messages": [words, {"role": "user", "content": f"What is new on {day[:3]}?"}]}
         httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": day[:3]}, timeout=30)

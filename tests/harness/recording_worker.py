@@ -111,9 +111,6 @@ class RecordingWorker:
     answers: list[bytes] = field(default_factory=list)  # bodies of what it answered in full
     renders: int = 0
     tokenized: int = 0  # texts alone
-    hold_renders: threading.Event = field(
-        default_factory=threading.Event
-    )  # while set, nothing is rendered or tokenized
     rendering: int = 0  # asked for and not answered
     most_rendering: int = 0
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
@@ -162,8 +159,6 @@ class RecordingWorker:
         if path == "/v1/chat/completions/render" and self.hang_renders:
             await receive()
             return None
-        if path in ("/v1/chat/completions/render", "/tokenize", "/detokenize"):
-            await self._until_rendered(receive)
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
         if path == "/tokenize" and b'"prompt"' in body:
@@ -235,19 +230,14 @@ class RecordingWorker:
         events = self.engine.feed(boot, after, self.version)
         await _answer(send, json.dumps(events).encode(), status=200 if self.has_feed else 404)
 
-    async def _until_rendered(self, receive: Any) -> None:
-        self.rendering += 1
-        self.most_rendering = max(self.most_rendering, self.rendering)
-        gone = asyncio.ensure_future(receive())
-        while self.hold_renders.is_set() and not gone.done():
-            await asyncio.sleep(0.001)
-        gone.cancel()
-        self.rendering -= 1
-
     async def _render(self, body: bytes, send: Any) -> None:
         self.renders += 1
+        self.rendering += 1
+        self.most_rendering = max(self.most_rendering, self.rendering)
         ids = token_ids((self.rendered or self.template)(json.loads(body)))
+        await asyncio.sleep(0)  # others that have been asked for begin
         await _answer(send, json.dumps({"token_ids": ids}).encode(), status=self.render_status)
+        self.rendering -= 1
 
     async def _stream(self, events: Sequence[bytes], receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]

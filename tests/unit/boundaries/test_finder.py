@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from datetime import date
 from typing import Any
 
 import pytest
@@ -551,7 +552,7 @@ def test_the_last_questions_before_the_last_one_have_entries_too():
 
 
 def test_a_head_that_moves_into_the_last_user_message_has_no_place_once_the_conversation_goes_on():
-    dated = {"role": "system", "content": "You pilot ships. " * 40 + "\nToday is 2026-11-22."}
+    dated = {"role": "system", "content": "You pilot ships. " * 40 + f"\nToday is {date.today()}."}
     moved = TemplateFacts({"user": 5}, broken=frozenset({Turn("user", later=False, system=True, tools=False)}))
     positions = PositionCache(10**6)
     alone = find([dated, user("First?")], moved, positions)
@@ -566,7 +567,7 @@ def test_a_head_that_moves_into_the_last_user_message_has_no_place_once_the_conv
 
 
 def test_beginnings_inside_a_message_come_shortest_first():
-    blocks = [text_part("a" * 600 + "\n", **EPHEMERAL), text_part("b" * 3000 + "\nToday is 2026-11-22.")]
+    blocks = [text_part("a" * 600 + "\n", **EPHEMERAL), text_part("b" * 3000 + f"\nToday is {date.today()}.")]
     body = {"model": "m", "system": blocks, "messages": [user("q")]}
     found = BoundaryFinder(PositionCache(10**6)).find(chat_in(MESSAGES, body, StoredResponses(0)), None, b"r", 4000)
     kinds = {boundary.key: boundary.kind for boundary in found.boundaries}

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import tracemalloc
+from datetime import date
 from typing import Any
 
 import pytest
@@ -13,15 +14,19 @@ import pytest
 from proxy.boundaries.template_facts import DEFAULT, Opener, Setting, TemplateFacts
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
+from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.json_body import NOTHING, Memory, memory_of, parse_object
 from proxy.metrics import Metrics
-from proxy.pipeline.prompt_reader import DATES_PER_WORKER, TOKENS_PER_BYTE, PromptReader
+from proxy.pipeline.prompt_reader import DATES_PER_KEY, DATES_PER_WORKER, TOKENS_PER_BYTE, PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.settings import Settings
 
 FACTS = TemplateFacts({"user": 5}, {("alone", False): Opener((3,)), ("user", False): Opener((4,))})
 
 MESSAGES = [{"role": "system", "content": "You pilot."}, {"role": "user", "content": "Tide?"}]
+
+
+KEY = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 
 
 class Learner:
@@ -58,12 +63,13 @@ async def read(
     reader: PromptReader | None = None,
     has_slot: bool = True,
     memory: Memory = NOTHING,
+    key: ApiKey | None = None,
     **body: Any,
 ) -> ProxiedRequest:
     """A request that has been read, and has got its slot if there is one."""
     parsed = {"model": "m", "messages": MESSAGES, **body}
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-    request = request_of(scope, json.dumps(parsed).encode(), "r")
+    request = request_of(scope, json.dumps(parsed).encode(), "r", key)
     request.body.parsed, request.body.memory = parsed, memory
     reader = reader if reader is not None else PromptReader(Settings(), Metrics(), learner)
     await reader.read(request, workers, lambda: has_slot)
@@ -147,14 +153,16 @@ class Tokenizer:
         return list(map(ord, text))
 
 
-DATED = [{"role": "system", "content": "Pilots name the tide. " * 40 + "\nToday is 2026-11-22."}, MESSAGES[1]]
+DAYS = f"{date.today():%Y}-11-22", f"{date.today():%Y}-11-23"
+
+DATED = [{"role": "system", "content": "Pilots name the tide. " * 40 + f"\nToday is {DAYS[0]}."}, MESSAGES[1]]
 
 
 async def test_what_stands_before_a_date_has_an_entry_at_first_sight_and_its_tokens_are_asked_for_once():
     serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
     serving.renderer = tokenizer = Tokenizer()
-    for date in ("2026-11-22", "2026-11-23"):
-        told = [{**DATED[0], "content": DATED[0]["content"].replace("2026-11-22", date)}, DATED[1]]
+    for day in DAYS:
+        told = [{**DATED[0], "content": DATED[0]["content"].replace(DAYS[0], day)}, DATED[1]]
         request = await read(Learner(), serving, reader=reader, messages=told)
         before, system, turn = request.prediction.found.entries()
         *_, last = map(int, before.removeprefix("first:").split(","))
@@ -186,20 +194,22 @@ async def test_nothing_is_asked_for_a_request_without_a_slot():
     assert tokenizer.texts and learner.asked
 
 
-async def test_as_many_workers_are_asked_for_the_tokens_before_a_date_as_may_be():
+@pytest.mark.parametrize(("key", "most"), [(None, DATES_PER_WORKER), (KEY, DATES_PER_KEY)])
+async def test_a_worker_is_asked_for_the_tokens_before_a_few_dates_at_once(key, most):
     serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
     serving.renderer = tokenizer = Tokenizer(hangs=True)
 
     def told(number: int) -> list[dict[str, str]]:
         return [{**DATED[0], "content": f"Ship {number}. {DATED[0]['content']}"}, DATED[1]]
 
-    same = [read(Learner(), serving, reader=reader, messages=DATED) for _ in range(20)]
+    same = [read(Learner(), serving, reader=reader, key=key, messages=DATED) for _ in range(20)]
     await asyncio.gather(*same)
     assert len(tokenizer.texts) == 1  # one asks for all
-    await asyncio.gather(*(read(Learner(), serving, reader=reader, messages=told(number)) for number in range(40)))
-    assert len(tokenizer.texts) == 1 + DATES_PER_WORKER
+    others = (read(Learner(), serving, reader=reader, key=key, messages=told(number)) for number in range(40))
+    await asyncio.gather(*others)
+    assert len(tokenizer.texts) == 1 + most
     tokenizer.hangs = False
-    request = await read(Learner(), serving, reader=reader, messages=told(39))  # went without, and is not forgotten
+    request = await read(Learner(), serving, reader=reader, key=key, messages=told(39))  # went without, not forgotten
     assert "first:" in str(request.prediction.found.entries())
 
 
