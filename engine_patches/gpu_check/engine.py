@@ -140,8 +140,8 @@ def planted(scheduler: Any, defect: str) -> Iterator[None]:
     original = manager.get_computed_blocks
     checkpoints: Checkpoints = scheduler.seamark
 
-    def get_computed_blocks(request: Any) -> Any:
-        computed = original(request)
+    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:  # vLLM 0.33 bounds the hit here
+        computed = original(request, *args, **kwargs)
         blocks, hit = computed[0], computed[1]
         for group in checkpoints.recurrent_groups if hit else ():
             wrong = _wrong_state(manager.block_pool, checkpoints, request, hit, group, defect)

@@ -9,17 +9,19 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine_patches.gpu_check import command, processes, report
-from engine_patches.gpu_check.engine import Answer
+from engine_patches.gpu_check.engine import Answer, planted
 from engine_patches.gpu_check.job import Job, Result
 from engine_patches.gpu_check.lanes import RUNNER_VARIABLE, Lane, Runner, lanes_of
 from engine_patches.gpu_check.processes import Engines, Outcome
 from engine_patches.gpu_check.questions import (
     DEFECTS,
+    OTHER_STATE,
     SHARED_LENGTHS,
     Geometry,
     Question,
@@ -338,6 +340,20 @@ def test_what_was_wrong_before_the_signal_stays_wrong(gpu_check):
     faults = {"nemotron_h bfloat16 compiled patched": wrong_tokens, "qwen3_next bfloat16 compiled patched": interrupted}
     status, printed, _ = gpu_check(ToldEngines(faults))
     assert status == 1 and last_line(printed).startswith("WRONG: nemotron_h bfloat16 compiled")
+
+
+@pytest.mark.parametrize(("more", "named"), [((), {}), ((512,), {}), ((), {"max_cache_hit_length": 512})])
+def test_a_planted_defect_looks_up_as_the_scheduler_of_each_vllm_does(more, named):
+    class Manager:
+        def get_computed_blocks(self, *args, **kwargs):
+            asked.append((args, kwargs))
+            return "blocks", 0, 0
+
+    asked: list[object] = []
+    manager = Manager()
+    with planted(SimpleNamespace(kv_cache_manager=manager, seamark=None), OTHER_STATE):
+        assert manager.get_computed_blocks("request", *more, **named) == ("blocks", 0, 0)
+    assert asked == [(("request", *more), named)]
 
 
 def test_without_a_gpu_one_sentence_says_so(monkeypatch, capsys, tmp_path):
