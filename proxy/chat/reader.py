@@ -57,12 +57,12 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Chat | None]] = {
 }
 
 
-def chat_in(endpoint: str, body: Mapping[str, Any], stored: StoredResponses) -> Chat | None:
-    """The chat in a request to `endpoint`, one of `HINTED`; None if there is none."""
+def chat_in(endpoint: str, body: Mapping[str, Any], stored: StoredResponses, owner: str | None = None) -> Chat | None:
+    """The chat in a request to `endpoint`, one of `HINTED`, with the API key `owner`; None if there is none."""
     if endpoint == RESPONSES:
         previous = body.get("previous_response_id")
         if previous is None:
             return responses_request(body)
-        messages = stored.chat(previous)
+        messages = stored.chat(previous, owner)
         return responses_request(body, messages) if messages is not None else None
     return READERS[endpoint](body)

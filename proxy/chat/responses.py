@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from cachetools import FIFOCache
@@ -16,10 +17,12 @@ from proxy.http.json_body import memory_of
 
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
-# Responses whose worker and owner are remembered; some 300 bytes each.
+# Responses whose worker is remembered; some 200 bytes each.
 MAX_RESPONSES = 65_536
 
-MAX_ID_CHARACTERS = 256  # of a response; vLLM's have 37
+NAME_BYTES = 16
+
+MAX_ID_CHARACTERS = 256  # of a response; vLLM's have some 30, those of a gateway with keys 69
 
 # What vLLM shows a template of a tool that takes free text.
 CUSTOM_PARAMETERS = {
@@ -164,26 +167,18 @@ class _Stored(NamedTuple):
     size: int  # bytes
 
 
-class _Keeper(NamedTuple):
-    """Where a response is stored, and whose it is."""
-
-    boot: str
-    owner: str | None
-
-
 class StoredResponses:
-    """What is known of the responses that workers store, by their ids.
+    """What is known of the responses that workers store, by their ids and by whose they are: the names of API keys.
 
-    The chat behind each is prompt text, in memory only and bounded in bytes. Its worker and its owner are remembered
-    for longer.
+    The chat behind each is prompt text, in memory only and bounded in bytes. Its worker is remembered for longer.
     """
 
     def __init__(self, size: int, most: int = MAX_RESPONSES) -> None:
-        """`size` of the chats in bytes, 0 to keep none; `most` responses have a worker and an owner."""
-        self._chats: FIFOCache[str, _Stored] = FIFOCache(size, getsizeof=lambda stored: stored.size)
-        self._keepers: OrderedDict[str, _Keeper] = OrderedDict()  # oldest first
+        """`size` of the chats in bytes, 0 to keep none; of `most` responses the worker is known."""
+        self._chats: FIFOCache[bytes, _Stored] = FIFOCache(size, getsizeof=lambda stored: stored.size)
+        self._boots: OrderedDict[bytes, str] = OrderedDict()  # of their workers, oldest first
         self._most = most
-        self._forgotten = False  # a keeper
+        self.on_kept: Callable[[bytes, str], None] | None = None  # other gateways learn of it there
 
     @property
     def held(self) -> int:
@@ -191,18 +186,13 @@ class StoredResponses:
         return int(self._chats.currsize)
 
     def put(self, chat: Chat | None, answer: Any, boot: str, owner: str | None = None) -> None:
-        """Remember a finished response (`answer`, parsed) of the worker booted as `boot` to `owner`, and its chat."""
+        """Remember the response `answer` (parsed) of the worker booted as `boot` to `owner`.
+
+        `chat` is the one that it ends, None if it has not ended.
+        """
         response_id = answer.get("id") if isinstance(answer, dict) else None
-        if not isinstance(response_id, str) or len(response_id) > MAX_ID_CHARACTERS:
-            return
-        known = self._keepers.get(response_id)
-        if known is not None and known.owner != owner:
-            return
-        self._keepers[response_id] = _Keeper(boot, owner)
-        if len(self._keepers) > self._most:
-            self._keepers.popitem(last=False)
-            self._forgotten = True
-        if chat is None or not self._chats.maxsize:
+        name = self.keep(response_id, boot, owner)
+        if name is None or chat is None or not self._chats.maxsize:
             return
         messages = list(chat.messages)
         for item in listed(answer.get("output")):
@@ -210,25 +200,38 @@ class StoredResponses:
                 messages += [{"role": "assistant", "content": text} for text in _texts(listed(item.get("content")))]
         size = memory_of(messages, 0, sys.maxsize).size
         with suppress(ValueError):  # larger than all that may be kept
-            self._chats[response_id] = _Stored(messages, size)
+            self._chats[name] = _Stored(messages, size)
 
-    def chat(self, response_id: Any) -> list[dict[str, Any]] | None:
-        """The messages up to the end of that response, None if unknown."""
-        found = self._chats.get(response_id) if isinstance(response_id, str) else None
+    def keep(self, response_id: Any, boot: str, owner: str | None) -> bytes | None:
+        """The worker booted as `boot` stores that response of `owner`. Returns its name, None if the id is unsound."""
+        name = _known_as(response_id, owner)
+        if name is not None and self._boots.get(name) != boot:
+            self.keep_remote(name, boot)
+            if self.on_kept is not None:
+                self.on_kept(name, boot)
+        return name
+
+    def keep_remote(self, name: bytes, boot: str) -> None:
+        """Another gateway says that the worker booted as `boot` stores the response of this name."""
+        self._boots[name] = boot
+        if len(self._boots) > self._most:
+            self._boots.popitem(last=False)
+
+    def chat(self, response_id: Any, owner: str | None = None) -> list[dict[str, Any]] | None:
+        """The messages up to the end of that response, None if `owner` has none such, or it is unknown."""
+        name = _known_as(response_id, owner)
+        found = self._chats.get(name) if name is not None else None
         return found.messages if found is not None else None
 
-    def boot(self, response_id: Any) -> str | None:
-        """The worker that stores that response: another one would not know it."""
-        found = self._keepers.get(response_id) if isinstance(response_id, str) else None
-        return found.boot if found is not None else None
+    def boot(self, response_id: Any, owner: str | None = None) -> str | None:
+        """The worker that stores that response of `owner`: another one would not know it. None if that is unknown."""
+        name = _known_as(response_id, owner)
+        return self._boots.get(name) if name is not None else None
 
-    def may_see(self, response_id: Any, owner: str | None) -> bool:
-        """Whether a response is not known to be another's.
 
-        One that another gateway forwarded, or this one before its start, is protected by its random name alone. One
-        that may have been forgotten is refused.
-        """
-        if not isinstance(response_id, str):
-            return True
-        found = self._keepers.get(response_id)
-        return not self._forgotten if found is None else found.owner == owner
+def _known_as(response_id: Any, owner: str | None) -> bytes | None:
+    """A hash of both, which nobody can steer: one key's response has no name under which another could find it."""
+    if not isinstance(response_id, str) or len(response_id) > MAX_ID_CHARACTERS:
+        return None
+    whose = blake2b((owner or "").encode(errors="surrogatepass")).digest()
+    return blake2b(response_id.encode(errors="surrogatepass"), digest_size=NAME_BYTES, key=whose).digest()

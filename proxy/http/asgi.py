@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ OWN_RESPONSE = frozenset(
     }
 )
 
+_NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is not accepted (RFC 9110, 12.4.2)
 
 # ASGI extension of the gateway's own server: a function that registers a callback for when the client leaves.
 ON_DISCONNECT = "seamark.on_disconnect"
@@ -193,6 +195,18 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
     if named:
         dropped = dropped | named
     return [header for header in listed if header[0] not in dropped]
+
+
+def unencoded(headers: HeaderList) -> HeaderList:
+    """Request headers that ask for a body without a content coding; as they are if the client takes none such."""
+    accepted = b",".join([value for name, value in headers if name == b"accept-encoding"])
+    weights: dict[bytes, bytes] = {}
+    for each in accepted.lower().split(b","):
+        coding, _, weight = each.partition(b";")
+        weights[coding.strip()] = weight.strip()
+    if _NONE_SUCH.fullmatch(weights.get(b"identity", weights.get(b"*", b""))):
+        return headers
+    return [*(header for header in headers if header[0] != b"accept-encoding"), (b"accept-encoding", b"identity")]
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from base64 import urlsafe_b64encode
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from proxy.errors import Forbidden, NotFound, Unauthorized
 from proxy.http import asgi
 
 SALT_BYTES = 24
+
+ID_BYTES = 16  # at random in a response's id, and of the proof behind them
+
+_RESPONSE_ID = re.compile(rf"resp_([0-9a-f]{{{2 * ID_BYTES}}})([0-9a-f]{{{2 * ID_BYTES}}})")
 
 
 class KeyEntry(BaseModel):
@@ -65,6 +70,7 @@ class ApiKey:
     name: str
     entry: KeyEntry
     salt: str = field(repr=False)
+    id_secrets: tuple[bytes, ...] = field(default=(), repr=False)  # any of them proves that an id is this key's
     inflight: int = 0
     queued: int = 0
 
@@ -73,13 +79,34 @@ class ApiKey:
         """Whether another request with this key may go to a worker."""
         return not self.entry.max_inflight or self.inflight < self.entry.max_inflight
 
+    def new_response_id(self) -> str:
+        """A name under which a worker is to store a response: each gateway with this key knows by it whose it is."""
+        nonce = secrets.token_bytes(ID_BYTES)
+        return f"resp_{nonce.hex()}{self._proof(nonce, self.id_secrets[0]).hex()}"
+
+    def made(self, response_id: str) -> bool:
+        """Whether that is a `new_response_id` of this key, of any gateway."""
+        found = _RESPONSE_ID.fullmatch(response_id)
+        if found is None:
+            return False
+        nonce, proof = map(bytes.fromhex, found.groups())
+        return any(hmac.compare_digest(proof, self._proof(nonce, secret)) for secret in self.id_secrets)
+
+    def _proof(self, nonce: bytes, secret: bytes) -> bytes:
+        named = nonce + self.name.encode(errors="surrogatepass")
+        return hmac.digest(secret, b"seamark response\0" + named, "sha256")[:ID_BYTES]
+
 
 class KeyRing:
     """All keys of the file."""
 
     def __init__(self, path: Path, secret: str | None) -> None:
-        """Salts are derived from `secret`, or from a random one if it is None. Raises `SettingsError` for the file."""
-        self._secret = (secret or secrets.token_hex(32)).encode()
+        """Salts are derived from `secret`, or from a random one if it is None. Raises `SettingsError` for the file.
+
+        Ids of responses outlive a gateway: without `secret` they are proved by what the file holds of their key.
+        """
+        self._id_secret = secret.encode() if secret else None
+        self._secret = self._id_secret or secrets.token_hex(32).encode()
         self.file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile, EXAMPLE))
         self._keys: dict[str, ApiKey] = {}
         self._by_hash: dict[bytes, ApiKey] = {}
@@ -124,9 +151,11 @@ class KeyRing:
         for name, entry in self.file.value.keys.items():
             key = previous.get(name) or ApiKey(name, entry, "")
             key.entry = entry
+            hashes = tuple(map(bytes.fromhex, entry.sha256))
+            key.id_secrets = hashes if self._id_secret is None else (self._id_secret,)
             key.salt = self._salt(f"group:{entry.share}" if entry.share is not None else f"key:{name}")
             self._keys[name] = key
-            self._by_hash.update((bytes.fromhex(each), key) for each in entry.sha256)
+            self._by_hash.update((each, key) for each in hashes)
 
     def _salt(self, owner: str) -> str:
         mac = hmac.digest(self._secret, b"seamark cache salt\0" + owner.encode(errors="surrogatepass"), "sha256")

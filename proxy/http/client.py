@@ -25,6 +25,8 @@ from aiohttp.payload import BytesPayload
 from multidict import CIMultiDict
 from yarl import URL
 
+from proxy.http.asgi import codings
+
 Headers = Sequence[tuple[bytes, bytes]]
 
 # uvicorn, which serves vLLM, closes idle connections after 5 seconds. Closing earlier avoids writing into a closed one.
@@ -79,6 +81,11 @@ class Answer:
     def header(self, name: str) -> str | None:
         """The first value of a header."""
         return self._response.headers.get(name)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether its body is compressed, or otherwise no text as it comes."""
+        return bool(codings((name.lower(), value) for name, value in self.headers))
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes, undecoded. Raises `Broken` when the worker breaks off."""

@@ -18,6 +18,7 @@ from prometheus_client import Counter
 from proxy.boundaries.boundary import Found, resolved_positions
 from proxy.boundaries.resolve import Entry
 from proxy.chat.chat import RESPONSES
+from proxy.chat.lax_values import flag
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
@@ -100,6 +101,11 @@ class Accounting:
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
 
+    def opened(self, request: ProxiedRequest, answer: Any) -> None:
+        """A worker streams the response `answer` (parsed), and knows it by its name from now on."""
+        if request.worker is not None and _is_stored(request):
+            self._stored.put(None, answer, request.worker.boot, request.client.owner)
+
     async def answered(
         self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None = None
     ) -> str | None:
@@ -112,7 +118,8 @@ class Accounting:
         worker = request.worker
         if worker is None:
             return None
-        self._store(request, worker, answer)
+        if _is_stored(request):
+            self._stored.put(request.prediction.chat, answer, worker.boot, request.client.owner)
         model = self._model_label(request)
         if worker.engine is None and request.status == 200:
             self._shadow.add(_for_shadow(request, worker, model, usage))
@@ -222,12 +229,6 @@ class Accounting:
     def _spend(self, model: str, worker: Worker, seconds: float) -> None:
         self._time.spent += seconds
         self._counters(model, worker).spent.inc(seconds)
-
-    def _store(self, request: ProxiedRequest, worker: Worker, answer: Any) -> None:
-        """Remember of a response what a later request may continue."""
-        client = request.client
-        if client.endpoint == RESPONSES and request.body.parsed.get("store", True):
-            self._stored.put(request.prediction.chat, answer, worker.boot, client.owner)
 
     def _asks_engine(self, answered: _Answered) -> bool:
         """Whether the engine's events are worth a look. A whole answer does not wait for what its headers lack."""
@@ -363,6 +364,11 @@ class Accounting:
         if request.worker is not None and request.worker.serves(model):
             return str(model)
         return str(model) if any(worker.serves(model) for worker in self._pool.workers) else UNKNOWN_MODEL
+
+
+def _is_stored(request: ProxiedRequest) -> bool:
+    """Whether the answer is a response that can be continued, or asked for, later."""
+    return request.client.endpoint == RESPONSES and flag(request.body.parsed.get("store", True)) is not False
 
 
 def _engine_id(request: ProxiedRequest, answer: Any) -> str:

@@ -1,6 +1,7 @@
 """Which requests may get the bytes of an earlier answer, what tells them apart, and which answers may be kept.
 
-Only what is certain to come out the same again: greedy or seeded sampling, and a prompt that stands in the body itself.
+Only what is certain to come out the same again: greedy sampling, or one by a seed that the API of the worker hands to
+its sampler, and a prompt that stands in the body itself.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from proxy.chat.lax_values import flag
 from proxy.http import asgi
-from proxy.pipeline.request import ProxiedRequest
+from proxy.pipeline.request import ProxiedRequest, choices_of
 
 EMBEDDINGS = "/v1/embeddings"
 
 CACHEABLE = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS})
+
+# vLLM samples by the seed in requests to these; it drops one in requests to others.
+SEEDED = frozenset({CHAT, COMPLETIONS, RESPONSES})
+
+NO_SEED = -1  # for vLLM
 
 HEADER = b"x-seamark-cache"
 
@@ -100,12 +107,18 @@ def is_repeatable(request: ProxiedRequest) -> bool:
         request.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
     ):
         return False
-    return _is_number(parsed.get("temperature"), 0) or _is_number(parsed.get("seed"))
+    return _is_greedy(parsed.get("temperature")) or (client.path in SEEDED and _is_seeded(parsed))
 
 
-def _is_number(value: Any, wanted: float | None = None) -> bool:
-    """Whether it is a number in JSON, and `wanted` if that is given. An absent temperature is the model's to choose."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and (wanted is None or value == wanted)
+def _is_greedy(temperature: Any) -> bool:
+    """Whether it is 0, as JSON has it. An absent one is the model's to choose."""
+    return type(temperature) in (int, float) and temperature == 0
+
+
+def _is_seeded(body: Mapping[str, Any]) -> bool:
+    """Whether each token is drawn by the seed in the body; a search of beams takes none."""
+    seed = body.get("seed")
+    return type(seed) is int and seed != NO_SEED and flag(body.get("use_beam_search")) is False
 
 
 def _has_tools_of_the_server(tools: Any) -> bool:
@@ -168,7 +181,7 @@ def is_final(path: str, asked: Mapping[str, Any], is_stream: bool, body: bytes) 
     choices = answer.get("choices")
     return (
         isinstance(choices, list)
-        and len(choices) == _choices_of(asked)
+        and len(choices) == choices_of(asked)
         and all(choice.get("finish_reason") in _FINAL[path] for choice in choices)
     )
 
@@ -192,7 +205,7 @@ def _is_final_stream(path: str, asked: Mapping[str, Any], body: bytes) -> bool:
     ended = {
         choice["index"]: choice["finish_reason"] for event in told for choice in event["choices"] if _has_ended(choice)
     }
-    return len(ended) == _choices_of(asked) and _FINAL[path].issuperset(ended.values())
+    return len(ended) == choices_of(asked) and _FINAL[path].issuperset(ended.values())
 
 
 def _has_ended(choice: Mapping[str, Any]) -> bool:
@@ -203,10 +216,3 @@ def _is_final_response(response: Mapping[str, Any]) -> bool:
     if response.get("status") == "incomplete":
         return (response.get("incomplete_details") or {}).get("reason") == "max_output_tokens"
     return response.get("status") == "completed"
-
-
-def _choices_of(asked: Mapping[str, Any]) -> int:
-    """How many choices the answer to a chat or completion has."""
-    prompt = asked.get("prompt")
-    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return int(asked.get("n") or 1) * (len(prompt) if several and isinstance(prompt, list) else 1)

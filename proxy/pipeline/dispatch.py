@@ -23,6 +23,11 @@ from proxy.routing.prefix_index import Holding, PrefixIndex
 from proxy.routing.queue import AdmissionQueue
 from proxy.settings import Settings
 
+NOT_FOUND = 404
+
+# Workers that one request asks for a response whose worker is not known.
+MOST_ASKED = 16
+
 
 class Dispatcher:
     """One per gateway."""
@@ -57,7 +62,11 @@ class Dispatcher:
             await self._pool.ready()
         request = lease.request
         model = request.model
-        wants = (model if isinstance(model, str) else None, self._stored.boot(request.response_id))
+        wants = (
+            model if isinstance(model, str) else None,
+            self._stored.boot(request.response_id, request.client.owner),
+            *(worker.name for worker in request.asked),
+        )
         request.timings.asked = time.perf_counter()
         await self._queue.acquire(request.client.key, wants, lambda: self._take(lease), _never_sent)
 
@@ -67,6 +76,21 @@ class Dispatcher:
         if len(self._queue) or (key is not None and not key.has_room):
             return False
         return any(worker.has_room for worker in self._pool.serving(request.model))
+
+    def seeks_on(self, request: ProxiedRequest, worker: Worker, status: int) -> bool:
+        """Whether a worker that has not been asked may store the response which `worker` does not know.
+
+        The worker of a response is remembered once one has answered for it.
+        """
+        if request.response_id is None or self._keeper(request) is not None:
+            return False
+        if status == NOT_FOUND:
+            request.asked.append(worker)
+            unasked = any(worker not in request.asked for worker in self._may_keep(request))
+            return unasked and len(request.asked) < MOST_ASKED
+        if 200 <= status < 300:
+            self._stored.keep(request.response_id, worker.boot, request.client.owner)
+        return False
 
     def released(self) -> None:
         """A slot has become free."""
@@ -121,6 +145,8 @@ class Dispatcher:
         workers = self._pool.for_model(request.model)
         if (keeper := self._keeper(request)) is not None:
             workers = [keeper]
+        elif request.asked:
+            workers = [worker for worker in workers if worker not in request.asked] or workers
         # As `has_room` says, and `takes_hints` below: for a thousand workers, a property costs more than all else here.
         return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
 
@@ -173,9 +199,11 @@ class Dispatcher:
         """The worker that stores the response which this request continues or asks for; others would not know it."""
         if (response := request.response_id) is None:
             return None
-        boot = self._stored.boot(response)
-        workers = self._pool.serving(request.model) or self._pool.up
-        return next((worker for worker in workers if worker.boot == boot), None)
+        boot = self._stored.boot(response, request.client.owner)
+        return next((worker for worker in self._may_keep(request) if worker.boot == boot), None)
+
+    def _may_keep(self, request: ProxiedRequest) -> list[Worker]:
+        return self._pool.serving(request.model) or self._pool.up
 
 
 class Lease:
@@ -224,8 +252,12 @@ class Lease:
         """Whether the worker has had no other request since it got this one."""
         return self._was_idle and self.worker.dispatched == self._turn
 
+    def seeks_on(self, status: int) -> bool:
+        """Whether to `move`, since the worker says by `status` that it does not store the response that is named."""
+        return self._dispatcher.seeks_on(self.request, self.worker, status)
+
     async def move(self) -> None:
-        """The worker never got the request: give its slot back, and wait for another one."""
+        """The worker has computed nothing of the request: give its slot back, and wait for another one."""
         self.never_sent()
         await self._dispatcher.acquire(self)
 

@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -20,13 +21,14 @@ from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
+from proxy.http.json_body import TRANSFERS
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import CLIENT_GONE, Accounting
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.prefill import Prefills
-from proxy.pipeline.request import ProxiedRequest
-from proxy.pipeline.sse import Heartbeats, SseRelay
+from proxy.pipeline.request import ProxiedRequest, choices_of
+from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import LOAD_HEADER, OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
@@ -59,6 +61,7 @@ class ResponseRelay:
     ) -> None:
         """`prefills`: None without prefill workers."""
         self._most_collected = settings.max_collected_bytes
+        self._leaves_unchanged = settings.shadow
         self._silence_timeout = settings.silence_timeout
         self._resent = metrics.resent
         self._pool = pool
@@ -85,11 +88,12 @@ class ResponseRelay:
         """Send to the leased worker, and to another one if that has not taken it.
 
         Whatever may have been read goes to no other worker, except that one which says that it has not computed the
-        request is believed, once.
+        request is believed: once, and wherever the stored response that it names may be.
         """
         client = request.client
+        is_read = client.endpoint in REPORTING and not self._leaves_unchanged
         headers = [
-            *client.headers,
+            *(asgi.unencoded(client.headers) if is_read else client.headers),
             request.engine_id_header,
             ASK_FOR_OUTCOME,
             *(self._upstream.own_headers if client.key is not None else ()),
@@ -136,6 +140,12 @@ class ResponseRelay:
                 raise
             else:
                 self._judge(request, worker, response.status)
+                if lease.seeks_on(response.status):
+                    response.close()
+                    self._resent.labels(worker.name, "not_found").inc()
+                    await lease.move()
+                    fresh, transfer = False, None
+                    continue
                 if response.status not in NOT_TAKEN or refused or client.method != "POST" or not lease.move_now():
                     return _with_valid_status(response)
                 response.close()
@@ -160,21 +170,29 @@ class ResponseRelay:
         body, found = request.body, request.prediction.found
         if request.client.method != "POST":
             return body.raw
-        return body.encoded(worker.hint(found), worker.cache.salt(body.parsed), transfer)
+        own: dict[str, Any] = {}
+        if (salt := worker.cache.salt(body.parsed)) is not None:
+            own["cache_salt"] = salt
+        if transfer is not None:
+            own[TRANSFERS[0]] = transfer
+        if request.client.endpoint == RESPONSES and (key := request.client.key) is not None:
+            own["request_id"] = key.new_response_id()
+        return body.encoded(worker.hint(found), own)
 
     async def _deliver(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
-        """The answer, from first to last byte."""
+        """The answer, from first to last byte. One that is encoded is not read, and nothing can be put into it."""
         request.status = response.status
         kind = response.header("content-type") or ""
-        if kind.startswith("text/event-stream"):
+        is_reported = request.client.endpoint in REPORTING
+        if response.is_encoded:
+            await self._stream(request, lease, response, send, watch)
+            if is_reported:
+                await self._accounting.answered(request, None, None)
+        elif kind.startswith("text/event-stream"):
             await self._stream_events(request, lease, response, send, watch)
-        elif (
-            request.client.endpoint in REPORTING
-            and kind.startswith("application/json")
-            and response.status not in BODILESS
-        ):
+        elif is_reported and kind.startswith("application/json") and _has_body(request, response):
             await self._answer_whole(request, response, send, watch)
         else:
             await self._stream(request, lease, response, send, watch)
@@ -202,7 +220,9 @@ class ResponseRelay:
             lease.prefilled()
 
         await self._begin(request, _response_headers(request, response), send)
-        stream = SseRelay(send, request.body.strips_usage, keeps_first=request.client.endpoint == RESPONSES)
+        body = request.body
+        opened = partial(self._opened, request) if request.client.endpoint == RESPONSES else None
+        stream = SseRelay(send, choices_of(body.parsed) if body.strips_usage else 0, opened)
         end = b""
         with self._heartbeats.watching(stream):
             try:
@@ -224,6 +244,10 @@ class ResponseRelay:
             await stream.finish(end)
         await self._accounting.answered(request, stream.usage, stream.response)
 
+    def _opened(self, request: ProxiedRequest, event: bytes) -> None:
+        """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
+        self._accounting.opened(request, data_of_last(event).get("response"))
+
     async def _answer_whole(
         self, request: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
@@ -240,7 +264,7 @@ class ResponseRelay:
         body = b"".join(collected)
         request.timings.first_byte = time.perf_counter()
         headers = _response_headers(request, response)
-        if request.status == 200 and response.header("content-encoding") is None:
+        if request.status == 200:
             try:
                 answer = json.loads(body)
             except (ValueError, RecursionError):
@@ -276,7 +300,7 @@ class ResponseRelay:
         async for chunk in chunks:
             passing.see(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        if request.status == 200 and response.header("content-encoding") is None:
+        if request.status == 200:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
             answer = {"id": named[1].decode(errors="replace")} if named is not None else None
             await self._accounting.answered(request, passing.usage, answer, outcome)
@@ -293,6 +317,10 @@ class ResponseRelay:
     async def _begin(self, request: ProxiedRequest, headers: asgi.HeaderList, send: asgi.Send) -> None:
         request.started = True
         await send({"type": "http.response.start", "status": request.status, "headers": headers})
+
+
+def _has_body(request: ProxiedRequest, response: Answer) -> bool:
+    return response.status not in BODILESS and request.client.method != "HEAD"
 
 
 def _with_valid_status(response: Answer) -> Answer:

@@ -148,8 +148,9 @@ class Gateway:
         if self.settings.redis is not None:
             from proxy.routing.redis_sync import RedisSync  # and with it redis: not imported if it is not wanted
 
+            reader = self.reader
             self.redis_sync = RedisSync(
-                self.settings.redis, self.prefix_index, self.reader.positions, self.metrics, self.pool.boots
+                self.settings.redis, self.prefix_index, reader.positions, reader.stored, self.metrics, self.pool.boots
             )
             parts["redis"] = self.redis_sync.run
         self._tasks = [asyncio.create_task(self._keep_running(name, run)) for name, run in parts.items()]

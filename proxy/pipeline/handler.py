@@ -219,8 +219,11 @@ class RequestHandler:
                     await asyncio.sleep(0)
 
     def _check_owner(self, request: ProxiedRequest) -> None:
-        client = request.client
-        if client.key is not None and not self._stored.may_see(request.response_id, client.owner):
+        """Raises `NotFound` for a response that is not known to be the key's."""
+        key, named = request.client.key, request.response_id
+        if key is None or not isinstance(named, str):
+            return
+        if self._stored.boot(named, key.name) is None and not key.made(named):
             raise NotFound("No such response.")
 
 

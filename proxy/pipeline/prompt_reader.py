@@ -106,7 +106,7 @@ class PromptReader:
             if memory.values > self._most_values:
                 found, serving = Found(failure="no_boundary"), []
             else:
-                prediction.chat = chat_in(client.endpoint, request.body.parsed, self.stored)
+                prediction.chat = chat_in(client.endpoint, request.body.parsed, self.stored, client.owner)
             if serving:
                 worker = next((each for each in serving if model in each.renderer_ids), serving[0])
                 chat = prediction.chat
@@ -158,7 +158,7 @@ class PromptReader:
         """
         self._rewrite(request)
         client, body = request.client, request.body
-        chat = chat_in(client.endpoint, body.parsed, self.stored)
+        chat = chat_in(client.endpoint, body.parsed, self.stored, client.owner)
         if chat is None or body.memory.values > self._most_values:
             return Found(failure="no_boundary")
         found = await self._found_at(chat, worker, len(body.raw), client.owner)

@@ -15,6 +15,7 @@ from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
 from proxy.boundaries.template_facts import Setting
 from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
+from proxy.chat.lax_values import flag, number
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from proxy.observability.tracing import RequestTrace
 
 RESPONSE_PATH = RESPONSES + "/"
+
+CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every event
 
 # In `vllm_xargs`, beside the hint, which is replaced.
 NOT_FROM_CLIENTS = frozenset({PIN, *TRANSFERS})
@@ -75,6 +78,9 @@ class ClientRequest(NamedTuple):
         return self.key.name if self.key is not None else None
 
 
+NO_FIELDS: Mapping[str, Any] = {}
+
+
 @dataclass(slots=True)
 class RequestBody:
     """The body as the client wrote it, and the changes to make in it."""
@@ -106,22 +112,20 @@ class RequestBody:
             if client.endpoint == RESPONSES:
                 self._drop("request_id")  # a response is stored by it, and may be another's
             parsed["cache_salt"] = self.put["cache_salt"] = client.key.salt
-        if asks_usage and client.endpoint in ASKED_FOR_USAGE and parsed.get("stream") is True and _ends_once(parsed):
-            options = parsed.get("stream_options")
-            if options is None or (isinstance(options, dict) and not any(options.values())):
-                self.put["stream_options"] = {**(options or {}), "include_usage": True}
+        if asks_usage and client.endpoint in ASKED_FOR_USAGE and flag(parsed.get("stream")):
+            options = {} if parsed.get("stream_options") is None else parsed["stream_options"]
+            if isinstance(options, dict) and flag(options.get("include_usage")) is False:
+                # vLLM heeds this one beside the other alone, so that the client's means nothing.
+                unheeded = {name: False for name in options if name == CONTINUOUS and flag(options[name]) is not None}
+                self.put["stream_options"] = {**options, **unheeded, "include_usage": True}
                 self.strips_usage = True
 
-    def encoded(
-        self, hint: tuple[Entry, ...], salt: str | None = None, transfer: Mapping[str, Any] | None = None
-    ) -> bytes:
-        """The bytes to send, with this hint, under `salt` if one is given.
+    def encoded(self, hint: tuple[Entry, ...], own: Mapping[str, Any] = NO_FIELDS) -> bytes:
+        """The bytes to send, with this hint.
 
-        `transfer`: where the worker finds the prompt computed. Everything else is as the client wrote it.
+        `own`: outermost fields to set for the worker that gets them. Everything else is as the client wrote it.
         """
-        put = self.put if salt is None else {**self.put, "cache_salt": salt}
-        if transfer is not None:
-            put = {**put, TRANSFERS[0]: transfer}
+        put = {**self.put, **own} if own else self.put
         if XARGS in put:
             put = {**put, XARGS: {**put[XARGS], HINT: hint}}
         elif XARGS not in self.parsed:
@@ -211,6 +215,7 @@ class ProxiedRequest:
     explaining: asyncio.Task[str | None] | None = None  # goes on behind a stream's end
     trace: RequestTrace | None = None  # None: nothing is traced
     worker: Worker | None = None  # the last one it was given to
+    asked: list[Worker] = field(default_factory=list)  # that do not know the response which it names
     started: bool = False  # the response has begun
     delivered: bool = False  # a client that left had all of the response
     status: int = 0
@@ -234,11 +239,11 @@ class ProxiedRequest:
         return self.body.parsed.get("previous_response_id")
 
 
-def _ends_once(body: dict[str, Any]) -> bool:
-    """Whether the stream has one choice: several choices end one by one, and none of them is the last."""
+def choices_of(body: Mapping[str, Any]) -> int:
+    """How many choices the answer to a chat or completion has."""
     prompt = body.get("prompt")
-    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    return body.get("n") in (None, 1) and not several
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return (number(body.get("n")) or 1) * prompts
 
 
 def affinity_key(headers: asgi.HeaderList, body: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -31,6 +32,8 @@ _ENDS = (b"\n\n", b"\n\r\n")
 
 _FINISHED = b'"finish_reason":"'  # in the event that ends a choice
 
+_USAGE = re.compile(rb'"usage":\s*\{')  # not within a text, where a backslash stands before each quote
+
 # How the last event of a stream begins, in each API.
 _LAST = (
     b"data: [DONE]",
@@ -44,11 +47,17 @@ _LAST = (
 class SseRelay:
     """Relays one stream."""
 
-    def __init__(self, send: asgi.Send, strips_usage: bool, keeps_first: bool) -> None:
-        """`strips_usage`: remove the event that holds only usage. `keeps_first`: keep `first` and `last`."""
+    def __init__(
+        self, send: asgi.Send, stripped_choices: int = 0, opened: Callable[[bytes], None] | None = None
+    ) -> None:
+        """`stripped_choices`: remove the event that holds only usage, behind the ends of so many; 0: leave it.
+
+        `opened`: is called with the first event before that is sent; then `first` and `last` are kept.
+        """
         self._send = send
-        self._strips = strips_usage
-        self._keeps = keeps_first
+        self._choices = stripped_choices
+        self._opened = opened
+        self._ended = 0  # choices
         self._held = b""  # the beginning of an event
         self._terminal = b""  # a whole event that the usage may have to go into
         self._closed = False
@@ -73,14 +82,16 @@ class SseRelay:
                 self._held = b""
             if not chunk.endswith(_ENDS):
                 chunk = self._hold(chunk)
-            if self._strips:
+            if self._choices:
                 chunk = self._stripped(chunk)
             elif b'"usage"' in chunk:
                 self._with_usage = chunk
             if not chunk:
                 continue
-            if self._keeps:
-                self.first = self.first or chunk[: _end_of_event(chunk, 0)]
+            if self._opened is not None:
+                if not self.first:
+                    self.first = chunk[: _end_of_event(chunk, 0)]
+                    self._opened(self.first)
                 self.last = chunk
             if b"\nid:" in chunk or chunk.startswith(b"id:"):
                 self._has_ids = True
@@ -141,13 +152,18 @@ class SseRelay:
 
     def _stripped(self, events: bytes) -> bytes:
         """The part of `events` that can be sent, without the event that holds only usage."""
+        self._ended += events.count(_FINISHED)
         if self._terminal:
             events = self._terminal + events
             self._terminal = b""
         if b'"usage"' in events:
             self._with_usage = events
-            return _without_usage(events)
-        if _FINISHED in events:
+            rest = _without_usage(events)
+            if _USAGE.search(rest) is None:
+                return rest
+            self._choices = 0  # usage beside a choice was not asked for: this worker reports it to all clients
+            return events
+        if self._ended >= self._choices and _FINISHED in events:
             start = _start_of_event(events, len(events) - 2)
             if _FINISHED in events[start:]:
                 self._terminal = events[start:]
@@ -156,7 +172,10 @@ class SseRelay:
 
 
 def _without_usage(events: bytes) -> bytes:
-    """`events` as if usage had not been asked for: vLLM then stamps another event, the one that ends the choice."""
+    """`events` as if usage had not been asked for: vLLM then stamps another event, the one that ends the choice.
+
+    Of several choices only the last one gets its stamp back: the others had gone out before it was known.
+    """
     at = events.rindex(b'"usage"')
     start, end = _start_of_event(events, at), _end_of_event(events, at)
     usage = _usage_alone(events[start:end])

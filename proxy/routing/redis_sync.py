@@ -3,7 +3,8 @@
 No request ever waits for Redis: what others learnt is in this gateway's own tables before a request needs it. While
 Redis is away, the gateway goes on with what it knows itself.
 
-Each worker has a stream of records about the prefixes it holds; one more stream has the positions of boundaries.
+Each worker has a stream of records about the prefixes it holds and the responses it stores; one more stream has the
+positions of boundaries.
 Entries of a stream are batches of fixed-size records.
 """
 
@@ -24,6 +25,7 @@ from redis.backoff import NoBackoff
 from xxhash import xxh3_128_hexdigest
 
 from proxy.boundaries.positions import PositionCache
+from proxy.chat.responses import StoredResponses
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -84,8 +86,8 @@ MAX_RECORDS = 64
 # A longer prompt than any engine takes is garbage.
 MAX_TOKENS = 2**24
 
-# Kinds of records in a worker's stream.
-HELD, GONE = 1, 2
+# Kinds of records in a worker's stream: two of prefixes, one of responses.
+HELD, GONE, KEPT = 1, 2, 3
 
 
 class Form(NamedTuple):
@@ -95,12 +97,12 @@ class Form(NamedTuple):
     record: struct.Struct
 
 
-HOLDINGS = Form(b"smh2", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix, tokens (0 if gone)
+HOLDINGS = Form(b"smh3", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix or name of a response, tokens or 0
 
 POSITIONS = Form(b"smp2", struct.Struct(f"<{KEY_BYTES}sI"))  # key, tokens
 
 # Kind of a record, and whether it has tokens.
-_SOUND = frozenset({(HELD, True), (GONE, False)})
+_SOUND = frozenset({(HELD, True), (GONE, False), (KEPT, False)})
 
 _HEADER = struct.Struct(f"<4s{WRITER_BYTES}s")
 
@@ -109,7 +111,7 @@ POSITIONS_STREAM = b"seamark:positions:2"
 
 def holdings_stream(boot: str) -> bytes:
     """The stream about the worker that booted as `boot`; a restarted worker has another."""
-    return b"seamark:held:2:" + xxh3_128_hexdigest(boot.encode()).encode()
+    return b"seamark:held:3:" + xxh3_128_hexdigest(boot.encode()).encode()
 
 
 class Batch(NamedTuple):
@@ -150,6 +152,7 @@ class RedisSync:
         url: str,
         prefix_index: PrefixIndex,
         positions: PositionCache,
+        stored: StoredResponses,
         metrics: Metrics,
         boots: Callable[[], Iterable[str]],
     ) -> None:
@@ -164,7 +167,7 @@ class RedisSync:
             socket_timeout=ANSWER_SECONDS,
             retry=Retry(NoBackoff(), 0),
         )
-        self._prefix_index, self._positions, self._boots = prefix_index, positions, boots
+        self._prefix_index, self._positions, self._stored, self._boots = prefix_index, positions, stored, boots
         self._up, self._errors = metrics.redis_up, metrics.redis_errors
         self._sent, self._heard, self._dropped, self._refused = (
             metrics.redis_news.labels(fate) for fate in ("sent", "heard", "dropped", "refused")
@@ -180,6 +183,7 @@ class RedisSync:
         self._next_write = 0.0  # time.monotonic()
         self._start_over()
         prefix_index.on_held, prefix_index.on_forget, positions.on_put = self._held, self._forgot, self._put
+        stored.on_kept = self._kept
 
     async def run(self) -> None:
         """Exchange records, for ever. No failure ends it."""
@@ -196,6 +200,7 @@ class RedisSync:
     async def aclose(self) -> None:
         """Stop listening and close the connection."""
         self._prefix_index.on_held = self._prefix_index.on_forget = self._positions.on_put = None
+        self._stored.on_kept = None
         await self._redis.aclose()
 
     def status(self) -> dict[str, Any]:
@@ -210,6 +215,9 @@ class RedisSync:
     def _forgot(self, keys: Sequence[bytes], boot: str) -> None:
         for start in range(0, len(keys), MAX_RECORDS):
             self._append((boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]]))
+
+    def _kept(self, name: bytes, boot: str) -> None:
+        self._append((boot, ((KEPT, name, 0),)))
 
     def _put(self, key: bytes, tokens: int) -> None:
         self._append((None, ((key, tokens),)))
@@ -275,12 +283,12 @@ class RedisSync:
                 taken += len(records)
 
     def _not_repeated(self, stream: bytes, event: Sequence[tuple[Any, ...]], now: float) -> Iterable[tuple[Any, ...]]:
-        """Records of what a worker holds, or no longer holds, without those that were written lately."""
+        """Records about a worker, without those of prefixes it holds that were written lately."""
         for record in event:
             kind, key, _ = record
             if kind == GONE:
                 self._written.pop((stream, key), None)
-            elif not self._is_new(stream, key, now):
+            elif kind == HELD and not self._is_new(stream, key, now):
                 continue
             yield record
 
@@ -310,6 +318,8 @@ class RedisSync:
             for kind, key, tokens in batch.records:
                 if kind == HELD:
                     self._prefix_index.record_remote(key, tokens, boot)
+                elif kind == KEPT:
+                    self._stored.keep_remote(key, boot)
                 else:
                     self._prefix_index.forget((key,), boot, remote=True)
         self._heard.inc(len(batch.records))

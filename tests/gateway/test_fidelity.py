@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import socket
+import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import anthropic
@@ -58,17 +60,63 @@ def test_a_body_of_32_mib_arrives_whole(tmp_path):
         assert plain.requests[-1].body == body
 
 
-@pytest.mark.parametrize("accepted", ["gzip, deflate, br, zstd", "identity", None])
-def test_nothing_is_compressed_on_the_way_and_the_worker_learns_what_is_accepted(worker, gateway, accepted):
-    body = {"model": "m", "messages": ASK * 200, "stream": True, **WITH_USAGE}
-    request = httpx.Request("POST", gateway.url + CHAT, json=body)
-    if accepted is not None:
-        request.headers["accept-encoding"] = accepted
+def accepting(codings: str | None, url: str, body: dict) -> httpx.Request:
+    """A request that accepts these content codings, and no others by a client's own choice."""
+    request = httpx.Request("POST", url, json=body)
+    if codings is not None:
+        request.headers["accept-encoding"] = codings
+    return request
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("accepted", ["gzip, deflate, br, zstd", "gzip;q=1.0, identity; q=0.5, *;q=0", None])
+def test_an_answer_that_is_read_is_compressed_by_nobody(worker, gateway, accepted, stream):
+    worker.gzips = "accepted"
+    body = {"model": "m", "messages": ASK * 200, "stream": stream, **(WITH_USAGE if stream else {})}
     with httpx.Client(timeout=30) as client:
-        answer = client.send(request)
+        answer = client.send(accepting(accepted, gateway.url + CHAT, body))
     assert "content-encoding" not in answer.headers and answer.content == worker.answers[-1]
-    seen = dict(worker.requests[-1].headers)
-    assert seen.get(b"accept-encoding") == (None if accepted is None else accepted.encode())
+    assert dict(worker.requests[-1].headers)[b"accept-encoding"] == b"identity"
+    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
+
+
+def test_elsewhere_the_worker_learns_what_is_accepted(worker, gateway):
+    worker.gzips = "accepted"
+    for accepted, coding in (("gzip, br", "gzip"), ("identity", None), (None, None)):
+        with httpx.Client(timeout=30) as client:
+            answer = client.send(accepting(accepted, gateway.url + "/v1/embeddings", {"model": "m", "input": "x"}))
+        assert answer.headers.get("content-encoding") == coding and answer.content == worker.answers[-1]
+        seen = dict(worker.requests[-1].headers)
+        assert seen.get(b"accept-encoding") == (None if accepted is None else accepted.encode())
+
+
+@pytest.mark.parametrize("flags", [(), ("--shadow",)])
+@pytest.mark.parametrize(
+    ("gzips", "accepted"), [("accepted", "gzip, identity;q=0"), ("always", "br, *;q=0"), ("always", "gzip")]
+)
+def test_a_stream_that_is_compressed_passes_as_it_comes_and_nothing_is_put_into_it(
+    worker, tmp_path, flags, gzips, accepted
+):
+    """No comment before its first byte, although a stream beside it that is as silent gets some."""
+    body = {"model": "m", "messages": ASK, "stream": True, **WITH_USAGE}
+    worker.gzips, worker.hang_in_stream, worker.hang_after = gzips, True, 2
+    with recording_worker(models=("plain",)) as silent, GatewayForks(tmp_path) as fleet, ExitStack() as stack:
+        gateway = start_gateway(fleet, worker, silent, flags=("--heartbeat", "0.1", *flags))
+        client = stack.enter_context(httpx.Client(timeout=30, headers={"accept-encoding": accepted}))
+        for each in (worker, silent):
+            each.silence.set()
+        packed, _ = (
+            stack.enter_context(client.stream("POST", gateway.url + CHAT, json={**body, "model": model}))
+            for model in ("m", "plain")
+        )
+        wait_for(lambda: metric(gateway, "seamark_heartbeats_total") >= 3)  # on the other one
+        worker.silence.clear()
+        unpacked, unpacker = b"", zlib.decompressobj(wbits=31)
+        for piece in packed.iter_raw():
+            unpacked += unpacker.decompress(piece)
+            if unpacked.count(b"\n\n") == worker.hang_after:
+                break
+        assert unpacked == b"".join(event + b"\n\n" for event in worker.answers[-1].split(b"\n\n")[: worker.hang_after])
 
 
 def test_fields_that_nobody_knows_pass(worker, gateway):

@@ -12,7 +12,9 @@ import pytest
 
 from tests.harness.api_keys import bearer, entry, secret
 from tests.harness.gateways import CHAT, chat, start_gateway, wait_for
-from tests.harness.recording_worker import COMPLETION
+from tests.harness.recording_worker import COMPLETION, EVENTS
+
+ENDING = b'data: {"id":"chatcmpl-1","choices":[{"index":%d,"delta":{},"finish_reason":"stop"}]}\n\n'
 
 
 @pytest.fixture
@@ -94,6 +96,28 @@ def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
         assert hidden not in logs + metrics
 
 
+EVERY_STREAM = {
+    "n": (CHAT, chat("Tide?", stream=True, n=2)),
+    "a number": (CHAT, chat("Tide?", stream=1)),
+    "a word": (CHAT, chat("Tide?", stream="true", n="2", stream_options={"include_usage": "false"})),
+    "prompts": ("/v1/completions", {"model": "m", "stream": True, "prompt": ["a", "b"]}),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_STREAM)
+def test_the_tokens_of_every_stream_are_its_keys(fleet, worker, file, name):
+    path, body = EVERY_STREAM[name]
+    worker.streams = {path: [ENDING % 0, ENDING % 1, *EVENTS[1:]]}
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    answer = httpx.post(gateway.url + path, json=body, headers=bearer("ann"), timeout=30)
+    assert answer.content == ENDING % 0 + ENDING % 1 + EVENTS[2]  # as if nobody had asked for usage
+
+    def prompt_tokens() -> int:
+        return httpx.get(gateway.url + "/seamark/status", headers=bearer("root")).json()["keys"][0]["prompt_tokens"]
+
+    wait_for(lambda: prompt_tokens() > 0)
+
+
 def test_pages_on_an_address_of_their_own(fleet, worker):
     from proxy.commands.render_server import free_port
 
@@ -127,11 +151,12 @@ def test_no_body_gets_past_what_the_gateway_answers_for(fleet, worker, file, pat
     assert sent["cache_salt"] != "mine" and "ec_transfer_params" not in sent
 
 
-@pytest.mark.parametrize("path", ["/v1/responses/resp_1/cancel", "/v1/files/f/complete"])
+@pytest.mark.parametrize("path", [f"/v1/responses/{COMPLETION['id']}/cancel", "/v1/files/f/complete"])
 @pytest.mark.parametrize("body", [b"", b" \r\n\t"])
 def test_a_post_without_a_body_passes_whatever_it_is_called(fleet, worker, file, path, body):
     gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
     headers = {**bearer("ann"), "content-type": "application/json"}
+    httpx.post(gateway.url + "/v1/responses", json={"model": "m", "input": "Tide?"}, headers=headers)  # to be cancelled
     assert httpx.post(gateway.url + path, content=body, headers=headers).status_code == 200
     assert worker.requests[-1].body == body
 
@@ -202,7 +227,7 @@ def test_a_streamed_response_is_its_owners_too(fleet, worker, file):
     gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
     url, body = gateway.url + "/v1/responses", {"model": "m", "input": "Tide?", "stream": True}
     answer = httpx.post(url, json={**body, "request_id": "mine"}, headers=bearer("ann"))
-    assert answer.content == recorded and "request_id" not in json.loads(worker.requests[-1].body)
+    assert answer.content == recorded and json.loads(worker.requests[-1].body)["request_id"] != "mine"
     assert httpx.get(gateway.url + "/seamark/requests/mine", headers=bearer("ann")).json()["status"] == 200
     assert httpx.get(gateway.url + "/seamark/requests/mine", headers=bearer("bob")).status_code == 404
     for name, status in (("ann", 200), ("bob", 404)):

@@ -24,6 +24,7 @@ import redis as redis_client
 from proxy.bench.harness.servers import Server, Servers
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.positions import PositionCache
+from proxy.chat.responses import StoredResponses
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
@@ -261,7 +262,9 @@ class Tables:
 
     def __init__(self, server: RedisServer, boot: str = BOOT, size: int = 2**26) -> None:
         self.prefix_index, self.positions, self.metrics = PrefixIndex(size), PositionCache(size), Metrics()
-        self.redis_sync = RedisSync(server.url, self.prefix_index, self.positions, self.metrics, lambda: [boot])
+        self.redis_sync = RedisSync(
+            server.url, self.prefix_index, self.positions, StoredResponses(0), self.metrics, lambda: [boot]
+        )
 
     async def exchange(self) -> None:
         """Until nothing is left to write or read, without the pauses between two writes."""

@@ -10,6 +10,7 @@ import json
 import re
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ class RecordingWorker:
     reason: str | None = None  # that its engine gives; None: what fits the cached tokens
     location: str | None = None  # header of whole answers
     allowed_origins: tuple[str, ...] = ("*",)  # when it starts, as vLLM's --allowed-origins
+    gzips: str | None = None  # as a proxy before it: "accepted" what the client takes so, "always" everything
     has_feed: bool = True
     api_key: str | None = None  # that it wants for /v1, as vLLM's --api-key
     hang: bool = False  # answer nothing until the client goes
@@ -133,9 +135,9 @@ class RecordingWorker:
         path = scope["path"]
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
         if self.api_key is not None and path.startswith("/v1") and wanted not in scope["headers"]:
-            return await _answer(send, b'{"error":"Unauthorized"}', status=401)
+            return await respond(send, b'{"error":"Unauthorized"}', status=401)
         if path == "/health":
-            return await _answer(send, b"", "text/plain")
+            return await respond(send, b"", "text/plain")
         if path in ("/metrics", "/seamark/metrics"):
             text = (
                 f"process_start_time_seconds {self.boot}\n"
@@ -143,17 +145,17 @@ class RecordingWorker:
                 + sleep_state(*self.sleeps)
                 + self.more_metrics
             )
-            return await _answer(send, text.encode(), "text/plain")
+            return await respond(send, text.encode(), "text/plain")
         if path == "/v1/models" and scope["method"] == "GET":
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
-            return await _answer(send, json.dumps({"object": "list", "data": data}).encode())
+            return await respond(send, json.dumps({"object": "list", "data": data}).encode())
         if path in ("/is_sleeping", "/is_paused"):
             asleep = [level is not None or self.paused for level in self.sleeps]
             if not self.dev_mode or len(set(asleep)) > 1:  # vLLM's engines have to agree
-                return await _answer(send, b"{}", status=500 if self.dev_mode else 404)
-            return await _answer(send, json.dumps({path[1:]: asleep[0]}).encode())
+                return await respond(send, b"{}", status=500 if self.dev_mode else 404)
+            return await respond(send, json.dumps({path[1:]: asleep[0]}).encode())
         if path == "/version":
-            return await _answer(send, b'{"version":"0.32.0"}')
+            return await respond(send, b'{"version":"0.32.0"}')
         if path == "/seamark/outcomes":
             return await self._feed(scope, send)
         if path == "/v1/chat/completions/render" and self.hang_renders:
@@ -163,14 +165,16 @@ class RecordingWorker:
             return await self._render(body, send)
         if path == "/tokenize" and b'"prompt"' in body:
             self.tokenized += 1
-            return await _answer(send, json.dumps({"tokens": token_ids(json.loads(body)["prompt"])}).encode())
+            return await respond(send, json.dumps({"tokens": token_ids(json.loads(body)["prompt"])}).encode())
         if path == "/detokenize" and b'"tokens"' in body:
             text = "".join(map(chr, json.loads(body)["tokens"]))
-            return await _answer(send, json.dumps({"prompt": text}).encode())
+            return await respond(send, json.dumps({"prompt": text}).encode())
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
         self.requests.append(Recorded(scope["method"], target, list(scope["headers"]), body, scope["client"]))
         while self.hold.is_set():
             await asyncio.sleep(0.01)
+        if self.gzips == "always" or (self.gzips and b"gzip" in dict(scope["headers"]).get(b"accept-encoding", b"")):
+            send = gzipping(send)
         if self.hang or (self.hang_replays and b'"max_tokens":1' in body):
             await receive()
             self.gone.set()
@@ -200,7 +204,7 @@ class RecordingWorker:
         asked = headers.get(b"x-seamark-outcome") == b"1"
         more = [(b"x-seamark-outcome", admitted.header.encode())] if asked and admitted is not None else []
         more += [(b"location", self.location.encode())] if self.location is not None else []
-        await _answer(send, answer, status=self.status, more=more)
+        await respond(send, answer, status=self.status, more=more)
         return None
 
     def _name_of_response(self) -> str:
@@ -228,7 +232,7 @@ class RecordingWorker:
         while not self.engine.has_news(boot, after) and time.monotonic() < until:
             await asyncio.sleep(0.01)
         events = self.engine.feed(boot, after, self.version)
-        await _answer(send, json.dumps(events).encode(), status=200 if self.has_feed else 404)
+        await respond(send, json.dumps(events).encode(), status=200 if self.has_feed else 404)
 
     async def _render(self, body: bytes, send: Any) -> None:
         self.renders += 1
@@ -236,7 +240,7 @@ class RecordingWorker:
         self.most_rendering = max(self.most_rendering, self.rendering)
         ids = token_ids((self.rendered or self.template)(json.loads(body)))
         await asyncio.sleep(0)  # others that have been asked for begin
-        await _answer(send, json.dumps({"token_ids": ids}).encode(), status=self.render_status)
+        await respond(send, json.dumps({"token_ids": ids}).encode(), status=self.render_status)
         self.rendering -= 1
 
     async def _stream(self, events: Sequence[bytes], receive: Any, send: Any) -> None:
@@ -261,13 +265,29 @@ class RecordingWorker:
         await send({"type": "http.response.body", "body": b""})
 
 
+def gzipping(send: Any) -> Any:
+    """`send`, with each piece of the body compressed and flushed."""
+    packer = zlib.compressobj(wbits=31)
+
+    async def send_packed(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = [header for header in message["headers"] if header[0] != b"content-length"]
+            message = {**message, "headers": [*headers, (b"content-encoding", b"gzip")]}
+        else:
+            flush = zlib.Z_SYNC_FLUSH if message.get("more_body") else zlib.Z_FINISH
+            message = {**message, "body": packer.compress(message["body"]) + packer.flush(flush)}
+        await send(message)
+
+    return send_packed
+
+
 async def _begin(send: Any, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"", "more_body": True})
 
 
-async def _answer(
+async def respond(
     send: Any,
     body: bytes,
     kind: str = "application/json",

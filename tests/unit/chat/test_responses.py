@@ -1,4 +1,4 @@
-"""The chats behind responses that a client may continue: bounded, and each its owner's."""
+"""The chats behind responses that a client may continue: bounded, and each its owner's alone."""
 
 from __future__ import annotations
 
@@ -68,32 +68,33 @@ def test_without_memory_for_texts_nothing_is_kept():
     assert stored.chat("resp_1") is None and stored.held == 0
 
 
-def test_a_response_is_seen_and_overwritten_by_its_owner_only():
+def test_a_response_is_known_to_its_owner_only():
     stored = StoredResponses(10**6)
     put(stored, "resp_1", owner="ann")
     put(stored, "resp_1", "Another?", owner="bob")
-    assert stored.may_see("resp_1", "ann") and not stored.may_see("resp_1", "bob")
-    assert stored.chat("resp_1")[0]["content"] == "Tide?"
-    assert stored.may_see("resp_2", "bob") and stored.may_see(None, None)
+    for owner, asked_first in (("ann", "Tide?"), ("bob", "Another?")):
+        assert stored.chat("resp_1", owner)[0]["content"] == asked_first
+    for owner in (None, "", "eve"):
+        assert stored.chat("resp_1", owner) is None and stored.boot("resp_1", owner) is None
 
 
-def test_worker_and_owner_are_known_of_responses_whose_chats_are_not_kept():
+def test_the_worker_is_known_of_responses_whose_chats_are_not_kept():
     for stored, text in ((StoredResponses(0), "x"), (StoredResponses(2000), "x" * 3000)):
         put(stored, "resp_1", text, owner="ann")
-        assert stored.chat("resp_1") is None and stored.boot("resp_1") == "w#1"
-        assert stored.may_see("resp_1", "ann") and not stored.may_see("resp_1", "bob")
-    stored.put(None, {"id": "resp_2"}, "w#2", "ann")  # of a request that was not read
-    assert stored.boot("resp_2") == "w#2" and not stored.may_see("resp_2", "bob")
+        assert stored.chat("resp_1", "ann") is None and stored.boot("resp_1", "ann") == "w#1"
+    stored.put(None, {"id": "resp_2"}, "w#2", "ann")  # of one that has only begun
+    assert stored.boot("resp_2", "ann") == "w#2" and stored.boot("resp_2", "bob") is None
 
 
-def test_once_an_owner_is_forgotten_an_unknown_response_is_nobodys():
+def test_workers_are_known_of_so_many_responses_and_others_learn_each_once():
     stored = StoredResponses(10**6, most=2)
-    put(stored, "resp_1", owner="ann")
-    put(stored, "resp_2", owner="bob")
-    assert stored.may_see("resp_0", "eve")  # of another gateway, as far as is known
-    put(stored, "resp_3", owner="bob")
-    assert not any(stored.may_see("resp_1", owner) for owner in ("ann", "eve", None))
-    assert stored.may_see("resp_2", "bob") and not stored.may_see("resp_2", "eve")
+    told = []
+    stored.on_kept = lambda name, boot: told.append(name)
+    for response_id in ("resp_1", "resp_2", "resp_2", "resp_3"):
+        put(stored, response_id)
+    assert len(told) == len(set(told)) == 3 and not any(b"resp" in name for name in told)
+    stored.keep_remote(told[0], "w#2")
+    assert [stored.boot(f"resp_{number}") for number in (1, 2, 3)] == ["w#2", None, "w#1"] and len(told) == 3
 
 
 def test_an_answer_without_a_sound_name_is_not_remembered():
@@ -101,7 +102,7 @@ def test_an_answer_without_a_sound_name_is_not_remembered():
     for name in (None, 7, ["r"], "r" * (MAX_ID_CHARACTERS + 1)):
         stored.put(asked("Tide?", stored), {"id": name}, "w#1", "ann")
     stored.put(asked("Tide?", stored), None, "w#1", "ann")
-    assert not stored.held and not stored._keepers
+    assert not stored.held and not stored._boots
 
 
 def test_of_an_answer_only_what_it_says_is_kept():

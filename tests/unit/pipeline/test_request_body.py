@@ -16,11 +16,13 @@ from proxy.pipeline.request import request_of
 EVIL = {"remote_host": "evil"}
 
 
-def sent(body: dict[str, Any], key: ApiKey | None = None, path: str = CHAT, hint: tuple = ()) -> dict[str, Any]:
+def sent(
+    body: dict[str, Any], key: ApiKey | None = None, path: str = CHAT, hint: tuple = (), asks_usage: bool = False
+) -> dict[str, Any]:
     """The body that the worker gets."""
     scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
     request = request_of(scope, json.dumps(body).encode(), "r", key)
-    request.body.take(dict(body), request.client, asks_usage=False)
+    request.body.take(dict(body), request.client, asks_usage)
     reached: dict[str, Any] = json.loads(request.body.encoded(hint))
     return reached
 
@@ -67,3 +69,32 @@ def test_a_response_is_not_stored_under_a_name_that_a_client_with_a_key_chose(ke
     body = {"model": "m", "request_id": "another's"}
     assert "request_id" not in sent(body, key, RESPONSES)
     assert sent(body, path=RESPONSES)["request_id"] == sent(body, key)["request_id"] == "another's"
+
+
+@pytest.mark.parametrize("stream", [True, 1, 1.0, "true", "TRUE", "on", "y", "1"])
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": None}, {"include_usage": "off"}])
+def test_a_stream_is_asked_for_usage_however_vllm_is_told_to_stream(stream, options):
+    body = {"model": "m", "stream": stream, "stream_options": options, "n": 2}
+    assert sent(body, asks_usage=True) == {**body, "stream_options": {"include_usage": True}}
+
+
+def test_usage_in_every_event_is_not_what_the_gateway_asks_for():
+    asked = sent({"stream": True, "stream_options": {"continuous_usage_stats": True, "x": 1}}, asks_usage=True)
+    assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": False, "x": 1}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": "off"},
+        {"stream": None},
+        {"stream": 2},
+        {"stream": "tru"},
+        {"stream": ["true"]},
+        {"stream": True, "stream_options": {"include_usage": "yes"}},
+        {"stream": True, "stream_options": {"include_usage": "perhaps"}},
+        {"stream": True, "stream_options": ["include_usage"]},
+    ],
+)
+def test_what_is_no_stream_or_is_refused_by_the_worker_reaches_it_as_it_is(fields):
+    assert sent(fields, asks_usage=True) == fields

@@ -21,7 +21,7 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details"
 DONE = b"data: [DONE]\n\n"
 
 
-async def relayed(pieces: list[bytes], strips: bool = False) -> tuple[list[bytes], SseRelay]:
+async def relayed(pieces: list[bytes], strips: int = 0) -> tuple[list[bytes], SseRelay]:
     sent: list[bytes] = []
 
     async def send(message) -> None:
@@ -31,7 +31,7 @@ async def relayed(pieces: list[bytes], strips: bool = False) -> tuple[list[bytes
         for piece in pieces:
             yield piece
 
-    relay = SseRelay(send, strips, keeps_first=True)
+    relay = SseRelay(send, strips, opened=lambda _: None)
     await relay.run(chunks())
     await relay.finish()
     return [piece for piece in sent if piece], relay
@@ -75,10 +75,24 @@ async def test_a_last_event_without_usage_behind_it_is_not_lost(size):
     assert b"".join(sent) == stream
 
 
-async def test_usage_beside_choices_stays():
-    beside = USAGE.replace(b'"choices":[]', b'"choices":[{"index":0}]')
-    sent, _ = await relayed([beside + USAGE + DONE], strips=True)
-    assert b"".join(sent) == beside + DONE
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+async def test_usage_that_a_worker_gives_all_clients_stays(size):
+    """vLLM with `--enable-force-include-usage` reports it beside each choice, too; nobody has asked for that."""
+    beside = USAGE.replace(b'"choices":[]', b'"choices":[{"index":0,"finish_reason":null}]')
+    last = beside.replace(b"null", b'"stop"')
+    stream = beside * 2 + last + USAGE + DONE
+    sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=True)
+    assert b"".join(sent) == stream and relay.usage == Usage(9, 0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+async def test_several_choices_end_one_by_one_and_none_waits_for_the_last(size):
+    end = USAGE.replace(b"}}}", b'}},"system_fingerprint":"vllm-1"}') + DONE
+    sent, _ = await relayed([LAST, DELTA, LAST, end], strips=2)
+    assert sent == [LAST, DELTA, STAMPED + DONE]
+    stream = LAST + DELTA + LAST + end
+    sent, relay = await relayed([stream[at : at + size] for at in range(0, len(stream), size)], strips=2)
+    assert b"".join(sent).endswith(DELTA + STAMPED + DONE) and relay.usage == Usage(9, 0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
@@ -101,7 +115,7 @@ async def test_while_an_event_is_held_back_the_stream_stands_at_the_end_of_anoth
         yield DELTA
         yield DELTA[:9]
 
-    relay = SseRelay(send, strips_usage=False, keeps_first=True)
+    relay = SseRelay(send, opened=lambda _: None)
     await relay.run(chunks())
     await relay.beat()
     assert sent == [DELTA, HEARTBEAT] and relay.last == DELTA
@@ -122,7 +136,7 @@ async def test_a_comment_is_no_empty_event_for_an_sdk(ids):
             await relay.beat()
             await relay.beat()
 
-    relay = SseRelay(send, strips_usage=False, keeps_first=False)
+    relay = SseRelay(send)
     await relay.run(chunks())
     await relay.finish(b"data: 1\n\n")
     events = list(SSEDecoder().iter_bytes(iter([b"".join(sent)])))
@@ -160,7 +174,7 @@ async def test_an_event_that_a_client_has_not_taken_does_not_complete_its_stream
         yield DELTA
         yield DONE
 
-    relay = SseRelay(send, strips_usage=False, keeps_first=False)
+    relay = SseRelay(send)
     with pytest.raises(asyncio.CancelledError):
         await relay.run(chunks())
     assert not relay.is_complete

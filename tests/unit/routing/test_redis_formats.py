@@ -10,6 +10,7 @@ from proxy.routing.redis_sync import (
     GONE,
     HELD,
     HOLDINGS,
+    KEPT,
     MAX_RECORDS,
     MAX_TOKENS,
     POSITIONS,
@@ -25,7 +26,7 @@ WRITER = b"w" * 8
 
 KEY = b"k" * 16
 
-RECORDS = {HOLDINGS: ((HELD, KEY, 160), (GONE, KEY, 0)), POSITIONS: ((KEY, 163), (KEY, MAX_TOKENS))}
+RECORDS = {HOLDINGS: ((HELD, KEY, 160), (GONE, KEY, 0), (KEPT, KEY, 0)), POSITIONS: ((KEY, 163), (KEY, MAX_TOKENS))}
 
 
 @pytest.mark.parametrize("form", [HOLDINGS, POSITIONS])
@@ -43,7 +44,7 @@ def test_what_is_no_batch_is_refused(form):
     assert unpack(form, pack(form, WRITER, RECORDS[form][:1] * (MAX_RECORDS + 1))) is None
 
 
-@pytest.mark.parametrize(("form", "magic", "record"), [(HOLDINGS, b"smh1", "<B16sI"), (POSITIONS, b"smp1", "<16s16sI")])
+@pytest.mark.parametrize(("form", "magic", "record"), [(HOLDINGS, b"smh2", "<B16sI"), (POSITIONS, b"smp1", "<16s16sI")])
 def test_batches_of_an_earlier_version_are_refused_whatever_their_size(form, magic, record):
     """Their keys name other things: the tokens of a prompt."""
     size = struct.calcsize(record)
@@ -75,5 +76,5 @@ def test_one_record_that_cannot_be_makes_its_batch_none(form, record):
 
 
 def test_streams_have_names_of_their_own_version_and_a_restarted_worker_has_another():
-    names = {POSITIONS_STREAM, holdings_stream("a#1"), holdings_stream("a#2")}
-    assert len(names) == 3 and all(b":2" in name for name in names)
+    names = {POSITIONS_STREAM: POSITIONS, **dict.fromkeys(map(holdings_stream, ("a#1", "a#2")), HOLDINGS)}
+    assert len(names) == 3 and all(b":" + form.magic[-1:] in name for name, form in names.items())
