@@ -49,7 +49,8 @@ def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) 
             "seamark", model, "1", (*flags, *tools), {**planted.environment(folder / "planted", needed), **store}
         )
         tight_flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
-        tight = fleet.engine("tight", model, flags=(*flags, *tools, *tight_flags), environment=environment)
+        may_sleep = {**environment, "VLLM_SERVER_DEV_MODE": "1"}
+        tight = fleet.engine("tight", model, flags=(*flags, *tools, *tight_flags), environment=may_sleep)
         off = ("--no-enable-prefix-caching",)
         reference = fleet.engine("reference", model, "reference", (*flags, *tools, *off), environment)
         untouched = fleet.engine("untouched", model, "0", flags, environment)

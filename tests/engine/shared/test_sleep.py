@@ -1,0 +1,41 @@
+"""What a real engine says while it sleeps or is paused, and that its gateway believes it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from proxy.bench.harness.servers import MODEL_NAME
+from tests.harness.engines import SharedServers
+from tests.harness.gateways import post, wait_for
+
+BODY = {
+    "model": MODEL_NAME,
+    "messages": [{"role": "user", "content": "High tide?"}],
+    "max_tokens": 8,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("sleep", "wake", "words"),
+    [
+        ("/sleep?level=0", "/wake_up", "asleep (level 0): POST /wake_up wakes it"),
+        ("/sleep?level=1", "/wake_up", "asleep (level 1): POST /wake_up wakes it"),
+        ("/pause", "/resume", "asleep (paused): POST /resume wakes it"),
+        ("/sleep?level=0", "/resume", "asleep (level 0): POST /wake_up wakes it"),
+    ],
+)
+def test_an_engine_that_sleeps_gets_no_request_until_it_is_woken(servers: SharedServers, sleep, wake, words):
+    engine, gateway = servers.tight, servers.tight_gateway
+    before = post(gateway, BODY).json()["choices"]
+    httpx.post(engine.url + sleep, timeout=60).raise_for_status()
+    try:
+        wait_for(lambda: httpx.get(gateway.url + "/ready").status_code == 503)
+        refused = post(gateway, BODY)
+        assert refused.status_code == 503 and words in refused.json()["error"]["message"]
+    finally:
+        httpx.post(engine.url + wake, timeout=60).raise_for_status()
+    answer = post(gateway, BODY)  # which has the gateway look again
+    assert answer.status_code == 200 and answer.json()["choices"] == before
