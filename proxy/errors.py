@@ -114,6 +114,14 @@ class WorkerFailed(GatewayError):
     code = "worker_failed"
 
 
+class AdapterNotEverywhere(GatewayError):
+    """Some workers have not loaded, or unloaded, what they were to; the message says which, and why."""
+
+    status = 502
+    type = "upstream_error"
+    code = "adapter_not_everywhere"
+
+
 class NoWorker(GatewayError):
     status = 503
     type = "service_unavailable"

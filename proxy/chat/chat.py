@@ -70,6 +70,12 @@ class Chat:
     path: str = CHAT  # where the worker serves the request itself
     native: Mapping[str, Any] | None = None  # the request as `path` takes it, None if that is `body`
     ids: Sequence[int] | None = None  # of a prompt given as token ids
+    model: str | None = None  # for `head`: one name for all that the model has; None: as in `body`
+
+    @cached_property
+    def head(self) -> Mapping[str, Any]:
+        """The body, by which requests are compared: an alias of the model makes no difference."""
+        return self.body if self.model in (None, self.body.get("model")) else {**self.body, "model": self.model}
 
     @cached_property
     def roles(self) -> tuple[Any, ...]:

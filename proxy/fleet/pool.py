@@ -15,8 +15,9 @@ from xxhash import xxh3_64_intdigest
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers, without_credentials
-from proxy.errors import NoWorker
+from proxy.errors import BadRequest, NoWorker
 from proxy.fleet import worker_metrics
+from proxy.fleet.model_names import chosen_for, listed_names, name_keys
 from proxy.fleet.sleep import ASLEEP, EngineAnswers
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
@@ -39,7 +40,12 @@ FACTS_SECONDS = 5.0
 
 MOST_CAUSES = 3  # of workers that are down, in what a client reads
 
-MOST_NAMES = 4  # of models, in a line of the log: adapters may be many
+MOST_NAMES = 4  # of models, in a line of the log or an error: adapters may be many
+
+# Seconds from one question after a name that no worker lists to the next, and that its request waits for the answers.
+ASK_NAMES_SECONDS, NAMES_SECONDS = 1.0, 1.0
+
+MODELS = "/v1/models"
 
 LOOP = "this is the gateway itself: --worker must name a vLLM server"
 
@@ -60,6 +66,9 @@ class WorkerPool:
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
+        self._name_keys: dict[str, str] = {}  # of all names in all lists, see `key_of`
+        self._asking: asyncio.Future[Any] | None = None  # for a name that nobody lists
+        self._asked_at = float("-inf")  # time.monotonic()
         self.discovered: tuple[str, ...] = ()  # base URLs
         self.file = None
         if settings.workers_file is not None:
@@ -94,15 +103,20 @@ class WorkerPool:
         return self.up
 
     def serving(self, model: Any) -> list[Worker]:
-        """Workers that are up and serve `model`, warm or not."""
+        """Workers that are up and serve `model`, warm or not.
+
+        A name that is empty, or that no worker lists, is left to the workers: see `_taking`.
+        """
         if not isinstance(model, str):  # said once: this runs for every request, over all workers
             return []
-        return [worker for worker in self.workers if worker.up and model in worker.model_ids]
+        serving = [worker for worker in self.workers if worker.up and model in worker.model_ids]
+        return serving or self._taking(model)
 
     def for_model(self, model: Any) -> list[Worker]:
         """Workers to choose from: those that are up and serve `model`, without those that fail while others do not.
 
-        If no worker ever served it, all that are up: they word the refusal. Raises `NoWorker`.
+        If the request names no model by its kind (None), all that are up. Raises `NoWorker`, or `BadRequest` for an
+        empty name before several models.
         """
         if serving := self.serving(model):
             if not [worker for worker in serving if worker.warming or worker.breaker.is_open]:
@@ -111,7 +125,98 @@ class WorkerPool:
         served_by = [worker for worker in self.workers if worker.serves(model)]
         if served_by or not (up := self.up):
             raise no_worker("No worker is ready for this model.", served_by or self.workers)
+        if model == "" and len(models := self.base_models()) > 1:
+            named = _some(models)
+            raise BadRequest(f"This request names no model, and several are served here: {named}.", param="model")
         return _fit(up)
+
+    def _taking(self, model: str) -> list[Worker]:
+        """Workers that are up, for a name that is empty or that none of all workers lists.
+
+        An empty one means the only model, and nothing before several ones. Any other goes to one model, the same each
+        time: of workers that take any name (vLLM's VLLM_SKIP_MODEL_NAME_VALIDATION), if some are known to, and else of
+        those that were not asked yet. Where none does, they word the refusal.
+        """
+        if self.lists(model):
+            return []
+        workers = [worker for worker in self.workers if worker.up and worker.names.base]
+        if not model:
+            return workers if len(self.base_models()) == 1 else []
+        for wanted in (True, None):
+            if found := [worker for worker in workers if worker.takes_any_name is wanted]:
+                workers = found
+                break
+        models = {self._name_keys[worker.names.base] for worker in workers}
+        if len(models) > 1:
+            chosen = chosen_for(model, models)
+            workers = [worker for worker in workers if self._name_keys[worker.names.base] == chosen]
+        return workers
+
+    def lists(self, model: Any) -> bool:
+        """Whether any worker, up or not, lists `model`."""
+        return isinstance(model, str) and model in self._name_keys
+
+    def base_models(self) -> list[str]:
+        """The different models of all workers, up or not, adapters left out: one name of each."""
+        return sorted({self._name_keys[names[0]] for worker in self.workers for names in worker.names.bases})
+
+    def key_of(self, model: Any) -> str | None:
+        """The name under which all is kept that is known of `model`: one for all names of one model.
+
+        None for what is no name.
+        """
+        if not isinstance(model, str):
+            return None
+        if (key := self._name_keys.get(model)) is not None:
+            return key
+        taking = self._taking(model)
+        return self._name_keys[taking[0].names.base] if taking else model
+
+    async def look_for(self, model: Any) -> None:
+        """Ask all workers for their models if none lists `model`, once a second at most: it may be there since then."""
+        if not isinstance(model, str) or not model or self.lists(model):
+            return
+        if any(worker.takes_any_name for worker in self.workers):
+            return
+        if self._asking is None or self._asking.done():
+            if time.monotonic() - self._asked_at < ASK_NAMES_SECONDS:
+                return
+            self._asked_at = time.monotonic()
+            self._asking = asyncio.ensure_future(asyncio.gather(*map(self.ask_models, self.up)))
+        await asyncio.wait((self._asking,), timeout=NAMES_SECONDS)
+
+    async def ask_models(self, worker: Worker) -> None:
+        """Ask a worker which models it has now, out of turn. Nothing is learnt from one that does not answer."""
+        try:
+            status, answer = await self._get(worker, MODELS)
+        except (Unreachable, Broken):
+            return
+        if status == 200 and (models := _models_in(answer)) is not None:
+            self._list(worker, models)
+
+    def answered_name(self, worker: Worker, model: Any, *, taken: bool) -> None:
+        """A worker took a request for `model`, or said that there is no such model."""
+        if not isinstance(model, str) or not model or worker.serves(model):
+            return
+        if not taken:
+            worker.takes_any_name = False
+        elif not worker.takes_any_name:
+            self._spawn(self._learn_name(worker, model))
+
+    async def _learn_name(self, worker: Worker, model: str) -> None:
+        """The worker took a name that was not in its list: it takes any, unless this one was added meanwhile."""
+        boot = worker.boot
+        await self.ask_models(worker)
+        if worker.boot == boot and not worker.serves(model):
+            worker.takes_any_name = True
+
+    def _list(self, worker: Worker, models: list[dict[str, Any]]) -> None:
+        """The worker has these models now."""
+        worker.models = models
+        names = listed_names(models, one_engine=worker.is_vllm)
+        if names != worker.names:
+            worker.names, worker.model_ids = names, frozenset(names.templates)
+            self._name_keys = name_keys(each.names for each in self.workers)
 
     async def watch(self) -> None:
         """Check every worker's health, for ever."""
@@ -185,6 +290,7 @@ class WorkerPool:
             self._stop_learning(present[url])
             self.removed(present[url])
         self.workers = [present.get(url) or self._new(url) for url in wanted]
+        self._name_keys = name_keys(worker.names for worker in self.workers)
         for worker in self.workers:
             worker.max_inflight = wanted[worker.url]
             worker.has_credentials = with_credentials[worker.url]
@@ -225,8 +331,8 @@ class WorkerPool:
         try:
             async with asyncio.timeout(self._settings.replay_seconds):
                 if worker.engine is not None:
-                    for entry in worker.models:
-                        await worker.identify(entry["id"])  # else it would be given no hints
+                    for model in set(worker.names.templates.values()):
+                        await worker.identify(model)  # else it would be given no hints
                 await warm(worker)
         except TimeoutError:
             pass
@@ -249,14 +355,14 @@ class WorkerPool:
             raise Unwell(self._why_refused(worker, "/health", status))
         probed_at = time.perf_counter()
         exposition = await self._metrics_of(worker)
-        status, answer = await self._get(worker, "/v1/models")
+        status, answer = await self._get(worker, MODELS)
         models = _models_in(answer)
         if models is None:
-            raise Unwell(self._why_refused(worker, "/v1/models", status))
+            raise Unwell(self._why_refused(worker, MODELS, status))
         found = worker_metrics.read(exposition.decode(errors="replace"))
         boot = f"{worker.url}#{found.boot}"
-        worker.models = models
-        worker.model_ids = frozenset(entry["id"] for entry in worker.models)
+        worker.is_vllm = gateway_id is None and (found.engine is not None or bool(worker.vllm))
+        self._list(worker, models)
         if why := await self._why_asleep(worker, boot, found.sleep_levels):
             raise Unwell(why)
         worker.engine = None if self._settings.shadow else found.engine  # then it is treated as one without the plugin
@@ -277,9 +383,13 @@ class WorkerPool:
             worker.mute_models.clear()
             worker.renderer.forget_routes()
             worker.hits_before = found.hits
+            worker.takes_any_name = None
             worker.vllm = await self._vllm_version(worker) if found.engine is None else ""
         if found.engine is not None:
             worker.vllm = found.engine.vllm
+        if worker.vllm and not worker.is_vllm and gateway_id is None:
+            worker.is_vllm = True
+            self._list(worker, models)
         worker.cache_tokens, worker.hits, worker.probed_at = found.cache_tokens, found.hits, probed_at
         if worker in self.workers:  # else it was removed meanwhile, with its series
             self._metrics.engine_patched.labels(worker.name).set(found.engine is not None)
@@ -346,10 +456,9 @@ class WorkerPool:
             await asyncio.wait((task,), timeout=FACTS_SECONDS)
 
     async def _learn_all(self, worker: Worker) -> None:
-        for entry in worker.models:
-            model = entry["id"]
-            if await worker.identify(model):
-                await self._facts.learn_common(worker.renderer, worker.renderer_ids[model], model)
+        for model in dict.fromkeys(worker.names.templates.values()):
+            if (renderer_id := await worker.identify(model)) is not None:
+                await self._facts.learn_common(worker.renderer, renderer_id, model)
 
     def _stop_learning(self, worker: Worker) -> None:
         """The worker has restarted or was removed: what it is being asked is of no use any more."""
@@ -413,10 +522,14 @@ def _models_in(answer: bytes) -> list[dict[str, Any]] | None:
         return None
 
 
-def _what_it_is(worker: Worker, found: WorkerMetrics, is_gateway: bool) -> str:
-    names = sorted(worker.model_ids)
+def _some(names: Sequence[str]) -> str:
+    """A list of names, or its beginning and how many there are beside."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    models = (", ".join(names[:MOST_NAMES]) or "no model") + more
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def _what_it_is(worker: Worker, found: WorkerMetrics, is_gateway: bool) -> str:
+    models = _some(sorted(worker.model_ids)) or "no model"
     if is_gateway:
         return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
     if found.engine is not None:

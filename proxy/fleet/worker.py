@@ -13,6 +13,7 @@ from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_ren
 from proxy.boundaries.resolve import Entry
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
+from proxy.fleet.model_names import ListedNames
 from proxy.fleet.sleep import ASLEEP, EngineAnswers
 from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes
 
@@ -140,6 +141,7 @@ class Worker:
     up: bool = False
     words: str = ""  # what it serves if it is up, else why it is down; empty: not known yet
     vllm: str = ""  # version of vLLM; empty: it does not say
+    is_vllm: bool = False  # and no gateway before one
     boot: str = ""
     engine: EngineInfo | None = None  # None: no plugin, the plugin left vLLM untouched, or shadow mode
     refused: str = ""  # why its plugin keeps no state for any hint, in shadow mode, too; empty if hints count
@@ -153,8 +155,10 @@ class Worker:
     cache_tokens: int = 0  # that fit into its cache; 0: it does not say
     probed_at: float = 0.0  # time.perf_counter() before it was asked for these
     models: list[dict[str, Any]] = field(default_factory=list)
-    model_ids: frozenset[str] = frozenset()
-    renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by model
+    names: ListedNames = field(default_factory=ListedNames)  # those in `models`
+    model_ids: frozenset[str] = frozenset()  # the same, adapters included
+    takes_any_name: bool | None = None  # what it said of a name that it does not list; None: it was not asked yet
+    renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by the base model whose template it is
     mute_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
 
     # What the gateway makes of it.
@@ -213,16 +217,32 @@ class Worker:
         self.answered_at = time.monotonic()
 
     def serves(self, model: Any) -> bool:
-        """Whether `model` is one of its models."""
+        """Whether it lists `model`."""
         return isinstance(model, str) and model in self.model_ids
 
-    async def identify(self, model: Any) -> bool:
-        """Whether it is known what `model` is rendered with; asks the worker if it is not known yet."""
-        if model not in self.renderer_ids:
-            renderer_id = await identify_renderer(self.renderer, model)
+    def listed(self, model: Any) -> str:
+        """The name in its list that stands for `model`: that of its base model for one that it does not list."""
+        if isinstance(model, str) and (model in self.model_ids or not self.names.base):
+            return model
+        return self.names.base
+
+    def template_of(self, model: Any) -> str:
+        """The base model whose chat template a request for `model` is rendered by."""
+        name = self.listed(model)
+        return self.names.templates.get(name, name)
+
+    def renderer_id(self, model: Any) -> bytes | None:
+        """What `model` is rendered with; None: not known."""
+        return self.renderer_ids.get(self.template_of(model))
+
+    async def identify(self, model: Any) -> bytes | None:
+        """What `model` is rendered with; asks the worker if it is not known yet. None: it does not tell."""
+        name = self.template_of(model)
+        if name not in self.renderer_ids:
+            renderer_id = await identify_renderer(self.renderer, name)
             if renderer_id is not None:
-                self.renderer_ids[model] = renderer_id
-        return model in self.renderer_ids
+                self.renderer_ids[name] = renderer_id
+        return self.renderer_ids.get(name)
 
 
 async def prompt_of(chat: Chat, worker: Worker) -> TokenIds:

@@ -171,7 +171,9 @@ def _presented(scope: asgi.Scope) -> list[bytes]:
 
 
 # These load adapters from paths on the worker's disk.
-ADMIN_OF_WORKERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+ADMIN_OF_WORKERS = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER})
 
 # The worker reads no cache salt there.
 UNSALTED = frozenset({"/v2/embed"})

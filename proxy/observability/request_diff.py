@@ -165,7 +165,7 @@ class RememberedRequest:
     @cached_property
     def settings(self) -> dict[str, int]:
         """Hash by head field."""
-        body = self.layout.chat.body
+        body = self.layout.chat.head
         names = [name for name in HEAD_FIELDS if name != "tools" and body.get(name) is not None]
         return {name: xxh3_64_intdigest(canonical(body[name])) for name in names}
 

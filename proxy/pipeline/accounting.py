@@ -355,15 +355,16 @@ class Accounting:
         """What an answer 404 did not find."""
         if request.response_id is not None:
             return "response"
-        known = any(worker.serves(request.model) for worker in self._pool.workers)
-        return "endpoint" if known else "model"
+        return "endpoint" if not request.model or self._pool.lists(request.model) else "model"
 
     def _model_label(self, request: ProxiedRequest) -> str:
-        """The model's name if a worker serves it."""
-        model = request.model
-        if request.worker is not None and request.worker.serves(model):
+        """The model's name if a worker lists it; that of the worker's model if it took a name that is in no list."""
+        model, worker = request.model, request.worker
+        if (worker is not None and worker.serves(model)) or self._pool.lists(model):
             return str(model)
-        return str(model) if any(worker.serves(model) for worker in self._pool.workers) else UNKNOWN_MODEL
+        if worker is None or model is None or (model and not 200 <= request.status < 400):
+            return UNKNOWN_MODEL
+        return worker.names.base or UNKNOWN_MODEL
 
 
 def _is_stored(request: ProxiedRequest) -> bool:

@@ -28,9 +28,9 @@ class CachingHandler(RequestHandler):
         client = request.client
         if client.method == "POST":
             await self._read(request, held)
-        if client.path in ADMIN_OF_WORKERS:  # another adapter may get a name that answers are stored under
-            try:
-                await self._execute(request, None, send, watch)
+        if client.method == "POST" and client.path in ADMIN_OF_WORKERS:
+            try:  # another adapter may get a name that answers are stored under
+                await self._adapters.serve(request, send)
             finally:
                 self._cache.void()
         elif client.method != "POST" or client.path not in cacheable.CACHEABLE:

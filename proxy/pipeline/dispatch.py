@@ -62,6 +62,7 @@ class Dispatcher:
             await self._pool.ready()
         request = lease.request
         model = request.model
+        await self._pool.look_for(model)
         wants = (
             model if isinstance(model, str) else None,
             self._stored.boot(request.response_id, request.client.owner),
@@ -142,25 +143,30 @@ class Dispatcher:
 
     def _roomy(self, request: ProxiedRequest) -> list[Worker]:
         """Workers that have a slot for it."""
-        workers = self._pool.for_model(request.model)
+        response = request.response_id
         if (keeper := self._keeper(request)) is not None:
             workers = [keeper]
-        elif request.asked:
-            workers = [worker for worker in workers if worker not in request.asked] or workers
+        else:  # whose response it continues decides before a model that is not named
+            workers = self._pool.for_model(request.model or None if response is not None else request.model)
+            if request.asked:
+                workers = [worker for worker in workers if worker not in request.asked] or workers
         # As `has_room` says, and `takes_hints` below: for a thousand workers, a property costs more than all else here.
         return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
 
     def _choose(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Worker:
         """Choose and record it in one go, so that a request arriving right behind already follows."""
         prediction = request.prediction
-        found = prediction.found
+        found, model = prediction.found, request.model
+        # A name that no worker lists goes to one worker for as long as nothing else decides.
+        together = model if model and not workers[0].serves(model) else None
         if found is None:
-            return choose(workers, {}, self._load_slack)
+            return choose(workers, {}, self._load_slack, together)
         # All that could hold it, because a worker that is full or not ready yet has not lost it.
-        serving = self._pool.serving(request.model)
+        serving = self._pool.serving(model)
         boots = {w.boot for w in serving if w.engine is not None and not w.refused and w.cache.hints_allowed}
         held = self._prefix_index.longest(found.prefixes, boots)
-        worker = choose(workers, held, self._load_slack, affinity_key(request.client.headers, request.body.parsed))
+        together = affinity_key(request.client.headers, request.body.parsed) or together
+        worker = choose(workers, held, self._load_slack, together)
         prediction.held = held[worker.boot].tokens if worker.boot in held else 0
         longest = max(held.values(), default=None)
         # For a request that is sent again, elsewhere, the first try does not count as sent before.
@@ -181,17 +187,17 @@ class Dispatcher:
             self._engine_events.sent(worker, request.engine_id, found.boundaries, hint)
             self._prefix_index.record(found.boundaries, worker.boot, hint)
             if longest is not None:
-                self._keep_for_warmup(request, longest.key, longest.tokens)
+                self._keep_for_warmup(request, worker, longest.key, longest.tokens)
         return worker
 
-    def _keep_for_warmup(self, request: ProxiedRequest, key: bytes, tokens: int) -> None:
+    def _keep_for_warmup(self, request: ProxiedRequest, worker: Worker, key: bytes, tokens: int) -> None:
         """The request shares a prefix: a restarted worker is to be given it again."""
         found, body = request.prediction.found, request.body
         if found is None or not found.boundaries or self._warmup.used_again(key):
             return
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
         kept = found.without_request()
-        replay = WarmupRequest(request.client.endpoint, body.raw, body.names, put, kept, request.model)
+        replay = WarmupRequest(request.client.endpoint, body.raw, body.names, put, kept, worker.listed(request.model))
         shorter = found.prefixes[: found.prefixes.index(key)] if key in found.prefixes else ()
         self._warmup.add(key, tokens, shorter, replay)
 

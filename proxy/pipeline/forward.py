@@ -146,6 +146,8 @@ class ResponseRelay:
                     await lease.move()
                     fresh, transfer = False, None
                     continue
+                if client.endpoint in REPORTING and response.status in (200, 404) and request.response_id is None:
+                    self._pool.answered_name(worker, request.model, taken=response.status == 200)
                 if response.status not in NOT_TAKEN or refused or client.method != "POST" or not lease.move_now():
                     return _with_valid_status(response)
                 response.close()

@@ -23,6 +23,7 @@ from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
+from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.caching_handler import CachingHandler
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.forward import ResponseRelay
@@ -69,7 +70,7 @@ class Gateway:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))
         self.facts = FactsLearner()
         self.pool = WorkerPool(settings, self.upstream, metrics, self.facts)
-        self.reader = reader = PromptReader(settings, metrics, self.facts)
+        self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool.key_of)
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
         self.engine_events = EngineEvents(self.upstream, self.prefix_index, reader.told, self.pool.gateway_id)
@@ -115,6 +116,11 @@ class Gateway:
             relay,
             self.accounting,
             Preflights(self.pool, self.upstream),
+            AdapterChanges(
+                [pool for pool in (self.pool, self.prefill_pool) if pool is not None],
+                self.upstream,
+                settings.silence_timeout,
+            ),
             self.tracing,
         )
         self.redis_sync: RedisSync | None = None  # with other gateways
@@ -240,7 +246,7 @@ class Gateway:
 
         if worker.takes_hints:
             await self.pinned.make(worker)
-            await replay_all(self.warmup.hottest({entry.get("id") for entry in worker.models}), replay)
+            await replay_all(self.warmup.hottest(worker.model_ids), replay)
 
 
 def _tracing(endpoint: str, metrics: Metrics) -> Tracing:

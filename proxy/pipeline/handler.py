@@ -28,13 +28,14 @@ from proxy.errors import (
 )
 from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
-from proxy.http.auth import KeyRing
+from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.body_memory import BodyHold, BodyMemory
-from proxy.http.form_body import check_form, is_form
+from proxy.http.form_body import check_form, is_form, model_in
 from proxy.http.json_body import as_utf8, memory_of, parse_object
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import CLIENT_GONE, Accounting
+from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
@@ -74,6 +75,7 @@ class RequestHandler:
         relay: ResponseRelay,
         accounting: Accounting,
         preflights: Preflights,
+        adapters: AdapterChanges,
         tracing: Tracing | None = None,
     ) -> None:
         self._settings = settings
@@ -86,6 +88,7 @@ class RequestHandler:
         self._relay = relay
         self._accounting = accounting
         self._preflights = preflights
+        self._adapters = adapters
         self._tracing = tracing
         self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
         self._bodies = BodyMemory(settings.max_bodies_bytes)
@@ -163,6 +166,9 @@ class RequestHandler:
         self._check_owner(request)  # of a response in the path, whatever the body is
         if request.client.method == "POST":
             await self._read(request, held)
+            if request.client.path in ADMIN_OF_WORKERS:
+                await self._adapters.serve(request, send)
+                return
         async with self._dispatcher.lease(request) as lease:
             self._reader.learn(request)
             await self._relay.forward(request, lease, send, watch)
@@ -176,6 +182,7 @@ class RequestHandler:
         hinted = client.endpoint in HINTED
         if not hinted and is_form(client.headers):
             check_form(client.headers, body.raw)
+            body.form_model = model_in(client.headers, body.raw)
             return
         if not hinted and (_OBJECT.match(body.raw) is None if not client.is_json else not body.raw.strip()):
             return
@@ -197,7 +204,9 @@ class RequestHandler:
         self._check_owner(request)
         if hinted:
             await self._turn(len(raw))
-            workers = await self._pool.ready()
+            await self._pool.ready()
+            await self._pool.look_for(request.model)
+            workers = self._pool.serving(request.model)
             await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
             request.timings.reading_seconds = time.perf_counter() - client.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)

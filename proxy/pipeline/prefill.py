@@ -119,8 +119,9 @@ class Prefills:
 
     def _choose(self, request: ProxiedRequest, decoder: Worker) -> Worker | None:
         """A prefill worker of the model that names prompts as `decoder` does; recorded as chosen."""
-        if not self._pool.serving(request.model):
-            return None
+        model = request.model
+        if not self._pool.serving(model) or (decoder.serves(model) and not self._pool.lists(model)):
+            return None  # an adapter that only the other workers have, among them
         try:
             workers = [worker for worker in self._pool.for_model(request.model) if _hand_over(worker, decoder)]
         except NoWorker:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -67,8 +68,16 @@ class _Dating(NamedTuple):
 class PromptReader:
     """All that is remembered of prompts. One per gateway."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, facts: FactsLearner) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        facts: FactsLearner,
+        key_of: Callable[[Any], str | None] = lambda model: model,
+    ) -> None:
+        """`key_of`: the name that all names of a model have in common."""
         self._metrics = metrics
+        self._key_of = key_of
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
         self._limits = settings.max_json_depth, settings.max_json_values
@@ -89,7 +98,8 @@ class PromptReader:
     async def read(self, request: ProxiedRequest, workers: Sequence[Worker], has_slot: Callable[[], bool]) -> None:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds.
 
-        A worker is asked nothing for a request that has no slot at one (`has_slot`): it may be refused.
+        `workers`: those that serve its model. One is asked nothing for a request that has no slot (`has_slot`): it may
+        be refused.
         """
         client, prediction = request.client, request.prediction
         explanation = request.explanation = Explanation(client.request_id, client.endpoint, owner=client.owner)
@@ -102,13 +112,13 @@ class PromptReader:
             rate = self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
             prediction.prompt = round(size * rate)
             memory = request.body.memory
-            serving = [worker for worker in workers if worker.engine is not None and worker.serves(model)]
+            serving = [worker for worker in workers if worker.engine is not None]
             if memory.values > self._most_values:
                 found, serving = Found(failure="no_boundary"), []
             else:
-                prediction.chat = chat_in(client.endpoint, request.body.parsed, self.stored, client.owner)
+                prediction.chat = self._chat_in(request)
             if serving:
-                worker = next((each for each in serving if model in each.renderer_ids), serving[0])
+                worker = next((each for each in serving if each.renderer_id(model)), serving[0])
                 chat = prediction.chat
                 found, prediction.unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
                 if found.dated is not None and worker.engine is not None and worker.engine.takes_entries:
@@ -158,24 +168,28 @@ class PromptReader:
         """
         self._rewrite(request)
         client, body = request.client, request.body
-        chat = chat_in(client.endpoint, body.parsed, self.stored, client.owner)
+        chat = self._chat_in(request)
         if chat is None or body.memory.values > self._most_values:
             return Found(failure="no_boundary")
         found = await self._found_at(chat, worker, len(body.raw), client.owner)
         self._heads.learn(found, worker.renderer, client.owner)  # for the next time
         return found
 
+    def _chat_in(self, request: ProxiedRequest) -> Chat | None:
+        """The chat in a parsed request; None if there is none."""
+        chat = chat_in(request.client.endpoint, request.body.parsed, self.stored, request.client.owner)
+        if chat is None or (key := self._key_of(request.model)) == request.body.parsed.get("model"):
+            return chat
+        return replace(chat, model=key)
+
     async def _found_at(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> Found:
         """The boundaries of a chat of `size` bytes at `worker`, whose template is learnt if it is not known."""
-        model = chat.body.get("model")
-        if not isinstance(model, str) or not worker.serves(model):
-            return Found(failure="no_boundary")
-        if model in worker.mute_models and model not in worker.renderer_ids:
+        model = worker.template_of(chat.body.get("model"))
+        if model in worker.mute_models and worker.renderer_id(model) is None:
             return Found(failure="no_facts")
-        if not await worker.identify(model):
+        if (renderer_id := await worker.identify(model)) is None:
             worker.mute_models.add(model)  # else every request would ask it again
             return Found(failure="no_facts")
-        renderer_id = worker.renderer_ids[model]
         setting = setting_of(chat.body)
         await self._facts.learn(worker.renderer, renderer_id, model, setting, owner)
         return self._finder.find(chat, self._facts.facts(renderer_id, setting), renderer_id, size)
@@ -190,7 +204,7 @@ class PromptReader:
         self, chat: Chat | None, worker: Worker, size: int, rate: float, *, several: bool
     ) -> tuple[Found, Unlearnt | None]:
         model: Any = chat.body.get("model") if chat is not None else None
-        renderer_id = worker.renderer_ids.get(model, b"")
+        renderer_id = worker.renderer_id(model) or b""
         facts = unlearnt = None
         if chat is not None and renderer_id and not chat.is_bare:
             setting = setting_of(chat.body)
@@ -207,8 +221,9 @@ class PromptReader:
             return
         request.prediction.unlearnt = None
         worker, renderer_id, setting, is_missing, is_rendered = unlearnt
+        model = worker.template_of(request.model)
         if is_missing and self._facts.wants(renderer_id, setting, owner):
-            self._learn_beside(self._facts.learn(worker.renderer, renderer_id, request.model, setting, owner))
+            self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
         if is_rendered:
             self._heads.learn(found, worker.renderer, owner)
 
@@ -233,7 +248,7 @@ class PromptReader:
         ids: Sequence[int] = ()
         try:
             async with asyncio.timeout(DATE_SECONDS):
-                ids = await worker.renderer.tokenize(model, piece_of(place.kept))
+                ids = await worker.renderer.tokenize(worker.listed(model), piece_of(place.kept))
         except (RenderFailed, TimeoutError):
             pass
         except Exception as error:  # the kind alone: the message might hold prompt text

@@ -93,6 +93,7 @@ class RequestBody:
     memory: Memory = NOTHING  # that `parsed` takes
     strips_usage: bool = False  # the gateway asked for usage, the client did not
     hint: tuple[Entry, ...] = ()  # as it was last sent
+    form_model: str | None = None  # the model that a form names; None if the body is no form
 
     def take(self, parsed: dict[str, Any], client: ClientRequest, asks_usage: bool) -> None:
         """The body has been parsed: settle what the gateway decides in it.
@@ -227,8 +228,13 @@ class ProxiedRequest:
 
     @property
     def model(self) -> Any:
-        """What the client wrote as the model's name."""
-        return self.body.parsed.get("model")
+        """What the client wrote as the model's name; empty if it leaves that to the worker, as vLLM lets it.
+
+        None if its kind of request is for no model, or was not read.
+        """
+        if not self.body.parsed:
+            return self.body.form_model
+        return self.body.parsed.get("model") or (None if self.client.path.startswith(RESPONSE_PATH) else "")
 
     @property
     def response_id(self) -> Any:

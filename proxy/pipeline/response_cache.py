@@ -49,12 +49,13 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, worker: Worker, model: Any) -> Source:
         """`worker` as it is now, for `model`."""
-        card = next((entry for entry in worker.models if entry.get("id") == model), None)
+        name = worker.listed(model)
+        card = next((entry for entry in worker.models if entry.get("id") == name), None)
         return cls(
             worker,
             worker.boot,
             None if card is None else tuple(str(card.get(name)) for name in _CARD),
-            worker.renderer_ids.get(model) if isinstance(model, str) else None,
+            worker.renderer_id(model),
         )
 
     def is_still(self, model: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import Histogram
 
-from proxy.errors import GatewayError, KeyBusy, NoWorker, Overloaded
+from proxy.errors import GatewayError, KeyBusy, Overloaded
 from proxy.http.auth import ApiKey
 
 S = TypeVar("S")
@@ -82,7 +82,7 @@ class AdmissionQueue:
                 continue
             try:
                 found = waiting.take()
-            except NoWorker:  # none for now: a request that arrives is refused, one that waits goes on waiting
+            except GatewayError:  # none for now: a request that arrives is refused, one that waits goes on waiting
                 found = None
             if found is None:
                 full.add(waiting.wants)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
 from proxy.errors import BodyTooLarge, Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
-from proxy.fleet.pool import no_worker, union_of_models
+from proxy.fleet.pool import MODELS, no_worker, union_of_models
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
 from proxy.observability.exposition import merged
@@ -24,8 +24,6 @@ from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import live_page
 from proxy.server.status import live, redis_status, self_check_status, worker_status
 from proxy.settings import Settings
-
-MODELS = "/v1/models"
 
 HEALTH = "/health"
 
@@ -80,7 +78,7 @@ def _without_slash(scope: Any) -> Any:
 
 
 def _is_forwarded(path: str, method: str) -> bool:
-    if path == MODELS and method in ("GET", "HEAD"):
+    if (path == MODELS or path.startswith(MODELS + "/")) and method in ("GET", "HEAD"):
         return False
     if path.startswith(API + "/"):
         return not (path.startswith(_TWICE) and _wrong_base_url(path))
@@ -171,6 +169,16 @@ def _with_pages(
     async def models(request: Request) -> Response:
         models = union_of_models(await serving())
         return JSONResponse({"object": "list", "data": models}, headers=_for_pages(request))
+
+    @app.get(MODELS + "/{name:path}")  # with slashes, as many have
+    async def model(request: Request, name: str) -> Response:
+        await serving()
+        await gateway.pool.look_for(name)
+        for worker in gateway.pool.up:
+            for entry in worker.models:
+                if entry["id"] == name:
+                    return JSONResponse(entry, headers={"x-seamark-worker": worker.name, **_for_pages(request)})
+        raise NotFound(f"The model `{name}` does not exist.")
 
     @app.get("/seamark/status")
     async def status() -> dict[str, Any]:
@@ -276,7 +284,7 @@ async def _bounded_body(request: Request, most: int) -> bytes:
 
 def _for_pages(request: Request) -> dict[str, str]:
     """The header by which pages of any site may read the answer: of the models alone, as with vLLM."""
-    if request.url.path != MODELS or "origin" not in request.headers:
+    if not request.url.path.startswith(MODELS) or "origin" not in request.headers:
         return {}
     name, value = ANY_SITE
     return {name.decode(): value.decode()}

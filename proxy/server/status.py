@@ -61,7 +61,6 @@ def live(gateway: Gateway) -> dict[str, Any]:
 
 def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
     """One worker, for both pages; `templates` by model: what is known of its chat template by now."""
-    renderers = worker.renderer_ids
     return {
         "url": worker.url,
         "name": worker.name,
@@ -77,7 +76,7 @@ def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
         "models": [entry.get("id") for entry in worker.models],
         "engine": asdict(worker.engine) if worker.engine is not None else None,
         "templates": {
-            model: template_status(facts.facts(renderers[model]) if model in renderers else None)
+            model: template_status(facts.facts(renderer_id) if (renderer_id := worker.renderer_id(model)) else None)
             for model in sorted(worker.model_ids)
         },
     }

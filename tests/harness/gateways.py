@@ -44,11 +44,11 @@ class OwnGateway(NamedTuple):
 @contextlib.contextmanager
 def own_gateway(*workers: RecordingWorker, **settings: Any) -> Iterator[OwnGateway]:
     """Before `workers`, which it looks at five times a second; without self-checks, unless `settings` want them."""
-    settings = {"self_check_interval": 0, **settings}
+    settings = {"self_check_interval": 0, "health_interval": 0.2, "drain_timeout": 1, **settings}
     port = free_port()
     urls = tuple(worker.url for worker in workers)
     server: uvicorn.Server = server_for(
-        Settings(worker=urls, port=port, health_interval=0.2, drain_timeout=1, **settings),
+        Settings(worker=urls, port=port, **settings),
         {"version": 1, "disable_existing_loggers": False},
     )
     thread = threading.Thread(target=server.run, daemon=True)

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs
 
 from starlette.middleware.cors import CORSMiddleware
 
+from proxy.http.auth import ADMIN_OF_WORKERS, LOAD_ADAPTER, UNLOAD_ADAPTER
 from tests.harness.fake_engine import (
     VERSION,
     Admitted,
@@ -87,7 +88,9 @@ class RecordingWorker:
     prompt_tokens: int | None = None  # that it reports; None: as many as its template makes
     more_metrics: str = ""  # lines of its /metrics
     boot: str = "1.7e+09"
-    models: tuple[str, ...] = ("m",)
+    models: tuple[str, ...] = ("m",)  # names of its one model
+    checks_names: bool = False  # answer 404 to a request for a model that it does not list, as vLLM does
+    adapters: dict[str, str] | None = None  # paths of those that are loaded, by name; None: without routes for them
     render_status: int = 200
     hang_renders: bool = False  # answer no render until the gateway goes
     cached: int = 160  # tokens it reports
@@ -148,6 +151,10 @@ class RecordingWorker:
             return await respond(send, text.encode(), "text/plain")
         if path == "/v1/models" and scope["method"] == "GET":
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
+            data += [
+                {"id": name, "object": "model", "root": root, "parent": self.models[0]}
+                for name, root in (self.adapters or {}).items()
+            ]
             return await respond(send, json.dumps({"object": "list", "data": data}).encode())
         if path in ("/is_sleeping", "/is_paused"):
             asleep = [level is not None or self.paused for level in self.sleeps]
@@ -175,6 +182,11 @@ class RecordingWorker:
             await asyncio.sleep(0.01)
         if self.gzips == "always" or (self.gzips and b"gzip" in dict(scope["headers"]).get(b"accept-encoding", b"")):
             send = gzipping(send)
+        if self.adapters is not None and path in ADMIN_OF_WORKERS and self.status == 200:
+            return await self._change_adapter(path, json.loads(body), send)
+        if self.checks_names and not self._has_model(headers=dict(scope["headers"]), body=body):
+            error = {"message": "The model does not exist.", "type": "NotFoundError", "param": "model", "code": 404}
+            return await respond(send, json.dumps({"error": error}).encode(), status=404)
         if self.hang or (self.hang_replays and b'"max_tokens":1' in body):
             await receive()
             self.gone.set()
@@ -206,6 +218,37 @@ class RecordingWorker:
         more += [(b"location", self.location.encode())] if self.location is not None else []
         await respond(send, answer, status=self.status, more=more)
         return None
+
+    def _has_model(self, headers: dict[bytes, bytes], body: bytes) -> bool:
+        """Whether a request names a model of this worker, or none."""
+        if b"multipart" in headers.get(b"content-type", b""):
+            named = re.search(rb'name="?model"?\r\n(?:.+\r\n)*\r\n(.*)\r\n', body)
+            model = named[1].decode() if named else ""
+        else:
+            model = json.loads(body or b"{}").get("model")
+        return not model or model in self.models or model in (self.adapters or {})
+
+    async def _change_adapter(self, path: str, body: dict[str, Any], send: Any) -> None:
+        """As vLLM's routes do, with its words."""
+        name, loaded = body.get("lora_name"), self.adapters if self.adapters is not None else {}
+        status, text = (
+            200,
+            f"Success: LoRA adapter '{name}' {'added' if path == LOAD_ADAPTER else 'removed'} successfully.",
+        )
+        if not name:
+            status, text = 400, "1 validation error"
+        elif path == UNLOAD_ADAPTER and name not in loaded:
+            status, text = 404, f"The lora adapter '{name}' cannot be found."
+        elif path == UNLOAD_ADAPTER:
+            del loaded[name]
+        elif name in loaded and not body.get("load_inplace"):
+            status, text = 400, f"The lora adapter '{name}' has already been loaded."
+        else:
+            loaded[name] = body["lora_path"]
+        if status == 200:
+            return await respond(send, text.encode(), "text/plain")
+        error = {"message": text, "type": "InvalidUserInput", "param": None, "code": status}
+        return await respond(send, json.dumps({"error": error}).encode(), status=status)
 
     def _name_of_response(self) -> str:
         """What vLLM's engine calls the request of a response, by the id in the answer."""

@@ -240,7 +240,7 @@ async def test_a_model_that_no_worker_ever_served_goes_to_any_and_one_whose_work
     pool = pool_of(servers, worker=(A, B))
     await pool.check_all()
     assert pool.for_model("other") == pool.workers
-    pool.workers[1].model_ids = frozenset({"n"})
+    pool._list(pool.workers[1], [{"id": "n"}])
     pool.mark_down(pool.workers[1])
     with pytest.raises(NoWorker):
         pool.for_model("n")
@@ -281,7 +281,7 @@ async def test_a_refusal_names_the_causes_of_the_workers_that_could_serve_the_mo
     with pytest.raises(NoWorker, match="It may still be loading"):
         pool.for_model("m")  # nothing is known yet
     await pool.check_all()
-    pool.workers[1].model_ids = frozenset({"n"})
+    pool._list(pool.workers[1], [{"id": "n"}])
     servers.boots[B] = Unreachable("connection refused")
     await pool.check_all()
     with pytest.raises(NoWorker, match=r"No worker is ready for this model\. Worker b:1: connection refused\.$"):

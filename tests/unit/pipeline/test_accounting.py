@@ -60,6 +60,9 @@ class Pool:
     def __init__(self, *workers: Worker) -> None:
         self.workers = list(workers)
 
+    def lists(self, model: Any) -> bool:
+        return any(worker.serves(model) for worker in self.workers)
+
 
 class Scene:
     """A worker that has answered a chat."""

@@ -36,6 +36,9 @@ class Pool:
     async def ready(self) -> list[Worker]:
         return self.up
 
+    async def look_for(self, model: object) -> None:
+        """It has them all."""
+
     def serving(self, model: object) -> list[Worker]:
         return self.up
 
@@ -320,6 +323,6 @@ async def test_what_is_kept_for_a_restarted_worker_holds_no_parsed_request():
         request.prediction.found = request.prediction.found._replace(layout=layout, unplaced=(Place(b"s", 0, "Ti"),))
         async with scene.dispatcher.lease(request):
             pass
-    (replay,) = scene.warmup.hottest({None})
+    (replay,) = scene.warmup.hottest({""})
     assert replay.found == Found((SYSTEM,), renderer_id=RENDERER)
     assert scene.workers[0].hint(replay.found) == ("first:1",)

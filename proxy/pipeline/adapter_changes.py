@@ -1,0 +1,176 @@
+"""LoRA adapters loaded and unloaded at all workers that serve their base model, so that a name means the same at each.
+
+A worker that has the adapter already, or has it no more, counts as done: a request that reached only some of them can
+be sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from proxy.errors import AdapterNotEverywhere, BadRequest
+from proxy.fleet.pool import WorkerPool, no_worker
+from proxy.fleet.worker import Worker
+from proxy.http import asgi
+from proxy.http.auth import LOAD_ADAPTER, UNLOAD_ADAPTER
+from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.pipeline.request import ProxiedRequest
+
+# Not a field of vLLM, which reads over it: whose adapter it is, where several models are served.
+BASE = "base_model_name"
+
+MOST_CHARACTERS = 200  # of a worker's own words in an error
+
+NO_ROUTE = "it has no such route: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+
+
+class _Place(NamedTuple):
+    """A worker, and the pool that knows it."""
+
+    pool: WorkerPool
+    worker: Worker
+
+
+class _Outcome(NamedTuple):
+    """What became of a change at one worker."""
+
+    worker: Worker
+    status: int = 0  # 0: it gave no answer
+    kind: bytes = b""  # content type
+    body: bytes = b""
+    why_not: str = ""  # empty if it is as asked for now
+    has_route: bool = True
+
+    @property
+    def cause(self) -> str:
+        """Where it was not done, and why."""
+        return f"{self.worker.name} ({self.why_not})"
+
+
+class AdapterChanges:
+    """One per gateway."""
+
+    def __init__(self, pools: Sequence[WorkerPool], upstream: Upstream, silence_timeout: float) -> None:
+        """`silence_timeout` in seconds: how long a worker may take for a change."""
+        self._pools = pools
+        self._upstream = upstream
+        self._silence_timeout = silence_timeout
+        self._turn = asyncio.Lock()  # all workers get changes in the same order
+        self._tasks: set[asyncio.Task[_Outcome]] = set()
+
+    async def serve(self, request: ProxiedRequest, send: asgi.Send) -> None:
+        """Change it everywhere, and answer as vLLM does. Goes on if the client leaves meanwhile.
+
+        Raises `AdapterNotEverywhere`, `BadRequest` if it is not clear whose adapter it is, or `NoWorker`.
+        """
+        task = asyncio.create_task(self._change(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        outcome = await asyncio.shield(task)
+        request.worker, request.status, request.started = outcome.worker, outcome.status, True
+        headers = [
+            (b"content-type", outcome.kind),
+            (b"x-seamark-worker", outcome.worker.name.encode()),
+            request.client.id_header,
+        ]
+        await asgi.send_whole(send, outcome.status, headers, outcome.body)
+
+    async def _change(self, request: ProxiedRequest) -> _Outcome:
+        async with self._turn:
+            await self._look(place for pool in self._pools for place in _places(pool))
+            places = await self._places(request)
+            if not any(place.worker.up for place in places):
+                raise no_worker("No worker is ready for this adapter.", [place.worker for place in places])
+            outcomes = await asyncio.gather(*(self._ask(request, place.worker) for place in places))
+            await self._look(places)
+        return _answer(request, outcomes)
+
+    async def _places(self, request: ProxiedRequest) -> list[_Place]:
+        """Where the adapter belongs, workers that are down included."""
+        everywhere = [place for pool in self._pools for place in _places(pool)]
+        name, base = (request.body.parsed.get(field) for field in ("lora_name", BASE))
+        if base is not None:
+            places = [place for place in everywhere if place.worker.serves(base)]
+            if not places:
+                raise BadRequest(f"No worker serves the base model {str(base)[:MOST_CHARACTERS]!r}.", param=BASE)
+            return places
+        if request.client.path == UNLOAD_ADAPTER:
+            return [place for place in everywhere if place.worker.serves(name)] or everywhere
+        models = {model for pool in self._pools for model in pool.base_models()}
+        if len(models) < 2:
+            return everywhere
+        asked = await asyncio.gather(*(self._ask(request, place.worker, b"{}") for place in everywhere))
+        places = [place for place, outcome in zip(everywhere, asked, strict=True) if outcome.has_route]
+        models = {place.pool.key_of(place.worker.names.base) or "" for place in places}
+        if len(models) > 1:
+            raise BadRequest(f"Several models may take this adapter: name one of {', '.join(sorted(models))}.", BASE)
+        return places or everywhere
+
+    @staticmethod
+    async def _look(places: Any) -> None:
+        """Have the workers list what they have now."""
+        await asyncio.gather(*(place.pool.ask_models(place.worker) for place in places if place.worker.up))
+
+    async def _ask(self, request: ProxiedRequest, worker: Worker, raw: bytes | None = None) -> _Outcome:
+        """Have one worker do it. `raw`: another body than the client's."""
+        if not worker.up:
+            return _Outcome(worker, why_not=worker.why_down or "down")
+        client = request.client
+        headers = [*client.headers, request.engine_id_header]
+        headers += self._upstream.own_headers if client.key is not None else ()
+        body = request.body.raw if raw is None else raw
+        try:
+            answer = await self._upstream.send(
+                "POST", worker.url + client.target, headers, body, self._silence_timeout, fresh=True
+            )
+            kind, told = (answer.header("content-type") or "").encode(), await answer.read()
+        except (Unreachable, Broken) as error:
+            return _Outcome(worker, why_not=str(error) or "it broke off")
+        has_route = answer.status not in (404, 405) or b'"error"' in told
+        why_not = "" if _is_done(request, worker, answer.status, told, has_route=has_route) else _words(told)
+        why_not = why_not if has_route else NO_ROUTE
+        return _Outcome(worker, answer.status, kind, told, why_not, has_route)
+
+
+def _places(pool: WorkerPool) -> list[_Place]:
+    return [_Place(pool, worker) for worker in pool.workers]
+
+
+def _is_done(request: ProxiedRequest, worker: Worker, status: int, told: bytes, *, has_route: bool) -> bool:
+    if request.client.path == UNLOAD_ADAPTER:
+        return status == 200 or (status == 404 and has_route)
+    if status != 400 or b"already been loaded" not in told:
+        return status == 200
+    asked = request.body.parsed  # under this name there may be another adapter
+    return any(
+        card["id"] == asked.get("lora_name") and card.get("root") == asked.get("lora_path") for card in worker.models
+    )
+
+
+def _answer(request: ProxiedRequest, outcomes: Sequence[_Outcome]) -> _Outcome:
+    """What the client gets of all that the workers answered. Raises `AdapterNotEverywhere`."""
+    changed = [outcome for outcome in outcomes if outcome.status == 200]
+    failed = [outcome for outcome in outcomes if outcome.why_not and outcome.has_route]
+    is_one_refusal = not changed and all(0 < outcome.status == outcomes[0].status for outcome in outcomes)
+    if failed and not is_one_refusal:
+        done = ", ".join(outcome.worker.name for outcome in outcomes if not outcome.why_not)
+        causes = "; ".join(outcome.cause for outcome in failed)
+        verb = "loaded" if request.client.path == LOAD_ADAPTER else "unloaded"
+        raise AdapterNotEverywhere(
+            f"LoRA adapter {request.body.parsed.get('lora_name')!r} is {verb} at {done or 'no worker'}, and not at "
+            f"{causes}. Send the request again when that is mended: it changes nothing where it is {verb}."
+        )
+    first = next(iter(changed or [outcome for outcome in outcomes if outcome.has_route] or outcomes))
+    lacking = [outcome.cause for outcome in outcomes if not outcome.has_route]
+    return first._replace(body=first.body + f" Not at {'; '.join(lacking)}.".encode()) if changed and lacking else first
+
+
+def _words(told: bytes) -> str:
+    """A worker's error in a few words."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        told = json.loads(told)["error"]["message"].encode()
+    return told.decode(errors="replace")[:MOST_CHARACTERS] or "it gives no reason"
