@@ -415,8 +415,11 @@ def test_an_unknown_path_is_refused_in_openais_envelope(gateway):
 
 
 def test_a_model_name_from_a_client_never_becomes_a_label(gateway, worker):
-    post(gateway, {**chat("x"), "model": "made-up"})
-    assert metric(gateway, 'seamark_requests_total{code="200",endpoint="/v1/chat/completions",model="unknown"') == 1
+    for checks_names, code, label in ((False, 200, "m"), (True, 404, "unknown")):
+        worker.checks_names = checks_names
+        post(gateway, {**chat("x"), "model": "made-up"})
+        counted = f'seamark_requests_total{{code="{code}",endpoint="/v1/chat/completions",model="{label}"'
+        assert metric(gateway, counted) == 1
 
 
 def test_logs_and_metrics_hold_no_prompt_text(gateway, worker):
