@@ -11,7 +11,7 @@ from types import TracebackType
 
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
-from proxy.fleet.pool import WorkerPool
+from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
 from proxy.observability.reasons import Expectation
@@ -87,8 +87,7 @@ class Dispatcher:
             return False
         if status == NOT_FOUND:
             request.asked.append(worker)
-            unasked = any(worker not in request.asked for worker in self._may_keep(request))
-            return unasked and len(request.asked) < MOST_ASKED
+            return len(request.asked) < MOST_ASKED and bool(self._unasked(request))
         if 200 <= status < 300:
             self._stored.keep(request.response_id, worker.boot, request.client.owner)
         return False
@@ -145,11 +144,12 @@ class Dispatcher:
         """Workers that have a slot for it."""
         response = request.response_id
         if (keeper := self._keeper(request)) is not None:
+            if not keeper.up:
+                raise no_worker("The worker that stores this response is not ready.", [keeper])
             workers = [keeper]
-        else:  # whose response it continues decides before a model that is not named
+        elif not (workers := self._unasked(request)):
+            # Whose response it continues decides before a model that is not named.
             workers = self._pool.for_model(request.model or None if response is not None else request.model)
-            if request.asked:
-                workers = [worker for worker in workers if worker not in request.asked] or workers
         # As `has_room` says, and `takes_hints` below: for a thousand workers, a property costs more than all else here.
         return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
 
@@ -206,10 +206,14 @@ class Dispatcher:
         if (response := request.response_id) is None:
             return None
         boot = self._stored.boot(response, request.client.owner)
-        return next((worker for worker in self._may_keep(request) if worker.boot == boot), None)
+        return next((worker for worker in self._pool.workers if worker.boot == boot), None) if boot else None
 
-    def _may_keep(self, request: ProxiedRequest) -> list[Worker]:
-        return self._pool.serving(request.model) or self._pool.up
+    def _unasked(self, request: ProxiedRequest) -> list[Worker]:
+        """Once one does not know the response: the others that may, failing ones too. Nobody else can answer for it."""
+        if not request.asked:
+            return []
+        workers = self._pool.serving(request.model) or self._pool.up
+        return [worker for worker in workers if worker not in request.asked]
 
 
 class Lease:

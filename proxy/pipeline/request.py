@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 RESPONSE_PATH = RESPONSES + "/"
 
+RESPONSE_ACTIONS = frozenset({"render", "input_tokens", "compact"})  # what stands in place of an id there
+
 CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every event
 
 # In `vllm_xargs`, beside the hint, which is replaced.
@@ -240,8 +242,8 @@ class ProxiedRequest:
     def response_id(self) -> Any:
         """The stored response that it continues or asks for, None if there is none."""
         path = self.client.path
-        if path.startswith(RESPONSE_PATH):
-            return path[len(RESPONSE_PATH) :].split("/")[0]
+        if path.startswith(RESPONSE_PATH) and (named := path.split("/")[3]) not in RESPONSE_ACTIONS:
+            return named
         return self.body.parsed.get("previous_response_id")
 
 

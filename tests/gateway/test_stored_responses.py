@@ -124,6 +124,23 @@ def test_no_gateway_loses_a_response_and_none_shows_it_to_another_key(fleet, wor
     assert all(worker.asked_for.count(response_id) <= 7 for worker in workers for response_id in ids)
 
 
+def test_while_the_worker_of_a_response_is_not_ready_nobody_says_that_there_is_none(fleet, workers):
+    (gateway,) = gateways(fleet, workers, "--health-interval", "0.1")
+    response_id = ask(gateway, "POST", **ASK).json()["id"]
+    (keeper,) = (worker for worker in workers if response_id in worker.stored)
+    keeper.sleeps = (1,)
+    wait_for(lambda: metric(gateway, "seamark_worker_up") == len(workers) - 1)
+    assert ask(gateway, "GET", f"/{response_id}").status_code == 503
+    assert ask(gateway, "POST", **ASK, previous_response_id=response_id).status_code == 503
+    keeper.sleeps = (None,)
+    wait_for(lambda: ask(gateway, "GET", f"/{response_id}").status_code == 200)
+    keeper.boot = "1.8e+09"  # and with it its responses
+    keeper.stored.clear()
+    others = [worker for worker in workers if worker is not keeper]
+    while not all(response_id in worker.asked_for for worker in others):  # once it is known to have restarted
+        assert ask(gateway, "GET", f"/{response_id}").status_code == 404
+
+
 def test_what_one_gateway_learns_of_a_response_another_knows_through_redis(fleet, workers):
     with redis_server() as server:
         first, second = gateways(fleet, workers, "--redis", server.url, count=2)
@@ -136,7 +153,8 @@ def test_what_one_gateway_learns_of_a_response_another_knows_through_redis(fleet
 
 def test_a_response_that_no_worker_knows_is_sought_once_at_each(fleet, workers):
     (gateway,) = gateways(fleet, workers)
-    for method, path, body in (("GET", "/resp_1", {}), ("POST", "", {**ASK, "previous_response_id": "resp_1"})):
+    continued = {**ASK, "previous_response_id": "resp_1"}
+    for method, path, body in (("GET", "/resp_1", {}), ("POST", "", continued)):
         answer = ask(gateway, method, path, **body)
         assert answer.status_code == 404 and "resp_1" in answer.json()["error"]["message"]
     assert [worker.asked_for for worker in workers] == [["resp_1"] * 2] * 3

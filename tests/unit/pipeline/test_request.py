@@ -1,10 +1,10 @@
-"""What the requests of one conversation have in common, as clients and agents write it."""
+"""What a request is part of: its conversation, as clients and agents write it, and the response that it names."""
 
 from __future__ import annotations
 
 import pytest
 
-from proxy.pipeline.request import affinity_key
+from proxy.pipeline.request import affinity_key, request_of
 
 SESSION = "0b5c9a52-3d5f-4a56-9a0e-6f6f1f6a7b10"
 
@@ -38,3 +38,20 @@ def test_what_the_client_itself_wants_kept_together_comes_first():
 def test_a_request_of_no_session_has_no_key():
     assert affinity_key([(b"x-request-id", b"r"), (b"x-session-id", b"")], {}) is None
     assert affinity_key([(b"x-session-id", b"\xff\xfe")], {}) == "\xff\xfe"  # any bytes make a name
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/v1/responses/resp_1", "resp_1"),
+        ("/v1/responses/resp_1/cancel", "resp_1"),
+        ("/v1/responses/", ""),
+        ("/v1/responses", "resp_0"),
+        ("/v1/responses/render", "resp_0"),
+    ],
+)
+def test_a_stored_response_is_named_by_the_path_or_by_the_body(path, named):
+    scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
+    request = request_of(scope, b"", "r")
+    request.body.parsed = {"previous_response_id": "resp_0"}
+    assert request.response_id == named
