@@ -130,6 +130,7 @@ def test_a_header_that_answers_may_depend_on_tells_requests_apart(own, name):
         {**chat(), "temperature": 0.5},
         {**chat(), "temperature": False},
         {**chat(), "temperature": None, "seed": None},
+        {**chat(), "temperature": 1, "seed": -1},  # which vLLM takes for none
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]),
     ],
 )
