@@ -250,7 +250,7 @@ def gateway_of(servers: Servers, checkout: Path, worker: Server) -> Server:
     port = free_port()
     command = [sys.executable, "-P", "-m", "proxy.cli", "serve", "--port", str(port), "--worker", worker.url]
     command += ["--self-check-interval", "0", "--stop-delay", "0"]
-    return servers.start(f"gateway-{checkout.name}", port, command, {"PYTHONPATH": str(checkout.resolve())})
+    return servers.start(f"gateway-{checkout.name}", port, command, {"PYTHONPATH": str(checkout)})
 
 
 async def run(
@@ -265,7 +265,8 @@ async def run(
 ) -> Report:
     """Start everything, and compare; `step_ms` as the worker takes it.
 
-    Beside the gateway stand those of other `checkouts`, and one with a response cache that no request allows.
+    Beside the gateway stand those of other `checkouts`, named by their whole paths, and one with a response cache that
+    no request allows.
     """
     with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Servers(Path(folder)) as servers:
         worker = mock_worker(servers, step_ms)
@@ -273,7 +274,7 @@ async def run(
         gateway = servers.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
         contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
-        beside = {checkout.name: gateway_of(servers, checkout, worker) for checkout in checkouts}
+        beside = {str(checkout): gateway_of(servers, checkout, worker) for checkout in map(Path.resolve, checkouts)}
         if response_cache:
             beside[CACHING] = servers.gateway(worker, flags=("--response-cache", str(CACHE_BYTES)))
         for name, server in beside.items():

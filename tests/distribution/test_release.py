@@ -70,9 +70,8 @@ def test_no_registry_and_no_secret_is_named_in_the_workflow():
 
 
 def test_images_are_pushed_under_their_version_by_a_key_that_no_command_line_shows(tmp_path):
-    path = stand_in(
-        tmp_path / "bin", "docker", f'echo "$@" >> {tmp_path}/calls; [ "$1" = login ] && cat >> {tmp_path}/stdin\ntrue'
-    )
+    docker = f'echo "$@" >> "{tmp_path}/calls"; [ "$1" = login ] && cat >> "{tmp_path}/stdin"\ntrue'
+    path = stand_in(tmp_path / "bin", "docker", docker)
     given = {"REGISTRY": "registry.example/us", "REGISTRY_USER": "me", "REGISTRY_PASSWORD": "a secret", "TAG": "v9.8.7"}
     done = run("Push the images", tmp_path, PATH=path, **given)
     assert done.returncode == 0, done.stderr
@@ -86,9 +85,9 @@ def test_images_are_pushed_under_their_version_by_a_key_that_no_command_line_sho
 def test_an_sbom_of_each_image_goes_with_the_release(tmp_path):
     """Its script on stand-ins of docker and pip; with real ones in `make test-deploy`."""
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
-    docker = f'echo "$@" >> {tmp_path}/calls; case "$1" in image) echo sha256:0 1 bytes;; run) echo "{{}}";; esac'
+    docker = f'echo "$@" >> "{tmp_path}/calls"; case "$1" in image) echo sha256:0 1 bytes;; run) echo "{{}}";; esac'
     stand_in(tmp_path / "bin", "docker", docker)
-    path = stand_in(tmp_path / "bin", "python3", f'echo "$@" > {tmp_path}/installed; mkdir sbom-tools')
+    path = stand_in(tmp_path / "bin", "python3", f'echo "$@" > "{tmp_path}/installed"; mkdir sbom-tools')
     done = run("List what is inside", tmp_path, PATH=path)
     assert done.returncode == 0, done.stderr
     inside = tmp_path / "inside"
@@ -116,7 +115,7 @@ def test_images_are_built_from_the_wheel_that_goes_out(tmp_path):
     wheel = f"vllm_seamark-{version()}-py3-none-any.whl"
     (tmp_path / "dist" / wheel).touch()
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
-    path = stand_in(tmp_path / "bin", "docker", f'echo "$@" >> {tmp_path}/calls')
+    path = stand_in(tmp_path / "bin", "docker", f'echo "$@" >> "{tmp_path}/calls"')
     done = run("Build the images", tmp_path, PATH=path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "deploy/wheels" / wheel).exists() and "wheel" in JOBS["images"]["needs"]

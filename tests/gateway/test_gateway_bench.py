@@ -128,12 +128,12 @@ async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
 
 
 def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic(capsys):
-    here = Path(gateway_cost.__file__).parents[2]
+    here = Path(gateway_cost.__file__).resolve().parents[2]
     beside = ["--checkout", str(here), "--response-cache"]
     gateway_cost.main(["--no-peers", "--requests", "8", "--rounds", "2", "--json", *beside])
     report = json.loads(capsys.readouterr().out)
     kinds = [(row["gateway"], row["size"], row["streamed"], row["clients"]) for row in report["rows"]]
-    names = (DIRECT, SEAMARK, here.name, CACHING)
+    names = (DIRECT, SEAMARK, str(here), CACHING)
     assert kinds == [(name, case.size, case.streamed, case.clients) for case in CASES for name in names]
     assert len(report["beside"]) == 2 * len(CASES) and all(row["cpu_ratio"]["median"] > 0 for row in report["beside"])
     for row in report["rows"]:

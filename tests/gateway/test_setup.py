@@ -319,7 +319,7 @@ def test_without_vllm_here_the_worker_wants_its_environment_active_and_says_how(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     out = written(tmp_path, "pip")
     (note,) = re.findall(r"^Note: (.*)$", capsys.readouterr().out, re.M)
-    assert note.endswith(f"pip install --no-deps {DEPLOY.parent}")
+    assert note.endswith(f"pip install --no-deps {shlex.quote(str(DEPLOY.parent))}")
     bare = {"PATH": str(tmp_path / "none")}
     told = subprocess.run(["/bin/sh", str(out / "worker.sh")], env=bare, capture_output=True, text=True)
     assert told.returncode == 1 and told.stderr.strip() == note
