@@ -273,7 +273,7 @@ def _serialized(status_line: str, headers: CIMultiDict[str]) -> bytes:
     if all(map(str.isascii, headers.values())):
         return _serialize_ascii(status_line, headers)
     fields = [f"{name}: {http_writer._safe_header(value)}\r\n" for name, value in headers.items()]
-    return "".join([status_line, "\r\n", *fields, "\r\n"]).encode(errors="surrogateescape")
+    return "".join([http_writer._safe_header(status_line), "\r\n", *fields, "\r\n"]).encode(errors="surrogateescape")
 
 
 _serialize_ascii = http_writer._serialize_headers

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+import socket
 import time
 
 import pytest
 import uvicorn
 
+from proxy.errors import SettingsError
 from proxy.server import uvicorn_server
 from proxy.server.uvicorn_server import GatewayServer
 from proxy.settings import Settings
@@ -22,6 +24,8 @@ METHODS = {
     "on_tick": ["counter"],
     "capture_signals": [],
 }
+
+FAMILIES = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
 
 # Attributes that are read or written.
 ATTRIBUTES = {"server_state", "should_exit", "force_exit", "_captured_signals"}
@@ -109,3 +113,15 @@ async def test_all_connections_are_looked_at_as_often_as_the_shortest_bound_need
     await looked.wait()
     checks.cancel()
     assert made._interval == 0.01 and server(Files())._interval == uvicorn_server.CHECK_SECONDS
+
+
+def test_where_a_name_has_an_address_of_a_family_that_is_off_the_other_is_listened_at(monkeypatch):
+    both = [(family, socket.SOCK_STREAM, 0, "", (host, 0)) for family, host in FAMILIES.items()]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    (only,) = uvicorn_server.bound("port", "localhost", 0)
+    with only:
+        assert only.family == socket.AF_INET
+    both.pop()
+    with pytest.raises(SettingsError, match="port: nothing can listen on localhost"):
+        uvicorn_server.bound("port", "localhost", 0)
