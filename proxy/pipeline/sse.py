@@ -111,7 +111,6 @@ class SseRelay:
         """A comment, between two events."""
         if self._whole and not self._closed and not self.sending:
             await self._pass_on(HEARTBEAT_BEHIND_IDS if self._has_ids else HEARTBEAT)
-            self._whole = True
 
     @property
     def response(self) -> Any:
@@ -135,7 +134,7 @@ class SseRelay:
 
     async def _pass_on(self, chunk: bytes) -> None:
         self.sending = True
-        self._whole = chunk.endswith(_ENDS)
+        self._whole = chunk is HEARTBEAT_BEHIND_IDS or chunk.endswith(_ENDS)
         try:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         finally:
