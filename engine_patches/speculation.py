@@ -23,15 +23,25 @@ METHODS = ("mtp", "ngram", "eagle", "eagle3", "dflash", "dspark")
 
 def refusal(vllm_config: Any) -> str | None:
     """Why hints are refused beside the drafts of this configuration, and what to change; None if they are not."""
-    drafts = vllm_config.speculative_config
-    if drafts is None or not vllm_config.num_speculative_tokens:
+    return unsupported(vllm_config) or switched_off(vllm_config)
+
+
+def switched_off(vllm_config: Any) -> str | None:
+    """What to do if nothing but the switch keeps hints from being used beside drafts; None if it is on."""
+    if not drafting(vllm_config) or settings.drafts():
         return None
+    return (
+        f"speculative decoding is on ({vllm_config.speculative_config.method}): {settings.DRAFTS}=1 gives hints beside "
+        "it, which no GPU has shown to be right yet (first: `seamark gpu-check`); without drafts all are used"
+    )
+
+
+def unsupported(vllm_config: Any) -> str | None:
+    """Why hints do not go together with the drafts of this configuration, whatever the switch; None if they do."""
+    if not drafting(vllm_config):
+        return None
+    drafts = vllm_config.speculative_config
     method = str(drafts.method)
-    if not settings.drafts():
-        return (
-            f"speculative decoding is on ({method}); {settings.DRAFTS}=1 gives hints beside it, which no GPU has shown "
-            "to be right yet (run `seamark gpu-check` first), and without --speculative-config all hints are used"
-        )
     if method not in METHODS:
         return f"hints beside drafts of the method {method} are not known to be right; {', '.join(METHODS)} are"
     if drafts.use_multi_module_mtp():
@@ -48,6 +58,11 @@ def refusal(vllm_config: Any) -> str | None:
         # Counts of accepted drafts arrive in the order of the last step's rows, and are permuted twice.
         return "model runner V1 mixes up counts of accepted drafts (vllm#53919); add --no-async-scheduling"
     return None
+
+
+def drafting(vllm_config: Any) -> bool:
+    """Whether this configuration drafts tokens."""
+    return vllm_config.speculative_config is not None and bool(vllm_config.num_speculative_tokens)
 
 
 def drops(vllm_config: Any) -> bool:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches import kv_connectors, plugin, settings
+from engine_patches import kv_connectors, plugin, settings, speculation
 from engine_patches.kv_connectors import WITHOUT, Decision, Lane
+from engine_patches.scheduler import refusals
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
+from engine_patches.scheduler.refusals import Refusal
 
 HERE, GPU = "here", "gpu"  # whose attention kernels decide the length of a block
 
@@ -31,6 +33,11 @@ WITHOUT_CACHE = frozenset({"mlp", "moe"})
 MIB, GIB = 1 << 20, 1 << 30
 
 EXAMPLE = 10 * GIB  # of cache, where nothing says how much there will be
+
+NO_DRAFTS_ON_A_CPU = (
+    "on a CPU vLLM drafts for no hybrid: it copies states with Triton kernels, and would end at the first prompt; "
+    "leave --speculative-config away"
+)
 
 FEW = 16  # states: fewer than so many shared prefixes and running conversations are soon found again by nobody
 
@@ -276,11 +283,13 @@ def _name(dtype: Any) -> str:
 @contextlib.contextmanager
 def _gpu_kernels() -> Iterator[None]:
     """On a machine without a GPU: block sizes as vLLM chooses them with FlashAttention on one, in this process."""
+    import vllm.config.vllm
     import vllm.platforms
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     here = vllm.platforms.current_platform
+    with_triton = vllm.config.vllm.HAS_TRITON
 
     class WithGpuKernels(type(here)):  # type: ignore[misc]
         check_and_update_config: Any = classmethod(Platform.check_and_update_config.__func__)
@@ -294,10 +303,12 @@ def _gpu_kernels() -> Iterator[None]:
             return path
 
     vllm.platforms.current_platform = WithGpuKernels()
+    vllm.config.vllm.HAS_TRITON = True  # decides between the model runners
     try:
         yield
     finally:
         vllm.platforms.current_platform = here
+        vllm.config.vllm.HAS_TRITON = with_triton
 
 
 def memory_for_cache(config: Any) -> tuple[int, str] | None:
@@ -320,8 +331,18 @@ def memory_for_cache(config: Any) -> tuple[int, str] | None:
     ), f"{cache.gpu_memory_utilization:.0%} of {_amount(total)} without the weights; activations need some"
 
 
-def report(cost: Cost, memory: tuple[int, str] | None, share: float, connector: Decision = WITHOUT) -> Iterator[str]:
-    """The cost as lines of text. `memory`: bytes of cache and where the number comes from."""
+def report(
+    cost: Cost,
+    memory: tuple[int, str] | None,
+    share: float,
+    connector: Decision = WITHOUT,
+    drafts: str = "",
+    refusal: Refusal | None = None,
+) -> Iterator[str]:
+    """The cost as lines of text. `memory`: bytes of cache and where the number comes from.
+
+    `drafts`: method and number, empty without; `refusal`: of hints.
+    """
     size, source = memory or (EXAMPLE, "for example: --kv-cache-memory-bytes was not given")
     kept = cost.states_in(size, share)
     rows = [
@@ -337,10 +358,13 @@ def report(cost: Cost, memory: tuple[int, str] | None, share: float, connector: 
     ]
     if connector.names:
         rows.append(("KV connector", ", ".join(connector.names)))
+    if drafts:
+        rows.append(("drafts", drafts))
     yield cost.model
     for name, value in rows:
         yield f"  {name:<18}{value}"
-    for line in (*advice(cost, kept), *about(connector)):
+    refused = [f"hints are refused: {refusal.cause}"] if refusal is not None else []
+    for line in (*refused, *advice(cost, kept), *about(connector)):
         yield f"  * {line}"
 
 
@@ -356,12 +380,17 @@ def advice(cost: Cost, kept: int) -> Iterator[str]:
 
 def about(connector: Decision) -> Iterator[str]:
     """What configured KV connectors change."""
-    if connector.lane is Lane.NO_HINTS:
-        yield f"{connector.reason}: hints are refused"
-    elif connector.lane is Lane.NOT_SERVED:
+    if connector.lane is Lane.NOT_SERVED:
         yield connector.reason
     elif connector.lane is Lane.CHUNK_ENDS:
         yield f"{connector.reason}: a state costs a pass; beside NixlConnector it costs none"
+
+
+def drafts_of(config: Any) -> str:
+    """Method and number of drafts under a `VllmConfig`; empty without."""
+    if not speculation.drafting(config):
+        return ""
+    return f"{config.speculative_config.method}, {config.num_speculative_tokens} tokens"
 
 
 def main(arguments: Sequence[str], kernels: str) -> int:
@@ -374,8 +403,14 @@ def main(arguments: Sequence[str], kernels: str) -> int:
     try:
         with _gpu_kernels() if kernels == GPU else contextlib.nullcontext():
             config = configure(arguments)
+            if kernels == GPU:
+                config.device_config.device_type = "cuda"  # of which no question is asked before an engine starts
             connector = kv_connectors.decide(config)
-            lines = list(report(cost_of(config), memory_for_cache(config), settings.state_share(), connector))
+            cost, memory, share = cost_of(config), memory_for_cache(config), settings.state_share()
+            refusal = refusals.by_configuration(config, in_pass=cost.family.in_segments)
+            lines = list(report(cost, memory, share, connector, drafts_of(config), refusal))
+            if drafts_of(config) and config.device_config.device_type == "cpu":
+                lines.append(f"  * {NO_DRAFTS_ON_A_CPU}")
     except CannotExplain as error:
         print(f"seamark worker: {error}", file=sys.stderr)
         return 1

@@ -33,6 +33,7 @@ from engine_patches.disk.flags import (
 )
 from engine_patches.kv_connectors import Lane, decide_by, needs_a_gpu
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
+from engine_patches.settings import FULL, MODE_VARIABLE, OFF, REFERENCE
 
 INSTALL = (
     'run it in the environment that vLLM is installed in ("pip install vllm", 0.31 to 0.33), after '
@@ -246,6 +247,38 @@ def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *,
     return f"{decision.reason}; {served}" if explain.is_hybrid(config_of(model)) else None
 
 
+# Each begins a flag of vLLM that configures drafts.
+DRAFT_FLAGS = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
+
+
+def cannot_draft(model: str, given: Sequence[str], config: Mapping[str, Any] = {}) -> str | None:
+    """Why vLLM on a CPU would end at the first prompt, as the model is a hybrid and is to draft; None if it would not.
+
+    `given`, `config`: as of `refusal`.
+    """
+    from engine_patches.commands import explain
+
+    flags = (argument.partition("=")[0].partition(".")[0].lstrip("-") for argument in given if argument[:1] == "-")
+    if not any(flag.replace("_", "-") in DRAFT_FLAGS for flag in (*flags, *config)):
+        return None
+    return explain.NO_DRAFTS_ON_A_CPU if explain.is_hybrid(config_of(model)) else None
+
+
+def warning(model: str, given: Sequence[str], mode: str) -> str | None:
+    """What a hybrid on a CPU has to expect of vLLM without the cures of its defects; None if they are not left out.
+
+    `mode`: of the plugin, `SEAMARK_ENGINE`.
+    """
+    from engine_patches.commands import explain
+
+    if mode.strip() != OFF or "--no-enable-prefix-caching" in given or not explain.is_hybrid(config_of(model)):
+        return None
+    return (
+        f"{MODE_VARIABLE}={OFF} leaves vLLM's own defects on a CPU: a prompt longer than a cache block can end the "
+        f"engine; {MODE_VARIABLE}={REFERENCE} cures them and does no more"
+    )
+
+
 def transfer_config(given: Sequence[str], config: Mapping[str, Any] = {}) -> dict[str, Any]:
     """The fields of vLLM's `KVTransferConfig` that flags and a config file name; what is malformed is left to vLLM."""
     flags = {name.replace("_", "-"): value for name, value in config.items()}
@@ -307,6 +340,11 @@ def main(argv: list[str]) -> int:
     if why := refusal(str(name), given, config, on_cpu=on_cpu):
         print(f"seamark worker: {why}", file=sys.stderr)
         return 1
+    if on_cpu and not explain and (why := cannot_draft(str(name), given, config)):
+        print(f"seamark worker: {why}", file=sys.stderr)
+        return 1
+    if on_cpu and not explain and (said := warning(str(name), given, os.environ.get(MODE_VARIABLE, FULL))):
+        print(f"seamark worker: {said}", file=sys.stderr)
     for_cpu = cpu_flags(model_type_of(str(name)) if name else "") if on_cpu else {}
     arguments = vllm_arguments(model, given, config, for_cpu)
     if explain:

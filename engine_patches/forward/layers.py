@@ -86,7 +86,7 @@ def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
     from vllm.platforms import current_platform
 
     # ReplaySSM keeps part of a state as inputs to replay. Micro-batches are built from a part of the step's rows.
-    if speculation.refusal(vllm_config) is not None or getattr(vllm_config.cache_config, "use_replayssm", False):
+    if speculation.unsupported(vllm_config) is not None or getattr(vllm_config.cache_config, "use_replayssm", False):
         return False
     if vllm_config.parallel_config.use_ubatching:
         return False

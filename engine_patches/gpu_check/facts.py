@@ -52,7 +52,7 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "kv_dtype": str(cache.cache_dtype),
         "state_dtype": str(getattr(cache, "mamba_ssm_cache_dtype", None)),
         "drafts": engine.config.speculative_config is not None,
-        "hints_refused": None if checkpoints is None else checkpoints.refuse_all,
+        "hints_refused": checkpoints.refusal.cause if checkpoints is not None and checkpoints.refusal else None,
         "ahead": None if checkpoints is None else checkpoints.ahead,
         "recurrent": bool(recurrent),
         "longest": engine.config.model_config.max_model_len,

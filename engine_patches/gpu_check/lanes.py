@@ -407,7 +407,7 @@ def _unfit_for_drafts(lane: Lane, facts: Mapping[str, Any]) -> Check | None:
     if not facts["drafts"]:
         return Check(name, NOT_RUN, "vLLM drafts no tokens with this configuration")
     if facts["hints_refused"]:
-        return Check(name, NOT_RUN, "hints are refused beside these drafts: the engine's log says why, and the cure")
+        return Check(name, NOT_RUN, f"hints are refused beside these drafts: {facts['hints_refused']}")
     return None
 
 

@@ -12,8 +12,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine_patches import kv_connectors, ledger, speculation
 from engine_patches.reporting.events_api import feed
-from engine_patches.reporting.stats_channel import EVENT, PIN, REQUEST, decode_event, decode_request, detach
-from engine_patches.scheduler import match_unit
+from engine_patches.reporting.stats_channel import EVENT, PIN, REQUEST, decode_event, decode_request, detach, take_cause
+from engine_patches.scheduler import match_unit, refusals
 from engine_patches.scheduler.state_events import StateEvicted
 
 
@@ -24,7 +24,7 @@ class Families:
         self.info = Gauge(
             "seamark_engine_info",
             "1 while Seamark's patches are live; lengths in tokens",
-            ["version", "vllm", "match_unit", "block_size", "ahead", "connector", "lane"],
+            ["version", "vllm", "match_unit", "block_size", "ahead", "connector", "lane", "refused"],
             multiprocess_mode="max",
         )
         self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
@@ -98,14 +98,17 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
         if ledger.patches_live():
             # Until the engine core has run its first step: what the same code decides in this process.
             unit = match_unit.expected(vllm_config)
+            refusal = refusals.by_configuration(vllm_config)
             self._show(
                 unit,
                 vllm_config.cache_config.block_size,
                 speculation.ahead(vllm_config, match_unit.unit_of(vllm_config)),
+                refusal.cause if refusal is not None else "",
             )
 
-    def _show(self, unit: int, block_size: int, ahead: int) -> None:
-        labels = (str(unit), str(block_size), str(ahead), *self._connector)
+    def _show(self, unit: int, block_size: int, ahead: int, refused: str) -> None:
+        """Lengths in tokens; `refused`: why hints are, empty if they are not."""
+        labels = (str(unit), str(block_size), str(ahead), *self._connector, refused)
         if labels == self.shown:
             return
         self._hide()
@@ -127,7 +130,7 @@ class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to
         if not report:
             self._hide()  # the engine core runs unpatched, whether or not this process is patched
             return
-        self._show(report.pop("match_unit"), report.pop("block_size"), report.pop("ahead"))
+        self._show(report.pop("match_unit"), report.pop("block_size"), report.pop("ahead"), take_cause(report))
         if not report:
             return
         for name in [name for name in report if name.startswith((f"{REQUEST}/", f"{PIN}/"))]:

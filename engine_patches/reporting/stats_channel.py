@@ -21,16 +21,21 @@ REQUEST = "request"
 
 PIN = "pin"
 
+REFUSED = "refused"
+
 
 def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
     """Put the counts since the last report, and the gauges, into a `SchedulerStats`.
 
-    Every step carries the three lengths, which show the API server that the patches are live; most carry no more.
+    Every step carries the three lengths, which show the API server that the patches are live, and why hints are refused
+    if they are; most carry no more.
     """
     carrier: dict[str, int] = stats.waiting_lora_adapters
     carrier[PREFIX + "match_unit"] = checkpoints.alignment  # what a hit is a multiple of
     carrier[PREFIX + "block_size"] = checkpoints.block_size
     carrier[PREFIX + "ahead"] = checkpoints.ahead if checkpoints.enabled else 0
+    if checkpoints.refusal is not None:
+        carrier[f"{PREFIX}{REFUSED}/{checkpoints.refusal.cause}"] = 0
     counters, events = checkpoints.counters, checkpoints.state_events
     if not (counters.report_due or (events is not None and events.pending)):
         return
@@ -66,6 +71,13 @@ def detach(stats: Any) -> dict[str, int]:
     carrier: dict[str, int] = stats.waiting_lora_adapters
     names = [name for name in carrier if name.startswith(PREFIX)]
     return {name.removeprefix(PREFIX): carrier.pop(name) for name in names}
+
+
+def take_cause(report: dict[str, int]) -> str:
+    """Take out of a report why hints are refused; empty if they are not."""
+    name = next((name for name in report if name.startswith(f"{REFUSED}/")), "")
+    report.pop(name, None)
+    return name.partition("/")[2]
 
 
 def encode_request(request: AdmittedRequest) -> str:

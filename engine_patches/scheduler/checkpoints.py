@@ -28,6 +28,7 @@ from engine_patches.scheduler.hints import (
 )
 from engine_patches.scheduler.pins import NOT_CACHED, PINNED, Pins
 from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
+from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.seen import SeenPrefixes
@@ -61,9 +62,9 @@ class Checkpoints:
 
     match_unit: int
     block_size: int
-    enabled: bool = False  # the model is a hybrid whose states can be found between blocks
+    enabled: bool = False  # the model has recurrent layers, and their states can be found
     writes_in_forward: bool = False  # states are written inside a pass; if not, chunks are cut for them
-    refuse_all: str | None = None  # a reason to ignore the hints of all requests
+    refusal: Refusal | None = None  # why the hints of all requests are ignored
     block_sizes: dict[int, int] = field(default_factory=dict)  # by recurrent cache group
     attention_managers: Sequence[Any] = ()
     alignment: int = 0  # states are placed on multiples of it; the match unit if a kernel asks for no more
@@ -116,8 +117,8 @@ class Checkpoints:
     def _first_state_of(self, request: Any) -> RequestState:
         hint = hints.hint_in(request)
         state = RequestState(hinted=hint is not hints.NONE)
-        if state.hinted and self.refuse_all is not None:
-            self.counters.hint_ignored(self.refuse_all)
+        if state.hinted and self.refusal is not None:
+            self.counters.hint_ignored(self.refusal.reason)
         if not self.enabled:
             return state
         state.pin = hints.pin_in(request)

@@ -48,6 +48,7 @@ IGNORED_REASONS = (
     "below_unit",
     "not_found",  # the prompt does not hold these token ids
     "too_many",
+    "no_states",  # this worker keeps none: `refusals` says why, as it does of the next two
     "speculative",
     "connector",  # one that puts values into the cache that nobody has computed
     "not_worth_it",  # a hit there would not be felt

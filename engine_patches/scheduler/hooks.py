@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from engine_patches import kv_connectors, ledger, settings, speculation
+from engine_patches import kv_connectors, ledger, settings
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import Lane
-from engine_patches.scheduler import pins, preflight, transfers
+from engine_patches.scheduler import pins, preflight, refusals, transfers
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.hints import HINTED, LEARNED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
 from engine_patches.scheduler.pins import Pins
+from engine_patches.scheduler.refusals import NO_STATES, Refusal, refused
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.state_events import WATCHERS, StateEvents
 
@@ -44,13 +45,16 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         checkpoints.weights = Weights.of(self.vllm_config)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
-        checkpoints.refuse_all, refusal = _refusal(self, recurrent) if recurrent else (None, "")
-        if checkpoints.refuse_all is not None:
-            logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal)
-        elif recurrent and self.mamba_partial_cache_hit and _preflight_passes() and ledger.rely_on_patches():
+        checkpoints.refusal = refusal = _refusal(self, recurrent) if recurrent else None
+        if refusal is not None:
+            logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
+        elif recurrent:
             checkpoints.enabled = True
             checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
             checkpoints.attention_managers = [m for m in managers if isinstance(m, FullAttentionManager)]
+            if refusals.finds_whole_blocks(self):
+                # vLLM rounds what it caches down to whole blocks, and we could not tell at which of them a chunk ends.
+                self.kv_cache_manager.coordinator.enable_partial_hash_hits = True
             _set_up_states(self, checkpoints)
             transfers.introduce(self, checkpoints)
         for manager in (self.kv_cache_manager, *managers):
@@ -69,31 +73,18 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> tuple[str | None, str]:
-    """Why a scheduler's hints are refused, by one of `hints.IGNORED_REASONS` and in words; None if they are not."""
-    drafts = _refusal_of_drafts(scheduler, recurrent)
-    if drafts is not None:
-        return "speculative", drafts
-    connector = kv_connectors.decide(scheduler.vllm_config)
-    return ("connector", connector.reason) if connector.lane is Lane.NO_HINTS else (None, "")
-
-
-def _refusal_of_drafts(scheduler: Any, recurrent: Sequence[Any]) -> str | None:
-    """Why hints are refused beside a scheduler's drafts; None if they are not, and without drafts."""
-    if not (scheduler.num_spec_tokens or scheduler.use_eagle_block_drop):
-        return None
-    refusal = speculation.refusal(scheduler.vllm_config)
-    if refusal is None and scheduler.kv_cache_manager.coordinator.num_reprefillable_tokens:
-        refusal = "the draft head leaves its last rows unfinished"
-    groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
-    specs = [groups[manager.kv_cache_group_id].kv_cache_spec for manager in recurrent]
-    if refusal is None and not all(map(is_promised, specs)):
-        refusal = "beside drafts, states have to be written inside a pass, which this model's layers cannot do here"
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    in_whole_blocks = [manager for manager in managers if not manager.supports_fine_grained_hash_lookup]
-    if refusal is None and not scheduler.mamba_partial_cache_hit and in_whole_blocks:
-        refusal = "vLLM finds whole blocks only, since a layer, perhaps the draft head's, has a sliding window"
-    return refusal
+def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
+    """Why a scheduler with `recurrent` managers refuses hints; None if it does not, and has made sure that it can."""
+    found = refusals.by_scheduler(scheduler, recurrent)
+    if found is not None:
+        return found
+    try:
+        preflight.run()
+    except preflight.PreflightFailed as error:
+        return refused(NO_STATES, f"this vLLM's cache fails the preflight check: {error}")
+    if not ledger.rely_on_patches():
+        return refused(NO_STATES, "the patches were taken back when a module of vLLM differed; the log says which")
+    return None
 
 
 def warn_of_narrow_states(specs: Iterable[Any]) -> None:
@@ -151,15 +142,6 @@ def _give_back_after_their_step(scheduler: Any, blocks: list[Any]) -> None:
     loads comes beside the passes: vLLM then holds the blocks of a request that is done until its last step is, too.
     """
     scheduler._free_cow_retained_blocks(blocks, scheduler.sched_step_seq)
-
-
-def _preflight_passes() -> bool:
-    try:
-        preflight.run()
-    except preflight.PreflightFailed as error:
-        logger.error("seamark: no checkpoints, this vLLM's cache fails the preflight check: %s", error)
-        return False
-    return True
 
 
 def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -297,6 +297,8 @@ def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., No
         checkpoints = getattr(self, "seamark", None)
         if checkpoints is None or not checkpoints.enabled or not self.enable_kv_cache_events:
             return
+        if not checkpoints.attention_managers:
+            return
         blocks = settings.kv_events()
         if blocks == settings.OFF:
             return

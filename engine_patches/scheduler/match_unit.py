@@ -1,7 +1,7 @@
 """The match unit: how finely a prefix can be found again, in tokens; and how finely states are placed.
 
 vLLM's default is the cache block, 500 to 8,000 tokens on a hybrid model; a checkpoint between two blocks could not be
-found. Pure-attention models keep their default, and so do engines whose drafts keep them from using hints.
+found. Pure-attention models keep their default, and so do engines that refuse hints.
 
 A gated delta net is computed in chunks of 64 tokens from where a pass begins. A state taken inside a chunk is right,
 but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 0.16 in logprob,
@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_patches import kv_connectors, settings, speculation
+from engine_patches import settings, speculation
+from engine_patches.scheduler import refusals
 
 DEFAULT = 16  # tokens
 
@@ -27,17 +28,11 @@ GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `mode
 def expected(vllm_config: Any) -> int:
     """Tokens of which a hit in an engine with this configuration is a multiple, before it has said so itself."""
     configured: int | None = vllm_config.cache_config.prefix_match_unit
-    if not vllm_config.model_config.is_hybrid or hints_refused(vllm_config):
+    if not vllm_config.model_config.is_hybrid or refusals.by_configuration(vllm_config) is not None:
         return configured or int(vllm_config.cache_config.block_size)
     unit = unit_of(vllm_config)
     gdn = vllm_config.model_config.hf_text_config.model_type.startswith(GDN_MODEL_TYPES)
     return math.lcm(unit, GDN_CHUNK) if gdn and settings.chunk_ends(default=True) else unit
-
-
-def hints_refused(vllm_config: Any) -> bool:
-    """Whether drafts or a KV connector keep an engine with this configuration from using hints."""
-    connector = kv_connectors.decide(vllm_config).lane
-    return speculation.refusal(vllm_config) is not None or connector is kv_connectors.Lane.NO_HINTS
 
 
 def unit_of(vllm_config: Any) -> int:
@@ -77,8 +72,7 @@ def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
         recurrent = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
         if (
             cache_config.prefix_match_unit is not None
-            or not cache_config.enable_prefix_caching
-            or hints_refused(vllm_config)
+            or refusals.by_configuration(vllm_config) is not None
             or not recurrent
             or len(groups) < 2
         ):

@@ -150,8 +150,9 @@ class Delivery(NamedTuple):
         return cls(prompt, cached, shareable, unchanged, deepest or prompt, engine)
 
 
-# Two states are not kept so near each other (match units): what lies between them is no loss.
-NEAR_UNITS = 2
+# Two states are not kept so near each other (match units): what lies between them is no loss. A match unit may be a
+# whole cache block, of thousands of tokens, and those would be felt.
+NEAR_UNITS, NEAR_TOKENS = 2, 128
 
 
 def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange | None = None) -> str:
@@ -160,7 +161,8 @@ def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange |
     `change` is where the request differs in the middle from the nearest recent one: it could have shared more.
     """
     shareable, cached, unit = delivery.shareable, delivery.cached, expected.match_unit
-    if cached and cached > shareable - NEAR_UNITS * unit and expected.failure in (None, "no_facts", "no_boundary"):
+    near = min(NEAR_UNITS * unit, NEAR_TOKENS)
+    if cached and cached > shareable - near and expected.failure in (None, "no_facts", "no_boundary"):
         return "hit"
     if expected.failure not in (None, "no_facts"):
         return str(expected.failure)

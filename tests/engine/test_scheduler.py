@@ -29,6 +29,27 @@ def test_every_key_leads_to_what_it_promises(model: Path, cores):
         assert found["hit_tokens"] > 400
 
 
+WHOLE_BLOCKS = {"unit": 64}  # as short convolutions have on a GPU, or whoever asks for so coarse a match unit
+
+AT_CHUNK_ENDS = {"writes_in_forward": False, "export": False}
+
+
+@pytest.mark.parametrize("layers", [{}, {"attention_groups": 0}], ids=["hybrid", "recurrent layers alone"])
+def test_states_of_whole_blocks_are_what_they_promise(model: Path, layers):
+    """vLLM rounds what it caches down to whole blocks, so that a chunk's end cannot be told by it."""
+    cores = [ROOM, {**TIGHT, "budget": 100}, {**ROOM, "overlap": True}, AT_CHUNK_ENDS, {**AT_CHUNK_ENDS, **TIGHT}]
+    cores = [{**core, **WHOLE_BLOCKS, **layers} for core in cores]
+    for found in run_apart("scheduler_audit", str(model), json.dumps({"seeds": [1], "chats": 80, "cores": cores})):
+        assert found["errors"] == [] and found["refused"] is None
+        assert found["hit_tokens"] > 400
+
+
+def test_behind_a_window_nothing_is_kept_and_that_is_said(model: Path):
+    cores = [{**ROOM, "window": 128}, {**ROOM, "window": 128, **WHOLE_BLOCKS}]
+    for found in run_apart("scheduler_audit", str(model), json.dumps({"seeds": [1], "chats": 20, "cores": cores})):
+        assert found["errors"] == [] and "sliding window" in found["refused"]
+
+
 @pytest.mark.parametrize("blocks", ["units", "blocks"])
 def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, blocks):
     events = {"kv_events": blocks}

@@ -261,7 +261,7 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
         "accepted": {str(count): times for count, times in accepted.items()},
         "proposed": oracle.proposed,
         "held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        "refused": checkpoints.refuse_all if checkpoints is not None else None,
+        "refused": checkpoints.refusal.reason if checkpoints is not None and checkpoints.refusal else None,
         "writes_in_forward": checkpoints.writes_in_forward if checkpoints is not None else False,
         "ahead": checkpoints.ahead if checkpoints is not None else 0,
         "said": said,

@@ -39,6 +39,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    SlidingWindowSpec,
     get_mamba_prefill_checkpoint_position,
     is_mamba_prefill_checkpoint_valid,
 )
@@ -85,7 +86,9 @@ class Core:
         policy: str = "fcfs",
         running: int = 6,
         attention_groups: int = 1,
+        window: int = 0,
         block: int = BLOCK,
+        unit: int = UNIT,
         speculative: dict[str, Any] | None = None,
         kv_events: str | None = None,
         connector: dict[str, Any] | None = None,
@@ -93,6 +96,8 @@ class Core:
     ) -> None:
         """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
         at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
+        `attention_groups`: 0 for a model that has recurrent layers alone; `window`: of its attention layers, in tokens.
+        `unit`: the match unit, at most a block.
         `speculative`, `connector`: as vLLM's `--speculative-config` and `--kv-transfer-config`. Steps can be audited in
         blocks of `BLOCK` tokens.
         `kv_events`: what its KV events announce (`SEAMARK_KV_EVENTS`), which are audited then; None: events are off.
@@ -112,7 +117,7 @@ class Core:
             kv_transfer_config=KVTransferConfig(**connector) if connector else None,
         ).create_engine_config()
         config.cache_config.block_size = config.cache_config.mamba_block_size = block
-        config.cache_config.prefix_match_unit = UNIT
+        config.cache_config.prefix_match_unit = unit
         config.cache_config.num_gpu_blocks = blocks
         config.seamark_weights = weights
         if connector:  # a CPU's configuration plans no step ahead
@@ -126,7 +131,8 @@ class Core:
             num_prefill_checkpoint_blocks=int(export),
             prefill_checkpoint_alignment=1 if export else None,
         )
-        attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        rows = dict(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        attention = SlidingWindowSpec(**rows, sliding_window=window) if window else FullAttentionSpec(**rows)
         states = [MambaSpec(**recurrent), MambaSpec(**recurrent)]
         for spec in states if writes_in_forward else ():
             promise(spec)
@@ -135,10 +141,13 @@ class Core:
             KVCacheGroupSpec(["a"], attention),
             KVCacheGroupSpec(["m1"], states[1]),
         ]
-        self.attention = [ATTENTION]
+        self.unit, self.recurrent, self.attention = unit, RECURRENT, [ATTENTION]
         for number in range(1, attention_groups):
             self.attention.append(len(groups))
             groups.append(KVCacheGroupSpec([f"a{number}"], attention))
+        if not attention_groups:
+            del groups[1:]
+            self.recurrent, self.attention = (0,), []
         self._place_draft_head(groups)
         self.export, self.overlap, self.policy = export, overlap, policy
         if kv_events:
@@ -148,19 +157,19 @@ class Core:
             KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             StructuredOutputManager(config),
             block_size=block,
-            hash_block_size=UNIT,
+            hash_block_size=unit,
             log_stats=False,
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
         ahead = getattr(config, "num_hash_lookahead_tokens", 0)  # from vLLM 0.33 on
-        self.hasher = get_request_block_hasher(UNIT, sha256, **({"num_hash_lookahead_tokens": ahead} if ahead else {}))
+        self.hasher = get_request_block_hasher(unit, sha256, **({"num_hash_lookahead_tokens": ahead} if ahead else {}))
         self.errors: list[str] = []
         self.chunk_ends: dict[str, list[int]] = {}  # by request
         self.written: dict[str, list[int]] = {}  # positions of its states
         self.hits: dict[str, int] = {}  # tokens each request started with, when first admitted
         self.stored: dict[str, tuple[Any, int]] = {}  # by name, states that events say can be found: hashes, position
         self.evicted = 0  # events that say that one can no longer be found
-        self._announced_size = block if kv_events == settings.BLOCKS else UNIT
+        self._announced_size = block if kv_events == settings.BLOCKS else unit
         self.index = KvEventIndex(self._announced_size) if kv_events else None
         self.announced = self.withdrawn = 0  # blocks, by KV events
         self.missing = 0  # blocks that lead to a state and are not announced, at most
@@ -236,7 +245,7 @@ class Core:
         """Positions (tokens) at which a cache group can be entered with the prefix of `request`."""
         cached = self.pool.cached_block_hash_to_block
         return [
-            number * UNIT
+            number * self.unit
             for number, block_hash in enumerate(request.block_hashes, 1)
             if cached.get_one_block(make_block_hash_with_group_id(block_hash, group)) is not None
         ]
@@ -249,7 +258,7 @@ class Core:
         for request in self.scheduler.requests.values():
             tokens = self._tokens[request.request_id]
             for number, block_hash in enumerate(request.block_hashes, 1):
-                self._meant[bytes(block_hash)] = (prefix(tokens, number * UNIT), number * UNIT)
+                self._meant[bytes(block_hash)] = (prefix(tokens, number * self.unit), number * self.unit)
 
     def _check_events(self) -> None:
         """vLLM's own lookup finds the states that events say can be found, and no state that they say was evicted."""
@@ -288,7 +297,7 @@ class Core:
             return
         resumable: set[int] = set()
         for request in self._ever:
-            found = self._found(request.block_hashes, len(request.block_hashes) * UNIT)
+            found = self._found(request.block_hashes, len(request.block_hashes) * self.unit)
             resumable.update(self.index.keys(request.all_token_ids[:found], request.cache_salt))
         held = self.index.held
         if held - resumable:
@@ -347,7 +356,7 @@ class Core:
         before = self._state_index.get(name, (start - 1) // BLOCK if start else -1)
         after = self._state_index[name] = cdiv(end, BLOCK) - 1
         if before not in (-1, after):
-            for group in RECURRENT:
+            for group in self.recurrent:
                 table = self._tables[name][group]
                 self._contents[table[after]] = dict(self._contents.get(table[before], {}))
 
@@ -365,19 +374,19 @@ class Core:
                 self._contents.setdefault(rows[position // BLOCK], {})[position % BLOCK] = prefix(tokens, position + 1)
         asked = (writes or {}).get(name, ())
         self.written.setdefault(name, []).extend(start + write.offset for write in asked)
-        for group in RECURRENT:
+        for group in self.recurrent:
             table = self._tables[name][group]
             running = table[cdiv(end, BLOCK) - 1]
             if start and self._contents.get(running, {}).get("state") != prefix(tokens, start):
                 self.errors.append(f"{name} resumes at {start} from a wrong state")
             for write in asked:
                 self._contents[write.blocks[group]] = {"state": prefix(tokens, start + write.offset)}
-            position = get_mamba_prefill_checkpoint_position(end, UNIT, False)
+            position = get_mamba_prefill_checkpoint_position(end, self.unit, False)
             column = cdiv(end, BLOCK) - 2
             if (
                 writes is None
                 and self.export
-                and is_mamba_prefill_checkpoint_valid(start, end, position, UNIT, BLOCK, 1)
+                and is_mamba_prefill_checkpoint_valid(start, end, position, self.unit, BLOCK, 1)
                 and column < len(table)
                 and table[column]
             ):
@@ -487,7 +496,9 @@ def main(model: str, argument: str) -> None:
             evicted += core.evicted
             announced, withdrawn = announced + core.announced, withdrawn + core.withdrawn
             missing = max(missing, core.missing)
+        refusal = core.scheduler.seamark.refusal
         audited = {"core": options, "errors": errors, "hit_tokens": hit_tokens, "evicted": evicted}
+        audited["refused"] = refusal.cause if refusal is not None else None
         found.append({**audited, "announced": announced, "withdrawn": withdrawn, "missing": missing})
     print(json.dumps(found))
 

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hints import EDGE, EXPECTED, FIELD, HINTED, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY
+from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.retention import Retention
 
 UNIT = 16
@@ -147,7 +148,7 @@ def test_learned_positions_stand_where_kernels_allow_states():
 
 
 def test_an_engine_without_checkpoints_looks_at_nothing():
-    checkpoints = Checkpoints(match_unit=UNIT, block_size=512, refuse_all="speculative")
+    checkpoints = Checkpoints(match_unit=UNIT, block_size=512, refusal=Refusal("speculative", "drafts"))
     assert checkpoints.state_of(request(HEAD, ["last:7"])).hinted
     assert checkpoints.counters.counts.ignored == {"speculative": 1}
     assert len(checkpoints.seen) == 0 and checkpoints.state_of(request(HEAD)).shared == 0

@@ -13,6 +13,7 @@ from engine_patches.reporting.metrics import EngineMetrics, families
 from engine_patches.reporting.stats_channel import attach
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.state_events import StateEvicted
 
 LENGTHS = {"seamark/block_size": 384, "seamark/ahead": 0}
@@ -32,7 +33,7 @@ def served_by(processes: int) -> SimpleNamespace:
         parallel_config=SimpleNamespace(_api_process_count=processes),
         # Read if this process is patched.
         cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),
-        model_config=SimpleNamespace(is_hybrid=False),
+        model_config=SimpleNamespace(is_hybrid=False, is_attention_free=False),
         speculative_config=None,
         kv_transfer_config=None,
         num_speculative_tokens=0,
@@ -52,6 +53,29 @@ def test_connectors_are_named_with_how_states_are_kept_beside_them(feed):
         shown |= {sample.labels["connector"]: sample.labels["lane"] for sample in samples}
         logger._hide()
     assert shown == {"": "", "NixlConnector": "chunk_ends"}
+
+
+def test_why_hints_are_refused_is_told_as_the_engine_core_tells_it(feed, monkeypatch):
+    """Before its first step by the configuration, which does not know of windows."""
+    monkeypatch.setattr(metrics.ledger, "patches_live", lambda: True)
+    off = served_by(1)
+    off.model_config.is_hybrid = True
+    off.cache_config.enable_prefix_caching = False
+    told: list[str] = []
+
+    def note() -> None:
+        told.append(families().info.collect()[0].samples[0].labels["refused"])
+
+    logger = EngineMetrics(off)
+    note()
+    for refusal in (Refusal("no_states", "a layer has a window, or two"), None):
+        checkpoints = Checkpoints(match_unit=16, block_size=384, refusal=refusal)
+        stats = SimpleNamespace(waiting_lora_adapters={})
+        attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+        logger.record(stats, None)
+        note()
+    logger._hide()
+    assert told == ["prefix caching is off; --enable-prefix-caching turns it on", "a layer has a window, or two", ""]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,15 @@ def config(unit: int | None = None, block: int = 384, hybrid: bool = True, **cha
     """What the functions read of vLLM's configuration."""
     model = SimpleNamespace(
         is_hybrid=hybrid,
+        is_attention_free=False,
         hf_text_config=SimpleNamespace(model_type=changes.pop("model_type", "nemotron_h")),
         get_mamba_chunk_size=lambda: changes.get("chunk", 256),
     )
     cache = SimpleNamespace(
-        prefix_match_unit=unit, block_size=block, enable_prefix_caching=changes.pop("caching", True)
+        prefix_match_unit=unit,
+        block_size=block,
+        enable_prefix_caching=changes.pop("caching", True),
+        mamba_cache_mode="align",
     )
     drafts, drop = changes.pop("drafts", 0), changes.pop("drop", False)
     connector = changes.pop("connector", None)

@@ -136,6 +136,13 @@ def test_two_states_are_not_kept_so_near_each_other(short, reason):
     assert reason_for(expect(), Delivery.of(expect(), PROMPT, cached)) == reason
 
 
+@pytest.mark.parametrize(("unit", "short", "reason"), [(8432, 1, "evicted"), (128, 1, "evicted"), (64, 1, "hit")])
+def test_what_is_too_near_to_be_a_loss_is_bounded_in_tokens(unit, short, reason):
+    """A match unit may be a whole cache block."""
+    coarse = expect(sent=Prefix(4 * unit, 0), held=4 * unit, predicted=4 * unit, match_unit=unit)
+    assert reason_for(coarse, Delivery.of(coarse, 5 * unit, (4 - short) * unit)) == reason
+
+
 def test_nothing_is_no_hit_however_little_there_was_to_share():
     short = expect(sent=Prefix(UNIT, 0), held=UNIT, predicted=UNIT)
     assert reason_for(short, Delivery.of(short, PROMPT, 0)) == "evicted"

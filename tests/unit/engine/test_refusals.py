@@ -1,0 +1,143 @@
+"""Why hints are refused: the cause that goes last, in words for a user."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_patches.kv_connectors import CONNECTORS, Lane
+from engine_patches.scheduler.hints import IGNORED_REASONS
+from engine_patches.scheduler.refusals import LONGEST, Refusal, by_configuration, by_scheduler, refused
+
+MTP = SimpleNamespace(method="mtp", use_multi_module_mtp=lambda: False)
+
+OTHER_DRAFTS = SimpleNamespace(method="medusa", use_multi_module_mtp=lambda: False)
+
+(FILLS_THE_CACHE,) = (name for name, lane in CONNECTORS.items() if lane is Lane.NO_HINTS)
+
+
+class Promised(tuple):
+    """Shapes of a layer whose states can be written inside a pass."""
+
+
+@pytest.fixture(autouse=True)
+def promises(monkeypatch):
+    monkeypatch.setattr("engine_patches.forward.layers.PromisedShapes", Promised)
+
+
+def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> SimpleNamespace:
+    """What is read of vLLM's configuration of a hybrid."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            is_hybrid=changes.get("hybrid", True), is_attention_free=changes.get("pure", False)
+        ),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=changes.get("caching", True), mamba_cache_mode=changes.get("mode", "align")
+        ),
+        speculative_config=drafts,
+        num_speculative_tokens=2 if drafts else 0,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
+        device_config=SimpleNamespace(device_type="cpu"),
+        scheduler_config=SimpleNamespace(async_scheduling=changes.get("overlap", False)),
+        use_v2_model_runner=False,
+    )
+
+
+def scheduler(
+    vllm_config: Any, *, unit: int = 16, fine: bool = True, window: bool = False, in_pass: bool = True
+) -> Any:
+    """What is read of vLLM's scheduler, with cache blocks of 64 tokens. `fine`: it finds prefixes between them."""
+    spec = SimpleNamespace(prefix_cacheable=True, shapes=Promised() if in_pass else ())
+    recurrent = SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, supports_fine_grained_hash_lookup=True)
+    attention = SimpleNamespace(kv_cache_group_id=1, kv_cache_spec=spec, supports_fine_grained_hash_lookup=not window)
+    return SimpleNamespace(
+        vllm_config=vllm_config,
+        mamba_partial_cache_hit=fine and not window and unit < 64,
+        hash_block_size=unit,
+        block_size=64,
+        kv_cache_manager=SimpleNamespace(
+            coordinator=SimpleNamespace(single_type_managers=[recurrent, attention], num_reprefillable_tokens=0),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2),
+        ),
+    )
+
+
+def of(made: Any) -> Refusal | None:
+    return by_scheduler(made, made.kv_cache_manager.coordinator.single_type_managers[:1])
+
+
+@pytest.mark.parametrize(
+    ("made", "reason", "told"),
+    [
+        (scheduler(config(caching=False)), "no_states", "--enable-prefix-caching"),
+        (scheduler(config(mode="all")), "no_states", "--mamba-cache-mode all"),
+        (scheduler(config(), window=True), "no_states", "sliding window"),
+        (scheduler(config(), window=True, unit=64), "no_states", "sliding window"),
+        (scheduler(config(), fine=False), "no_states", "between"),
+        (scheduler(config(connector="NixlConnector"), unit=64), "connector", "--prefix-match-unit"),
+        (scheduler(config(MTP), unit=64), "speculative", "--prefix-match-unit"),
+        (scheduler(config(connector=FILLS_THE_CACHE)), "connector", FILLS_THE_CACHE),
+        (scheduler(config(OTHER_DRAFTS)), "speculative", "medusa"),
+        (scheduler(config(MTP), in_pass=False), "speculative", "inside a pass"),
+        (scheduler(config(MTP)), "speculative", "SEAMARK_DRAFTS=1"),
+        # Of two the one that stays when the other has gone.
+        (scheduler(config(MTP), window=True), "speculative", "sliding window"),
+        (scheduler(config(OTHER_DRAFTS), window=True), "speculative", "sliding window"),
+        (scheduler(config(MTP, connector=FILLS_THE_CACHE)), "connector", FILLS_THE_CACHE),
+        (scheduler(config(MTP, overlap=True)), "speculative", "--no-async-scheduling"),
+        (scheduler(config(MTP, overlap=True), in_pass=False), "speculative", "--no-async-scheduling"),
+        (scheduler(config(connector=FILLS_THE_CACHE), window=True), "no_states", "sliding window"),
+    ],
+)
+def test_the_last_cause_is_told_in_one_sentence(made, reason, told):
+    refusal = of(made)
+    assert refusal is not None and refusal.reason == reason in IGNORED_REASONS
+    assert told in refusal.cause and len(refusal.cause) <= LONGEST
+    assert not refusal.cause.endswith(".") and ". " not in refusal.cause
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        scheduler(config()),
+        scheduler(config(), in_pass=False),
+        scheduler(config(), unit=64),
+        scheduler(config(), unit=64, in_pass=False),
+        scheduler(config(connector="NixlPushConnector")),
+    ],
+)
+def test_states_are_kept_wherever_vllm_can_find_them(made):
+    assert of(made) is None
+
+
+def test_drafts_are_not_refused_once_they_are_asked_for(monkeypatch):
+    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
+    assert of(scheduler(config(MTP))) is None and by_configuration(config(MTP)) is None
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "told"),
+    [
+        (config(caching=False), "prefix caching is off"),
+        (config(hybrid=False, pure=True, caching=False), "prefix caching is off"),
+        (config(hybrid=False, caching=False), None),  # attention alone: there are no states to keep
+        (config(MTP), "SEAMARK_DRAFTS=1"),
+        (config(), None),
+    ],
+)
+def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told):
+    refusal = by_configuration(vllm_config)
+    assert (refusal is None) == (told is None)
+    assert refusal is None or told in refusal.cause
+
+
+def test_layers_that_drafts_need_are_asked_for_before_the_switch():
+    refusal = by_configuration(config(MTP), in_pass=False)
+    assert refusal is not None and "inside a pass" in refusal.cause
+
+
+def test_a_cause_is_cut_to_what_a_label_holds():
+    assert len(refused("connector", "x" * 1000).cause) == LONGEST
