@@ -32,7 +32,7 @@ def switched_off(vllm_config: Any) -> str | None:
         return None
     return (
         f"speculative decoding is on ({vllm_config.speculative_config.method}): {settings.DRAFTS}=1 gives hints beside "
-        "it, which no GPU has shown to be right yet (first: `seamark gpu-check`); without drafts all are used"
+        "it; run `seamark gpu-check` first"
     )
 
 

@@ -28,7 +28,7 @@ class Refusal(NamedTuple):
 
 def refused(reason: str, cause: str) -> Refusal:
     """With a cause that is cut where it is too long: some name what vLLM or a user calls something."""
-    return Refusal(reason, cause if len(cause) <= LONGEST else cause[: LONGEST - 3] + "...")
+    return Refusal(reason, cause if len(cause) <= LONGEST else cause[: LONGEST - 1] + "…")
 
 
 def by_configuration(vllm_config: Any, *, in_pass: bool = True) -> Refusal | None:
@@ -37,36 +37,14 @@ def by_configuration(vllm_config: Any, *, in_pass: bool = True) -> Refusal | Non
     `in_pass`: the layers can write states inside a pass, as far as is known.
     """
     model = vllm_config.model_config
-    return next(_causes(vllm_config, None, in_pass), None) if model.is_hybrid or model.is_attention_free else None
+    return _last(vllm_config, None, in_pass) if model.is_hybrid or model.is_attention_free else None
 
 
 def by_scheduler(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
     """Why a vLLM `Scheduler` refuses hints; None if it does not. `recurrent`: its managers of recurrent layers."""
     groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     in_pass = all(is_promised(groups[manager.kv_cache_group_id].kv_cache_spec) for manager in recurrent)
-    return next(_causes(scheduler.vllm_config, scheduler, in_pass), None)
-
-
-def _causes(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[Refusal]:
-    """The last cause first. `scheduler`: None before there is one."""
-    cache = vllm_config.cache_config
-    if not cache.enable_prefix_caching:
-        yield refused(NO_STATES, "prefix caching is off; --enable-prefix-caching turns it on")
-    elif cache.mamba_cache_mode != "align":
-        yield refused(NO_STATES, f"--mamba-cache-mode {cache.mamba_cache_mode} keeps no states at hints; align does")
-    if scheduler is not None:
-        yield from _of_groups(scheduler)
-    connector = kv_connectors.decide(vllm_config)
-    if connector.lane is Lane.NO_HINTS:
-        yield refused(CONNECTOR, connector.reason)
-    if (unsupported := speculation.unsupported(vllm_config)) is not None:
-        yield refused(SPECULATIVE, unsupported)
-    if not in_pass and speculation.drafting(vllm_config):
-        yield refused(
-            SPECULATIVE, "beside drafts, states have to be written inside a pass, which this model's layers cannot do"
-        )
-    if (switched_off := speculation.switched_off(vllm_config)) is not None:
-        yield refused(SPECULATIVE, switched_off)
+    return _last(scheduler.vllm_config, scheduler, in_pass)
 
 
 def finds_whole_blocks(scheduler: Any) -> bool:
@@ -74,31 +52,66 @@ def finds_whole_blocks(scheduler: Any) -> bool:
     return bool(scheduler.hash_block_size == scheduler.block_size)
 
 
-def _of_groups(scheduler: Any) -> Iterator[Refusal]:
-    """What keeps vLLM from finding states, in the cache groups."""
-    config, coordinator = scheduler.vllm_config, scheduler.kv_cache_manager.coordinator
-    drafting = speculation.drafting(config)
-    in_whole_blocks = [
-        manager
-        for manager in coordinator.single_type_managers
-        if manager.kv_cache_spec.prefix_cacheable and not manager.supports_fine_grained_hash_lookup
-    ]
-    if coordinator.num_reprefillable_tokens:
-        yield refused(SPECULATIVE, "the draft head leaves its last rows unfinished")
-    if scheduler.mamba_partial_cache_hit:
-        return
-    if in_whole_blocks:
-        whose = "the model's or its draft head's" if drafting else "of the model"
+def _last(vllm_config: Any, scheduler: Any, in_pass: bool) -> Refusal | None:
+    """The cause that goes last; all that flags or a switch cure go together. `scheduler`: None before there is one."""
+    structural = next(_of_structure(vllm_config, scheduler, in_pass), None)
+    if structural is not None:
+        return structural
+    curable = list(_of_flags(vllm_config, scheduler))
+    return refused(curable[0].reason, "; ".join(each.cause for each in curable)) if curable else None
+
+
+def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[Refusal]:
+    """What the model, a connector or the kind of drafts has to change for."""
+    drafting = speculation.drafting(vllm_config)
+    if scheduler is not None:
+        coordinator = scheduler.kv_cache_manager.coordinator
+        in_whole_blocks = [
+            manager
+            for manager in coordinator.single_type_managers
+            if manager.kv_cache_spec.prefix_cacheable and not manager.supports_fine_grained_hash_lookup
+        ]
+        if in_whole_blocks and not scheduler.mamba_partial_cache_hit:
+            whose = "of the model or its draft head" if drafting else "of the model"
+            yield refused(
+                SPECULATIVE if drafting else NO_STATES,
+                f"vLLM finds no prefix between cache blocks, since a layer {whose} has a sliding window",
+            )
+        if coordinator.num_reprefillable_tokens:
+            yield refused(SPECULATIVE, "the draft head leaves its last rows unfinished")
+    connector = kv_connectors.decide(vllm_config)
+    if connector.lane is Lane.NO_HINTS:
+        yield refused(CONNECTOR, connector.reason)
+    if (unsupported := speculation.unsupported(vllm_config)) is not None:
+        yield refused(SPECULATIVE, unsupported)
+    if drafting and not in_pass:
         yield refused(
-            SPECULATIVE if drafting else NO_STATES,
-            f"vLLM finds no prefix between cache blocks, since a layer, {whose}, has a sliding window",
+            SPECULATIVE, "beside drafts, states have to be written inside a pass, which this model's layers cannot do"
         )
-    elif not finds_whole_blocks(scheduler):
+
+
+def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
+    """What a flag or the switch cures."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        yield refused(NO_STATES, "prefix caching is off (--enable-prefix-caching)")
+    elif cache.mamba_cache_mode != "align":
+        yield refused(NO_STATES, f"--mamba-cache-mode {cache.mamba_cache_mode} keeps no states at hints, align does")
+    elif scheduler is not None and not scheduler.mamba_partial_cache_hit:
+        yield from _of_match_unit(scheduler)
+    if (switched_off := speculation.switched_off(vllm_config)) is not None:
+        yield refused(SPECULATIVE, switched_off)
+
+
+def _of_match_unit(scheduler: Any) -> Iterator[Refusal]:
+    """What is refused where vLLM finds no prefix inside a cache block: states of whole blocks were shown to be right
+    alone, and not beside what else reads and writes the cache."""
+    drafting = speculation.drafting(scheduler.vllm_config)
+    if not finds_whole_blocks(scheduler):
         yield refused(NO_STATES, "vLLM finds no prefix between this model's cache blocks")
-    elif drafting or config.kv_transfer_config is not None:
-        beside = "drafts" if drafting else "a KV connector"
+    elif drafting or scheduler.vllm_config.kv_transfer_config is not None:
         yield refused(
             SPECULATIVE if drafting else CONNECTOR,
-            f"the match unit is a whole cache block ({scheduler.block_size} tokens), and hints beside {beside} need a "
-            "smaller one (--prefix-match-unit)",
+            f"the match unit is a whole cache block, {scheduler.block_size} tokens, and hints beside "
+            f"{'drafts' if drafting else 'a KV connector'} need a smaller one (--prefix-match-unit)",
         )

@@ -213,6 +213,7 @@ class Explained(NamedTuple):
     cost: Cost
     blocks: int  # of 64 GiB, as vLLM counts them
     report: str
+    newest_runner: bool  # vLLM's model runner V2, a GPU's default
 
 
 # All models in one process, with the block sizes of a GPU; and what vLLM makes of the same cache groups.
@@ -233,7 +234,8 @@ with explain._gpu_kernels():
         config = explain.configure([folder, "--enable-prefix-caching", *flags])
         cost = explain.cost_of(config)
         cache = kv_cache_utils.get_kv_cache_config_from_groups(config, seen["groups"], 64 << 30)
-        costs[folder] = dataclasses.asdict(cost), cache.num_blocks, "\\n".join(explain.report(cost, None, 0.5))
+        text = "\\n".join(explain.report(cost, None, 0.5))
+        costs[folder] = dataclasses.asdict(cost), cache.num_blocks, text, config.use_v2_model_runner
 print(json.dumps(costs))
 """
 
@@ -253,8 +255,8 @@ def explained() -> dict[str, Explained]:
         )
     answers = json.loads(done.stdout.splitlines()[-1])
     return {
-        Path(path).name: Explained(Cost(**cost | {"family": Family(*cost["family"])}), blocks, text)
-        for path, (cost, blocks, text) in answers.items()
+        Path(path).name: Explained(Cost(**cost | {"family": Family(*cost["family"])}), *more)
+        for path, (cost, *more) in answers.items()
     }
 
 

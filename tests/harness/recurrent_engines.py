@@ -41,7 +41,6 @@ def short_convolutions() -> Any:
         conv_L_cache=3,
         conv_dim=256,
         block_dim=256,
-        block_ff_dim=512,
         block_auto_adjust_ff_dim=False,
         layer_types=["conv", "full_attention", "conv", "full_attention"],
         vocab_size=VOCABULARY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,15 @@ import pytest
 from proxy.bench.cells import QUICK, Family, measure_seamark
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model
+from proxy.bench.harness.servers import (
+    ENGINE_ENVIRONMENT,
+    ENGINE_FLAGS,
+    MODEL_NAME,
+    Server,
+    Servers,
+    generated_model,
+)
+from proxy.commands.render_server import free_port
 from tests.harness.draft_engines import MTP
 
 CHAT = "/v1/chat/completions"
@@ -22,6 +31,15 @@ CHAT = "/v1/chat/completions"
 UNIT, AHEAD = 16, 16  # tokens
 
 STAND_INS = {"seamark_draft_kernels": "tests.harness.draft_kernels:register"}
+
+
+# `seamark worker` knows that a CPU lacks the kernels for drafts, and not that the tests bring stand-ins.
+STARTED_ALL_THE_SAME = """
+import sys
+from engine_patches.commands import worker
+worker.cannot_draft = lambda *_: None
+sys.exit(worker.main(sys.argv[1:]))
+"""
 
 
 class Trio(NamedTuple):
@@ -49,7 +67,10 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
     model = generated_model(print, mtp=True)
     environment = {**plugin_environment(folder / "plugins", STAND_INS), "SEAMARK_DRAFTS": "1"}
     with Servers(folder) as fleet:
-        engine = fleet.engine("drafts", model, flags=("--speculative-config", json.dumps(MTP)), environment=environment)
+        port = free_port()
+        command = ["-c", STARTED_ALL_THE_SAME, str(model), "--port", str(port), *ENGINE_FLAGS]
+        command += ["--speculative-config", json.dumps(MTP)]
+        engine = fleet.start("drafts", port, [sys.executable, *command], {**ENGINE_ENVIRONMENT, **environment})
         reference = fleet.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
         for server in (engine, reference):
             server.wait_until_ready()

@@ -12,6 +12,7 @@ import pytest
 
 from engine_patches.commands import explain
 from engine_patches.commands.explain import GDN, GIB, CannotExplain, Cost, advice, family_of, layer_kinds, report
+from engine_patches.scheduler.refusals import Refusal
 from tests.harness import published_models
 from tests.harness.published_models import MODELS, Explained
 
@@ -23,7 +24,8 @@ def explained() -> dict[str, Explained]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explained, name):
-    model, (cost, blocks, text) = MODELS[name], explained[name]
+    model, (cost, blocks, text, newest_runner) = MODELS[name], explained[name]
+    assert newest_runner  # as on a GPU, which this machine has not
     page = 2 * model.convolution + model.state_bytes * model.state
     assert (cost.recurrent_layers, cost.attention_layers) == (model.recurrent, model.attention)
     assert cost.state_bytes == model.recurrent * page
@@ -84,6 +86,12 @@ def test_what_is_not_known_is_said():
     assert "for example" in line and "--kv-cache-memory-bytes" in line
     (line,) = [line for line in report(cost(), (5 * GIB, "as configured"), 0.5) if "  cache  " in line]
     assert "5.0 GiB (as configured)" in line
+
+
+def test_drafts_and_a_refusal_of_hints_are_told():
+    lines = list(report(cost(), None, 0.5, drafts="mtp, 2 tokens", refusal=Refusal("speculative", "a window")))
+    assert "  drafts            mtp, 2 tokens" in lines and "  * hints are refused: a window" in lines
+    assert not any("drafts" in line or "refused" in line for line in report(cost(), None, 0.5))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_why_hints_are_refused_is_told_as_the_engine_core_tells_it(feed, monkeyp
         logger.record(stats, None)
         note()
     logger._hide()
-    assert told == ["prefix caching is off; --enable-prefix-caching turns it on", "a layer has a window, or two", ""]
+    assert told == ["prefix caching is off (--enable-prefix-caching)", "a layer has a window, or two", ""]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_connector_that_makes_values_up_gets_no_hints():
     decision = decide_by(multi(PULL, PUSH, configured("DecodeBenchConnector")))
     assert decision.lane is Lane.NO_HINTS and decision.reason.startswith("DecodeBenchConnector puts values")
     assert decision.names == ("NixlConnector", "NixlPushConnector", "DecodeBenchConnector")
-    assert list(about(decision)) == [f"{decision.reason}: hints are refused"]
+    assert not list(about(decision))  # a refusal is told as any other
 
 
 NOT_SERVED = [name for name, lane in CONNECTORS.items() if lane is Lane.NOT_SERVED]
@@ -216,6 +216,44 @@ def test_any_other_model_is_left_to_vllm(config, monkeypatch):
     assert not is_hybrid(config)
     monkeypatch.setattr(worker, "config_of", lambda _: config)
     assert refusal("m", ["--kv-transfer-config", json.dumps(LMCACHE)]) is None
+
+
+DRAFTS = (
+    ["--speculative-config", "{}"],
+    ["--speculative-config.method=ngram"],
+    ["-sc", "{}"],
+    ["--spec-method", "mtp"],
+)
+
+
+@pytest.mark.parametrize("flags", DRAFTS, ids=" ".join)
+def test_a_hybrid_that_drafts_is_not_started_on_a_cpu(flags, monkeypatch, capsys):
+    monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
+    served: list[Any] = []
+    monkeypatch.setattr(worker, "serve", lambda arguments: served.append(arguments) or 0)
+    for config, on_cpu in ((HYBRIDS[0], True), (OTHERS[0], True), (HYBRIDS[0], False)):
+        monkeypatch.setattr(worker, "config_of", lambda _, config=config: config)
+        monkeypatch.setattr(worker, "is_cpu_build", lambda on_cpu=on_cpu: on_cpu)
+        assert worker.main(["m", *flags]) == (config is HYBRIDS[0] and on_cpu)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(served) == 2 and "on a CPU vLLM drafts for no hybrid" in line
+
+
+def test_a_config_file_that_names_drafts_is_read_like_flags(monkeypatch):
+    monkeypatch.setattr(worker, "config_of", lambda _: HYBRIDS[0])
+    assert worker.cannot_draft("m", [], {"speculative_config": {}}) is not None
+    assert worker.cannot_draft("m", ["--port", "1"], {"port": 1}) is None
+
+
+@pytest.mark.parametrize(("mode", "told"), [("0", True), ("reference", False), ("1", False)])
+def test_vllm_untouched_on_a_cpu_is_started_with_a_word_of_its_defects(mode, told, monkeypatch, capsys):
+    monkeypatch.setattr(worker, "config_of", lambda _: HYBRIDS[0])
+    monkeypatch.setattr(worker, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(worker, "serve", lambda _: 0)
+    monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
+    monkeypatch.setenv("SEAMARK_ENGINE", mode)
+    assert worker.main(["m"]) == worker.main(["m", "--no-enable-prefix-caching"]) == 0
+    assert ["SEAMARK_ENGINE=reference" in line for line in capsys.readouterr().err.splitlines()] == [True] * told
 
 
 def test_the_command_ends_before_vllm_is_started(monkeypatch, capsys, tmp_path):

@@ -79,6 +79,10 @@ def of(made: Any) -> Refusal | None:
         (scheduler(config(), fine=False), "no_states", "between"),
         (scheduler(config(connector="NixlConnector"), unit=64), "connector", "--prefix-match-unit"),
         (scheduler(config(MTP), unit=64), "speculative", "--prefix-match-unit"),
+        (scheduler(config(MTP), unit=64), "speculative", "SEAMARK_DRAFTS=1"),  # both at once: one restart
+        (scheduler(config(MTP, caching=False)), "no_states", "--enable-prefix-caching); speculative decoding is on"),
+        (scheduler(config(caching=False), window=True), "no_states", "sliding window"),
+        (scheduler(config(OTHER_DRAFTS, caching=False)), "speculative", "medusa"),
         (scheduler(config(connector=FILLS_THE_CACHE)), "connector", FILLS_THE_CACHE),
         (scheduler(config(OTHER_DRAFTS)), "speculative", "medusa"),
         (scheduler(config(MTP), in_pass=False), "speculative", "inside a pass"),
