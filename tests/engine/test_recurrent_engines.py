@@ -1,4 +1,4 @@
-"""Families whose cache blocks are as long as the match unit: states are kept at whole blocks, and answers are right."""
+"""A model of recurrent layers alone: states are kept at the ends of whole cache blocks, and answers are right."""
 
 from __future__ import annotations
 

@@ -28,26 +28,6 @@ ENVIRONMENT = {
 }
 
 
-def short_convolutions() -> Any:
-    """Beside attention, with a state so small that a cache block is as short as the match unit."""
-    from transformers import Lfm2Config
-
-    return Lfm2Config(
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        intermediate_size=512,
-        conv_L_cache=3,
-        conv_dim=256,
-        block_dim=256,
-        block_auto_adjust_ff_dim=False,
-        layer_types=["conv", "full_attention", "conv", "full_attention"],
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-    )
-
-
 def mamba2_alone() -> Any:
     from transformers import Mamba2Config
 
@@ -67,7 +47,6 @@ def mamba2_alone() -> Any:
 
 
 FAMILIES: Mapping[str, tuple[Callable[[], Any], Mapping[str, Any]]] = {
-    "short convolutions": (short_convolutions, {"block_size": 32, "prefix_match_unit": 32}),
     "mamba2 alone": (mamba2_alone, {}),
 }
 
