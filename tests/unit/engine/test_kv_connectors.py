@@ -230,7 +230,7 @@ DRAFTS = (
 def test_a_hybrid_that_drafts_is_not_started_on_a_cpu(flags, monkeypatch, capsys):
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
     served: list[Any] = []
-    monkeypatch.setattr(worker, "serve", lambda arguments: served.append(arguments) or 0)
+    monkeypatch.setattr(worker, "serve", lambda arguments, port: served.append(arguments) or 0)
     for config, on_cpu in ((HYBRIDS[0], True), (OTHERS[0], True), (HYBRIDS[0], False)):
         monkeypatch.setattr(worker, "config_of", lambda _, config=config: config)
         monkeypatch.setattr(worker, "is_cpu_build", lambda on_cpu=on_cpu: on_cpu)
@@ -249,7 +249,7 @@ def test_a_config_file_that_names_drafts_is_read_like_flags(monkeypatch):
 def test_vllm_untouched_on_a_cpu_is_started_with_a_word_of_its_defects(mode, told, monkeypatch, capsys):
     monkeypatch.setattr(worker, "config_of", lambda _: HYBRIDS[0])
     monkeypatch.setattr(worker, "is_cpu_build", lambda: True)
-    monkeypatch.setattr(worker, "serve", lambda _: 0)
+    monkeypatch.setattr(worker, "serve", lambda arguments, port: 0)
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
     monkeypatch.setenv("SEAMARK_ENGINE", mode)
     assert worker.main(["m"]) == worker.main(["m", "--no-enable-prefix-caching"]) == 0
