@@ -93,7 +93,7 @@ async def wrong_answers(server: Server) -> list[str]:
     ways = attacks()
 
     async def victims(count: int, name: str) -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             for number in range(count):
                 asked = f"{name}-{number}"
                 answer = await client.post(ECHO, content=asked)
@@ -141,7 +141,7 @@ def test_a_stream_arrives_byte_for_byte_and_event_by_event(fleet, worker, tmp_pa
     asked = chat("Tide?", stream=True, stream_options={"include_usage": True})
     assert post(server, asked).content == worker.answers[-1]
     worker.hang_in_stream, worker.hang_after = True, 2
-    with httpx.stream("POST", server.url + CHAT, json=asked, timeout=30) as answer:
+    with httpx.stream("POST", server.url + CHAT, json=asked, timeout=120) as answer:
         received = b""
         for piece in answer.iter_raw():
             received += piece

@@ -97,7 +97,7 @@ def told(*workers: RecordingWorker) -> None:
     wait_for(lambda: all(worker.is_read for worker in workers))
 
 
-def wait_for(condition, seconds: float = 30.0) -> None:
+def wait_for(condition, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -179,7 +180,7 @@ def test_prompts_are_fresh_for_each_seed_and_the_same_for_the_same():
 
 async def test_cpu_time_counts_descendants_and_settles_when_they_rest():
     """A shell whose child computes for 0.3 s."""
-    shell = subprocess.Popen(["sh", "-c", f"{sys.executable} -c '{BUSY}'; true"])
+    shell = subprocess.Popen(["sh", "-c", f"{shlex.quote(sys.executable)} -c '{BUSY}'; true"])
     try:
         deadline = time.monotonic() + 30
         while len(family(shell.pid)) < 2 and time.monotonic() < deadline:
