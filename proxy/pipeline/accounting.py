@@ -102,7 +102,7 @@ class Accounting:
         self._requests = cache(metrics.requests.labels)
 
     def opened(self, request: ProxiedRequest, answer: Any) -> None:
-        """A worker streams the response `answer` (parsed), and knows it by its name from now on."""
+        """A worker's answer begins, the response `answer` (parsed): by its id it can be asked for from now on."""
         if request.worker is not None and _is_stored(request):
             self._stored.put(None, answer, request.worker.boot, request.client.owner)
 

@@ -294,6 +294,9 @@ class ResponseRelay:
         request.timings.first_byte = time.perf_counter()
         await self._begin_as_announced(request, response, send)
         named = _ID.match(collected[0])
+        answer = {"id": named[1].decode(errors="replace")} if named is not None else None
+        if request.status == 200:
+            self._accounting.opened(request, answer)
         passing = PassingUsage()
         collected.reverse()
         while collected:
@@ -304,7 +307,6 @@ class ResponseRelay:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         if request.status == 200:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            answer = {"id": named[1].decode(errors="replace")} if named is not None else None
             await self._accounting.answered(request, passing.usage, answer, outcome)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
