@@ -69,6 +69,7 @@ class WorkerPool:
         self._name_keys: dict[str, str] = {}  # of all names in all lists, see `key_of`
         self._asking: asyncio.Future[Any] | None = None  # for a name that nobody lists
         self._asked_at = float("-inf")  # time.monotonic()
+        self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
         self.file = None
         if settings.workers_file is not None:
@@ -200,13 +201,15 @@ class WorkerPool:
             return
         if not taken:
             worker.takes_any_name = False
-        elif not worker.takes_any_name:
+        elif not worker.takes_any_name and worker.url not in self._naming:
+            self._naming.add(worker.url)
             self._spawn(self._learn_name(worker, model))
 
     async def _learn_name(self, worker: Worker, model: str) -> None:
         """The worker took a name that was not in its list: it takes any, unless this one was added meanwhile."""
         boot = worker.boot
         await self.ask_models(worker)
+        self._naming.discard(worker.url)
         if worker.boot == boot and not worker.serves(model):
             worker.takes_any_name = True
 

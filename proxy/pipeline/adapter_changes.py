@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from proxy.errors import AdapterNotEverywhere, BadRequest
+from proxy.fleet.model_names import name_keys
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
@@ -69,7 +70,7 @@ class AdapterChanges:
         """
         task = asyncio.create_task(self._change(request))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
         outcome = await asyncio.shield(task)
         request.worker, request.status, request.started = outcome.worker, outcome.status, True
         headers = [
@@ -78,6 +79,11 @@ class AdapterChanges:
             request.client.id_header,
         ]
         await asgi.send_whole(send, outcome.status, headers, outcome.body)
+
+    def _over(self, task: asyncio.Task[_Outcome]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its client may have left, whom it would have told
 
     async def _change(self, request: ProxiedRequest) -> _Outcome:
         async with self._turn:
@@ -100,12 +106,12 @@ class AdapterChanges:
             return places
         if request.client.path == UNLOAD_ADAPTER:
             return [place for place in everywhere if place.worker.serves(name)] or everywhere
-        models = {model for pool in self._pools for model in pool.base_models()}
-        if len(models) < 2:
+        keys = name_keys(place.worker.names for place in everywhere)  # prefill workers included
+        if len({keys.get(place.worker.names.base) for place in everywhere}) < 2:
             return everywhere
         asked = await asyncio.gather(*(self._ask(request, place.worker, b"{}") for place in everywhere))
         places = [place for place, outcome in zip(everywhere, asked, strict=True) if outcome.has_route]
-        models = {place.pool.key_of(place.worker.names.base) or "" for place in places}
+        models = {keys.get(place.worker.names.base, "") for place in places}
         if len(models) > 1:
             raise BadRequest(f"Several models may take this adapter: name one of {', '.join(sorted(models))}.", BASE)
         return places or everywhere
@@ -130,7 +136,7 @@ class AdapterChanges:
             kind, told = (answer.header("content-type") or "").encode(), await answer.read()
         except (Unreachable, Broken) as error:
             return _Outcome(worker, why_not=str(error) or "it broke off")
-        has_route = answer.status not in (404, 405) or b'"error"' in told
+        has_route = answer.status not in (404, 405) or b"adapter" in told.lower()  # the word is in what vLLM then says
         why_not = "" if _is_done(request, worker, answer.status, told, has_route=has_route) else _words(told)
         why_not = why_not if has_route else NO_ROUTE
         return _Outcome(worker, answer.status, kind, told, why_not, has_route)
@@ -155,7 +161,7 @@ def _answer(request: ProxiedRequest, outcomes: Sequence[_Outcome]) -> _Outcome:
     """What the client gets of all that the workers answered. Raises `AdapterNotEverywhere`."""
     changed = [outcome for outcome in outcomes if outcome.status == 200]
     failed = [outcome for outcome in outcomes if outcome.why_not and outcome.has_route]
-    is_one_refusal = not changed and all(0 < outcome.status == outcomes[0].status for outcome in outcomes)
+    is_one_refusal = len(failed) == len(outcomes) and all(0 < each.status == outcomes[0].status for each in outcomes)
     if failed and not is_one_refusal:
         done = ", ".join(outcome.worker.name for outcome in outcomes if not outcome.why_not)
         causes = "; ".join(outcome.cause for outcome in failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from proxy.boundaries.facts_learner import FactsLearner
 from proxy.errors import NoWorker
 from proxy.fleet import pool as pool_module
 from proxy.fleet import worker_metrics
+from proxy.fleet.model_names import listed_names, name_keys
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
@@ -295,6 +297,15 @@ def test_a_refusal_names_a_few_causes_and_counts_the_rest():
         pool.mark_down(worker, "no connection")
     text = str(no_worker("No worker is ready.", pool.workers))
     assert text.count("no connection") == 3 and text.endswith("; and 2 more.")
+
+
+def test_names_are_of_one_model_if_a_worker_says_so_whatever_the_order_of_the_workers():
+    cards = ([{"id": "b"}, {"id": "c"}], [{"id": "a"}, {"id": "b"}, {"id": "lora", "parent": "b"}], [{"id": "d"}])
+    listed = [listed_names(each, one_engine=True) for each in cards]
+    for order in itertools.permutations(listed):
+        assert name_keys(order) == {"a": "a", "b": "a", "c": "a", "d": "d", "lora": "lora"}
+    assert (listed[1].base, listed[1].templates["lora"]) == ("a", "a")
+    assert len(set(name_keys([listed_names(cards[0], one_engine=False)]).values())) == 2  # a gateway has many models
 
 
 def test_models_without_end_are_counted_in_the_log():

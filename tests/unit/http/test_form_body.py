@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.errors import BadRequest
-from proxy.http.form_body import check_form, is_form
+from proxy.http.form_body import MOST_FIELDS, check_form, is_form, model_in
 
 FORM = b"multipart/form-data; boundary=x"
 
@@ -51,3 +51,30 @@ def test_what_holds_no_hint_passes(kind, raw):
 def test_what_may_hold_one_is_refused(kind, raw):
     with pytest.raises(BadRequest):
         check_form([(b"content-type", kind)], raw)
+
+
+def parts(*fields: tuple[bytes, bytes], boundary: bytes = b"x") -> bytes:
+    whole = b"".join(b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary, head, value) for head, value in fields)
+    return whole + b"--%b--\r\n" % boundary
+
+
+FILE = (b'Content-Disposition: form-data; name="file"; filename="model"\r\nContent-Type: audio/wav', b"\r\n\r\n--y\0")
+
+NAMED = b"Content-Disposition: form-data; name="
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "model"),
+    [
+        (FORM, parts(FILE, (NAMED + b'"model"', b"openai/whisper-small")), "openai/whisper-small"),
+        (FORM, parts((b"content-type: text/plain\r\ncontent-disposition:form-data;NAME=model", b"m"), FILE), "m"),
+        (b'Multipart/Form-Data; a=b; Boundary="x y"', parts((NAMED + b"model", "é".encode()), boundary=b"x y"), "é"),
+        (FORM, parts((NAMED + b"model", b"first"), (NAMED + b"model", b"last")), "last"),
+        (FORM, parts(FILE, (NAMED + b'"models"', b"m"), (NAMED + b'"prompt"', b'name="model"\r\n\r\nm')), ""),
+        (FORM, parts(*[(NAMED + b"n", b"")] * MOST_FIELDS, (NAMED + b"model", b"m")), ""),
+        (FORM, b"--x\r\n" + NAMED + b"model\r\n\r\ncut", ""),
+        (b"multipart/form-data", parts((NAMED + b"model", b"m")), ""),
+    ],
+)
+def test_the_model_that_a_form_names_is_read(kind, raw, model):
+    assert model_in([(b"accept", b"*/*"), (b"content-type", kind)], raw) == model
