@@ -103,16 +103,15 @@ def test_hint_ignored(servers: SharedServers, new):
     assert told["reason"] == "hint_ignored" and told["predicted"] > 64 and told["delivered"] == 0
 
 
-COMPLETIONS = "/v1/completions"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_was_never_kept_and_what_was_not_looked_up_is_not_evicted(servers: SharedServers, new, stream):
     ids = random.Random(new).sample(range(300, 3000), 200)  # nothing tells that their last one is the only new one
     unlike = {"logprobs": 1, "echo": True}  # prompt logprobs by another name
 
     def reasons(*prompts: object, **fields: object) -> list[str]:
-        answers = [ask(servers.gateway, None, "", COMPLETIONS, prompt=prompt, **fields) for prompt in prompts]
+        bodies = [{"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, **fields} for prompt in prompts]
+        url = servers.gateway.url + "/v1/completions"
+        answers = [httpx.post(url, json=body, timeout=120).raise_for_status() for body in bodies]
         return [in_the_end(servers.gateway, answer)["reason"] for answer in answers]
 
     usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
