@@ -98,6 +98,7 @@ def _pattern(this_year: int, months: bool) -> re.Pattern[str]:
         rf"{year}(?:{_GAP}{_DAY}(?!\d|[.,:]\d)){{1,2}}",
     ]
     dates = rf"(?=\d)(?<!\d)(?<!\d[-–.,:/])(?:{'|'.join(forms)})"
+    dates += rf"|(?<![\w./-])[^\W\d]{{3,12}}[-.]{_DAY}[-.,]{year}(?![\w-]|\.\d)"  # Nov-25-2026
     if months:
         dates += rf"|[^\W\d]{{3,12}}\.?(?:\s[^\W\d]{{2,4}})?\s{year}(?!\d|[./]\d)"
     return re.compile(rf"(?P<date>{dates})|{_NAME}")
