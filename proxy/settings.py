@@ -176,8 +176,8 @@ class Settings(BaseModel):
     )
     salt_secret_file: Path | None = Field(
         None,
-        description="file with the secret from which the cache salts of API keys are derived, the same for all "
-        "gateways; without it each start draws a new secret",
+        description="file with the secret from which the cache salts of API keys are derived, and the proofs of whose "
+        "a stored response is, the same for all gateways; without it each start draws a new secret for salts",
     )
     worker_api_key_file: Path | None = Field(
         None, description="file with the API key that the workers require (vLLM's --api-key)"
