@@ -148,15 +148,18 @@ def test_a_name_goes_only_to_workers_that_list_it():
         assert answered(one, other) == [4, 0]
 
 
-def test_a_worker_that_takes_any_name_gets_the_hint_of_its_model():
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_a_worker_that_takes_any_name_gets_the_hint_of_its_model(path):
     with recording_worker() as one, recording_worker() as other, own_gateway(one, other) as own:
         learnt(own)
         for question in range(6):
-            answer = ask(own, "claude-haiku-4-5", f"{question}")
+            messages = [*([SYSTEM] if path == CHAT else []), {"role": "user", "content": f"{question}"}]
+            system = {} if path == CHAT else {"system": RULES}
+            answer = post(own, {"model": "claude-haiku-4-5", "max_tokens": 8, **system, "messages": messages}, path)
             told(one, other)
             assert answer.headers["x-seamark-boundary"] and answer.headers["x-seamark-reason"] != "unpatched"
         assert sorted(answered(one, other)) == [0, 6] and int(answer.headers["x-seamark-predicted"])
-        assert metric(own, 'seamark_requests_total{code="200",endpoint="/v1/chat/completions",model="m"') == 6
+        assert metric(own, f'seamark_requests_total{{{{code="200",endpoint="{path}",model="m"') == 6
 
 
 @pytest.mark.parametrize("patched", [True, False])
