@@ -159,7 +159,7 @@ def test_a_worker_that_takes_any_name_gets_the_hint_of_its_model(path):
             told(one, other)
             assert answer.headers["x-seamark-boundary"] and answer.headers["x-seamark-reason"] != "unpatched"
         assert sorted(answered(one, other)) == [0, 6] and int(answer.headers["x-seamark-predicted"])
-        assert metric(own, f'seamark_requests_total{{{{code="200",endpoint="{path}",model="m"') == 6
+        assert metric(own, f'seamark_requests_total{{code="200",endpoint="{path}",model="m"') == 6
 
 
 @pytest.mark.parametrize("patched", [True, False])
