@@ -141,6 +141,7 @@ class Core:
             KVCacheGroupSpec(["a"], attention),
             KVCacheGroupSpec(["m1"], states[1]),
         ]
+        self.window = window or LONGEST
         self.unit, self.recurrent, self.attention = unit, RECURRENT, [ATTENTION]
         for number in range(1, attention_groups):
             self.attention.append(len(groups))
@@ -365,7 +366,7 @@ class Core:
         self.chunk_ends.setdefault(name, []).append(end)
         for group in self.attention:
             rows = self._tables[name][group]
-            for position in range(start):
+            for position in range(max(start - self.window + 1, 0), start):
                 found = self._contents.get(rows[position // BLOCK], {}).get(position % BLOCK)
                 if found != prefix(tokens, position + 1):
                     self.errors.append(f"{name} reads someone else's keys at {position}")
