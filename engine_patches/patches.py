@@ -14,6 +14,7 @@ way is in CONTRIBUTING.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from engine_patches import kv_connectors
 from engine_patches.forward.cpu_scan import kernel_in_runs
@@ -35,6 +36,13 @@ from engine_patches.forward.segments import plan_segments, plan_segments_of_grou
 from engine_patches.forward.step_writes import skip_vllm_exports, track_batch, track_steps
 from engine_patches.ledger import Function, Patch, Role, Shape, exists
 from engine_patches.reporting.stats_channel import report_with_stats
+from engine_patches.scheduler.adapters import (
+    admit_by_adapter,
+    hash_contents,
+    know_adapters_of_requests,
+    look_up_by_adapter,
+    note_loads,
+)
 from engine_patches.scheduler.cache_keys import (
     avoid_unwritten_rows,
     avoid_unwritten_rows_with_a_connector,
@@ -111,6 +119,10 @@ ANY_POSITION = "vLLM writes states at any position inside a pass"
 POSITIONS_FROM_REQUESTS = "vLLM takes checkpoint positions from requests (RFC vllm#55697)"
 
 NEVER = "never: ours"
+
+CONTENTS_HASHED = "vLLM's block hashes hold what an adapter contains"
+
+OLD_WEIGHTS = "vllm#42125, #48352, #30931; vLLM warns of it when it loads in place"
 
 
 def _promise_patch(name: str, layer: str, in_every_version: bool = False) -> Patch:
@@ -259,6 +271,90 @@ PATCHES: tuple[Patch, ...] = (
         until="vLLM registers keys once a step is planned to its end, or takes them back",
         build=take_back_uncomputed_keys,
         mentions=("self._free_request_blocks(request)", "request.num_computed_tokens = 0"),
+    ),
+    Patch(
+        "adapter-contents",
+        "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys",
+        role=Role.CURE,
+        why="an adapter that is loaded again from its path is answered from what its old weights have computed",
+        upstream=OLD_WEIGHTS,
+        until=CONTENTS_HASHED,
+        build=hash_contents,
+        parameters="request",
+        mentions=('return [("lora", lora_request.lora_name, lora_request.lora_path)]',),
+        relies_on=(
+            Shape(
+                "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+                mentions=("_gen_lora_extra_hash_keys(request)",),
+            ),
+            Shape("vllm.v1.core.kv_cache_utils:to_event_extra_keys", mentions=("key[1] for key in keys",)),
+            Shape(
+                "vllm.v1.request:Request.__init__",
+                mentions=("self.block_hashes: list[BlockHash] = []", "self.lora_request = lora_request"),
+            ),
+            Shape("vllm.v1.request:Request.update_block_hashes", mentions=("self._block_hasher(self)",)),
+        ),
+    ),
+    Patch(
+        "adapter-of-request",
+        f"{CORE}.preprocess_add_request",
+        role=Role.CURE,
+        why="a request is hashed by the contents that its engine has loaded",
+        upstream=OLD_WEIGHTS,
+        until=CONTENTS_HASHED,
+        build=know_adapters_of_requests,
+        parameters="self, request",
+        mentions=("Request.from_engine_core_request(request, self.request_block_hasher)",),
+    ),
+    Patch(
+        "adapter-loads",
+        f"{CORE}.add_lora",
+        role=Role.CURE,
+        why="what a load has read is what the workers hold from then on",
+        upstream=OLD_WEIGHTS,
+        until=CONTENTS_HASHED,
+        build=note_loads,
+        parameters="self, lora_request",
+        mentions=("self.model_executor.add_lora(lora_request)",),
+        relies_on=(
+            Shape(f"{CORE}.list_loras", "self"),
+            Shape(
+                "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter",
+                mentions=("lora_request.lora_int_id not in self.list_adapters()", "or lora_request.load_inplace"),
+            ),
+            Shape(
+                "vllm.lora.lora_model:LoRAModel.from_local_checkpoint",
+                mentions=("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"),
+            ),
+        ),
+    ),
+    Patch(
+        "adapter-admission",
+        f"{CORE}.add_request",
+        role=Role.CURE,
+        why="a load may come between a request's hashes and its place in the queue, or with the request itself",
+        upstream=OLD_WEIGHTS,
+        until=CONTENTS_HASHED,
+        build=admit_by_adapter,
+        parameters="self, request, request_wave",
+        mentions=("self.scheduler.add_request(request)",),
+    ),
+    *(
+        Patch(
+            name,
+            f"{KV_CACHE_MANAGER}.{lookup}",
+            role=Role.CURE,
+            why="a load may come while a request waits, and before it is resumed",
+            upstream=OLD_WEIGHTS,
+            until=CONTENTS_HASHED,
+            build=look_up_by_adapter,
+            mentions=("find_longest_cache_hit",),
+            applies=partial(exists, f"{KV_CACHE_MANAGER}.{lookup}"),
+        )
+        for name, lookup in (
+            ("adapter-lookup", "get_computed_blocks"),
+            ("adapter-lookup-connector", "get_computed_blocks_for_connector"),
+        )
     ),
     Patch(
         "match-unit",

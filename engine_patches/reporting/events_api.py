@@ -22,7 +22,7 @@ from prometheus_client import make_asgi_app
 
 from engine_patches.reporting import hint_header
 from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateEvicted, StateStored
+from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvent, StateEvicted, StateStored
 
 PATH = "/seamark/outcomes"
 
@@ -216,6 +216,8 @@ class Feed:
                 self._keep(["gone", name])
             case CacheCleared():
                 self._keep(["cleared"])
+            case AdapterReplaced(name):
+                self._keep(["adapter", name])
 
     def _keep(self, entry: Outcome | list[Any]) -> None:
         self._cursor += 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateEvicted, StateStored
+from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvent, StateEvicted, StateStored
 
 PREFIX = "seamark/"
 
@@ -103,6 +103,8 @@ def encode_event(event: StateEvent) -> str:
             return f"gone/{name}"
         case CacheCleared():
             return "cleared"
+        case AdapterReplaced(name):
+            return f"adapter/{name}"
 
 
 def decode_event(name: str) -> tuple[int, StateEvent]:
@@ -113,6 +115,8 @@ def decode_event(name: str) -> tuple[int, StateEvent]:
         return int(number), CacheCleared()
     if kind == "gone":
         return int(number), StateEvicted(rest)
+    if kind == "adapter":
+        return int(number), AdapterReplaced(rest)
     end, states, request_id = rest.split("/", 2)
     pairs = (pair.partition(":") for pair in states.split(",") if pair)
     return int(number), StateStored(request_id, int(end), tuple((int(position), state) for position, _, state in pairs))

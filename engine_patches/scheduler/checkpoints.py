@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hints
+from engine_patches.scheduler.adapters import adapter_name, is_alone
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
@@ -117,15 +118,16 @@ class Checkpoints:
     def _first_state_of(self, request: Any) -> RequestState:
         hint = hints.hint_in(request)
         state = RequestState(hinted=hint is not hints.NONE)
-        if state.hinted and self.refusal is not None:
-            self.counters.hint_ignored(self.refusal.reason)
+        refusal = "adapter" if is_alone(request) else self.refusal.reason if self.refusal is not None else None
+        if state.hinted and refusal is not None:
+            self.counters.hint_ignored(refusal)
         if not self.enabled:
             return state
         state.pin = hints.pin_in(request)
         if state.pin is not None:
             self.pinning.add(request.request_id)
         ignore = self.counters.hint_ignored
-        if state.hinted:
+        if state.hinted and refusal is None:
             state.resolved = hints.resolve(hint, request.prompt_token_ids, request.num_prompt_tokens, ignore)
             state.hinted_positions = hints.usable_positions(state.resolved, self.alignment, ignore, self.ahead)
             state.turn_end = self._aligned(hints.turn_end(hint, state.resolved) - self.ahead)
@@ -183,6 +185,8 @@ class Checkpoints:
     def targets(self, request: Any, state: RequestState | None = None) -> list[CheckpointTarget]:
         """Positions of a request whose states are to be kept, ascending."""
         state = state or self.state_of(request)
+        if is_alone(request):
+            return []
         wanted = checkpoint_targets(
             request,
             state.hinted_positions,
@@ -304,7 +308,8 @@ class Checkpoints:
         # Sent again, it leaves the prompts before it at its own end: a state there serves the same prompt alone.
         wanted = state.hinted_positions or [target.position for target in self.targets(request)]
         found = [position for position in wanted if events.is_found(request, position)]
-        fate = pins.pin(prompt, [key for position in found for key in events.keys_of(request, position)])
+        keys = [key for position in found for key in events.keys_of(request, position)]
+        fate = pins.pin(prompt, keys, adapter_name(request))
         if fate == PINNED and self.store is not None:
             for position in found:
                 self.store.offer(request, position)
@@ -355,6 +360,13 @@ class Checkpoints:
             self.weights = Weights(unknown="they may have been changed since the start")
         if self.store is not None:
             self.store.close(self.weights.unknown)
+
+    def adapter_replaced(self, name: str) -> None:
+        """The LoRA adapter `name` has other contents from now on: nothing that it left in the cache can be found."""
+        if self.pins is not None:
+            self.pins.release_adapter(name)
+        if self.state_events is not None:
+            self.state_events.adapter_replaced(name)
 
     def before_reset(self, pool: Any) -> None:
         """The cache is going to be emptied, which may be for weights that were changed in place."""

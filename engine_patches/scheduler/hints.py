@@ -50,6 +50,7 @@ IGNORED_REASONS = (
     "too_many",
     "no_states",  # this worker keeps none: `refusals` says why, as it does of the next two
     "speculative",
+    "adapter",  # what the workers hold of a LoRA adapter is not certain
     "connector",  # one that puts values into the cache that nobody has computed
     "not_worth_it",  # a hit there would not be felt
     "no_room",  # the cache has no block to spare

@@ -21,6 +21,7 @@ class Pin(NamedTuple):
 
     keys: tuple[bytes, ...]  # of the cache, in the prompt's order
     blocks: list[Any]  # vLLM's KVCacheBlock
+    adapter: str | None = None  # name of the LoRA adapter that has computed them
 
 
 class Pins:
@@ -45,8 +46,11 @@ class Pins:
         """Keys of all that is pinned."""
         return {key for pin in self._pins.values() for key in pin.keys}
 
-    def pin(self, name: bytes, keys: Iterable[bytes]) -> str:
-        """Hold the blocks that are cached under `keys`, in place of what the pin `name` held; what became of it."""
+    def pin(self, name: bytes, keys: Iterable[bytes], adapter: str | None = None) -> str:
+        """Hold the blocks that are cached under `keys`, in place of what the pin `name` held; what became of it.
+
+        `adapter`: name of the LoRA adapter that has computed them.
+        """
         keys = tuple(keys)
         found = map(self._pool.cached_block_hash_to_block.get_one_block, keys)
         blocks = list({block.block_id: block for block in found if block is not None}.values())
@@ -59,7 +63,7 @@ class Pins:
             return NO_ROOM
         self._pool.touch(blocks)
         self.release(name)
-        self._pins[name] = Pin(keys, blocks)
+        self._pins[name] = Pin(keys, blocks, adapter)
         self._held.update(block.block_id for block in blocks)
         return PINNED
 
@@ -71,6 +75,11 @@ class Pins:
         # As vLLM frees a request's blocks: the end of a prompt is evicted before its beginning.
         self._pool.free_blocks(reversed(blocks))
         return RELEASED
+
+    def release_adapter(self, adapter: str) -> None:
+        """Let all go that a LoRA adapter has computed which is another now."""
+        for name in [name for name, pin in self._pins.items() if pin.adapter == adapter]:
+            self.release(name)
 
     def let_go(self) -> dict[bytes, Pin]:
         """Release all pins; what they held, for `take_again`."""

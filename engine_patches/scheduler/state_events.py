@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from engine_patches.scheduler.adapters import adapter_name
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import CheckpointTarget
 from engine_patches.scheduler.request_state import RequestState
@@ -44,7 +45,13 @@ class CacheCleared(NamedTuple):
     """No state can be found any more."""
 
 
-StateEvent = StateStored | StateEvicted | CacheCleared
+class AdapterReplaced(NamedTuple):
+    """What prompts with the LoRA adapter `name` left in the cache can no longer be found; its states went before."""
+
+    name: str
+
+
+StateEvent = StateStored | StateEvicted | CacheCleared | AdapterReplaced
 
 
 class StateEvents:
@@ -70,6 +77,7 @@ class StateEvents:
         self._drop = max(drops, default=0)
         self._needs: dict[bytes, tuple[bytes, ...]] = {}  # all keys of a state, by the prefix that finds it
         self._needed_by: dict[bytes, set[bytes]] = {}
+        self._adapter_of: dict[bytes, str] = {}  # of each state that a LoRA adapter has computed, its name
         self._removed: set[bytes] = set()  # keys that one block has lost; another may carry them
         self._cached = pool.cached_block_hash_to_block
         self._number = 0
@@ -120,10 +128,18 @@ class StateEvents:
         if states or end >= request.num_prompt_tokens:
             self._emit(StateStored(request.request_id, end, states))
 
+    def adapter_replaced(self, name: str) -> None:
+        """The LoRA adapter `name` is another from now on: its states cannot be found."""
+        for state in [state for state, adapter in self._adapter_of.items() if adapter == name]:
+            self._unwatch(state)
+            self._emit(StateEvicted(_name(state)))
+        self._emit(AdapterReplaced(name))
+
     def clear(self) -> None:
         """The cache was emptied."""
         self._needs.clear()
         self._needed_by.clear()
+        self._adapter_of.clear()
         self._removed.clear()
         self._cached = self._pool.cached_block_hash_to_block
         self._emit(CacheCleared())
@@ -139,6 +155,8 @@ class StateEvents:
             self._needs[state] = needs
             for key in needs:
                 self._needed_by.setdefault(key, set()).add(state)
+            if (adapter := adapter_name(request)) is not None:
+                self._adapter_of[state] = adapter
             if len(self._needs) > MAX_STATES:
                 oldest = next(iter(self._needs))
                 self._unwatch(oldest)
@@ -164,6 +182,7 @@ class StateEvents:
         return all(self._cached.get_one_block(key) is not None for key in keys)
 
     def _unwatch(self, state: bytes) -> None:
+        self._adapter_of.pop(state, None)
         for key in self._needs.pop(state):
             states = self._needed_by[key]
             states.discard(state)

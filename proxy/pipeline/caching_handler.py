@@ -11,7 +11,7 @@ from proxy.http.body_memory import BodyHold
 from proxy.pipeline import cacheable
 from proxy.pipeline.handler import RequestHandler
 from proxy.pipeline.request import ProxiedRequest
-from proxy.pipeline.response_cache import Execution, ResponseCache, Source, marked
+from proxy.pipeline.response_cache import Execution, ResponseCache, Source, has_fixed_weights, marked
 
 
 class CachingHandler(RequestHandler):
@@ -29,10 +29,7 @@ class CachingHandler(RequestHandler):
         if client.method == "POST":
             await self._read(request, held)
         if client.method == "POST" and client.path in ADMIN_OF_WORKERS:
-            try:  # another adapter may get a name that answers are stored under
-                await self._adapters.serve(request, send)
-            finally:
-                self._cache.void()
+            await self._adapters.serve(request, send)
         elif client.method != "POST" or client.path not in cacheable.CACHEABLE:
             await self._execute(request, None, send, watch)
         else:
@@ -42,6 +39,7 @@ class CachingHandler(RequestHandler):
         cache, client = self._cache, request.client
         told = cacheable.directives_in(client.headers)
         allowed = cacheable.is_allowed(client.headers, request.model, self._models)
+        allowed = allowed and has_fixed_weights(request.model, self._pool.workers)
         if told.no_store or not allowed or not cacheable.is_repeatable(request):
             cache.count("bypass").inc()
             await self._execute(request, None, marked(send, b"bypass"), watch)

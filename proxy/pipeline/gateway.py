@@ -102,6 +102,7 @@ class Gateway:
         if settings.response_cache:
             self.response_cache = ResponseCache(settings.response_cache, metrics)
             handler = partial(CachingHandler, self.response_cache, settings.response_cache_models)
+        self.engine_events.on_cleared = self._cleared
         self.tracing: Tracing | None = None
         if settings.otlp_traces_endpoint is not None:
             self.tracing = _tracing(settings.otlp_traces_endpoint, metrics)
@@ -222,6 +223,12 @@ class Gateway:
             self._leaving.remove(worker)
             if worker.name not in present:
                 self.accounting.forget(worker.name)
+
+    def _cleared(self, worker: Worker) -> None:
+        """The worker's cache was emptied, as it has to be for who puts other weights into a running engine."""
+        self.pinned.forget(worker)
+        if self.response_cache is not None:
+            self.response_cache.void(worker.boot)
 
     def _void_cache(self, worker: Worker) -> None:
         """Nothing that the worker held can be used any more."""

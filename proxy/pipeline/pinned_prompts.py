@@ -172,7 +172,7 @@ class PinnedPrompts:
         self._released: list[PinnedPrompt] = []  # their blocks are still to be let go
         self._turns: dict[str, asyncio.Lock] = {}  # by the worker's address: its pins come and go one batch at a time
         self.file: WatchedFile[list[PinEntry]] | None = None
-        engine_events.on_cleared = self.forget
+        engine_events.on_adapter = self.forget
         if settings.prefixes_file is not None:
             self.file = WatchedFile(settings.prefixes_file, self._read)
             self._load(self.file.value)
@@ -262,10 +262,11 @@ class PinnedPrompts:
         self.forget(worker)
         self._turns.pop(worker.url, None)
 
-    def forget(self, worker: Worker) -> None:
-        """The worker's cache was emptied: what it held is gone."""
+    def forget(self, worker: Worker, model: str | None = None) -> None:
+        """The worker's cache was emptied: what it held is gone. With a `model`, so is what it held for that one."""
         for prompt in self._prompts.values():
-            prompt.fates.pop(worker.url, None)
+            if model in (None, prompt.model):
+                prompt.fates.pop(worker.url, None)
 
     async def run(self) -> None:
         """Pin what is not pinned yet, for ever."""

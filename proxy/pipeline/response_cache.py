@@ -1,7 +1,8 @@
 """The response cache: whole answers for requests that come again, and executions that several requests share.
 
-An answer stands for as long as the worker that computed it is the same: a restart, another model or adapter under the
-name, or another template voids it. Stored answers and those under way stay within one bound of bytes together.
+An answer stands for as long as the worker that computed it is the same: a restart, another model under the name, or
+another template voids it. Answers of adapters, which change under their names, are neither stored nor shared. Stored
+answers and those under way stay within one bound of bytes together.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from sys import getsizeof
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ PIECE_BYTES = 2**16  # sent at once of a stored answer
 
 SECRET_BYTES = 32
 
-# Of a model's entry in /v1/models: what tells models and adapters of one name apart. vLLM makes up the rest each time.
+# Of a model's entry in /v1/models: what tells models of one name apart. vLLM makes up the rest each time.
 _CARD = ("id", "root", "parent", "max_model_len")
 
 
@@ -66,6 +68,17 @@ class Source(NamedTuple):
             and (now.boot, now.card) == (self.boot, self.card)
             and (None in (now.renderer_id, self.renderer_id) or now.renderer_id == self.renderer_id)
         )
+
+
+def has_fixed_weights(model: Any, workers: Iterable[Worker]) -> bool:
+    """Whether `model` means a base model at all of `workers`, whose weights stay as long as a worker runs.
+
+    An adapter's may be replaced at the worker in any moment. A name that nobody lists yet may be an adapter's.
+    """
+    if not model:  # a worker's base model
+        return True
+    cards = [entry for worker in workers for entry in worker.models if entry.get("id") == model]
+    return bool(cards) and not any(card.get("parent") for card in cards)
 
 
 class Entry(NamedTuple):

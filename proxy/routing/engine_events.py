@@ -125,6 +125,8 @@ class EngineEvents:
         self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
         # Called with a worker whose cache may have been emptied.
         self.on_cleared: Callable[[Worker], None] = lambda _: None
+        # Called with a worker that has another adapter under this name; the states of the former one are reported gone.
+        self.on_adapter: Callable[[Worker, str], None] = lambda *_: None
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
@@ -268,6 +270,8 @@ class EngineEvents:
                 feed.held_states.apply(events["states"], worker.boot)
                 if any(kind == "cleared" for kind, *_ in events["states"]):
                     self.on_cleared(worker)
+                for name in {str(name) for kind, *event in events["states"] if kind == "adapter" for name in event}:
+                    self.on_adapter(worker, name)
         except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
             logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
             feed.held_states.forget_all(worker.boot)

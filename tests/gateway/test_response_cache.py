@@ -306,12 +306,26 @@ def test_a_restart_voids_what_the_worker_answered(own, computing):
     assert results(own, chat(), chat()) == ["miss", "hit"]
 
 
-def test_a_doubted_cache_or_a_new_adapter_voids_it(own):
+def test_a_doubted_cache_or_an_emptied_one_voids_it(own, computing):
     assert results(own, chat(), chat()) == ["miss", "hit"]
     own.gateway._void_cache(own.gateway.pool.workers[0])
     assert results(own, chat(), chat()) == ["miss", "hit"]
-    httpx.post(own.url + "/v1/load_lora_adapter", json={"lora_name": "m", "lora_path": "/x"})
-    assert results(own, chat()) == ["miss"]
+    computing.engine.clear()  # as who has put other weights into the engine has to
+    wait_for(lambda: results(own, chat()) == ["miss"])
+
+
+@pytest.mark.parametrize("name", ["ada", "nobody lists it yet"])
+@pytest.mark.parametrize("models", [(), ("*",)])
+def test_what_may_be_an_adapter_is_computed_each_time(name, models):
+    """Its weights may be replaced at the worker between any two requests."""
+    with computing_worker(adapters={"ada": "/a"}) as computing:
+        with own_gateway(computing, response_cache=ROOM, response_cache_models=models) as own:
+            assert results(own, chat(model=name), chat(model=name)) == ["bypass", "bypass"]
+            assert len(computing.requests) == 2
+            assert results(own, chat(), chat()) == ["miss", "hit"]
+            load = {"lora_name": "ada", "lora_path": "/x", "load_inplace": True}
+            httpx.post(own.url + "/v1/load_lora_adapter", json=load)
+            assert results(own, chat()) == ["hit"]  # its base model is what it was
 
 
 def test_without_the_setting_nothing_of_it_is_there(computing):

@@ -139,6 +139,11 @@ class FakeEngine:
         self.pinned.clear()
         self._kept.append((None, None, ["cleared"]))
 
+    def replace_adapter(self, name: str) -> None:
+        """Another adapter is loaded under a name: what the former one has left is gone."""
+        self.pinned.clear()
+        self._kept.append((None, None, ["adapter", name]))
+
     def _pin(self, salt: str, prompt: str, body: Mapping[str, Any]) -> str:
         xargs = body.get("vllm_xargs")
         pin = xargs.get("seamark_pin") if isinstance(xargs, dict) else None

@@ -1,0 +1,280 @@
+"""LoRA adapters by their contents: whose weights computed a state, not whose name stands over it.
+
+vLLM's block hash holds an adapter's name and path. Here it also holds what its workers have loaded from there. Where it
+is not certain that this computes a request, the request finds nothing, and nobody finds what it leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger("vllm.seamark")
+
+CONFIG = "adapter_config.json"
+
+# vLLM loads the first that is there.
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+# On a vLLM `Request`: the `Adapter` that computes it, None if that is not certain; and the tag that its hashes hold.
+ADAPTER, TAG = "seamark_adapter", "seamark_adapter_tag"
+
+# Name, path, and tag of the contents.
+Key = tuple[str, str, str]
+
+# Of the two files: device, inode, size, and the times of the last changes. None: they cannot be read here.
+Signature = tuple[tuple[int, ...], ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """What an engine's workers hold under one id, from one load to the next."""
+
+    name: str
+    path: str
+    tag: str  # of the contents
+    signature: Signature
+    doubtful: set[Key]  # of its engine: what may stand over states of two contents, and no adapter is given (again)
+
+    @property
+    def key(self) -> Key:
+        """What tells its states from all others."""
+        return self.name, self.path, self.tag
+
+    def computes(self, lora: Any) -> bool:
+        """Whether it is certain to compute a request with this vLLM `LoRARequest`.
+
+        Files that have changed come into the workers unasked, say after these had no room for the adapter.
+        """
+        if (lora.lora_name, lora.lora_path) != (self.name, self.path):
+            return False  # ids of several API servers can mean several adapters, of which the workers hold one
+        if self.key not in self.doubtful and _read(lora, hashed=False)[0] != self.signature:
+            self.doubtful.add(self.key)
+            if not lora.load_inplace:
+                logger.warning(
+                    "seamark: the files of adapter %s have changed since it was loaded: until it is loaded again, its "
+                    "requests neither find nor leave anything in the cache",
+                    self.name,
+                )
+        return self.key not in self.doubtful
+
+
+class Adapters:
+    """Those of one engine, by id; an entry of some 500 bytes for each load. Two threads use it."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Adapter] = {}
+        self._doubtful: set[Key] = set()
+        self._lock = threading.RLock()
+        self._told: dict[str, Key] = {}  # by name: the key under which its states were last found
+
+    def of(self, lora: Any) -> Adapter | None:
+        """What computes a request with this vLLM `LoRARequest`; None if that is not certain."""
+        with self._lock:
+            if lora.lora_int_id not in self._by_id:  # vLLM loads it when the request runs
+                self._note(lora, *_read(lora, hashed=True))
+            adapter = self._by_id[lora.lora_int_id]
+            return adapter if adapter.computes(lora) else None
+
+    def load(self, lora: Any, load: Callable[[Any], Any]) -> Any:
+        """Have vLLM `load` an adapter, and note what it has read; vLLM's answer."""
+        signature, contents = _read(lora, hashed=True)
+        is_read = False  # after an error the workers hold who knows what
+        try:
+            answer = load(lora)
+            is_read = _read(lora, hashed=False)[0] == signature
+        finally:
+            self._note(lora, signature if is_read else None, contents)
+        return answer
+
+    def has_changed(self, adapter: Adapter) -> bool:
+        """Whether states were found under this adapter's name before that are not found any more; said once."""
+        before = self._told.get(adapter.name)
+        self._told[adapter.name] = adapter.key
+        return before not in (None, adapter.key)
+
+    def _note(self, lora: Any, signature: Signature, contents: str) -> None:
+        """The workers read an adapter with this signature; None: nobody knows what."""
+        key = lora.lora_name, lora.lora_path, contents
+        with self._lock:
+            known = self._by_id.get(lora.lora_int_id)
+            if known is not None and (known.key, known.signature) == (key, signature) and key not in self._doubtful:
+                return
+            # Requests under way go on under the tags of before with the weights of now.
+            for other in self._by_id.values():
+                if other is known or ((other.name, other.path) == key[:2] and other.signature != signature):
+                    self._doubtful.add(other.key)
+            if signature is None or key in self._doubtful:
+                key = (*key[:2], secrets.token_hex(16))
+            if signature is None:
+                self._doubtful.add(key)
+                logger.warning(
+                    "seamark: what the workers hold of adapter %s is not certain, since its files cannot be read here "
+                    "or loading them failed: its requests neither find nor leave anything in the cache",
+                    lora.lora_name,
+                )
+            self._by_id[lora.lora_int_id] = Adapter(*key, signature, self._doubtful)
+
+
+def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
+    """The signature of an adapter's files, and if it is to be `hashed` that of their contents.
+
+    They are opened, since only then does a file system of the network ask its server for the times.
+    """
+    digest, signature = hashlib.sha256(repr(getattr(lora, "is_3d_lora_weight", False)).encode()), []
+    try:
+        if getattr(lora, "tensorizer_config_dict", None):  # vLLM can load from elsewhere then
+            return None, ""
+        folder = _folder(lora.lora_path)
+        for names in ((CONFIG,), WEIGHTS):
+            path = next(path for name in names if os.path.isfile(path := os.path.join(folder, name)))
+            with open(path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                signature.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+                if hashed:
+                    digest.update(os.path.basename(path).encode() + hashlib.file_digest(file, "sha256").digest())
+    except (OSError, ValueError, StopIteration):
+        return None, ""
+    return tuple(signature), digest.hexdigest()
+
+
+def _folder(path: str) -> str:
+    """Where vLLM reads an adapter: one of a hub where its last download lies. `OSError` or `ValueError` if nowhere."""
+    path = os.path.expanduser(path)
+    if os.path.isabs(path) or os.path.exists(path):
+        return path
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(path, local_files_only=True))
+
+
+def is_alone(request: Any) -> bool:
+    """Whether nobody can find what a request leaves in the cache."""
+    return getattr(request, TAG, None) is not None and getattr(request, ADAPTER, None) is None
+
+
+def adapter_name(request: Any) -> str | None:
+    """Name of a request's adapter, None without one."""
+    lora = getattr(request, "lora_request", None)
+    return None if lora is None else lora.lora_name
+
+
+_asked: ContextVar[Adapters] = ContextVar("asked")  # by the engine whose request is being made
+
+
+def _adapters(engine: Any) -> Adapters:
+    adapters: Adapters = engine.__dict__.setdefault("seamark_adapters", Adapters())
+    return adapters
+
+
+def _name(request: Any, adapter: Adapter | None) -> None:
+    """Hash a request by this adapter from now on; None: as no other."""
+    setattr(request, ADAPTER, adapter)
+    setattr(request, TAG, secrets.token_hex(16) if adapter is None else adapter.tag)
+    if getattr(request, "block_hashes", None):
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def hash_contents(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `_gen_lora_extra_hash_keys`. In KV events vLLM goes on giving an adapter's name alone."""
+
+    def _gen_lora_extra_hash_keys(request: Any) -> Any:
+        keys = original(request)
+        if keys and not hasattr(request, TAG):
+            adapters = _asked.get(None)
+            _name(request, adapters.of(request.lora_request) if adapters is not None else None)
+        return [(*key, getattr(request, TAG)) for key in keys]
+
+    return _gen_lora_extra_hash_keys
+
+
+def know_adapters_of_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `EngineCore.preprocess_add_request`, where requests get their hashes, beside the engine's loop."""
+
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        token = _asked.set(_adapters(self))
+        try:
+            return original(self, request)
+        finally:
+            _asked.reset(token)
+
+    return preprocess_add_request
+
+
+def note_loads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `EngineCore.add_lora`, through which every API server loads adapters, into every rank."""
+
+    @functools.wraps(original)  # vLLM converts arguments by its annotations
+    def add_lora(self: Any, lora_request: Any) -> Any:
+        if not lora_request.load_inplace and lora_request.lora_int_id in self.list_loras():
+            return original(self, lora_request)  # loads nothing
+        answer = _adapters(self).load(lora_request, functools.partial(original, self))
+        _tell(self, _adapters(self).of(lora_request))
+        return answer
+
+    return add_lora
+
+
+def admit_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `EngineCore.add_request`.
+
+    Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
+    `load_inplace`, as all do whose adapter was once loaded so, has vLLM read the files again in each of its steps: here
+    they are read before the first, if they are not what the workers hold.
+    """
+
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        lora = request.lora_request
+        if lora is not None and request._block_hasher is not None:
+            adapter = _loaded(self, request) if lora.load_inplace else _adapters(self).of(lora)
+            if not hasattr(request, TAG) or adapter is not getattr(request, ADAPTER):
+                _name(request, adapter)
+            _tell(self, adapter)
+        return original(self, request, *args, **kwargs)
+
+    return add_request
+
+
+def _loaded(engine: Any, request: Any) -> Adapter | None:
+    """The adapter of a request that loads it."""
+    import msgspec
+
+    lora, adapters = request.lora_request, _adapters(engine)
+    if adapters.of(lora) is None:
+        try:
+            engine.add_lora(lora)
+        except Exception as error:  # vLLM comes to it in the request's first step, and says so
+            logger.warning("seamark: adapter %s was not loaded: %s", lora.lora_name, type(error).__name__)
+            return None
+    request.lora_request = msgspec.structs.replace(lora, load_inplace=False)
+    return adapters.of(lora)
+
+
+def _tell(engine: Any, adapter: Adapter | None) -> None:
+    checkpoints = getattr(engine.scheduler, "seamark", None)
+    if adapter is not None and _adapters(engine).has_changed(adapter) and checkpoints is not None:
+        checkpoints.adapter_replaced(adapter.name)
+
+
+def look_up_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `KVCacheManager.get_computed_blocks` and `get_computed_blocks_for_connector`.
+
+    While a request has waited, or after it was preempted, its adapter may be another.
+    """
+
+    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        adapter = getattr(request, ADAPTER, None)
+        if adapter is not None and not adapter.computes(request.lora_request):
+            _name(request, None)
+        return original(self, request, *args, **kwargs)
+
+    return get_computed_blocks
