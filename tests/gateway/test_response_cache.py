@@ -318,14 +318,16 @@ def test_a_doubted_cache_or_an_emptied_one_voids_it(own, computing):
 @pytest.mark.parametrize("models", [(), ("*",)])
 def test_what_may_be_an_adapter_is_computed_each_time(name, models):
     """Its weights may be replaced at the worker between any two requests."""
-    with computing_worker(adapters={"ada": "/a"}) as computing:
-        with own_gateway(computing, response_cache=ROOM, response_cache_models=models) as own:
-            assert results(own, chat(model=name), chat(model=name)) == ["bypass", "bypass"]
-            assert len(computing.requests) == 2
-            assert results(own, chat(), chat()) == ["miss", "hit"]
-            load = {"lora_name": "ada", "lora_path": "/x", "load_inplace": True}
-            httpx.post(own.url + "/v1/load_lora_adapter", json=load)
-            assert results(own, chat()) == ["hit"]  # its base model is what it was
+    with (
+        computing_worker(adapters={"ada": "/a"}) as computing,
+        own_gateway(computing, response_cache=ROOM, response_cache_models=models) as own,
+    ):
+        assert results(own, chat(model=name), chat(model=name)) == ["bypass", "bypass"]
+        assert len(computing.requests) == 2
+        assert results(own, chat(), chat()) == ["miss", "hit"]
+        load = {"lora_name": "ada", "lora_path": "/x", "load_inplace": True}
+        httpx.post(own.url + "/v1/load_lora_adapter", json=load)
+        assert results(own, chat()) == ["hit"]  # its base model is what it was
 
 
 def test_without_the_setting_nothing_of_it_is_there(computing):

@@ -26,6 +26,7 @@ CURED = {
     "cpu_checkpoint_export": "reference",
     "cpu_block_size": "reference",
     "block_edge_stop": "reference",
+    "lora_same_path": "reference",
     "other_prompts_blocks": "1",
 }
 
