@@ -14,7 +14,6 @@ way is in CONTRIBUTING.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from engine_patches import kv_connectors
 from engine_patches.forward.cpu_scan import kernel_in_runs
@@ -339,22 +338,26 @@ PATCHES: tuple[Patch, ...] = (
         parameters="self, request, request_wave",
         mentions=("self.scheduler.add_request(request)",),
     ),
-    *(
-        Patch(
-            name,
-            f"{KV_CACHE_MANAGER}.{lookup}",
-            role=Role.CURE,
-            why="a load may come while a request waits, and before it is resumed",
-            upstream=OLD_WEIGHTS,
-            until=CONTENTS_HASHED,
-            build=look_up_by_adapter,
-            mentions=("find_longest_cache_hit",),
-            applies=partial(exists, f"{KV_CACHE_MANAGER}.{lookup}"),
-        )
-        for name, lookup in (
-            ("adapter-lookup", "get_computed_blocks"),
-            ("adapter-lookup-connector", "get_computed_blocks_for_connector"),
-        )
+    Patch(
+        "adapter-lookup",
+        f"{KV_CACHE_MANAGER}.get_computed_blocks",
+        role=Role.CURE,
+        why="a load may come while a request waits, and before it is resumed",
+        upstream=OLD_WEIGHTS,
+        until=CONTENTS_HASHED,
+        build=look_up_by_adapter,
+        mentions=("request.block_hashes",),
+    ),
+    Patch(
+        "adapter-lookup-connector",
+        f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
+        role=Role.CURE,
+        why="KV connectors look up in a way of their own",
+        upstream=OLD_WEIGHTS,
+        until=CONTENTS_HASHED,
+        build=look_up_by_adapter,
+        mentions=("request.block_hashes",),
+        applies=lambda: exists(f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector"),
     ),
     Patch(
         "match-unit",

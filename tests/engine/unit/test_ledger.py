@@ -106,7 +106,7 @@ print(ledger.patches_live(), replaced() == cures, len(cures))
 """,
         "reference",
     )
-    assert out.split() == ["False", "True", "7"]
+    assert out.split() == ["False", "True", "13"]
 
 
 def test_loaded_twice_every_patch_is_applied_once(run):
@@ -151,7 +151,7 @@ patches = applicable()
 from engine_patches import kv_connectors
 transfers = [patch.name for patch in patches if patch.applies is kv_connectors.hands_over]
 shape = ["cpu-block-size", *transfers]
-gone = [*shape, "mamba2-promise", "written-rows-connector"]
+gone = [*shape, "mamba2-promise", "written-rows-connector", "adapter-lookup-connector"]
 fine = {{"another shape": shape, "gone": gone}}[how]
 for patch in patches:
     if patch.name in fine:
