@@ -113,6 +113,13 @@ def test_a_cache_that_was_emptied_is_given_it_again(own, worker):
     wait_for(lambda: word(own, worker) == "pinned")
 
 
+def test_an_adapter_that_was_replaced_is_given_its_own_again(own, worker):
+    pin(own)
+    worker.engine.replace_adapter("m")
+    wait_for(lambda: pinned(worker) == 1)
+    wait_for(lambda: word(own, worker) == "pinned")
+
+
 def test_each_worker_that_serves_the_model_holds_it():
     with (
         recording_worker(cached=0) as one,

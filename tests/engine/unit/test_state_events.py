@@ -14,6 +14,7 @@ from engine_patches.scheduler.hints import HINTED, CheckpointTarget
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.state_events import (
     WATCHERS,
+    AdapterReplaced,
     CacheCleared,
     StateEvents,
     StateEvicted,
@@ -263,3 +264,12 @@ def test_an_unwatched_state_leaves_the_keys_of_the_others(cache):
     cache.events.emit_evictions()
     assert sorted(cache.taken()) == sorted([StateEvicted(known[0]), StateEvicted(known[2])])
     assert len(cache.events) == 0 and not cache.events._needed_by
+
+
+def test_states_of_an_adapter_that_is_replaced_go_and_no_others(cache):
+    cache.request.lora_request = SimpleNamespace(lora_name="ada")
+    ada = [name for name in names(cache) if name]
+    cache.events.adapter_replaced("bob")
+    cache.events.adapter_replaced("ada")
+    assert cache.taken() == [AdapterReplaced("bob"), *map(StateEvicted, ada), AdapterReplaced("ada")]
+    assert len(ada) == 2 and len(cache.events) == 0
