@@ -213,6 +213,9 @@ class _Workers:
 
     serving = for_model
 
+    async def look_for(self, model: object) -> None:
+        """Nothing: every worker has it."""
+
 
 class _Told:
     """In the place of the feeds: what the simulated engines tell goes to the gateway's own record of their states."""

@@ -129,7 +129,7 @@ def test_the_workers_arguments_are_taken(monkeypatch):
     monkeypatch.setattr(worker, "is_cpu_build", lambda: False)
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
     started: list[list[str]] = []
-    monkeypatch.setattr(worker, "serve", lambda arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(worker, "serve", lambda arguments, _: started.append(arguments) or 0)
     arguments = container("seamark-worker")["args"]
     here = [argument.replace("/etc/seamark/models", str(DEPLOY / "models")) for argument in arguments]
     assert worker.main(here) == 0

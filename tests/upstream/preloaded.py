@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from engine_patches.forward.loaded_weights import Weights
+
 HERE = Path(__file__).parent
 
 UNTOUCHED = "0"  # of SEAMARK_ENGINE
@@ -51,6 +53,8 @@ def _run(script: str, argument: Path, mode: str, log: Path) -> None:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
     os.environ["SEAMARK_ENGINE"] = mode
+    # Schedulers without an engine: what its workers would have told.
+    importlib.import_module("vllm.config").VllmConfig.seamark_weights = Weights("loaded", "", "whole")
     sys.argv = [script, str(argument)]
     try:
         runpy.run_path(str(HERE / f"{script}.py"), run_name="__main__")

@@ -115,7 +115,9 @@ def test_what_was_never_kept_and_what_was_not_looked_up_is_not_evicted(servers: 
         return [in_the_end(servers.gateway, answer)["reason"] for answer in answers]
 
     usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    assert reasons(*([*ids, end] for end in range(3)), **usage) == ["cold", "no_boundary", "hit"]
+    first, *others = reasons(*([*ids, end] for end in range(3)), **usage)
+    assert first in ("cold", "below_unit")  # by what other tests have sent to this gateway
+    assert others == ["no_boundary", "hit"]
     assert reasons(f"{new} High?", f"{new} Low?", **unlike, **usage) == ["hint_ignored"] * 2
     assert reasons([*ids, 3], f"{new} Flood?", **unlike, **usage) == ["hint_ignored"] * 2
 

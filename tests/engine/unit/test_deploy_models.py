@@ -75,7 +75,7 @@ def test_vllm_takes_the_command_of_every_service(vllm, monkeypatch, way, name):
     monkeypatch.setattr(worker, "is_cpu_build", lambda: "compose.cpu.yaml" in way)
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
     started: list[list[str]] = []
-    monkeypatch.setattr(worker, "serve", lambda arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(worker, "serve", lambda arguments, _: started.append(arguments) or 0)
     assert worker.main(words) == 0
     parsed = vllm.parse_args(started[0])
     parsed.model = parsed.model_tag or parsed.model

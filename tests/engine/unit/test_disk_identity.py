@@ -115,7 +115,7 @@ class Engine:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(_api_process_count=1),
             cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),
-            model_config=SimpleNamespace(is_hybrid=False),
+            model_config=SimpleNamespace(is_hybrid=False, is_attention_free=False),
             speculative_config=None,
             kv_transfer_config=None,
             num_speculative_tokens=0,
