@@ -116,9 +116,10 @@ def test_what_was_never_kept_and_what_was_not_looked_up_is_not_evicted(servers: 
 
     usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     first, *others = reasons(*([*ids, end] for end in range(3)), **usage)
-    assert first in ("cold", "below_unit")  # by what other tests have sent to this gateway
+    assert first in ("cold", "below_unit")  # a first one may share its first words with those of other tests
     assert others == ["no_boundary", "hit"]
-    assert reasons(f"{new} High?", f"{new} Low?", **unlike, **usage) == ["hint_ignored"] * 2
+    first, other = reasons(f"{new} High?", f"{new} Low?", **unlike, **usage)
+    assert first in ("hint_ignored", "below_unit") and other == "hint_ignored"
     assert reasons([*ids, 3], f"{new} Flood?", **unlike, **usage) == ["hint_ignored"] * 2
 
 
