@@ -115,9 +115,9 @@ def test_what_was_never_kept_and_what_was_not_looked_up_is_not_evicted(servers: 
         return [in_the_end(servers.gateway, answer)["reason"] for answer in answers]
 
     usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    first, *others = reasons(*([*ids, end] for end in range(3)), **usage)
-    assert first in ("cold", "below_unit")  # a first one may share its first words with those of other tests
-    assert others == ["no_boundary", "hit"]
+    first, second, third = reasons(*([*ids, end] for end in range(3)), **usage)
+    # What other tests have sent decides whether a first one shares a few tokens, and is expected to be left at its end.
+    assert first in ("cold", "below_unit") and second in ("no_boundary", "hit") and third == "hit"
     first, other = reasons(f"{new} High?", f"{new} Low?", **unlike, **usage)
     assert first in ("hint_ignored", "below_unit") and other == "hint_ignored"
     assert reasons([*ids, 3], f"{new} Flood?", **unlike, **usage) == ["hint_ignored"] * 2
