@@ -43,7 +43,7 @@ test-nixl:
 # Two workers on one checkpoint directory for DISK_MINUTES (10), of which one is killed every minute.
 test-disk:
 	@./set-up.sh
-	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_checkpoint_writers.py $(ARGS)
+	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_checkpoint_writers.py tests/engine/test_checkpoint_dir.py $(ARGS)
 
 # The clients of deploy/clients.md, the real programs before a scripted worker. Installs them into .cache once (npm, pip;
 # some 10 GB, most of it Open WebUI's: without it, ARGS='-k "not open-webui"').

@@ -112,6 +112,7 @@ def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_damaged(fl
 FLIPPED = ("checksum", "format", "identity", "key")  # what a bit may be part of
 
 
+@pytest.mark.on_request  # five engines one after the other
 def test_other_weights_in_the_same_files_are_told_apart_and_the_first_ones_again_are_known(
     fleet, model, chats, tmp_path
 ):
