@@ -6,8 +6,6 @@ import asyncio
 from typing import Any
 
 from proxy.http import asgi
-from proxy.http.auth import ADMIN_OF_WORKERS
-from proxy.http.body_memory import BodyHold
 from proxy.pipeline import cacheable
 from proxy.pipeline.handler import RequestHandler
 from proxy.pipeline.request import ProxiedRequest
@@ -23,20 +21,11 @@ class CachingHandler(RequestHandler):
         self._cache = cache
         self._models = models
 
-    async def _serve(self, request: ProxiedRequest, held: BodyHold, send: asgi.Send, watch: asgi.ClientWatch) -> None:
-        self._check_owner(request)
-        client = request.client
-        if client.method == "POST":
-            await self._read(request, held)
-        if client.method == "POST" and client.path in ADMIN_OF_WORKERS:
-            await self._adapters.serve(request, send)
-        elif client.method != "POST" or client.path not in cacheable.CACHEABLE:
-            await self._execute(request, None, send, watch)
-        else:
-            await self._answer(request, send, watch)
-
     async def _answer(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         cache, client = self._cache, request.client
+        if client.method != "POST" or client.path not in cacheable.CACHEABLE:
+            await super()._answer(request, send, watch)
+            return
         told = cacheable.directives_in(client.headers)
         allowed = cacheable.is_allowed(client.headers, request.model, self._models)
         allowed = allowed and has_fixed_weights(request.model, self._pool.workers)

@@ -169,6 +169,10 @@ class RequestHandler:
             if request.client.path in ADMIN_OF_WORKERS:
                 await self._adapters.serve(request, send)
                 return
+        await self._answer(request, send, watch)
+
+    async def _answer(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+        """Have a worker answer."""
         async with self._dispatcher.lease(request) as lease:
             self._reader.learn(request)
             await self._relay.forward(request, lease, send, watch)
