@@ -45,7 +45,7 @@ def test_beside_values_that_nobody_has_computed_hints_are_refused_counted_and_to
         told = examine(worker.url)
         metrics = httpx.get(worker.url + "/metrics").text
         log = worker.log.read_text(errors="replace")
-    assert told.verdict.startswith("cannot hit: KV connector DecodeBenchConnector puts values into the cache")
+    assert told.verdict.startswith("cannot hit: DecodeBenchConnector puts values into the cache")
     (info,) = [line for line in metrics.splitlines() if line.startswith("seamark_engine_info{")]
     assert 'connector="DecodeBenchConnector"' in info and 'lane="no_hints"' in info
     assert 'seamark_hints_ignored_total{reason="connector"} 1.0' in metrics

@@ -113,7 +113,7 @@ def interpreted(module: str, *arguments: str, source: Path | None = None, second
     }
     command = [sys.executable, "-m", f"tests.harness.{module}", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 
 
