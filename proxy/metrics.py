@@ -69,6 +69,11 @@ class Metrics:
         self.misses = Counter(
             "seamark_miss_total", "Requests that got less than they could share", ["model", "reason"], registry=registry
         )
+        self.explanations_shed = Counter(
+            "seamark_explanations_shed_total",
+            "Requests that were not compared with recent ones, because the gateway had no time beside requests",
+            registry=registry,
+        )
         self.first_token = Histogram(
             "seamark_first_token_seconds",
             "Seconds from the request's last byte to the answer's first byte, or to a stream's first event",

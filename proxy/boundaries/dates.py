@@ -43,7 +43,7 @@ DAY_SECONDS = 86_400
 CLOCK = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?"  # a time of day
 
 # A full stop ends a sentence only behind a long word: abbreviated days and months have one, too.
-SENTENCE_END = re.compile(r"\n|[。！？।]|[!?]\s|[^\W\d]{6}\.\s")
+SENTENCE_END = re.compile(r"[\n。！？।]|[!?]\s|\.(?<=[^\W\d]{6}\.)\s")
 
 _DAY, _TWO_DAY, _TWO_MONTH = "(?:3[01]|[12][0-9]|0?[1-9])", "(?:3[01]|[12][0-9]|0[1-9])", "(?:1[0-2]|0[1-9])"
 
@@ -52,6 +52,11 @@ _GAP = rf"(?![.:]\d)[^\d\n。！？]{{1,20}}(?:{CLOCK}[^\d\n]{{1,20}})?"
 
 # A word that begins with a letter that has case, up to the white space; or a path.
 _NAME = r"[A-Za-zÀ-\u058f_/\\][\w./\\-]*"
+
+_NAME_AT = re.compile(_NAME)
+
+# A date reaches at most so far before its year, and behind it (characters).
+_REACH = 128
 
 _COPYRIGHT = re.compile(r"(?i)©|\(c\)|copyright")
 
@@ -75,24 +80,37 @@ def dates_in(text: str, now: float, *, months: bool = False) -> Iterator[Date]:
     """
     if not text.isascii():
         text = text.translate(_DIGITS)
-    for found in _pattern(time.gmtime(now).tm_year, months).finditer(text):
-        date, start = found["date"], found.start()
-        if date is None or _COPYRIGHT.search(text[max(0, start - LINE_CHARACTERS) : start].rpartition("\n")[2]):
-            continue
-        day = re.sub(CLOCK, "", date)
-        if date.isdecimal():
-            day = date[:8] if len(date) in (8, 12, 14) else str(int(date[:10]) // DAY_SECONDS)
-        yield Date(start, found.end(), day)
+    years, dates = _patterns(time.gmtime(now).tm_year, months)
+    done = 0
+    # Most texts hold no such year, and trying all forms of a date at each character takes long.
+    while (year := years.search(text, done)) is not None:
+        word = max(text.rfind(space, 0, max(0, year.start() - _REACH)) for space in " \n") + 1
+        for found in dates.finditer(text, max(word, done), year.end() + _REACH):
+            date, start = found["date"], found.start()
+            if start > year.start():
+                break
+            done = found.end() if date is not None else _NAME_AT.match(text, start).end()  # type: ignore[union-attr]
+            if date is None or _COPYRIGHT.search(text[max(0, start - LINE_CHARACTERS) : start].rpartition("\n")[2]):
+                continue
+            day = re.sub(CLOCK, "", date)
+            if date.isdecimal():
+                day = date[:8] if len(date) in (8, 12, 14) else str(int(date[:10]) // DAY_SECONDS)
+            yield Date(start, found.end(), day)
+        done = max(done, year.start() + 1)
 
 
 @lru_cache(maxsize=4)
-def _pattern(this_year: int, months: bool) -> re.Pattern[str]:
-    """Dates of this year, the one before and the one after: group `date`. Else names, whatever number they hold."""
+def _patterns(this_year: int, months: bool) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What is in each date of this year, the one before and the one after; and these dates: group `date`.
+
+    Outside that group: names, whatever number they hold.
+    """
     year = f"(?:{this_year - 1}|{this_year}|{this_year + 1})"
-    seconds = [timegm((each, 1, 1, 0, 0, 0)) // 10**7 for each in (this_year - 1, this_year + 2)]
+    first, last = (timegm((each, 1, 1, 0, 0, 0)) // 10**7 for each in (this_year - 1, this_year + 2))
+    seconds = rf"(?:{'|'.join(map(str, range(first, last + 1)))})\d{{7}}"
     forms = [
         rf"{year}{_TWO_MONTH}{_TWO_DAY}(?:\d{{4}}|\d{{6}})?(?!\d)|{_TWO_DAY}\d\d{year}(?!\d)",
-        rf"(?:{'|'.join(map(str, range(seconds[0], seconds[1] + 1)))})\d{{7}}(?:\d{{3}}|\d{{6}}|\d{{9}})?(?!\d)",
+        rf"{seconds}(?:\d{{3}}|\d{{6}}|\d{{9}})?(?!\d)",
         rf"{_DAY}\.{_DAY}\.{year}(?!\d|[./]\d)|{year}\.{_TWO_MONTH}\.{_TWO_DAY}(?!\d|[./]\d)",
         rf"(?:{_DAY}(?![\d:]){_GAP}){{1,2}}{year}(?!\d|[./]\d)",
         rf"{year}(?:{_GAP}{_DAY}(?!\d|[.,:]\d)){{1,2}}",
@@ -101,7 +119,7 @@ def _pattern(this_year: int, months: bool) -> re.Pattern[str]:
     dates += rf"|(?<![\w./-])[^\W\d]{{3,12}}[-.]{_DAY}[-.,]{year}(?![\w-]|\.\d)"  # Nov-25-2026
     if months:
         dates += rf"|[^\W\d]{{3,12}}\.?(?:\s[^\W\d]{{2,4}})?\s{year}(?!\d|[./]\d)"
-    return re.compile(rf"(?P<date>{dates})|{_NAME}")
+    return re.compile(f"{year}|{seconds}"), re.compile(rf"(?P<date>{dates})|{_NAME}")
 
 
 class Dates:

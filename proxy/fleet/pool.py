@@ -22,6 +22,7 @@ from proxy.fleet.sleep import ASLEEP, EngineAnswers
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Malformed, Silent, Unreachable, Upstream
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -57,8 +58,11 @@ class Unwell(Exception):
 class WorkerPool:
     """All workers that the settings and the workers file name, watched by a background task."""
 
-    def __init__(self, settings: Settings, upstream: Upstream, metrics: Metrics, facts: FactsLearner) -> None:
+    def __init__(
+        self, settings: Settings, upstream: Upstream, metrics: Metrics, facts: FactsLearner, idle: IdleWork
+    ) -> None:
         self._upstream = upstream
+        self._idle = idle
         self._facts = facts
         self._metrics = metrics
         self._settings = settings
@@ -362,6 +366,7 @@ class WorkerPool:
         models = _models_in(answer)
         if models is None:
             raise Unwell(self._why_refused(worker, MODELS, status))
+        await self._idle.lull()
         found = worker_metrics.read(exposition.decode(errors="replace"))
         boot = f"{worker.url}#{found.boot}"
         worker.is_vllm = gateway_id is None and (found.engine is not None or bool(worker.vllm))

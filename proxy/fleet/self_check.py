@@ -42,6 +42,7 @@ from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker, fresh_salt, prompt_of
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -50,8 +51,6 @@ logger = logging.getLogger("seamark.self_check")
 POLL_SECONDS = 0.25  # between two searches for an idle worker
 
 IDLE_SECONDS = 3.0  # that a worker is without a request before a check
-
-ABORT_SECONDS = 0.02  # between two looks for a client's request
 
 # Seconds of rest for each second of a check, which so takes at most a fiftieth of a worker's idle time. A new worker
 # rests less, because most causes of wrong answers are there from the start.
@@ -99,6 +98,7 @@ class SelfCheck:
         stored: StoredResponses,
         upstream: Upstream,
         metrics: Metrics,
+        idle: IdleWork,
         void_cache: Callable[[Worker], None],
     ) -> None:
         """`warmup` has the prompts to check, `stored` the responses that these continue.
@@ -114,6 +114,8 @@ class SelfCheck:
         self._void_cache = void_cache
         self._upstream = upstream
         self._results = metrics.self_checks
+        self._idle = idle
+        self._left: dict[str, asyncio.Future[None]] = {}  # by worker that is being checked: done when a client comes
         self._watched: dict[str, _Watched] = {}
         self._checked_at: FIFOCache[tuple[str, bytes], float] = FIFOCache(REMEMBERED)  # by boot and key of the prefix
         self.checked = 0  # prompts judged
@@ -138,6 +140,11 @@ class SelfCheck:
     def forget(self, worker: Worker) -> None:
         """The worker was removed."""
         self._watched.pop(worker.url, None)
+
+    def leave(self, worker: Worker) -> None:
+        """A client's request goes to the worker: a check there ends at once."""
+        if (left := self._left.get(worker.url)) is not None and not left.done():
+            left.set_result(None)
 
     async def run(self) -> None:
         """Check idle workers, for ever."""
@@ -172,19 +179,21 @@ class SelfCheck:
         replay = self._next(worker)
         if replay is None:
             return
+        await self._idle.lull()
+        if worker.dispatched != watched.dispatched:
+            return
         began = time.monotonic()
+        left = self._left[worker.url] = asyncio.get_running_loop().create_future()
         checking = asyncio.create_task(self._judge(worker, replay, watched))
         try:
-            while not checking.done() and time.monotonic() < began + CHECK_SECONDS:
-                await asyncio.wait((checking,), timeout=ABORT_SECONDS)
-                if not checking.done() and worker.dispatched != watched.dispatched:
-                    return
+            await asyncio.wait((checking, left), timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             verdict = checking.result() if checking.done() else None
         except (Unanswered, RenderFailed, BadRequest, Unreachable, Broken, ExceptionGroup) as error:
             logger.info("self-check of worker %s: not judged (%s)", worker.name, type(error).__name__)
             verdict = None
         finally:
-            checking.cancel()
+            checking.cancel()  # and with it its requests: the engine is free once its running step is finished
+            del self._left[worker.url]
             took = time.monotonic() - began
             rest = REST if watched.checks >= FIRST else REST_AT_FIRST
             watched.next_at = time.monotonic() + max(self._interval, rest * took)

@@ -2,7 +2,8 @@
 
 Recent requests are remembered with hashes of their parts, bounded in bytes. A request that continues another one in
 full has not changed, and neither has one that shares more with a third. A change in text of a known kind (a date, an
-order of tools) has a cure, which is named.
+order of tools) has a cure, which is named. Looking for a change takes milliseconds where nothing is shared, so it is
+done in steps (`proxy.idle_work`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from proxy.boundaries.layout import PromptLayout
 from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
 from proxy.chat.chat import MESSAGES, listed
 from proxy.chat.rewrites import sorted_by_name
+from proxy.idle_work import Steps
 from proxy.observability.cures import CHANGE_TEXT, TOOLS_BEHIND
 from proxy.observability.volatile_text import Difference, Kind, common_end, common_start, differences, says_today
 
@@ -48,6 +50,12 @@ MAX_ROLE_CHARACTERS = 64
 MAX_CHARACTERS = 400_000
 
 MAX_PAIRS = 6  # of such texts
+
+# Bytes of text that are hashed or compared in one step, and what a message, or two requests side by side, count as.
+STEP_BYTES, PART_WORK, PAIR_WORK = 32_768, 1024, 4096
+
+# Two longer texts (characters) that have nothing in common at so many places, nor their ends, are different texts.
+MIN_PROBED, PROBES, PROBE, PROBE_REACH = 512, 8, 32, 2048
 
 MAX_NESTING = 50
 
@@ -161,6 +169,18 @@ class RememberedRequest:
         self.number = 0  # in order of arrival
         self.known = 0  # messages at its beginning that an earlier request began with
         self.continued: Continued | None = None
+        # From `prepare` on:
+        self.tools: tuple[Part, ...] = ()
+        self.messages: tuple[Part, ...] = ()
+        self._is_prepared = False
+
+    def prepare(self) -> Steps[None]:
+        """Hash its tools and messages. Nothing is compared before."""
+        if self._is_prepared:
+            return
+        tools = yield from _hashed(Part(xxh3_64_intdigest(raw := canonical(tool)), len(raw)) for tool in self.raw_tools)
+        messages = yield from _hashed(Part(own_hash(message), _size(message)) for message in self.raw_messages)
+        self.tools, self.messages, self._is_prepared = tools, messages, True
 
     @cached_property
     def settings(self) -> dict[str, int]:
@@ -176,14 +196,6 @@ class RememberedRequest:
     @property
     def raw_messages(self) -> Sequence[Any]:
         return self.layout.chat.messages
-
-    @cached_property
-    def tools(self) -> tuple[Part, ...]:
-        return tuple(Part(xxh3_64_intdigest(raw := canonical(tool)), len(raw)) for tool in self.raw_tools)
-
-    @cached_property
-    def messages(self) -> tuple[Part, ...]:
-        return tuple(Part(own_hash(message), _size(message)) for message in self.raw_messages)
 
     @cached_property
     def total(self) -> int:
@@ -242,7 +254,7 @@ class RequestMemory:
             self._beginnings.popitem(last=False)
         return known
 
-    def change(self, request: RememberedRequest) -> PrefixChange | None:
+    def seek_change(self, request: RememberedRequest) -> Steps[PrefixChange | None]:
         """Where `request` differs from the nearest of those before it; None if it differs from none in the middle.
 
         A request that shares nothing behind its first difference is another request, not a changed one. A request that
@@ -251,22 +263,36 @@ class RequestMemory:
         """
         if request.continued is not None:
             return None
-        pairs = [_Pair(request, other) for other in self._earlier(request)]
+        yield from request.prepare()
+        pairs: list[_Pair] = []
+        work = 0
+        for other in list(self._earlier(request)):  # new ones come between two steps
+            yield from other.prepare()
+            pairs.append(pair := _Pair(request, other))
+            if (work := work + PAIR_WORK + pair.compared) > STEP_BYTES:
+                work = 0
+                yield
         longest = max(request.known_bytes, max((pair.beginning for pair in pairs), default=0))
         nearest = [pair for pair in pairs if pair.beginning + MIN_BEHIND > longest]
         texts = _Texts(self._now())
-        changes = [pair.change(texts) for pair in sorted(nearest, key=lambda pair: -pair.likeness)]
-        return max((each for each in changes if each is not None), key=lambda change: change.behind, default=None)
+        changes: list[PrefixChange] = []
+        for number, pair in enumerate(sorted(nearest, key=lambda pair: -pair.likeness), 1):
+            if (change := (yield from pair.change(texts))) is not None:
+                changes.append(change)
+            if not number * PAIR_WORK % STEP_BYTES:
+                yield
+        return max(changes, key=lambda change: change.behind, default=None)
 
-    def rendered_otherwise(self, request: RememberedRequest, shared: int) -> PrefixChange | None:
+    def rendered_otherwise(self, request: RememberedRequest, shared: int) -> Steps[PrefixChange | None]:
         """What a template renders otherwise although the client sent it again as it was; None if nothing.
 
-        `shared`: tokens of its prompt that, as the engine says, an earlier one began with. Only a request that
+        `shared`: tokens of the prompt that, as the engine says, an earlier one began with. Only a request that
         continues another one in full can lose by that.
         """
         before = request.continued
         if before is None or before.prompt - shared < MIN_MISSING_TOKENS:
             return None
+        yield from request.prepare()
         chat = request.layout.chat
         roles, added = chat.roles, range(before.messages, len(chat.messages))
         if chat.path == MESSAGES and any(roles[index] == "system" for index in added):
@@ -303,21 +329,22 @@ class _Texts:
         self._left = MAX_CHARACTERS
         self._known: dict[tuple[int, int, Kinds], list[Difference]] = {}
 
-    def differences(self, new: str, old: str, pair: tuple[int, int], only: Kinds = None) -> list[Difference]:
+    def differences(self, new: str, old: str, pair: tuple[int, int], only: Kinds = None) -> Steps[list[Difference]]:
         """None are told if there is no room for them, or one is of a kind not in `only`; `pair` names the texts."""
         if (known := self._known.get((*pair, only))) is not None:
             return known
         if not self.has_room(len(new) + len(old)):
             return []
         self._left -= len(new) + len(old)
-        known = self._known[*pair, only] = differences(new, old, self._now, only)
+        self._known[*pair, only] = []
+        known = self._known[*pair, only] = yield from differences(new, old, self._now, only)
         return known
 
     def has_room(self, characters: int) -> bool:
         """Whether another pair of so many characters is looked at."""
         return characters <= self._left and len(self._known) < MAX_PAIRS
 
-    def same_but_for_keys(self, new: RememberedRequest, old: RememberedRequest) -> bool:
+    def same_but_for_keys(self, new: RememberedRequest, old: RememberedRequest) -> Steps[bool]:
         """Whether the tools of both differ in the order of their keys only; False if there is no room to find out."""
         if [part.size for part in new.tools] != [part.size for part in old.tools]:
             return False
@@ -329,6 +356,7 @@ class _Texts:
             self._left -= one.size + other.size
             if canonical(_sorted(new.raw_tools[number])) != canonical(_sorted(old.raw_tools[number])):
                 return False
+            yield
         return True
 
 
@@ -345,6 +373,7 @@ class _Pair:
         self._message = _first_difference(new.messages, old.messages)
         self._characters: int | None = None  # that the texts of the first messages that differ begin with together
         self._ends = 0  # ... and end with
+        self.compared = 0  # characters
         self.beginning = 0  # bytes of tools and messages that both prompts begin with
         if self._setting is None:
             self.beginning = _bytes(new.tools[: self._tool])
@@ -366,17 +395,18 @@ class _Pair:
         if texts[0] is not None and texts[1] is not None and _role(new, index) == _role(old, index):
             start = self._characters = common_start(texts[0], 0, texts[1], 0)
             self._ends = common_end(texts[0], start, len(texts[0]), texts[1], start, len(texts[1]))
+            self.compared = self._characters + self._ends
 
-    def change(self, texts: _Texts) -> PrefixChange | None:
+    def change(self, texts: _Texts) -> Steps[PrefixChange | None]:
         """Where the request differs, if it is a changed one and not just another one."""
         if self._setting is not None:
             return self._changed_setting(self._setting)
         if self._tool is not None:
-            return self._changed_tool(self._tool, texts)
+            return (yield from self._changed_tool(self._tool, texts))
         index = self._message
         if index is None or index >= len(self._new.messages) or index >= len(self._old.messages):
             return None
-        return self._changed_message(index, texts)
+        return (yield from self._changed_message(index, texts))
 
     def _changed_setting(self, name: str) -> PrefixChange | None:
         new = self._new
@@ -388,21 +418,21 @@ class _Pair:
         fresh = new.total - whole
         return PrefixChange("setting", None, name, None, whole, is_salt, fresh=fresh, total=new.total)
 
-    def _changed_tool(self, index: int, texts: _Texts) -> PrefixChange | None:
+    def _changed_tool(self, index: int, texts: _Texts) -> Steps[PrefixChange | None]:
         new, old = self._new, self._old
         here, there = list(new.raw_tools), list(old.raw_tools)
         behind = _shared_behind(new.tools, old.tools, index) + _bytes(new.messages[: self._message])
         kind: str | None = None
         if sorted(new.tools) == sorted(old.tools) and sorted_by_name(here) is not None:
             kind = "tools_sorted"
-        elif texts.same_but_for_keys(new, old):
+        elif (yield from texts.same_but_for_keys(new, old)):
             kind = "tool_keys_sorted"
         characters = length = None
         name = _tool_name(here[index]) if index < len(here) else _tool_name(there[index])
         is_one = index < min(len(here), len(there)) and name == _tool_name(there[index])
         if kind is None and is_one and texts.has_room(new.tools[index].size + old.tools[index].size):
             one, other = (_as_text(tools[index]) for tools in (here, there))
-            if places := texts.differences(one, other, (new.tools[index].hash, old.tools[index].hash)):
+            if places := (yield from texts.differences(one, other, (new.tools[index].hash, old.tools[index].hash))):
                 characters, length, kind = places[0].at, places[0].length, places[0].kind
                 behind += sum(place.alike for place in places)
         if behind < MIN_BEHIND:
@@ -422,10 +452,10 @@ class _Pair:
             total=new.total,
         )
 
-    def _changed_message(self, index: int, texts: _Texts) -> PrefixChange | None:
+    def _changed_message(self, index: int, texts: _Texts) -> Steps[PrefixChange | None]:
         new, old = self._new, self._old
         here, there, role = new.raw_messages[index], old.raw_messages[index], _role(new, index)
-        places = self._places(index, texts)
+        places = yield from self._places(index, texts)
         kind: str | None = places[0].kind if places else None
         if self._characters is None:
             kind = _kind_of_messages(here, there, index)
@@ -459,7 +489,7 @@ class _Pair:
             total=new.total,
         )
 
-    def _places(self, index: int, texts: _Texts) -> list[Difference]:
+    def _places(self, index: int, texts: _Texts) -> Steps[list[Difference]]:
         """Where the texts of message `index` differ; none if they cannot be those of a changed request."""
         new, old = self._new, self._old
         one, other = whole_text(new.raw_messages[index]), whole_text(old.raw_messages[index])
@@ -471,11 +501,35 @@ class _Pair:
             if not self._is_at_head and not says_today(one, self._characters):
                 return []
             kinds = HEAD_KINDS if self._is_at_head else CLOCK_KINDS
-        return texts.differences(one, other, (new.messages[index].hash, old.messages[index].hash), kinds)
+        if max(self._characters, self._ends) < MIN_BEHIND and not _resemble(one, other):
+            return []
+        return (yield from texts.differences(one, other, (new.messages[index].hash, old.messages[index].hash), kinds))
 
     @property
     def _is_at_head(self) -> bool:
         return self.beginning < MIN_BEHIND
+
+
+def _hashed(parts: Iterable[Part]) -> Steps[tuple[Part, ...]]:
+    """The same parts, so many in a step as have some text in all."""
+    found, work = [], 0
+    for part in parts:
+        found.append(part)
+        if (work := work + PART_WORK + part.size) > STEP_BYTES:
+            work = 0
+            yield
+    return tuple(found)
+
+
+def _resemble(new: str, old: str) -> bool:
+    """Whether two texts may be versions of one; they differ near both ends."""
+    if min(len(new), len(old)) < MIN_PROBED:
+        return True
+    for number in range(1, PROBES + 1):
+        here, there = (number * (len(text) - PROBE) // (PROBES + 1) for text in (new, old))
+        if old.find(new[here : here + PROBE], max(0, there - PROBE_REACH), there + PROBE_REACH) >= 0:
+            return True
+    return False
 
 
 def _role(request: RememberedRequest, index: int) -> Any:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from proxy.boundaries.boundary import Found
 from proxy.chat.chat import Chat
 from proxy.fleet.worker import Worker
+from proxy.idle_work import IdleWork, Steps
 from proxy.metrics import Metrics
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.reasons import Explanation
@@ -96,12 +97,14 @@ class Shadow:
         find_boundaries: FindBoundaries,
         recent: RequestMemory,
         metrics: Metrics,
+        idle: IdleWork,
         boots: Callable[[], Sequence[str]],
     ) -> None:
         """`boots`: identities of the workers that run."""
         self._find_boundaries = find_boundaries
         self._recent = recent
         self._metrics = metrics
+        self._idle = idle
         self._boots = boots
         self._room = settings.text_bytes // 8
         self._prefix_index = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
@@ -216,11 +219,12 @@ class Shadow:
             return took
         length = len(prompt.ids) if request.prompt is None else request.prompt
         cached = request.cached if request.cached is not None else self._hits_of(request, found, length)
-        self._record(request, prompt, length, cached)
+        await self._idle.lull()
+        await self._idle.finish(self._record(request, prompt, length, cached))
         return took
 
-    def _record(self, request: AnsweredRequest, prompt: ReadPrompt, length: int, cached: int) -> None:
-        found, lost = prompt.found, self._lost(request, prompt, cached)
+    def _record(self, request: AnsweredRequest, prompt: ReadPrompt, length: int, cached: int) -> Steps[None]:
+        found, lost = prompt.found, (yield from self._lost(request, prompt, cached))
         self._prefix_index.record(found.boundaries, request.boot)
         self._count("judged")
         length = max(length, cached, *(end for _, end in lost.values()))
@@ -267,7 +271,7 @@ class Shadow:
         self._unreported += 1
         return taken
 
-    def _lost(self, request: AnsweredRequest, prompt: ReadPrompt, had: int) -> dict[str, tuple[int, int]]:
+    def _lost(self, request: AnsweredRequest, prompt: ReadPrompt, had: int) -> Steps[dict[str, tuple[int, int]]]:
         """First and last position of what was lost, by reason; each token counts once, under its nearest cause."""
         found, sent = prompt.found, self._prefix_index.sent
         lost: dict[str, tuple[int, int]] = {}
@@ -286,7 +290,7 @@ class Shadow:
         lose("worker_restarted", _tokens(self._prefix_index.ever_sent(found.prefixes)))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
         if prompt.remembered is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
-            change = self._recent.change(prompt.remembered)
+            change = yield from self._recent.seek_change(prompt.remembered)
             if change is not None:
                 lose("salt" if change.salt else "prefix_changed", would_share)
         return lost

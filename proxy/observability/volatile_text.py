@@ -1,17 +1,18 @@
 """Text that changes from request to request (a date, an id, a git status): where two texts differ, and in what.
 
 Both texts are walked side by side, in a bounded number of steps, and no pattern runs over more than a window around a
-difference: texts made to be slow are not.
+difference: texts made to be slow are not. The steps are those of `proxy.idle_work`.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from typing import Literal, NamedTuple
 
 from proxy.boundaries.dates import CLOCK, SENTENCE_END, Date, dates_in, sentence_start
+from proxy.idle_work import Steps
 
 Kind = Literal[
     "dates", "times", "uuid", "number", "path", "working_directory", "token_counters", "git_status"
@@ -30,6 +31,8 @@ BESIDE_DATE = 24
 GIT_BEFORE = 2000  # characters in which a git status has to say that it is one
 
 MAX_LINES = 400  # of a changed block, until a line that both texts have
+
+STEP_LINES = 128  # of the other text that are noted in one step
 
 MIN_LINE = 8  # characters by which a line is recognised in the other text
 
@@ -78,17 +81,26 @@ class Difference(NamedTuple):
     alike: int  # behind it, up to the next difference
 
 
-def differences(new: str, old: str, now: float, only: Container[Kind | None] | None = None) -> list[Difference]:
+def differences(new: str, old: str, now: float, only: Container[Kind | None] | None = None) -> Steps[list[Difference]]:
     """Where `new` differs from `old`, in order; what lies behind the last one that is looked at counts as different.
 
     `now`: seconds since the epoch, to know a date by. `only`: kinds; none are told if one is of another kind, and the
     rest is not looked at.
     """
-    places: list[Difference] = []
-    for place in _Walk(new, old, now).places():
-        if only is not None and place.kind not in only:
+    walk, places, unknown = _Walk(new, old, now), list[Difference](), 0
+    here = there = common_start(new, 0, old, 0)
+    for number in range(MAX_PLACES):
+        if here == len(new) and there == len(old):
+            break
+        is_last = number == MAX_PLACES - 1 or unknown == MAX_UNKNOWN
+        start, end, old_end, kind = yield from walk.difference(here, there, is_last=is_last)
+        if only is not None and kind not in only:
             return []
-        places.append(place)
+        alike = common_start(new, end, old, old_end)
+        unknown += kind is None
+        places.append(Difference(start, end - start, kind, alike))
+        here, there = end + alike, old_end + alike
+        yield
     return places
 
 
@@ -129,34 +141,23 @@ class _Walk:
         self._now = now
         self._old_lines: dict[str, list[int]] | None = None
 
-    def places(self) -> Iterator[Difference]:
-        new, old = self._new, self._old
-        here = there = common_start(new, 0, old, 0)
-        unknown = 0
-        for number in range(MAX_PLACES):
-            if here == len(new) and there == len(old):
-                return
-            is_last = number == MAX_PLACES - 1 or unknown == MAX_UNKNOWN
-            start, end, old_end, kind = self._difference(here, there, is_last=is_last)
-            alike = common_start(new, end, old, old_end)
-            unknown += kind is None
-            yield Difference(start, end - start, kind, alike)
-            here, there = end + alike, old_end + alike
-
-    def _difference(self, here: int, there: int, *, is_last: bool) -> tuple[int, int, int, Kind | None]:
+    def difference(self, here: int, there: int, *, is_last: bool) -> Steps[tuple[int, int, int, Kind | None]]:
         """Start and end of what differs in the new text, its end in the old one, and its kind."""
         new, old = self._new, self._old
         is_git = self._is_git(here, there)
         if not is_git and not is_last:
             if (ends := self._date_ends(here, there)) is not None:
                 return here, *ends, "dates"
+            yield
             words = _word_at(new, here), _word_at(old, there)
             if words[0] is not None and words[1] is not None and (kind := _kind_of(new, words[0], old, words[1])):
                 # Both start before the difference, unless one of them begins there.
                 return min(here, words[0].start), max(here, words[0].end), max(there, words[1].end), kind
         end, old_end = len(new), len(old)
-        if not is_last and (ends := self._next_common_line(here, there)) is not None:
-            end, old_end = ends
+        if not is_last:
+            lines = yield from self._lines_of_old()
+            if (ends := self._next_common_line(lines, here, there)) is not None:
+                end, old_end = ends
         behind = common_end(new, here, end, old, there, old_end)
         return here, end - behind, old_end - behind, "git_status" if is_git else None
 
@@ -179,10 +180,9 @@ class _Walk:
             return False
         return _GIT.search(new, max(0, here - GIT_BEFORE), here + BEHIND) is not None
 
-    def _next_common_line(self, here: int, there: int) -> tuple[int, int] | None:
-        """Where the next line begins that both texts have, in each of them."""
+    def _next_common_line(self, lines: dict[str, list[int]], here: int, there: int) -> tuple[int, int] | None:
+        """Where the next line begins that both texts have, in each of them; `lines` are those of the old one."""
         new = self._new
-        lines = self._lines_of_old()
         start = new.find("\n", here) + 1
         for _ in range(MAX_LINES):
             if not start:
@@ -196,13 +196,17 @@ class _Walk:
             start = end + 1
         return None
 
-    def _lines_of_old(self) -> dict[str, list[int]]:
+    def _lines_of_old(self) -> Steps[dict[str, list[int]]]:
         if self._old_lines is None:
-            self._old_lines, start = {}, 0
-            for line in self._old.split("\n"):
-                if len(line) >= MIN_LINE:
-                    self._old_lines.setdefault(line, []).append(start)
-                start += len(line) + 1
+            lines, old, start = dict[str, list[int]](), self._old, 0
+            while start <= len(old):
+                for _ in range(STEP_LINES):
+                    end = found if (found := old.find("\n", start)) >= 0 else len(old)
+                    if end - start >= MIN_LINE:
+                        lines.setdefault(old[start:end], []).append(start)
+                    start = end + 1
+                yield
+            self._old_lines = lines
         return self._old_lines
 
 

@@ -1,6 +1,7 @@
 """The one step after an answer: what came is compared with what was expected, counted and explained.
 
-Shadow mode and the stored responses learn of the answer here, too.
+Shadow mode and the stored responses learn of the answer here, too. But for what the next request builds on, and the
+reason that a whole answer tells, all of it is work beside requests (`proxy.idle_work`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from proxy.chat.lax_values import flag
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
+from proxy.idle_work import IdleWork, Steps
 from proxy.metrics import Metrics
 from proxy.observability.key_usage import KeyUsage
 from proxy.observability.reasons import Delivery, Expectation, cache_label, reason_for
@@ -30,7 +32,7 @@ from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.observability.time_saved import TimeSaved
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import ProxiedRequest
+from proxy.pipeline.request import ProxiedRequest, Report
 from proxy.routing.engine_events import EngineEvents, EngineOutcome
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -80,6 +82,7 @@ class Accounting:
         prefix_index: PrefixIndex,
         engine_events: EngineEvents,
         shadow: Shadow,
+        idle: IdleWork,
         excerpts: bool,
     ) -> None:
         """`excerpts`: some characters of what changed may be kept for explanations."""
@@ -91,6 +94,7 @@ class Accounting:
         self._prefix_index = prefix_index
         self._engine_events = engine_events
         self._shadow = shadow
+        self._idle = idle
         self._excerpts = excerpts
         self.sums = RollingSums()
         self.key_usage = KeyUsage(metrics)
@@ -106,63 +110,55 @@ class Accounting:
         if request.worker is not None and _is_stored(request):
             self._stored.put(None, answer, request.worker.boot, request.client.owner)
 
+    def reported(
+        self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None = None
+    ) -> None:
+        """A worker has reported `usage` in an answer that is on its way to the client.
+
+        `answer`: parsed; for a stream, its last response object. `outcome`: what its engine says of the request, None
+        if that has to be asked for. What the next request may build on is noted; the rest is left to `count`.
+        """
+        if request.worker is None:
+            return
+        if _is_stored(request):
+            self._stored.put(request.prediction.chat, answer, request.worker.boot, request.client.owner)
+        if usage is not None:
+            self._learn(request, usage.prompt)
+        request.report = Report(usage, _engine_id(request, answer), outcome)
+
     async def answered(
         self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None = None
     ) -> str | None:
-        """A worker has answered with `answer` (parsed; for a stream, its last response object) and reported `usage`.
+        """The same of an answer that has not begun, which tells the reason for what came from the cache.
 
-        `outcome` is what its engine says of the request, None if that has to be asked for. Returns the reason for what
-        came from the cache, None if the worker does not report that, or if it is found out later: nobody waits for that
-        of a stream. Goes on if the client leaves meanwhile.
+        Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
         """
-        worker = request.worker
-        if worker is None:
+        self.reported(request, usage, answer, outcome)
+        report, request.report = request.report, None
+        if report is None or (answered := self._answered(request, report)) is None:
             return None
-        if _is_stored(request):
-            self._stored.put(request.prediction.chat, answer, worker.boot, request.client.owner)
-        model = self._model_label(request)
-        if worker.engine is None and request.status == 200:
-            self._shadow.add(_for_shadow(request, worker, model, usage))
-        if usage is None:
-            return None
-        if request.client.key is not None:
-            self.key_usage.tokens(request.client.key.name, usage)
-        expected = request.prediction.expected
-        counters = self._counters(model, worker)
-        counters.prompt.inc(usage.prompt)
-        self._learn(request, usage.prompt)
-        if (remembered := request.prediction.remembered) is not None:
-            remembered.prompt = usage.prompt
-        if usage.cached is not None:
-            counters.cached.inc(usage.cached)
-            self._time.reused(worker.name, model, usage.cached)
-            self._settle(worker)
-        if expected is None:
-            return None
-        counters.predicted.inc(expected.found(expected.predicted))
-        if usage.cached is None:
-            counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
-            return None
-        answered = _Answered(request, worker, model, expected, usage.prompt, usage.cached)
+        if report.outcome is None and self._asks_engine(answered):
+            return await asyncio.shield(self._explain_later(answered, report.engine_id))
+        steps = self._explain(answered, report.outcome)
         try:
-            if outcome is not None or not self._asks_engine(answered):
-                return self._explain(answered, outcome)
-            task = asyncio.create_task(self._ask_engine(answered, _engine_id(request, answer)))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            request.explaining = task
-            return None if request.timings.is_stream else await asyncio.shield(task)
-        except Exception as error:  # an answer is not lost for its explanation; the message might hold prompt text
-            logger.error("explaining request %s: %s", request.client.request_id, type(error).__name__)
-            return None
+            return await self._idle.finish(steps)
+        except asyncio.CancelledError:
+            self._idle.add(steps)
+            raise
 
     def count(self, request: ProxiedRequest) -> None:
-        """Count the request itself, however it ended."""
+        """Have the request counted, however it ended, and explained if that is still to be done."""
         worker = request.worker
         if request.status >= 400 and worker is not None and request.prediction.expected is not None:
             events = self._engine_events
             (events.left if request.status == CLIENT_GONE else events.refused)(worker, request.engine_id)
-        model = self._model_label(request)
+        if request.trace is not None:
+            request.trace.stop()
+        self._idle.bytes_moved()
+        self._idle.add(self._count(request))
+
+    def _count(self, request: ProxiedRequest) -> Steps[None]:
+        worker, model = request.worker, self._model_label(request)
         name = worker.name if worker is not None else ""
         if (explanation := request.explanation) is not None:
             explanation.status, explanation.model, explanation.worker = request.status, model, name or None
@@ -173,12 +169,19 @@ class Accounting:
             self.key_usage.request(request.client.key.name)
         if worker is not None and request.timings.reading_seconds:
             self._spend(model, worker, request.timings.reading_seconds)
-        if request.trace is not None:
-            request.trace.stop()
-            if request.explaining is not None:  # with the reason
-                request.explaining.add_done_callback(lambda _: self._end_trace(request, model))
+        report, answered = request.report, None
+        if report is not None:
+            yield
+            answered = self._answered(request, report)
+        if report is not None and answered is not None:
+            if report.outcome is None and self._asks_engine(answered):
+                request.explaining = self._explain_later(answered, report.engine_id)
             else:
-                self._end_trace(request, model)
+                yield from self._explain(answered, report.outcome)
+        if request.explaining is not None:  # the trace ends with the reason
+            request.explaining.add_done_callback(lambda _: self._end_trace(request, model))
+        else:
+            self._end_trace(request, model)
 
     def forget(self, worker: str) -> None:
         """Nothing is under way any more at a worker that is gone."""
@@ -230,6 +233,32 @@ class Accounting:
         self._time.spent += seconds
         self._counters(model, worker).spent.inc(seconds)
 
+    def _answered(self, request: ProxiedRequest, report: Report) -> _Answered | None:
+        """Count what was reported; None if it leaves nothing to explain."""
+        worker, usage, expected = request.worker, report.usage, request.prediction.expected
+        if worker is None:
+            return None
+        model = self._model_label(request)
+        if worker.engine is None and request.status == 200:
+            self._shadow.add(_for_shadow(request, worker, model, usage))
+        if usage is None:
+            return None
+        if request.client.key is not None:
+            self.key_usage.tokens(request.client.key.name, usage)
+        counters = self._counters(model, worker)
+        counters.prompt.inc(usage.prompt)
+        if usage.cached is not None:
+            counters.cached.inc(usage.cached)
+            self._time.reused(worker.name, model, usage.cached)
+            self._settle(worker)
+        if expected is None:
+            return None
+        counters.predicted.inc(expected.found(expected.predicted))
+        if usage.cached is None:
+            counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
+            return None
+        return _Answered(request, worker, model, expected, usage.prompt, usage.cached)
+
     def _asks_engine(self, answered: _Answered) -> bool:
         """Whether the engine's events are worth a look. A whole answer does not wait for what its headers lack."""
         request, worker, _, expected, prompt, cached = answered
@@ -245,6 +274,8 @@ class Accounting:
         found = request.prediction.found
         if request.response_id is None:  # a continued response has most of its prompt elsewhere
             self._reader.weigh(request.model, len(request.body.raw), prompt)
+        if (remembered := request.prediction.remembered) is not None:
+            remembered.prompt = prompt
         if found is not None and found.end and found.turn_key is not None and 0 < found.end < prompt:
             self._reader.told(found.turn_key, prompt - found.end)
             self._prefix_index.set_length(found.turn_key, prompt - found.end)
@@ -257,23 +288,39 @@ class Accounting:
                 self._reader.told(boundary.key, tokens)
                 self._prefix_index.set_length(boundary.key, tokens)
 
+    def _explain_later(self, answered: _Answered, engine_id: str) -> asyncio.Task[str | None]:
+        """Explain it once its engine has been asked."""
+        task = asyncio.create_task(self._ask_engine(answered, engine_id))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
     async def _ask_engine(self, answered: _Answered, engine_id: str) -> str | None:
+        is_stream, outcome = answered.request.timings.is_stream, None
         try:
-            urgent = not answered.request.timings.is_stream
-            outcome = await self._engine_events.outcome_of(answered.worker, engine_id, urgent=urgent)
-            return self._explain(answered, outcome)
+            outcome = await self._engine_events.outcome_of(answered.worker, engine_id, urgent=not is_stream)
+        except Exception as error:  # the message might hold prompt text
+            logger.error("asking for request %s: %s", answered.request.client.request_id, type(error).__name__)
+        if is_stream:
+            await self._idle.lull()
+        return await self._idle.finish(self._explain(answered, outcome))
+
+    def _explain(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[str | None]:
+        """An answer is not lost for its explanation: a failure gives no reason."""
+        try:
+            return (yield from self._explained(answered, outcome))
         except Exception as error:  # the message might hold prompt text
             logger.error("explaining request %s: %s", answered.request.client.request_id, type(error).__name__)
             return None
 
-    def _explain(self, answered: _Answered, outcome: EngineOutcome | None) -> str:
+    def _explained(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[str]:
         request, worker, model, expected, prompt, cached = answered
         metrics, timings = self._metrics, request.timings
         found = request.prediction.found or Found()
         positions = resolved_positions(request.body.hint, outcome.positions if outcome is not None else ())
         self._learn_positions(found, positions, prompt)
         delivery = self._delivery(answered, found, outcome, positions)
-        change = self._change(request, delivery, is_told=outcome is not None and outcome.shared is not None)
+        change = yield from self._change(request, delivery, is_told=outcome is not None and outcome.shared is not None)
         shared = max(delivery.shareable, cached)
         if change is not None:
             delivery = delivery._replace(unchanged=shared + change.lost(prompt, shared))
@@ -321,17 +368,21 @@ class Accounting:
             engine=outcome.reason if outcome is not None else None,
         )
 
-    def _change(self, request: ProxiedRequest, delivery: Delivery, *, is_told: bool) -> PrefixChange | None:
+    def _change(self, request: ProxiedRequest, delivery: Delivery, *, is_told: bool) -> Steps[PrefixChange | None]:
         """Where the request differs in the middle from a recent one; `is_told`: its engine says what it shares.
 
-        Not sought where little was computed: comparing takes up to some milliseconds.
+        Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it.
         """
         remembered, expected = request.prediction.remembered, request.prediction.expected
         if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:
             return None
-        change = self._recent.change(remembered)
+        if self._idle.is_behind:
+            self._metrics.explanations_shed.inc()
+            return None
+        change = yield from self._recent.seek_change(remembered)
         if change is None and is_told and expected is not None and expected.sent_here:
-            change = self._recent.rendered_otherwise(remembered, max(delivery.shareable, delivery.cached))
+            shared = max(delivery.shareable, delivery.cached)
+            change = yield from self._recent.rendered_otherwise(remembered, shared)
         return change
 
     def _counters(self, model: str, worker: Worker) -> _Counters:

@@ -26,6 +26,8 @@ class CachingHandler(RequestHandler):
         if client.method != "POST" or client.path not in cacheable.CACHEABLE:
             await super()._answer(request, send, watch)
             return
+        if not self._pool.up:
+            await self._pool.ready()  # else nothing is known of the model's weights
         told = cacheable.directives_in(client.headers)
         allowed = cacheable.is_allowed(client.headers, request.model, self._models)
         allowed = allowed and has_fixed_weights(request.model, self._pool.workers)

@@ -6,7 +6,7 @@ Everything between finding a slot and counting it happens without an await, so a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from proxy.chat.responses import StoredResponses
@@ -51,6 +51,7 @@ class Dispatcher:
         self._stored = stored
         self._prefilling: dict[str, Lease] = {}  # whose prompts count as not computed, by the engine's name of each
         engine_events.on_computed = self._computed
+        self.on_given: Callable[[Worker], None] = lambda _: None  # called with a worker that gets a request
 
     def lease(self, request: ProxiedRequest) -> Lease:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
@@ -300,6 +301,7 @@ class Lease:
         worker.dispatched += 1
         self._is_trial = worker.breaker.is_open and worker.breaker.begin_trial()
         self._turn = worker.dispatched
+        self._dispatcher.on_given(worker)
         request.timings.leased = time.perf_counter()
         if key is not None:
             key.inflight += 1

@@ -191,7 +191,7 @@ class ResponseRelay:
         if response.is_encoded:
             await self._stream(request, lease, response, send, watch)
             if is_reported:
-                await self._accounting.answered(request, None, None)
+                self._accounting.reported(request, None, None)
         elif kind.startswith("text/event-stream"):
             await self._stream_events(request, lease, response, send, watch)
         elif is_reported and kind.startswith("application/json") and _has_body(request, response):
@@ -234,17 +234,17 @@ class ResponseRelay:
             except asyncio.CancelledError:
                 request.delivered = watch.gone and stream.is_complete
                 if request.delivered:
-                    await self._accounting.answered(request, stream.usage, stream.response)
+                    self._accounting.reported(request, stream.usage, stream.response)
                     raise
                 if watch.gone:
                     request.status = CLIENT_GONE
                 else:  # the server stops
                     await stream.finish(_error_event(request, Stopping("The gateway is stopping."), stream))
-                await self._accounting.answered(request, None, stream.response)
+                self._accounting.reported(request, None, stream.response)
                 raise
             watch.over = True
             await stream.finish(end)
-        await self._accounting.answered(request, stream.usage, stream.response)
+        self._accounting.reported(request, stream.usage, stream.response)
 
     def _opened(self, request: ProxiedRequest, event: bytes) -> None:
         """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
@@ -307,7 +307,7 @@ class ResponseRelay:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         if request.status == 200:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            await self._accounting.answered(request, passing.usage, answer, outcome)
+            self._accounting.reported(request, passing.usage, answer, outcome)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 

@@ -20,6 +20,7 @@ from proxy.fleet.warmup import WarmupRequest, WarmupSet, replay_all
 from proxy.fleet.worker import Worker
 from proxy.http.auth import KeyRing
 from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
@@ -63,28 +64,30 @@ class Gateway:
         self.created = time.time()
         self.is_stopping = False  # it serves for a while, and is to get no new clients
         self.metrics = metrics = Metrics()
+        self.idle = idle = IdleWork()
         worker_key = _secret("worker_api_key_file", settings.worker_api_key_file)
         self.upstream = Upstream(settings.connect_timeout, worker_key, settings.max_header_bytes)
         self.keys: KeyRing | None = None
         if settings.api_keys is not None:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))
         self.facts = FactsLearner()
-        self.pool = WorkerPool(settings, self.upstream, metrics, self.facts)
+        self.pool = WorkerPool(settings, self.upstream, metrics, self.facts, idle)
         self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool.key_of)
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
-        self.engine_events = EngineEvents(self.upstream, self.prefix_index, reader.told, self.pool.gateway_id)
+        self.engine_events = EngineEvents(self.upstream, self.prefix_index, idle, reader.told, self.pool.gateway_id)
         self.warmup = WarmupSet(settings.text_bytes // 8)
         dispatcher = Dispatcher(
             settings, self.pool, self.queue, self.prefix_index, self.engine_events, self.warmup, reader.stored
         )
-        self.shadow = Shadow(settings, reader.find_boundaries, reader.recent, metrics, self.pool.boots)
+        self.shadow = Shadow(settings, reader.find_boundaries, reader.recent, metrics, idle, self.pool.boots)
         self.accounting = Accounting(
-            metrics, self.pool, reader, self.prefix_index, self.engine_events, self.shadow, settings.excerpts
+            metrics, self.pool, reader, self.prefix_index, self.engine_events, self.shadow, idle, settings.excerpts
         )
         self.self_check = SelfCheck(
-            settings, self.pool, self.warmup, reader.stored, self.upstream, metrics, self._void_cache
+            settings, self.pool, self.warmup, reader.stored, self.upstream, metrics, idle, self._void_cache
         )
+        dispatcher.on_given = self.self_check.leave
         self.pinned = PinnedPrompts(
             settings, self.pool, self.upstream, self.keys, reader, self.engine_events, self.prefix_index, self.warmup
         )
@@ -93,7 +96,7 @@ class Gateway:
         prefills = None
         if settings.prefill_worker:
             theirs = {"worker": settings.prefill_worker, "workers_file": None, "workers_dns": (), "replay_seconds": 0.0}
-            self.prefill_pool = WorkerPool(settings.model_copy(update=theirs), self.upstream, metrics, self.facts)
+            self.prefill_pool = WorkerPool(settings.model_copy(update=theirs), self.upstream, metrics, self.facts, idle)
             self.prefill_pool.gateway_id = self.pool.gateway_id
             prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics)
         relay = ResponseRelay(settings, metrics, self.pool, self.upstream, self.accounting, self.heartbeats, prefills)
@@ -116,6 +119,7 @@ class Gateway:
             dispatcher,
             relay,
             self.accounting,
+            idle,
             Preflights(self.pool, self.upstream),
             AdapterChanges(
                 [pool for pool in (self.pool, self.prefill_pool) if pool is not None],
@@ -155,10 +159,8 @@ class Gateway:
         if self.settings.redis is not None:
             from proxy.routing.redis_sync import RedisSync  # and with it redis: not imported if it is not wanted
 
-            reader = self.reader
-            self.redis_sync = RedisSync(
-                self.settings.redis, self.prefix_index, reader.positions, reader.stored, self.metrics, self.pool.boots
-            )
+            tables = self.prefix_index, self.reader.positions, self.reader.stored
+            self.redis_sync = RedisSync(self.settings.redis, *tables, self.metrics, self.idle, self.pool.boots)
             parts["redis"] = self.redis_sync.run
         self._tasks = [asyncio.create_task(self._keep_running(name, run)) for name, run in parts.items()]
 
@@ -174,6 +176,7 @@ class Gateway:
         await self.engine_events.aclose()
         await self.upstream.aclose()
         if self.tracing is not None:
+            await self.idle.caught_up()
             await self.tracing.aclose()
 
     async def _keep_running(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
@@ -197,6 +200,7 @@ class Gateway:
     async def _watch_files(self) -> None:
         while True:
             await asyncio.sleep(FILES_INTERVAL)
+            await self.idle.lull()
             self.read_files()
             self._forget_figures()
 

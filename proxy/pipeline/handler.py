@@ -32,6 +32,7 @@ from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.body_memory import BodyHold, BodyMemory
 from proxy.http.form_body import check_form, is_form, model_in
 from proxy.http.json_body import as_utf8, memory_of, parse_object
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import CLIENT_GONE, Accounting
@@ -74,6 +75,7 @@ class RequestHandler:
         dispatcher: Dispatcher,
         relay: ResponseRelay,
         accounting: Accounting,
+        idle: IdleWork,
         preflights: Preflights,
         adapters: AdapterChanges,
         tracing: Tracing | None = None,
@@ -87,6 +89,7 @@ class RequestHandler:
         self._dispatcher = dispatcher
         self._relay = relay
         self._accounting = accounting
+        self._idle = idle
         self._preflights = preflights
         self._adapters = adapters
         self._tracing = tracing
@@ -96,6 +99,7 @@ class RequestHandler:
         self._under_way: set[str] = set()  # names of requests, as engines know them
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        self._idle.arrived()
         given = asgi.header(scope, b"x-request-id")
         request_id = given if given is not None and _is_name(given) else os.urandom(16).hex()
         request: ProxiedRequest | None = None

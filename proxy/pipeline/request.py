@@ -16,6 +16,7 @@ from proxy.boundaries.resolve import Entry
 from proxy.boundaries.template_facts import Setting
 from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
 from proxy.chat.lax_values import flag, number
+from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
@@ -23,6 +24,7 @@ from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
 from proxy.observability.reasons import Expectation, Explanation
 from proxy.observability.request_diff import RememberedRequest
+from proxy.routing.engine_events import EngineOutcome
 
 if TYPE_CHECKING:
     from proxy.observability.tracing import RequestTrace
@@ -204,6 +206,14 @@ class Timings:
     was_alone: bool = False  # no other request was at its worker between `leased` and `first_byte`
 
 
+class Report(NamedTuple):
+    """What a worker has reported in its answer."""
+
+    usage: Usage | None
+    engine_id: str  # what its engine calls the request
+    outcome: EngineOutcome | None = None  # what its engine says of it
+
+
 @dataclass(slots=True)
 class ProxiedRequest:
     """What is known of a request so far."""
@@ -215,6 +225,7 @@ class ProxiedRequest:
     prediction: Prediction = field(default_factory=Prediction)
     timings: Timings = field(default_factory=Timings)
     explanation: Explanation | None = None
+    report: Report | None = None  # that is still to be counted and explained
     explaining: asyncio.Task[str | None] | None = None  # goes on behind a stream's end
     trace: RequestTrace | None = None  # None: nothing is traced
     worker: Worker | None = None  # the last one it was given to

@@ -22,6 +22,7 @@ from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
 from proxy.fleet.worker import Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, Steps, batched
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -46,6 +47,8 @@ READ_TIMEOUT = POLL_SECONDS + 2.0
 READS_PER_SECOND = 10.0  # on the average; more if a client waits for a reason
 
 READS_AT_ONCE = 10.0  # before the average counts
+
+STEP_EVENTS = 16  # applied in one step; some microseconds each
 
 IDLE_SECONDS = 600.0  # a worker that was sent nothing for so long is not read until the next request
 
@@ -109,6 +112,7 @@ class EngineEvents:
         self,
         upstream: Upstream,
         prefix_index: PrefixIndex,
+        idle: IdleWork,
         learnt: Callable[[bytes, int], None] = lambda *_: None,
         gateway_id: str = "",
     ) -> None:
@@ -119,6 +123,7 @@ class EngineEvents:
         self._gateway_id = gateway_id
         self._upstream = upstream
         self._prefix_index = prefix_index
+        self._idle = idle
         self._learnt = learnt
         self._feeds: dict[str, _Feed] = {}
         # Called with a request's identity, the tokens of its prompt that are computed, and whether all boundaries are.
@@ -241,11 +246,12 @@ class EngineEvents:
                 if answer.status != 200:
                     raise ValueError(f"status {answer.status}")
                 async for line in answer.lines():
-                    self._apply(worker, feed, json.loads(line))
+                    await self._idle.lull(SHORT_PATIENCE_SECONDS)  # engines report when streams end
+                    await self._idle.finish(self._apply(worker, feed, json.loads(line)))
             finally:
                 answer.close()
 
-    def _apply(self, worker: Worker, feed: _Feed, events: dict[str, Any]) -> None:
+    def _apply(self, worker: Worker, feed: _Feed, events: dict[str, Any]) -> Steps[None]:
         boot = str(events["boot"])
         if boot in feed.former_boots and not feed.several:
             logger.warning("worker %s has several API servers: what its engine evicts is not learnt", worker.name)
@@ -265,9 +271,13 @@ class EngineEvents:
             for request_id, shared, positions in events.get("resolved", ()):  # only a plugin that takes entries has it
                 said[request_id] = (int(shared), tuple(map(int, positions)))
             if feed.follows:
-                for request_id, (_, positions) in said.items():
-                    feed.held_states.resolved(request_id, positions)
-                feed.held_states.apply(events["states"], worker.boot)
+                for some in batched(said.items(), STEP_EVENTS):
+                    for request_id, (_, positions) in some:
+                        feed.held_states.resolved(request_id, positions)
+                    yield
+                for states in batched(events["states"], STEP_EVENTS):
+                    feed.held_states.apply(states, worker.boot)
+                    yield
                 if any(kind == "cleared" for kind, *_ in events["states"]):
                     self.on_cleared(worker)
                 for name in {str(name) for kind, *event in events["states"] if kind == "adapter" for name in event}:
@@ -275,11 +285,13 @@ class EngineEvents:
         except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
             logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
             feed.held_states.forget_all(worker.boot)
-        for request_id, reason, _ in events["outcomes"]:
-            feed.outcomes[request_id] = EngineOutcome(str(reason), *said.get(request_id, ()))
-            feed.outcomes.move_to_end(request_id)
-            if request_id in feed.waiting:
-                _resolve(feed, request_id)
+        for outcomes in batched(events["outcomes"], STEP_EVENTS):
+            for request_id, reason, _ in outcomes:
+                feed.outcomes[request_id] = EngineOutcome(str(reason), *said.get(request_id, ()))
+                feed.outcomes.move_to_end(request_id)
+                if request_id in feed.waiting:
+                    _resolve(feed, request_id)
+            yield
         while len(feed.outcomes) > MAX_OUTCOMES:
             feed.outcomes.popitem(last=False)
         feed.boot, feed.cursor = boot, int(events["cursor"])

@@ -26,6 +26,7 @@ from xxhash import xxh3_128_hexdigest
 
 from proxy.boundaries.positions import PositionCache
 from proxy.chat.responses import StoredResponses
+from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -65,8 +66,8 @@ READ_ENTRIES = 32
 
 WRITE_RECORDS = 256
 
-# Applied in one go; a microsecond each.
-APPLY_RECORDS = 256
+# Applied in one step; a microsecond each.
+APPLY_RECORDS = 64
 
 # Events that wait to be written; the oldest are dropped while Redis is away.
 WAITING_EVENTS = 10_000
@@ -154,6 +155,7 @@ class RedisSync:
         positions: PositionCache,
         stored: StoredResponses,
         metrics: Metrics,
+        idle: IdleWork,
         boots: Callable[[], Iterable[str]],
     ) -> None:
         """`boots` names the workers that this gateway has now: only their streams are read."""
@@ -167,6 +169,7 @@ class RedisSync:
             socket_timeout=ANSWER_SECONDS,
             retry=Retry(NoBackoff(), 0),
         )
+        self._idle = idle
         self._prefix_index, self._positions, self._stored, self._boots = prefix_index, positions, stored, boots
         self._up, self._errors = metrics.redis_up, metrics.redis_errors
         self._sent, self._heard, self._dropped, self._refused = (
@@ -188,6 +191,7 @@ class RedisSync:
     async def run(self) -> None:
         """Exchange records, for ever. No failure ends it."""
         while True:
+            await self._idle.lull(SHORT_PATIENCE_SECONDS)
             try:
                 more = await self._exchange()
             except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
@@ -17,7 +17,7 @@ from proxy.errors import BodyTooLarge, Forbidden, GatewayError, NotFound, NoWebS
 from proxy.fleet.pool import MODELS, no_worker, union_of_models
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
-from proxy.observability.exposition import merged
+from proxy.observability.exposition import exposition, merged
 from proxy.pipeline.error_responses import error_body, error_headers, send_error
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.preflight import ANY_SITE
@@ -160,7 +160,8 @@ def _with_pages(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        shown = generate_latest(gateway.metrics.registry)
+        await gateway.idle.caught_up()
+        shown = await gateway.idle.finish(exposition(gateway.metrics.registry))
         if gateway.settings.sidecar:  # an endpoint picker looks for vLLM's figures here
             shown = merged(await gateway.pool.exposition(gateway.pool.workers[0]), shown.decode()).encode()
         return Response(shown, media_type=CONTENT_TYPE_LATEST)
@@ -182,6 +183,7 @@ def _with_pages(
 
     @app.get("/seamark/status")
     async def status() -> dict[str, Any]:
+        await gateway.idle.caught_up()
         return {
             "workers": [worker_status(worker, gateway.facts) for worker in gateway.pool.workers],
             "prefill_workers": [
@@ -212,6 +214,7 @@ def _with_pages(
 
     @app.get(auth.LIVE)
     async def live_figures() -> Response:
+        await gateway.idle.caught_up()
         return _plain_json(live(gateway))
 
     @app.get(auth.PREFIXES)
@@ -236,6 +239,7 @@ def _with_pages(
 
     @app.get(auth.EXPLANATIONS + "{request_id:path}")
     async def request_explained(request: Request, request_id: str) -> Response:
+        await gateway.idle.caught_up()
         explanations, key = gateway.reader.explanations, request.state.key
         # A client must not even learn that another client's request exists.
         sees_all = key is None or key.entry.admin

@@ -36,7 +36,7 @@ class Peer:
 
     name: str
     package: str  # with its version, and extras
-    command: Callable[[int, str, Path], Command]  # of a port, a worker's URL, a folder for its files
+    command: Callable[[int, Sequence[str], Path], Command]  # of a port, the workers' URLs, a folder for its files
     health: str = "/health"  # answers 200 once it serves
 
 
@@ -48,23 +48,23 @@ class Started(NamedTuple):
     failure: str = ""
 
 
-def _vllm_router(port: int, worker: str, folder: Path) -> Command:
+def _vllm_router(port: int, workers: Sequence[str], folder: Path) -> Command:
     where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    return Command(["vllm-router", *where, "--worker-urls", worker, "--log-level", "warning"])
+    return Command(["vllm-router", *where, "--worker-urls", *workers, "--log-level", "warning"])
 
 
-def _sglang_router(port: int, worker: str, folder: Path) -> Command:
+def _sglang_router(port: int, workers: Sequence[str], folder: Path) -> Command:
     where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    return Command(["sglang-router", "launch", *where, "--worker-urls", worker, "--log-level", "warn"])
+    return Command(["sglang-router", "launch", *where, "--worker-urls", *workers, "--log-level", "warn"])
 
 
-def _litellm(port: int, worker: str, folder: Path) -> Command:
+def _litellm(port: int, workers: Sequence[str], folder: Path) -> Command:
     config = folder / "litellm.yaml"  # JSON is YAML
-    model = {"model": f"openai/{MODEL}", "api_base": worker + "/v1", "api_key": "none"}
+    models = [{"model": f"openai/{MODEL}", "api_base": worker + "/v1", "api_key": "none"} for worker in workers]
     config.write_text(
         json.dumps(
             {
-                "model_list": [{"model_name": MODEL, "litellm_params": model}],
+                "model_list": [{"model_name": MODEL, "litellm_params": model} for model in models],
                 # It listens on the loopback address alone; a key would only add to its cost.
                 "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
             }
@@ -83,12 +83,12 @@ PEERS = (
 )
 
 
-def start(servers: Servers, peer: Peer, worker: Server, folder: Path, say: Callable[[str], None]) -> Started:
-    """Install a peer if need be, and start it before `worker`. A failure is returned, not raised."""
+def start(servers: Servers, peer: Peer, workers: Sequence[Server], folder: Path, say: Callable[[str], None]) -> Started:
+    """Install a peer if need be, and start it before `workers`. A failure is returned, not raised."""
     try:
         scripts = environment_of(peer, say) / "bin"
         port = free_port()
-        (script, *arguments), environment = peer.command(port, worker.url, folder)
+        (script, *arguments), environment = peer.command(port, [worker.url for worker in workers], folder)
         server = servers.start(peer.name, port, [str(scripts / script), *arguments], environment)
         server.wait_until_ready(peer.health, START_SECONDS)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:

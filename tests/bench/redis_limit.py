@@ -24,6 +24,7 @@ from proxy.bench.harness.servers import narrator
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.positions import PositionCache
 from proxy.chat.responses import StoredResponses
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
@@ -78,7 +79,7 @@ class Tables:
     def __init__(self, url: str) -> None:
         self.index, self.metrics = PrefixIndex(TABLE_BYTES), Metrics()
         self.sync = RedisSync(
-            url, self.index, PositionCache(TABLE_BYTES), StoredResponses(0), self.metrics, lambda: BOOTS
+            url, self.index, PositionCache(TABLE_BYTES), StoredResponses(0), self.metrics, IdleWork(), lambda: BOOTS
         )
 
     def learn(self, number: int) -> None:

@@ -23,6 +23,7 @@ class Served(NamedTuple):
     duration: float
     completed: int
     failed: int
+    first_tokens: tuple[float, ...] = ()  # of each request, with `--save-detailed`
 
 
 class ServeClient:
@@ -56,7 +57,13 @@ class ServeClient:
         result: dict[str, Any] = json.loads(line)
         if result["failed"] or not result["completed"]:
             raise RuntimeError(f"vllm bench serve: {result['failed']} requests failed: {result.get('errors')}")
-        return Served(result["median_ttft_ms"] / 1000, result["duration"], result["completed"], result["failed"])
+        figures = result["median_ttft_ms"] / 1000, result["duration"], result["completed"], result["failed"]
+        return Served(*figures, tuple(result.get("ttfts", ())))
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
 
 def main() -> None:
@@ -72,8 +79,8 @@ def main() -> None:
     add_cli_args(parser)
     for line in sys.stdin:
         result = run(parser.parse_args(json.loads(line)))
-        kept = ("median_ttft_ms", "duration", "completed", "failed")
-        print(json.dumps({name: result[name] for name in kept}), file=results, flush=True)
+        kept = ("median_ttft_ms", "duration", "completed", "failed", "ttfts")
+        print(json.dumps({name: result[name] for name in kept if name in result}), file=results, flush=True)
 
 
 if __name__ == "__main__":

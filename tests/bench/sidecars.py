@@ -90,9 +90,7 @@ async def converse(url: str, tokenizer: Any, seed: int) -> tuple[Hits, Hits]:
 
 def start_router(servers: Servers, peer: Peer, workers: Sequence[Server], folder: Path, say: Any) -> Server:
     port = free_port()
-    (script, *arguments), variables = peer.command(port, "WORKERS", folder)
-    at = arguments.index("WORKERS")
-    arguments[at : at + 1] = [worker.url for worker in workers]
+    (script, *arguments), variables = peer.command(port, [worker.url for worker in workers], folder)
     server = servers.start(peer.name, port, [str(environment_of(peer, say) / "bin" / script), *arguments], variables)
     server.wait_until_ready(peer.health, START_SECONDS)
     return server

@@ -230,8 +230,8 @@ def started(servers: Servers, model: Path) -> list[Server]:
 def round_robin() -> Peer:
     before = PEERS[0]
 
-    def command(port: int, worker: str, folder: Path) -> Any:
-        told = before.command(port, worker, folder)
+    def command(port: int, workers: Sequence[str], folder: Path) -> Any:
+        told = before.command(port, workers, folder)
         return told._replace(arguments=[*told.arguments, "--policy", "round_robin"])
 
     return replace(before, command=command)

@@ -25,6 +25,7 @@ from proxy.bench.harness.servers import Server, Servers
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.positions import PositionCache
 from proxy.chat.responses import StoredResponses
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
@@ -263,7 +264,7 @@ class Tables:
     def __init__(self, server: RedisServer, boot: str = BOOT, size: int = 2**26) -> None:
         self.prefix_index, self.positions, self.metrics = PrefixIndex(size), PositionCache(size), Metrics()
         self.redis_sync = RedisSync(
-            server.url, self.prefix_index, self.positions, StoredResponses(0), self.metrics, lambda: [boot]
+            server.url, self.prefix_index, self.positions, StoredResponses(0), self.metrics, IdleWork(), lambda: [boot]
         )
 
     async def exchange(self) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -17,3 +20,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         if not self._ready and (waiting := [timer.when() for timer in self._scheduled if not timer.cancelled()]):
             self._now = max(self._now, min(waiting))
         super()._run_once()
+
+
+def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test, run on such a loop."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **named: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runner.run(test(*args, **named))
+
+    return run

@@ -19,6 +19,7 @@ from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from tests.harness.fake_engine import engine_info
@@ -62,7 +63,8 @@ def file(tmp_path):
 
 
 def pool_of(servers: Servers, file=None, worker: tuple[str, ...] = (), **settings) -> WorkerPool:
-    return WorkerPool(Settings(worker=worker, workers_file=file, **settings), servers, Metrics(), FactsLearner())
+    settings = Settings(worker=worker, workers_file=file, **settings)
+    return WorkerPool(settings, servers, Metrics(), FactsLearner(), IdleWork())
 
 
 async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_and_its_quarantine(file):

@@ -17,6 +17,7 @@ from proxy.fleet.self_check import SelfCheck
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -85,7 +86,7 @@ def check_of(worker: Worker, engine: Engine, *requests: WarmupRequest, settings:
         warmup.add(bytes([number]), 1000 - number, (), request)
     stored = StoredResponses(10**6)
     settings = settings if settings is not None else Settings()
-    return SelfCheck(settings, Pool(worker), warmup, stored, engine, Metrics(), lambda worker: None)
+    return SelfCheck(settings, Pool(worker), warmup, stored, engine, Metrics(), IdleWork(), lambda worker: None)
 
 
 async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):

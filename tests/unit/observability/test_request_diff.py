@@ -14,6 +14,7 @@ from proxy.chat.canonical import canonical
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import StoredResponses
+from proxy.idle_work import finished
 from proxy.observability import request_diff
 from proxy.observability.cures import CHANGE_TEXT
 from proxy.observability.request_diff import (
@@ -43,7 +44,7 @@ def changed(*bodies):
     for body in bodies:
         last = as_recent(body)
         recent.add(last)
-    return recent.change(last)
+    return finished(recent.seek_change(last))
 
 
 def test_in_fifty_generated_cases_the_right_part_is_named():
@@ -85,7 +86,7 @@ def test_nothing_is_kept_where_no_text_may_be():
     recent = remembering(0)
     one = as_recent({"messages": messages(LONG, "First?")})
     recent.add(one)
-    assert recent.held == 0 and recent.change(one) is None
+    assert recent.held == 0 and finished(recent.seek_change(one)) is None
 
 
 TOOLS = [{"type": "function", "function": {"name": name, "description": LONG}} for name in ("wind", "tide", "ice")]
@@ -182,7 +183,7 @@ def asked(memory: RequestMemory, *bodies, owner: str | None = None, path: str = 
         text = json.dumps(body)
         last = RememberedRequest(layout_of(chat, b"r"), len(text), owner)
         memory.add(last)
-        change = memory.change(last)
+        change = finished(memory.seek_change(last))
         last.prompt = len(text) // 4
     return change
 
@@ -237,7 +238,7 @@ def test_in_a_burst_the_first_request_has_changed_and_the_others_share_its_begin
         chat = chat_request(dated("first", DAYS[1], f"Berth {number}?"))
         burst.append(RememberedRequest(layout_of(chat, b"r"), 4000))
         memory.add(burst[-1])
-    assert [memory.change(request) is not None for request in burst] == [True] + 7 * [False]
+    assert [finished(memory.seek_change(request)) is not None for request in burst] == [True] + 7 * [False]
 
 
 def test_a_change_of_which_a_third_request_knows_more_is_not_the_cause():
@@ -333,9 +334,13 @@ def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
     assert asked(memory, {"messages": before}, {"messages": after}) is None
     last = next(reversed(memory._requests.values()))
     predecessor = last.continued.prompt
-    assert memory.rendered_otherwise(last, predecessor - 5) is None  # all of it but the words that ask for an answer
-    assert memory.rendered_otherwise(last, 16) is None  # an engine that has forgotten it
-    change = memory.rendered_otherwise(last, predecessor - 400)
+
+    def otherwise(shared: int) -> PrefixChange | None:
+        return finished(memory.rendered_otherwise(last, shared))
+
+    assert otherwise(predecessor - 5) is None  # all of it but the words that ask for an answer
+    assert otherwise(16) is None  # an engine that has forgotten it
+    change = otherwise(predecessor - 400)
     assert (change.kind, change.position, change.role) == ("thinking_history", 2, "assistant")
     assert change.lost(9999, 1) == change.would_save(9999, 1) == 400
     assert "truncate_history_thinking" in change.as_json(excerpts=True, prompt=9999, shared=1)["cure"]
@@ -349,7 +354,7 @@ def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
     memory = remembering(10**7)
     assert asked(memory, first, second, path=MESSAGES) is None
     last = next(reversed(memory._requests.values()))
-    change = memory.rendered_otherwise(last, last.continued.prompt - 300)
+    change = finished(memory.rendered_otherwise(last, last.continued.prompt - 300))
     assert (change.kind, change.missing) == ("system_merged", 300) and "in the middle" in change.cure()
 
 
@@ -489,6 +494,6 @@ def test_tools_that_change_each_time_are_searched_within_bounds(monkeypatch):
         chat = chat_request(json.loads(json.dumps({**body, "messages": [{"role": "user", "content": f"q{number}"}]})))
         last = RememberedRequest(layout_of(chat, b"r"), 10)
         memory.add(last)
-    change = memory.change(last)
+    change = finished(memory.seek_change(last))
     assert change is not None and (change.what, change.position, change.kind) == ("tool", 0, "number")
     assert sum(searched) <= 2 * request_diff.MAX_CHARACTERS

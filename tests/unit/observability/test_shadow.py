@@ -11,6 +11,7 @@ from proxy.boundaries.boundary import Boundary, Found
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_request
 from proxy.fleet.worker import Worker
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Explanation
 from proxy.observability.request_diff import RequestMemory
@@ -28,7 +29,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.worker = Worker("http://w", None, boot="w#1", model_ids=frozenset({"m"}), hits=0, hits_before=0)
-        self.shadow = Shadow(Settings(), self.find, RequestMemory(0), Metrics(), lambda: ["w#1"])
+        self.shadow = Shadow(Settings(), self.find, RequestMemory(0), Metrics(), IdleWork(), lambda: ["w#1"])
 
     async def find(self, chat: Chat, worker: Worker, size: int, memory: int, owner: str | None) -> ReadPrompt:
         return ReadPrompt(FOUND)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from proxy.idle_work import finished
 from proxy.observability import volatile_text
 from proxy.observability.volatile_text import MAX_PLACES, Difference, says_today
 
@@ -14,7 +15,7 @@ NOW = 1795600000.0  # in November 2026
 
 
 def differences(new: str, old: str) -> list[Difference]:
-    return volatile_text.differences(new, old, NOW)
+    return finished(volatile_text.differences(new, old, NOW))
 
 
 RULES = " Keep clear of the bar.\nNever leave the channel without a pilot on board, and call the lock first.\n"

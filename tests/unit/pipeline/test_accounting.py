@@ -17,6 +17,7 @@ from proxy.chat.reader import chat_request
 from proxy.chat.usage import Usage
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Expectation, Explanation
 from proxy.observability.request_diff import RememberedRequest
@@ -73,9 +74,9 @@ class Scene:
         self.metrics, self.prefix_index = Metrics(), PrefixIndex(10**6)
         self.reader = PromptReader(Settings(), self.metrics, FactsLearner())
         self.events = Events()
-        self.accounting = Accounting(
-            self.metrics, Pool(self.worker), self.reader, self.prefix_index, self.events, None, excerpts=False
-        )
+        self.idle = IdleWork()
+        parts = (self.metrics, Pool(self.worker), self.reader, self.prefix_index, self.events, None, self.idle)
+        self.accounting = Accounting(*parts, excerpts=False)
         self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), facts, b"renderer")
 
     def request(
@@ -159,9 +160,12 @@ async def test_what_was_delivered_in_full_is_a_hit_and_no_miss():
 async def test_nobody_waits_for_the_reason_of_a_stream():
     scene = Scene()
     request = scene.request(is_stream=True)
-    assert await scene.accounting.answered(request, Usage(100, 0), None) is None
+    scene.accounting.reported(request, Usage(100, 0), None)
+    scene.accounting.count(request)
+    assert scene.idle.waiting == 1 and request.explanation.status is None
+    await scene.idle.caught_up()
     await asyncio.sleep(0)
-    assert scene.events.asked == 1 and request.explanation.reason is None
+    assert request.explanation.status == 200 and scene.events.asked == 1 and request.explanation.reason is None
     scene.events.said.set_result(EngineOutcome("cold", 0, (40, 60, 95)))
     async with asyncio.timeout(30):
         while request.explanation.reason is None:
@@ -206,6 +210,7 @@ async def test_a_request_counts_for_its_model_if_any_worker_serves_it(model, lab
         request.worker, request.status, request.body.parsed = worker, 503, {**CHAT, "model": model}
         request.prediction.expected = None
         scene.accounting.count(request)
+        await scene.idle.caught_up()
         labels = {"model": label, "worker": worker.name if worker is not None else ""}
         counted = scene.value("seamark_requests_total", **labels, endpoint="/v1/chat/completions", code="503")
         assert counted == 1 and request.explanation.model == label

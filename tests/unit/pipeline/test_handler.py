@@ -17,7 +17,7 @@ from proxy.settings import Settings
 
 @pytest.fixture
 def handler() -> RequestHandler:
-    parts = ("pool", "reader", "stored", "dispatcher", "relay", "accounting", "preflights", "adapters")
+    parts = ("pool", "reader", "stored", "dispatcher", "relay", "accounting", "idle", "preflights", "adapters")
     return RequestHandler(Settings(), Metrics(), keys=None, **{name: Mock() for name in parts})
 
 

@@ -16,6 +16,7 @@ from proxy.boundaries.boundary import Boundary
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken
+from proxy.idle_work import IdleWork
 from proxy.routing import engine_events
 from proxy.routing.engine_events import (
     MAX_OUTCOMES,
@@ -106,7 +107,8 @@ async def reading(
     feed: Feed, prefix_index: PrefixIndex | None = None, learnt: dict[bytes, int] | None = None
 ) -> AsyncIterator[EngineEvents]:
     learnt = learnt if learnt is not None else {}
-    events = EngineEvents(feed, prefix_index if prefix_index is not None else PrefixIndex(10**6), learnt.__setitem__)
+    index = prefix_index if prefix_index is not None else PrefixIndex(10**6)
+    events = EngineEvents(feed, index, IdleWork(), learnt.__setitem__)
     try:
         yield events
     finally:
@@ -203,8 +205,10 @@ async def test_nonsense_about_states_costs_what_was_believed_and_no_word():
 
 async def test_words_that_nobody_asks_for_are_bounded():
     async with reading(Feed(*((f"r{number}", "hit") for number in range(MAX_OUTCOMES + 5)))) as events:
-        assert await events.outcome_of(WORKER, "r0") is None
-        assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES}") == EngineOutcome("hit")
+        assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES + 4}") == EngineOutcome("hit")
+        assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES + 3}") == EngineOutcome("hit")
+        (feed,) = events._feeds.values()
+        assert len(feed.outcomes) < MAX_OUTCOMES and "r0" not in feed.outcomes
 
 
 async def test_news_correct_the_directory_without_anybody_asking():

@@ -1,0 +1,162 @@
+"""What the gateway does beside requests gives way to their bytes.
+
+One event loop passes all bytes on, so whatever runs on it in one go holds them up: requests that end in one step of an
+engine, and are followed by new ones, then reach the engine apart, and each costs it a step of its own. Work beside
+them is therefore done in short steps between which the loop turns to the bytes, and begins in a lull. The idea is
+that of `requestIdleCallback` in browsers, its timeout included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+logger = logging.getLogger("seamark.idle_work")
+
+T = TypeVar("T")
+
+# Work in steps, each of some 100 microseconds at most, whatever clients or engines have sent; returns its result.
+Steps = Generator[None, None, T]
+
+# Seconds without a request that comes or ends until there is a lull. A client whose stream has ended sends its next
+# request within that.
+LULL_SECONDS = 0.004
+
+# Work that was added waits no longer for a lull.
+PATIENCE_SECONDS = 0.5
+
+# Work that others build on, such as what engines report, waits no longer.
+SHORT_PATIENCE_SECONDS = 0.05
+
+# Jobs that wait; with more, or older ones, the gateway is behind, and what can be left out is left out.
+MAX_WAITING = 256
+
+
+class _Job(NamedTuple):
+    """Work for which nobody waits."""
+
+    steps: Steps[Any]
+    since: float  # time.monotonic()
+
+
+class IdleWork:
+    """One per gateway. It needs a running event loop."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: seconds."""
+        self._now = now
+        self._lull_at = 0.0
+        self._jobs: deque[_Job] = deque()
+        self._next: asyncio.Handle | None = None  # the next step, if one is to come
+        self._hurry = 0  # so many wait for what has been added
+        self._arrivals: set[asyncio.Future[None]] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that are not done."""
+        return len(self._jobs)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more has come up than the pauses between requests have room for."""
+        jobs = self._jobs
+        return len(jobs) > MAX_WAITING or (bool(jobs) and self._now() - jobs[0].since > PATIENCE_SECONDS)
+
+    def arrived(self) -> None:
+        """A request has come: it goes first."""
+        self.bytes_moved()
+        while self._arrivals:
+            if not (arrival := self._arrivals.pop()).done():
+                arrival.set_result(None)
+
+    def bytes_moved(self) -> None:
+        """An answer has ended: its client may send another request at once."""
+        self._lull_at = self._now() + LULL_SECONDS
+
+    def next_arrival(self) -> asyncio.Future[None]:
+        """Done when the next request of a client comes."""
+        arrival = asyncio.get_running_loop().create_future()
+        self._arrivals.add(arrival)
+        arrival.add_done_callback(self._arrivals.discard)
+        return arrival
+
+    def add(self, steps: Steps[Any]) -> None:
+        """Do this in a lull. A failure is logged by its kind."""
+        self._jobs.append(_Job(steps, self._now()))
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_later(LULL_SECONDS, self._step)
+
+    async def finish(self, steps: Steps[T]) -> T:
+        """Do this now; its result. The loop turns to all others between two steps."""
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]  # as `Steps` has it
+            await asyncio.sleep(0)
+
+    async def lull(self, patience: float = PATIENCE_SECONDS) -> None:
+        """Return in a lull, or after `patience` seconds. To be awaited before each piece of work in a task."""
+        deadline = self._now() + patience
+        await asyncio.sleep(0)
+        wait = self._lull_at - self._now()
+        while wait > 0:
+            await asyncio.sleep(wait)
+            wait = min(self._lull_at, deadline) - self._now()
+
+    async def caught_up(self) -> None:
+        """Return once what was added before is done: somebody asks for what it finds."""
+        if not self._jobs:
+            return
+        done = asyncio.get_running_loop().create_future()
+
+        def mark() -> Steps[None]:
+            if not done.done():
+                done.set_result(None)
+            yield
+
+        self._hurry += 1
+        self.add(mark())
+        try:
+            if self._next is not None:
+                self._next.cancel()
+            self._next = asyncio.get_running_loop().call_soon(self._step)
+            await done
+        finally:
+            self._hurry -= 1
+
+    def _step(self) -> None:
+        loop = asyncio.get_running_loop()
+        wait = self._lull_at - self._now()
+        if wait > 0 and not self._hurry and not self.is_behind:
+            self._next = loop.call_later(wait, self._step)
+            return
+        try:
+            next(self._jobs[0].steps)
+        except StopIteration:
+            self._jobs.popleft()
+        except Exception as error:  # the kind alone: the message might hold prompt text
+            logger.error("work beside requests: %s", type(error).__name__)
+            self._jobs.popleft()
+        self._next = loop.call_soon(self._step) if self._jobs else None
+
+
+def batched(values: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
+    """The values in groups of `size`, the last one shorter perhaps; as `itertools` has it from Python 3.12 on."""
+    rest = iter(values)
+    while group := tuple(islice(rest, size)):
+        yield group
+
+
+def finished(steps: Steps[T]) -> T:
+    """The result of `steps` that are done in one go."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]  # as `Steps` has it

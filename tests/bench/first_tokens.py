@@ -1,0 +1,342 @@
+"""`python -m tests.bench.first_tokens`: the tail of first tokens through gateways, all before the same worker.
+
+vLLM's own client sends prompts that share nothing, some at once. Engines have one core, everything else another, so
+that no gateway takes a core from an engine, as beside a GPU. The ways take turns in an order that changes; rounds are
+pooled. Engine steps tell whether requests reach the engine together: one that is held up gets steps of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from proxy.bench.harness.client import open_client
+from proxy.bench.harness.counters import family, samples_of
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
+from proxy.chat.chat import CHAT
+from proxy.commands.render_server import free_port
+from tests.bench import timed_gateway
+from tests.bench.gateway_cost import gateway_of, percentile
+from tests.bench.peers import PEERS, VLLM_ROUTER, start
+from tests.bench.serve_client import ServeClient
+from tests.harness.api_keys import bearer, entry
+from tests.harness.redis_server import RedisServer
+
+INPUT_TOKENS, OUTPUT_TOKENS, AT_ONCE, PROMPTS, ROUNDS, WARM_UP = 400, 16, 4, 60, 5, 2
+
+ENGINE_CORE, OTHER_CORE = 0, 1
+
+STEPS, HITS = "vllm:iteration_tokens_total_count", "vllm:prefix_cache_hits_total"
+
+DIRECT, BARE, SEAMARK, TIMED = "directly", "bare aiohttp proxy", "seamark", "seamark, timed"
+
+PERCENTILES = (0.5, 0.9, 0.95, 0.99)
+
+# What may be had over vllm-router: of first tokens by percentile, and of an engine's steps.
+LIMITS = {0.5: 1.05, 0.9: 1.10, 0.99: 1.25}
+STEPS_LIMIT = 1.05
+
+# Parts of the gateway that can be on, by what they add to its flags; those with a server of their own get its address.
+PARTS = ("keys", "redis", "response-cache", "tracing", "shadow", "self-check")
+
+CACHE_BYTES = 2**26
+
+WORDS = (
+    "ms to the first token, all rounds pooled; steps: of the engine in a round, mean; hits: prompt tokens in a round,\n"
+    "mean; over: of vllm-router in the same sitting. Directly with several workers: the first one alone."
+)
+
+
+@dataclass
+class Way:
+    """What requests are sent to."""
+
+    name: str
+    url: str
+    headers: tuple[str, ...] = ()  # as `vllm bench serve` takes them
+    first_tokens: list[float] = field(default_factory=list)  # seconds, of all rounds
+    steps: list[int] = field(default_factory=list)  # of the engines, a round
+    hits: list[int] = field(default_factory=list)  # tokens, a round
+
+
+class Load(NamedTuple):
+    """What a round sends; tokens."""
+
+    prompts: int
+    input_tokens: int
+    output_tokens: int
+    at_once: int
+
+    def arguments(self, way: Way, model: Path, seed: int) -> list[str]:
+        """Of `vllm bench serve`."""
+        flags = {
+            "--backend": "openai-chat",
+            "--endpoint": CHAT,
+            "--base-url": way.url,
+            "--model": MODEL_NAME,
+            "--tokenizer": str(model),
+            "--dataset-name": "random",
+            "--random-input-len": str(self.input_tokens),
+            "--random-output-len": str(self.output_tokens),
+            "--num-prompts": str(self.prompts),
+            "--max-concurrency": str(self.at_once),
+            "--seed": str(seed),
+            "--temperature": "0",
+        }
+        listed = [part for pair in flags.items() for part in pair]
+        headers = ["--header", *way.headers] if way.headers else []
+        return [*listed, "--ignore-eos", "--disable-tqdm", "--save-detailed", *headers]
+
+
+def bind(pids: Sequence[int], core: int) -> None:
+    """All threads of these processes run on `core` from now on."""
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(task.name), {core})
+
+
+async def measure(
+    ways: Sequence[Way], engines: Sequence[Server], load: Load, rounds: int, model: Path, say: Callable[[str], None]
+) -> None:
+    """Warm-up rounds, and `rounds` that count; every round of every way has prompts of its own."""
+    order = random.Random(5)
+    async with open_client() as http, ServeClient() as client:
+        bind([client.pid], OTHER_CORE)
+
+        async def total(name: str) -> int:
+            return int(sum([(await samples_of(http, engine))[name] for engine in engines]))
+
+        seed = 0
+        for number in range(WARM_UP + rounds):
+            say(f"round {number + 1} of {WARM_UP + rounds}")
+            for way in order.sample(ways, len(ways)):
+                seed += 1
+                steps, hits = await total(STEPS), await total(HITS)
+                served = await client.run(load.arguments(way, model, seed))
+                if number >= WARM_UP:
+                    way.first_tokens += served.first_tokens
+                    way.steps.append(await total(STEPS) - steps)
+                    way.hits.append(await total(HITS) - hits)
+
+
+class Setup:
+    """The servers of one sitting, and the ways through them. Use as a context manager."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._stack = contextlib.ExitStack()
+        self.servers = self._stack.enter_context(Servers(folder))
+        self.ways: list[Way] = []
+
+    def __enter__(self) -> Setup:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def engines(self, model: Path, count: int) -> list[Server]:
+        """So many, on one core together."""
+        flags = ("--no-enable-log-requests",)
+        found = [self.servers.engine(f"worker-{number}", model, flags=flags) for number in range(count)]
+        for engine in found:
+            engine.wait_until_ready()
+            api, *core = family(engine.process.pid)
+            bind([api], OTHER_CORE)
+            bind(core, ENGINE_CORE)
+        self.ways.append(Way(DIRECT, found[0].url))
+        return found
+
+    def bare(self, worker: Server) -> None:
+        """A proxy that does nothing but pass on."""
+        port = free_port()
+        command = [sys.executable, "-m", "tests.bench.bare_proxy", str(port), worker.url]
+        self._add(BARE, self.servers.start("bare", port, command, {}))
+
+    def router(self, workers: Sequence[Server]) -> None:
+        """vllm-router as it is shipped."""
+        (peer,) = (peer for peer in PEERS if peer.name == VLLM_ROUTER)
+        server, failure = start(self.servers, peer, workers, self._folder, self._say)[1:]
+        if server is None:
+            raise SystemExit(f"vllm-router does not run: {failure}")
+        self._add(VLLM_ROUTER, server)
+
+    def gateway(self, workers: Sequence[Server], parts: Sequence[str] = (), timed: Path | None = None) -> None:
+        """Ours, with `parts` of it on; `timed`: where it writes what its requests waited for."""
+        flags, headers = self._flags(parts)
+        if timed is not None:
+            port = free_port()
+            command = [sys.executable, "-m", "tests.bench.timed_gateway", str(timed), "serve", "--port", str(port)]
+            command += [part for worker in workers for part in ("--worker", worker.url)]
+            server = self.servers.start("timed", port, [*command, "--self-check-interval", "0"], {})
+        else:
+            server = self.servers.gateway(*workers, flags=flags)
+        self._add(TIMED if timed is not None else ", ".join([SEAMARK, *parts]), server, headers)
+
+    def checkout(self, folder: Path, worker: Server) -> None:
+        """The gateway of another checkout of this source."""
+        self._add(f"{SEAMARK} of {folder.name}", gateway_of(self.servers, folder, worker))
+
+    def _flags(self, parts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+        flags: list[str] = []
+        headers: tuple[str, ...] = ()
+        for part in parts:
+            if part == "keys":
+                keys = self._folder / "keys.toml"
+                keys.write_text(entry("ann"))
+                secret = self._folder / "secret"
+                secret.write_text("0123456789abcdef" * 4)
+                flags += ["--api-keys", str(keys), "--salt-secret-file", str(secret)]
+                headers = tuple(f"{name}={value}" for name, value in bearer("ann").items())
+            elif part == "redis":
+                redis = RedisServer()
+                self._stack.callback(redis.kill)
+                bind([redis.pid], OTHER_CORE)
+                flags += ["--redis", redis.url]
+            elif part == "response-cache":
+                flags += ["--response-cache", str(CACHE_BYTES)]
+            elif part == "tracing":
+                port = free_port()
+                command = [sys.executable, "-m", "tests.bench.bare_proxy", str(port), "nowhere"]
+                sink = self.servers.start("spans", port, command, {})
+                sink.wait_until_ready("/health", 30)
+                bind([sink.process.pid], OTHER_CORE)
+                flags += ["--otlp-traces-endpoint", f"{sink.url}/v1/traces"]
+            elif part == "shadow":
+                flags += ["--shadow"]
+            elif part == "self-check":
+                flags += ["--self-check-interval", "1"]
+        return flags, headers
+
+    def _add(self, name: str, server: Server, headers: tuple[str, ...] = ()) -> None:
+        server.wait_until_ready("/health", 60)
+        if name.startswith(SEAMARK):
+            server.wait_until_ready("/ready", 60)
+        bind(family(server.process.pid), OTHER_CORE)
+        self.ways.append(Way(name, server.url, headers))
+
+
+def figures(way: Way) -> dict[float, float]:
+    """Seconds by percentile."""
+    return {share: percentile(way.first_tokens, share) for share in PERCENTILES}
+
+
+def complaints(way: Way, router: Way) -> list[str]:
+    """Where it is beyond what it may have over vllm-router."""
+    ours, theirs = figures(way), figures(router)
+    found = [f"p{share * 100:g}" for share, limit in LIMITS.items() if ours[share] > limit * theirs[share]]
+    return [*found, "steps"] if sum(way.steps) > STEPS_LIMIT * sum(router.steps) else found
+
+
+def render(ways: Sequence[Way]) -> str:
+    """A line for each way."""
+    names = [f"p{share * 100:g}" for share in PERCENTILES]
+    lines = [f"{'way':<34}" + "".join(f"{name:>7}" for name in names) + f"{'steps':>8}{'hits':>7}  over vllm-router"]
+    router = next((way for way in ways if way.name == VLLM_ROUTER), None)
+    for way in ways:
+        own = figures(way)
+        line = f"{way.name:<34}" + "".join(f"{1000 * own[share]:>7.0f}" for share in PERCENTILES)
+        line += f"{sum(way.steps) / len(way.steps):>8.0f}{sum(way.hits) / len(way.hits):>7.0f}"
+        if router is not None and way is not router:
+            theirs = figures(router)
+            line += "  " + " ".join(f"{own[share] / theirs[share]:.2f}" for share in PERCENTILES)
+            line += f", steps {sum(way.steps) / sum(router.steps):.2f}"
+        lines.append(line)
+    if router is not None:
+        for way in ways:
+            if way.name.startswith(SEAMARK):
+                beyond = complaints(way, router)
+                lines.append(f"{'NOT HELD (' + ', '.join(beyond) + ')' if beyond else 'held'}: {way.name}")
+    return "\n".join(lines)
+
+
+def report(ways: Sequence[Way]) -> list[dict[str, Any]]:
+    """Everything measured, for machines; seconds, tokens."""
+    kept = ("name", "first_tokens", "steps", "hits")
+    return [{name: getattr(way, name) for name in kept} for way in ways]
+
+
+def _parts(value: str) -> tuple[str, ...]:
+    parts = tuple(value.split(","))
+    if unknown := set(parts) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return parts
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.first_tokens", description="the tail of first tokens through gateways"
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"that count ({ROUNDS})")
+    for name, default, words in (
+        ("prompts", PROMPTS, "of a round"),
+        ("input-tokens", INPUT_TOKENS, "of a prompt"),
+        ("output-tokens", OUTPUT_TOKENS, "of an answer"),
+        ("at-once", AT_ONCE, "requests at once"),
+        ("workers", 1, "engines, which share a core"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{words} ({default})")
+    parser.add_argument(
+        "--with",
+        dest="with_parts",
+        type=_parts,
+        action="append",
+        default=[],
+        metavar="PARTS",
+        help=f"a gateway with these parts on, too (repeat): {', '.join(PARTS)}, with commas between",
+    )
+    parser.add_argument(
+        "--checkout", type=Path, action="append", default=[], metavar="DIR", help="its gateway, too (repeat)"
+    )
+    parser.add_argument("--timed", action="store_true", help="a gateway that says what its requests waited for, too")
+    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    if min(args.rounds, args.prompts, args.input_tokens, args.output_tokens, args.at_once, args.workers) < 1:
+        parser.error("all numbers: at least 1")
+    if len(os.sched_getaffinity(0)) < 2:
+        parser.error("two cores at least")
+    say = narrator()
+    model = generated_model(say)
+    load = Load(args.prompts, args.input_tokens, args.output_tokens, args.at_once)
+    with tempfile.TemporaryDirectory(prefix="seamark-first-tokens-") as name, Setup(Path(name), say) as setup:
+        say("starting everything")
+        engines = setup.engines(model, args.workers)
+        if args.workers == 1:
+            setup.bare(engines[0])
+        setup.router(engines)
+        for parts in [(), *args.with_parts]:
+            setup.gateway(engines, parts)
+        for folder in args.checkout:
+            setup.checkout(folder.resolve(), engines[0])
+        stages = Path(name) / "stages.json"
+        if args.timed:
+            setup.gateway(engines, timed=stages)
+        asyncio.run(measure(setup.ways, engines, load, args.rounds, model, say))
+        if args.timed:
+            for server in setup.servers.started:
+                if server.name == "timed":
+                    server.stop()
+            timings = json.loads(stages.read_text())
+    if args.json:
+        print(json.dumps(report(setup.ways), indent=1))
+    else:
+        print(f"{render(setup.ways)}\n\n{WORDS}")
+        if args.timed:
+            print(f"\n{timed_gateway.render(timings)}")
+    router = next(way for way in setup.ways if way.name == VLLM_ROUTER)
+    return 1 if any(complaints(way, router) for way in setup.ways if way.name == SEAMARK) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

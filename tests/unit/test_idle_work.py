@@ -1,0 +1,159 @@
+"""Work beside requests: step by step, in lulls, and whatever it holds, the loop turns to others between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from proxy.idle_work import LULL_SECONDS, MAX_WAITING, PATIENCE_SECONDS, IdleWork, Steps, batched, finished
+from tests.harness.virtual_time import on_virtual_time
+
+
+@pytest.fixture
+def idle() -> IdleWork:
+    """By the loop's own clock, which is virtual."""
+    return IdleWork(now=lambda: asyncio.get_running_loop().time())
+
+
+def noting(seen: list[str], *words: str) -> Steps[str]:
+    for word in words:
+        seen.append(word)
+        yield
+    return "done"
+
+
+@on_virtual_time
+async def test_nothing_begins_before_a_lull(idle):
+    seen: list[str] = []
+    idle.bytes_moved()
+    idle.add(noting(seen, "a"))
+    for _ in range(4):
+        await asyncio.sleep(LULL_SECONDS * 0.75)
+        assert seen == []
+        idle.arrived()
+    await asyncio.sleep(LULL_SECONDS * 2)
+    assert seen == ["a"] and idle.waiting == 0
+
+
+@on_virtual_time
+async def test_between_two_steps_the_loop_turns_to_everything_else(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, *"abc"))
+    asking = asyncio.create_task(idle.caught_up())
+    while not asking.done():
+        seen.append("-")
+        await asyncio.sleep(0)
+    assert "".join(seen).strip("-").replace("--", "-") == "a-b-c"
+
+
+@on_virtual_time
+async def test_a_request_that_comes_between_two_steps_goes_first(idle):
+    seen: list[str] = []
+
+    def steps() -> Steps[None]:
+        seen.append("first")
+        idle.arrived()
+        yield
+        seen.append("second")
+
+    idle.add(steps())
+    await asyncio.sleep(LULL_SECONDS * 1.5)
+    assert seen == ["first"]
+    await asyncio.sleep(LULL_SECONDS)
+    assert seen == ["first", "second"]
+
+
+@on_virtual_time
+async def test_without_a_lull_the_gateway_falls_behind_and_goes_on_step_by_step(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, *"ab"))
+    for _ in range(int(PATIENCE_SECONDS / LULL_SECONDS)):
+        idle.arrived()
+        await asyncio.sleep(LULL_SECONDS / 2)
+    assert seen == [] and not idle.is_behind
+    while not seen:
+        idle.arrived()
+        await asyncio.sleep(LULL_SECONDS / 2)
+    assert asyncio.get_running_loop().time() < 2 * PATIENCE_SECONDS
+
+
+@on_virtual_time
+async def test_with_too_many_jobs_it_is_behind(idle):
+    for _ in range(MAX_WAITING):
+        idle.add(noting([]))
+    assert not idle.is_behind
+    idle.add(noting([]))
+    assert idle.is_behind
+
+
+@on_virtual_time
+async def test_a_failure_is_told_by_its_kind_and_the_next_job_goes_on(idle, caplog):
+    def failing() -> Steps[None]:
+        yield
+        raise ValueError("secret")
+
+    seen: list[str] = []
+    idle.add(failing())
+    idle.add(noting(seen, "a"))
+    await idle.caught_up()
+    assert seen == ["a"] and "ValueError" in caplog.text and "secret" not in caplog.text
+
+
+@on_virtual_time
+async def test_who_asks_waits_for_what_was_added_before_and_for_no_lull(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, *"abc"))
+    idle.arrived()
+    began = asyncio.get_running_loop().time()
+    await idle.caught_up()
+    assert seen == ["a", "b", "c"] and asyncio.get_running_loop().time() == began
+    await idle.caught_up()  # nothing waits
+
+
+@on_virtual_time
+async def test_who_stops_asking_hurries_nobody(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, *"abc"))
+    idle.arrived()
+    asking = asyncio.create_task(idle.caught_up())
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    steps = len(seen)
+    await asyncio.sleep(0)
+    assert len(seen) == steps < 3
+    await asyncio.sleep(LULL_SECONDS * 2)
+    assert len(seen) == 3
+
+
+@on_virtual_time
+async def test_what_somebody_waits_for_is_done_now_and_still_in_steps(idle):
+    seen: list[str] = []
+    idle.arrived()
+    other = asyncio.create_task(idle.finish(noting(seen, "x", "y")))
+    assert await idle.finish(noting(seen, "a", "b")) == "done" == await other
+    assert sorted(seen[:2]) == ["a", "x"] and sorted(seen[2:]) == ["b", "y"]
+
+
+@pytest.mark.parametrize("patience", [0.02, PATIENCE_SECONDS])
+@on_virtual_time
+async def test_a_task_waits_for_a_lull_within_its_patience(idle, patience):
+    async def requests() -> None:
+        while True:
+            idle.arrived()
+            await asyncio.sleep(LULL_SECONDS / 2)
+
+    busy = asyncio.create_task(requests())
+    await asyncio.sleep(0)
+    began = asyncio.get_running_loop().time()
+    await idle.lull(patience)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(patience)
+    busy.cancel()
+    await idle.lull(patience)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(patience + LULL_SECONDS, abs=LULL_SECONDS)
+
+
+def test_steps_can_be_done_in_one_go_and_values_come_in_groups():
+    assert finished(noting([], *"abc")) == "done"
+    assert list(batched("abcde", 2)) == [("a", "b"), ("c", "d"), ("e",)] and list(batched("", 2)) == []
