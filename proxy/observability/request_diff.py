@@ -518,6 +518,7 @@ def _hashed(parts: Iterable[Part]) -> Steps[tuple[Part, ...]]:
         if (work := work + PART_WORK + part.size) > STEP_BYTES:
             work = 0
             yield
+    yield
     return tuple(found)
 
 

@@ -32,7 +32,7 @@ GIT_BEFORE = 2000  # characters in which a git status has to say that it is one
 
 MAX_LINES = 400  # of a changed block, until a line that both texts have
 
-STEP_LINES = 128  # of the other text that are noted in one step
+STEP_CHARACTERS = 4096  # of the other text whose lines are noted in one step
 
 MIN_LINE = 8  # characters by which a line is recognised in the other text
 
@@ -64,6 +64,8 @@ _GIT_LINE = re.compile(
     r"|(?:modified|new file|deleted|renamed):))"
     r"|\s{0,8}[MADRCUT?!]{1,2}\s{1,2}\S{1,300}(?: -> \S{1,300})?\s*\Z|\s{0,300}\Z"
 )
+
+_LINES = re.compile(rf"(?m)^[^\n]{{{MIN_LINE},}}")
 
 _TODAY = re.compile(r"(?i)\b(?:today|now|date|time|datetime|timestamp|day|as of|current\w{0,8})\b")
 
@@ -199,12 +201,11 @@ class _Walk:
     def _lines_of_old(self) -> Steps[dict[str, list[int]]]:
         if self._old_lines is None:
             lines, old, start = dict[str, list[int]](), self._old, 0
-            while start <= len(old):
-                for _ in range(STEP_LINES):
-                    end = found if (found := old.find("\n", start)) >= 0 else len(old)
-                    if end - start >= MIN_LINE:
-                        lines.setdefault(old[start:end], []).append(start)
-                    start = end + 1
+            while start < len(old):
+                end = found if (found := old.find("\n", start + STEP_CHARACTERS)) >= 0 else len(old)
+                for line in _LINES.finditer(old, start, end):
+                    lines.setdefault(line[0], []).append(line.start())
+                start = end
                 yield
             self._old_lines = lines
         return self._old_lines

@@ -148,8 +148,8 @@ class Setup:
 
     def engines(self, model: Path, count: int) -> list[Server]:
         """So many, on one core together."""
-        flags = ("--no-enable-log-requests",)
-        found = [self.servers.engine(f"worker-{number}", model, flags=flags) for number in range(count)]
+        bound = {"VLLM_CPU_OMP_THREADS_BIND": str(ENGINE_CORE)}  # else it has a thread for each core
+        found = [self.servers.engine(f"worker-{number}", model, environment=bound) for number in range(count)]
         for engine in found:
             engine.wait_until_ready()
             api, *core = family(engine.process.pid)

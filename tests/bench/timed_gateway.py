@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import statistics
 import sys
 import time
@@ -114,6 +115,7 @@ def render(shown: Mapping[str, Mapping[str, float]]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops, and then gives the signal its way
     moments = install()
     try:
         status = cli.main(sys.argv[2:])

@@ -1,0 +1,238 @@
+"""Nothing beside a request holds up its bytes: how such work is written, and how much of it a step does.
+
+Structure and counts, no times: the rule is in CONTRIBUTING.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from proxy.boundaries.layout import layout_of
+from proxy.chat.reader import chat_request
+from proxy.fleet.worker import Worker
+from proxy.idle_work import IdleWork, Steps
+from proxy.observability import request_diff, volatile_text
+from proxy.observability.exposition import exposition
+from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory
+from proxy.pipeline.accounting import Accounting
+from proxy.pipeline.gateway import Gateway
+from proxy.routing import engine_events
+from proxy.routing.engine_events import STEP_EVENTS, EngineEvents, _Feed
+from proxy.routing.held_states import HeldStates
+from proxy.routing.prefix_index import PrefixIndex
+from proxy.settings import Settings
+
+PROXY = Path(__file__).parents[2] / "proxy"
+
+# What runs in the gateway, not what a command does in a process of its own.
+ROOMS = ("http", "chat", "boundaries", "fleet", "routing", "observability", "pipeline", "server")
+
+# Parts that go without a lull, and why nothing that a client or an engine sends makes them long.
+SHORT_PARTS = {
+    "heartbeats": "a comment for each stream that is silent",
+    "discovery": "a name and its addresses",
+    "pinned_prompts": "sixty-four prompts at most, each of which is a request of the gateway's own",
+}
+
+LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Await)
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for room in ROOMS:
+        for path in sorted((PROXY / room).glob("*.py")):
+            yield f"{room}/{path.name}", ast.parse(path.read_text())
+
+
+def name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def functions(tree: ast.Module, *, in_steps: bool) -> set[str]:
+    """Names of those whose work is in steps, or of all others."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.returns is not None and ast.unparse(node.returns).startswith("Steps[")) is in_steps
+    }
+
+
+def given_away(tree: ast.Module) -> set[ast.expr]:
+    """Work that is part of other such work, or given to `IdleWork`; named `steps`, it is given away below."""
+    taken: set[ast.expr] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.YieldFrom):
+            taken.add(node.value)
+        elif isinstance(node, ast.Call) and name_of(node.func) in ("add", "finish"):
+            taken.update(node.args)
+        elif isinstance(node, ast.Assign) and name_of(node.targets[0]) == "steps":
+            taken.add(node.value)
+    return taken
+
+
+def test_work_in_steps_is_done_by_nobody_in_one_go():
+    """A plain call would do nothing, and a loop over it all of it."""
+    trees = dict(modules())
+    steps = {name: functions(tree, in_steps=True) for name, tree in trees.items()}
+    plain = set().union(*(functions(tree, in_steps=False) for tree in trees.values()))
+    everywhere = set().union(*steps.values()) - plain | {"finished"}
+    assert {"seek_change", "differences", "rendered_otherwise"} <= everywhere
+    for name, tree in trees.items():
+        taken, wanted = given_away(tree), steps[name] | everywhere
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and name_of(node.func) in wanted]
+        assert [ast.unparse(call) for call in calls if call not in taken] == [], name
+
+
+def test_a_streams_end_does_nothing_that_takes_longer_the_more_there_is():
+    """What it does beyond that is given to `IdleWork`, behind its last byte."""
+    tree = ast.parse((PROXY / "pipeline" / "accounting.py").read_text())
+    found = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for name in ("reported", "count", "_learn"):
+        assert not [node for node in ast.walk(found[name]) if isinstance(node, LOOPS)], name
+    forward = ast.parse((PROXY / "pipeline" / "forward.py").read_text())
+    (stream,) = (node for node in ast.walk(forward) if getattr(node, "name", "") == "_stream_events")
+    last = stream.body[-1]
+    assert isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
+    assert ast.unparse(last.value.func) == "self._accounting.reported"
+
+
+def test_each_part_that_runs_beside_requests_waits_for_a_lull(monkeypatch):
+    """Or is known to do little, whatever there is."""
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(Gateway, "_keep_running", lambda self, name, run: started.setdefault(name, run))
+    monkeypatch.setattr("asyncio.create_task", lambda part: part)
+    gateway = Gateway(Settings(worker=("http://w",), workers_dns=("http://n:1",), prefill_worker=("http://p",)))
+    gateway.settings = gateway.settings.model_copy(update={"redis": "redis://127.0.0.1:1"})
+    gateway.start()
+    assert started.keys() > SHORT_PARTS.keys() and {"workers", "redis", "shadow", "files"} <= started.keys()
+    for name, run in started.items():
+        if name not in SHORT_PARTS:
+            assert "await self._idle.lull(" in inspect.getsource(type(run.__self__)).replace(".idle.", "._idle."), name
+    assert "await self._idle.lull(" in inspect.getsource(EngineEvents._read)
+
+
+def counted(steps: Steps[Any], counts: Counter[str]) -> tuple[list[Counter[str]], Any]:
+    """What each step counted, and the result."""
+    found = []
+    while True:
+        counts.clear()
+        try:
+            next(steps)
+        except StopIteration as done:
+            return [*found, Counter(counts)], done.value
+        finally:
+            found.append(Counter(counts))
+
+
+@pytest.fixture
+def counts(monkeypatch) -> Counter[str]:
+    """Of the pieces of work in a search for a change."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, weigh: Any = lambda *args: 1) -> None:
+        real = getattr(owner, name)
+
+        def counting(*args: Any, **named: Any) -> Any:
+            counts[name] += weigh(*args)
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(request_diff, "own_hash")
+    count(request_diff, "_resemble")
+    count(request_diff, "common_start")
+    count(volatile_text, "_date_at")
+    count(volatile_text, "_word_at")
+    count(request_diff, "canonical")
+    return counts
+
+
+def remember(memory: RequestMemory, body: dict[str, Any]) -> RememberedRequest:
+    request = RememberedRequest(layout_of(chat_request(body), b"r"), len(json.dumps(body)))
+    memory.add(request)
+    return request
+
+
+def chats(kind: str) -> Iterator[dict[str, Any]]:
+    draw = random.Random(7)
+
+    def words(count: int) -> str:
+        return " ".join(str(draw.getrandbits(40)) for _ in range(count))
+
+    shared = words(3000)
+    for number in range(MAX_REQUESTS + 1):
+        tools = [{"type": "function", "function": {"name": f"t{i}", "description": words(40)}} for i in range(40)]
+        yield {
+            "nothing shared": {"messages": [{"role": "user", "content": words(400)}]},
+            "many short messages": {"messages": [{"role": "user", "content": words(3)} for _ in range(400)]},
+            "a number in a long text": {
+                "messages": [
+                    {"role": "system", "content": f"Session {number}. {shared} {number} {shared}"},
+                    {"role": "user", "content": "Q"},
+                ]
+            },
+            "lines": {
+                "messages": [
+                    {"role": "system", "content": "\n".join([words(2), *shared.split(" "), words(2)])},
+                    {"role": "user", "content": "Q"},
+                ]
+            },
+            "tools": {"tools": tools, "messages": [{"role": "user", "content": "Q"}]},
+        }[kind]
+
+
+@pytest.mark.parametrize("kind", ["nothing shared", "many short messages", "a number in a long text", "lines", "tools"])
+def test_a_step_of_the_search_for_a_change_is_short_whatever_was_sent(counts, kind):
+    memory = RequestMemory(2**30, now=lambda: 1795600000.0)
+    for body in chats(kind):
+        last = remember(memory, body)
+    assert not counts  # nothing is compared, nor hashed for that, while the request waits
+    steps, _ = counted(memory.seek_change(last), counts)
+    assert len(steps) > 8
+    for step in steps:
+        assert step["own_hash"] + step["canonical"] <= request_diff.STEP_BYTES // request_diff.PART_WORK + 1
+        assert step["_resemble"] + step["common_start"] <= 2 * (request_diff.STEP_BYTES // request_diff.PAIR_WORK + 1)
+        assert step["_date_at"] <= 2 and step["_word_at"] <= 2
+
+
+def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):
+    applied: Counter[str] = Counter()
+
+    def apply(self: HeldStates, states: Any, boot: str) -> None:
+        applied["events"] += len(states)
+
+    monkeypatch.setattr(HeldStates, "apply", apply)
+    index = PrefixIndex(10**6)
+    feed, worker = _Feed(HeldStates(index, lambda *_: None)), Worker("http://w", None, boot="w#1")
+    events = EngineEvents(SimpleNamespace(), index, IdleWork())  # type: ignore[arg-type]
+    told = {"boot": "b", "cursor": 1, "reset": False, "states": [["gone", str(i)] for i in range(1000)]}
+    told["outcomes"] = [[str(i), "hit", 0] for i in range(1000)]
+    before = 0
+    sizes = []
+    for _ in events._apply(worker, feed, told):
+        sizes.append(applied["events"] + len(feed.outcomes) - before)
+        before = applied["events"] + len(feed.outcomes)
+    assert sum(sizes) == 2000 and max(sizes) <= STEP_EVENTS == engine_events.STEP_EVENTS
+
+
+def test_metrics_are_written_a_family_at_a_time():
+    gateway = Gateway(Settings(worker=("http://w",)))
+    families = list(gateway.metrics.registry.collect())
+    steps, text = counted(exposition(gateway.metrics.registry), Counter())
+    assert len(steps) > len(families) > 20
+    assert all(f"# HELP {family.name}".encode() in text for family in families)
+
+
+def test_with_no_time_an_explanation_is_counted_as_shed_and_nothing_is_compared():
+    source = inspect.getsource(Accounting._change)
+    assert source.index("is_behind") < source.index("explanations_shed.inc()") < source.index("seek_change")
