@@ -54,7 +54,6 @@ class IdleWork:
         self._jobs: deque[_Job] = deque()
         self._next: asyncio.Handle | None = None  # the next step, if one is to come
         self._hurry = 0  # so many wait for what has been added
-        self._arrivals: set[asyncio.Future[None]] = set()
 
     @property
     def waiting(self) -> int:
@@ -67,23 +66,9 @@ class IdleWork:
         jobs = self._jobs
         return len(jobs) > MAX_WAITING or (bool(jobs) and self._now() - jobs[0].since > PATIENCE_SECONDS)
 
-    def arrived(self) -> None:
-        """A request has come: it goes first."""
-        self.bytes_moved()
-        while self._arrivals:
-            if not (arrival := self._arrivals.pop()).done():
-                arrival.set_result(None)
-
     def bytes_moved(self) -> None:
-        """An answer has ended: its client may send another request at once."""
+        """A request has come and goes first, or an answer has ended, whose client may send the next one."""
         self._lull_at = self._now() + LULL_SECONDS
-
-    def next_arrival(self) -> asyncio.Future[None]:
-        """Done when the next request of a client comes."""
-        arrival = asyncio.get_running_loop().create_future()
-        self._arrivals.add(arrival)
-        arrival.add_done_callback(self._arrivals.discard)
-        return arrival
 
     def add(self, steps: Steps[Any]) -> None:
         """Do this in a lull. A failure is logged by its kind."""

@@ -31,7 +31,7 @@ async def test_nothing_begins_before_a_lull(idle):
     for _ in range(4):
         await asyncio.sleep(LULL_SECONDS * 0.75)
         assert seen == []
-        idle.arrived()
+        idle.bytes_moved()
     await asyncio.sleep(LULL_SECONDS * 2)
     assert seen == ["a"] and idle.waiting == 0
 
@@ -53,7 +53,7 @@ async def test_a_request_that_comes_between_two_steps_goes_first(idle):
 
     def steps() -> Steps[None]:
         seen.append("first")
-        idle.arrived()
+        idle.bytes_moved()
         yield
         seen.append("second")
 
@@ -69,11 +69,11 @@ async def test_without_a_lull_the_gateway_falls_behind_and_goes_on_step_by_step(
     seen: list[str] = []
     idle.add(noting(seen, *"ab"))
     for _ in range(int(PATIENCE_SECONDS / LULL_SECONDS)):
-        idle.arrived()
+        idle.bytes_moved()
         await asyncio.sleep(LULL_SECONDS / 2)
     assert seen == [] and not idle.is_behind
     while not seen:
-        idle.arrived()
+        idle.bytes_moved()
         await asyncio.sleep(LULL_SECONDS / 2)
     assert asyncio.get_running_loop().time() < 2 * PATIENCE_SECONDS
 
@@ -104,7 +104,7 @@ async def test_a_failure_is_told_by_its_kind_and_the_next_job_goes_on(idle, capl
 async def test_who_asks_waits_for_what_was_added_before_and_for_no_lull(idle):
     seen: list[str] = []
     idle.add(noting(seen, *"abc"))
-    idle.arrived()
+    idle.bytes_moved()
     began = asyncio.get_running_loop().time()
     await idle.caught_up()
     assert seen == ["a", "b", "c"] and asyncio.get_running_loop().time() == began
@@ -115,7 +115,7 @@ async def test_who_asks_waits_for_what_was_added_before_and_for_no_lull(idle):
 async def test_who_stops_asking_hurries_nobody(idle):
     seen: list[str] = []
     idle.add(noting(seen, *"abc"))
-    idle.arrived()
+    idle.bytes_moved()
     asking = asyncio.create_task(idle.caught_up())
     await asyncio.sleep(0)
     asking.cancel()
@@ -130,7 +130,7 @@ async def test_who_stops_asking_hurries_nobody(idle):
 @on_virtual_time
 async def test_what_somebody_waits_for_is_done_now_and_still_in_steps(idle):
     seen: list[str] = []
-    idle.arrived()
+    idle.bytes_moved()
     other = asyncio.create_task(idle.finish(noting(seen, "x", "y")))
     assert await idle.finish(noting(seen, "a", "b")) == "done" == await other
     assert sorted(seen[:2]) == ["a", "x"] and sorted(seen[2:]) == ["b", "y"]
@@ -141,7 +141,7 @@ async def test_what_somebody_waits_for_is_done_now_and_still_in_steps(idle):
 async def test_a_task_waits_for_a_lull_within_its_patience(idle, patience):
     async def requests() -> None:
         while True:
-            idle.arrived()
+            idle.bytes_moved()
             await asyncio.sleep(LULL_SECONDS / 2)
 
     busy = asyncio.create_task(requests())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import deque
@@ -219,3 +220,51 @@ def test_a_restarted_worker_starts_without_the_noise_of_before(worker, engine):
     check._is_due(worker)
     watched = check._watched[worker.url]
     assert (watched.boot, watched.checks, list(watched.noises)) == ("w#2", 0, [])
+
+
+class SlowEngine(Engine):
+    """It is computing, and says when it was left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computing, self.left = asyncio.Event(), asyncio.Event()
+
+    async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
+        if not url.endswith("/metrics"):
+            self.computing.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.left.set()
+        return await super().fetch(method, url, body, timeout)
+
+
+async def test_a_clients_request_ends_a_check_at_once(worker):
+    """Its request is given up before the client's goes out: nothing is polled, no time passes."""
+    engine, request = SlowEngine(), replay(b"first")
+    check = check_of(worker, engine, request)
+    assert check._is_due(worker) is False  # it has just come
+    watched = check._watched[worker.url]
+    checking = asyncio.create_task(check._check(worker, watched))
+    async with asyncio.timeout(30):
+        await engine.computing.wait()
+    check.leave(Worker("http://another", renderer=render))
+    await asyncio.sleep(0)
+    assert not engine.left.is_set()
+    worker.dispatched += 1
+    check.leave(worker)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert engine.left.is_set()
+    await checking
+    assert check.checked == 0 and not check._left
+    check.leave(worker)  # nothing is under way
+
+
+async def test_a_request_that_comes_before_a_check_begins_is_not_met_by_one(worker):
+    engine, request = SlowEngine(), replay(b"first")
+    check = check_of(worker, engine, request)
+    check._is_due(worker)
+    worker.dispatched += 1
+    await check._check(worker, check._watched[worker.url])
+    assert not engine.computing.is_set()
