@@ -138,6 +138,19 @@ def batched(values: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
         yield group
 
 
+def within(seconds: float, steps: Steps[T]) -> Steps[T]:
+    """The same. Raises `TimeoutError` if it is not done `seconds` after its first step."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]  # as `Steps` has it
+        if time.monotonic() > until:
+            raise TimeoutError
+        yield
+
+
 def finished(steps: Steps[T]) -> T:
     """The result of `steps` that are done in one go."""
     while True:

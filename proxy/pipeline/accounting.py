@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -23,7 +24,7 @@ from proxy.chat.lax_values import flag
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
-from proxy.idle_work import IdleWork, Steps
+from proxy.idle_work import IdleWork, Steps, within
 from proxy.metrics import Metrics
 from proxy.observability.key_usage import KeyUsage
 from proxy.observability.reasons import Delivery, Expectation, cache_label, reason_for
@@ -44,6 +45,8 @@ NOT_FOUND = 404
 
 # A change is sought if more than one in so many tokens of a prompt was computed.
 MOST_PARTS = 8
+
+SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
 
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
@@ -379,7 +382,13 @@ class Accounting:
         if self._idle.is_behind:
             self._metrics.explanations_shed.inc()
             return None
-        change = yield from self._recent.seek_change(remembered)
+        # A whole answer waits for its reason, and each step of the search for all that the loop has to do.
+        seconds = math.inf if request.report is not None else SEEK_SECONDS
+        try:
+            change = yield from within(seconds, self._recent.seek_change(remembered))
+        except TimeoutError:
+            self._metrics.explanations_shed.inc()
+            return None
         if change is None and is_told and expected is not None and expected.sent_here:
             shared = max(delivery.shareable, delivery.cached)
             change = yield from self._recent.rendered_otherwise(remembered, shared)

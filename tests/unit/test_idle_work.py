@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from proxy.idle_work import LULL_SECONDS, MAX_WAITING, PATIENCE_SECONDS, IdleWork, Steps, batched, finished
+from proxy.idle_work import LULL_SECONDS, MAX_WAITING, PATIENCE_SECONDS, IdleWork, Steps, batched, finished, within
 from tests.harness.virtual_time import on_virtual_time
 
 
@@ -152,6 +152,14 @@ async def test_a_task_waits_for_a_lull_within_its_patience(idle, patience):
     busy.cancel()
     await idle.lull(patience)
     assert asyncio.get_running_loop().time() - began == pytest.approx(patience + LULL_SECONDS, abs=LULL_SECONDS)
+
+
+def test_what_takes_too_long_is_given_up():
+    seen: list[str] = []
+    assert finished(within(30.0, noting(seen, *"ab"))) == "done"
+    with pytest.raises(TimeoutError):
+        finished(within(0.0, noting(seen, *"cd")))
+    assert seen == ["a", "b", "c"]
 
 
 def test_steps_can_be_done_in_one_go_and_values_come_in_groups():

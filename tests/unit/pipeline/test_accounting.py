@@ -21,6 +21,7 @@ from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability.reasons import Expectation, Explanation
 from proxy.observability.request_diff import RememberedRequest
+from proxy.pipeline import accounting
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
@@ -218,8 +219,16 @@ async def test_a_request_counts_for_its_model_if_any_worker_serves_it(model, lab
 
 @pytest.mark.parametrize(("cached", "is_sought"), [(0, True), (350, True), (351, False), (400, False)])
 async def test_a_change_is_sought_where_an_eighth_was_computed(cached, is_sought):
-    """Comparing texts takes milliseconds of the event loop."""
     scene = Scene()
+    request = changed_request(scene)
+    remembered = request.prediction.remembered
+    await scene.accounting.answered(request, Usage(400, cached), None, EngineOutcome("hit", cached))
+    assert remembered.prompt == 400 and request.explanation.reason is not None
+    assert (request.explanation.changed is not None) == is_sought
+
+
+def changed_request(scene: Scene) -> ProxiedRequest:
+    """Its system prompt has another date than the one before it."""
     rules = "Keep clear of the bar at low water. " * 20
     for day in ("2026-11-22", "2026-11-23"):
         changed = {"role": "system", "content": f"Today is {day}. {rules}"}
@@ -228,9 +237,29 @@ async def test_a_change_is_sought_where_an_eighth_was_computed(cached, is_sought
         scene.reader.recent.add(remembered)
     request = scene.request()
     request.prediction.remembered = remembered
-    await scene.accounting.answered(request, Usage(400, cached), None, EngineOutcome("hit", cached))
-    assert remembered.prompt == 400 and request.explanation.reason is not None
-    assert (request.explanation.changed is not None) == is_sought
+    return request
+
+
+@pytest.mark.parametrize("lack", ["behind", "slow"])
+async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_counted(monkeypatch, lack):
+    scene = Scene()
+    request = changed_request(scene)
+    if lack == "behind":
+        monkeypatch.setattr(IdleWork, "is_behind", True)
+    else:
+        monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
+    assert await scene.accounting.answered(request, Usage(400, 0), None, EngineOutcome("cold", 0)) == "cold"
+    assert request.explanation.changed is None and scene.value("seamark_explanations_shed_total") == 1
+
+
+async def test_a_stream_is_given_the_time_it_takes(monkeypatch):
+    monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
+    scene = Scene()
+    request = changed_request(scene)
+    scene.accounting.reported(request, Usage(400, 0), None, EngineOutcome("cold", 0))
+    scene.accounting.count(request)
+    await scene.idle.caught_up()
+    assert request.explanation.reason == "prefix_changed" and scene.value("seamark_explanations_shed_total") == 0
 
 
 async def test_an_explanation_that_fails_costs_no_answer(caplog):
