@@ -34,6 +34,11 @@ from tests.harness.redis_server import RedisServer
 
 INPUT_TOKENS, OUTPUT_TOKENS, AT_ONCE, PROMPTS, ROUNDS, WARM_UP = 400, 16, 4, 60, 5, 2
 
+SPREAD = 0.0
+
+# Prefills short enough that a few milliseconds between two requests are felt, as on a GPU.
+FLAGS = ("--dtype", "bfloat16")
+
 ENGINE_CORE, OTHER_CORE = 0, 1
 
 STEPS, HITS = "vllm:iteration_tokens_total_count", "vllm:prefix_cache_hits_total"
@@ -76,6 +81,7 @@ class Load(NamedTuple):
     input_tokens: int
     output_tokens: int
     at_once: int
+    spread: float = 0.0  # of lengths around these, 0 to 1; without it all answers of a wave end in one step
 
     def arguments(self, way: Way, model: Path, seed: int) -> list[str]:
         """Of `vllm bench serve`."""
@@ -88,6 +94,7 @@ class Load(NamedTuple):
             "--dataset-name": "random",
             "--random-input-len": str(self.input_tokens),
             "--random-output-len": str(self.output_tokens),
+            "--random-range-ratio": str(self.spread),
             "--num-prompts": str(self.prompts),
             "--max-concurrency": str(self.at_once),
             "--seed": str(seed),
@@ -139,6 +146,8 @@ class Setup:
         self._stack = contextlib.ExitStack()
         self.servers = self._stack.enter_context(Servers(folder))
         self.ways: list[Way] = []
+        self.stages: dict[str, Path] = {}
+        self._timed: list[Server] = []
 
     def __enter__(self) -> Setup:
         return self
@@ -149,7 +158,9 @@ class Setup:
     def engines(self, model: Path, count: int) -> list[Server]:
         """So many, on one core together."""
         bound = {"VLLM_CPU_OMP_THREADS_BIND": str(ENGINE_CORE)}  # else it has a thread for each core
-        found = [self.servers.engine(f"worker-{number}", model, environment=bound) for number in range(count)]
+        found = [
+            self.servers.engine(f"worker-{number}", model, flags=FLAGS, environment=bound) for number in range(count)
+        ]
         for engine in found:
             engine.wait_until_ready()
             api, *core = family(engine.process.pid)
@@ -172,21 +183,30 @@ class Setup:
             raise SystemExit(f"vllm-router does not run: {failure}")
         self._add(VLLM_ROUTER, server)
 
-    def gateway(self, workers: Sequence[Server], parts: Sequence[str] = (), timed: Path | None = None) -> None:
-        """Ours, with `parts` of it on; `timed`: where it writes what its requests waited for."""
+    def gateway(self, workers: Sequence[Server], parts: Sequence[str] = ()) -> None:
+        """Ours, with `parts` of it on."""
         flags, headers = self._flags(parts)
-        if timed is not None:
-            port = free_port()
-            command = [sys.executable, "-m", "tests.bench.timed_gateway", str(timed), "serve", "--port", str(port)]
-            command += [part for worker in workers for part in ("--worker", worker.url)]
-            server = self.servers.start("timed", port, [*command, "--self-check-interval", "0"], {})
-        else:
-            server = self.servers.gateway(*workers, flags=flags)
-        self._add(TIMED if timed is not None else ", ".join([SEAMARK, *parts]), server, headers)
+        self._add(", ".join([SEAMARK, *parts]), self.servers.gateway(*workers, flags=flags), headers)
 
     def checkout(self, folder: Path, worker: Server) -> None:
         """The gateway of another checkout of this source."""
         self._add(f"{SEAMARK} of {folder.name}", gateway_of(self.servers, folder, worker))
+
+    def timed(self, folder: Path, workers: Sequence[Server]) -> None:
+        """The gateway of a checkout, this one perhaps, that notes what its requests wait for."""
+        port, name = free_port(), f"{TIMED} of {folder.name}"
+        self.stages[name] = self._folder / f"stages-{port}.json"
+        command = [sys.executable, "-P", timed_gateway.__file__, str(self.stages[name]), "serve", "--port", str(port)]
+        command += [part for worker in workers for part in ("--worker", worker.url)]
+        command += ["--self-check-interval", "0", "--stop-delay", "0"]
+        self._timed.append(self.servers.start("timed", port, command, {"PYTHONPATH": str(folder)}))
+        self._add(name, self._timed[-1])
+
+    def waits(self) -> list[str]:
+        """What the requests of these gateways waited for; they are stopped for that."""
+        for server in self._timed:
+            server.stop()
+        return [f"{name}\n{timed_gateway.render(json.loads(path.read_text()))}" for name, path in self.stages.items()]
 
     def _flags(self, parts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         flags: list[str] = []
@@ -287,6 +307,7 @@ def main(argv: list[str]) -> int:
         ("workers", 1, "engines, which share a core"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{words} ({default})")
+    parser.add_argument("--spread", type=float, default=SPREAD, metavar="SHARE", help=f"of both lengths ({SPREAD})")
     parser.add_argument(
         "--with",
         dest="with_parts",
@@ -299,16 +320,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--checkout", type=Path, action="append", default=[], metavar="DIR", help="its gateway, too (repeat)"
     )
-    parser.add_argument("--timed", action="store_true", help="a gateway that says what its requests waited for, too")
+    parser.add_argument("--timed", action="store_true", help="gateways that note what their requests wait for, too")
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     if min(args.rounds, args.prompts, args.input_tokens, args.output_tokens, args.at_once, args.workers) < 1:
         parser.error("all numbers: at least 1")
+    if not 0 <= args.spread < 1:
+        parser.error("--spread: at least 0, less than 1")
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("two cores at least")
     say = narrator()
     model = generated_model(say)
-    load = Load(args.prompts, args.input_tokens, args.output_tokens, args.at_once)
+    load = Load(args.prompts, args.input_tokens, args.output_tokens, args.at_once, args.spread)
     with tempfile.TemporaryDirectory(prefix="seamark-first-tokens-") as name, Setup(Path(name), say) as setup:
         say("starting everything")
         engines = setup.engines(model, args.workers)
@@ -319,21 +342,14 @@ def main(argv: list[str]) -> int:
             setup.gateway(engines, parts)
         for folder in args.checkout:
             setup.checkout(folder.resolve(), engines[0])
-        stages = Path(name) / "stages.json"
-        if args.timed:
-            setup.gateway(engines, timed=stages)
+        for folder in (Path.cwd(), *args.checkout) if args.timed else ():
+            setup.timed(folder.resolve(), engines)
         asyncio.run(measure(setup.ways, engines, load, args.rounds, model, say))
-        if args.timed:
-            for server in setup.servers.started:
-                if server.name == "timed":
-                    server.stop()
-            timings = json.loads(stages.read_text())
+        waits = setup.waits()
     if args.json:
         print(json.dumps(report(setup.ways), indent=1))
     else:
-        print(f"{render(setup.ways)}\n\n{WORDS}")
-        if args.timed:
-            print(f"\n{timed_gateway.render(timings)}")
+        print("\n\n".join([render(setup.ways), WORDS, *waits]))
     router = next(way for way in setup.ways if way.name == VLLM_ROUTER)
     return 1 if any(complaints(way, router) for way in setup.ways if way.name == SEAMARK) else 0
 
