@@ -20,12 +20,15 @@ logger = logging.getLogger("seamark.idle_work")
 
 T = TypeVar("T")
 
-# Work in steps, each of some 100 microseconds at most, whatever clients or engines have sent; returns its result.
+# Work in steps, each of some tens of microseconds, whatever clients or engines have sent; returns its result.
 Steps = Generator[None, None, T]
 
 # Seconds without a request that comes or ends until there is a lull. A client whose stream has ended sends its next
 # request within that.
 LULL_SECONDS = 0.004
+
+# Steps are done for so long before the loop turns to all others: a turn costs as much as some of them.
+SLICE_SECONDS = 0.0001
 
 # Work that was added waits no longer for a lull.
 PATIENCE_SECONDS = 0.5
@@ -47,9 +50,10 @@ class _Job(NamedTuple):
 class IdleWork:
     """One per gateway. It needs a running event loop."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, slice_seconds: float = SLICE_SECONDS) -> None:
         """`now`: seconds."""
         self._now = now
+        self._slice_seconds = slice_seconds
         self._lull_at = 0.0
         self._jobs: deque[_Job] = deque()
         self._next: asyncio.Handle | None = None  # the next step, if one is to come
@@ -77,10 +81,10 @@ class IdleWork:
             self._next = asyncio.get_running_loop().call_later(LULL_SECONDS, self._step)
 
     async def finish(self, steps: Steps[T]) -> T:
-        """Do this now; its result. The loop turns to all others between two steps."""
+        """Do this now; its result. The loop turns to all others between two slices."""
         while True:
             try:
-                next(steps)
+                self._slice(steps)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]  # as `Steps` has it
             await asyncio.sleep(0)
@@ -115,6 +119,13 @@ class IdleWork:
         finally:
             self._hurry -= 1
 
+    def _slice(self, steps: Steps[Any]) -> None:
+        """Some steps, one at least. Raises `StopIteration` behind the last one."""
+        until = time.perf_counter() + self._slice_seconds
+        next(steps)
+        while time.perf_counter() < until:
+            next(steps)
+
     def _step(self) -> None:
         loop = asyncio.get_running_loop()
         wait = self._lull_at - self._now()
@@ -122,7 +133,7 @@ class IdleWork:
             self._next = loop.call_later(wait, self._step)
             return
         try:
-            next(self._jobs[0].steps)
+            self._slice(self._jobs[0].steps)
         except StopIteration:
             self._jobs.popleft()
         except Exception as error:  # the kind alone: the message might hold prompt text

@@ -141,7 +141,8 @@ class Accounting:
         if report is None or (answered := self._answered(request, report)) is None:
             return None
         if report.outcome is None and self._asks_engine(answered):
-            return await asyncio.shield(self._explain_later(answered, report.engine_id))
+            request.explaining = self._explain_later(answered, report.engine_id)
+            return await asyncio.shield(request.explaining)
         steps = self._explain(answered, report.outcome)
         try:
             return await self._idle.finish(steps)
@@ -158,9 +159,31 @@ class Accounting:
         if request.trace is not None:
             request.trace.stop()
         self._idle.bytes_moved()
-        self._idle.add(self._count(request))
+        if request.report is not None:
+            self._idle.add(self._account(request, request.report))
+        else:
+            self._close(request, self._count(request))
 
-    def _count(self, request: ProxiedRequest) -> Steps[None]:
+    def _account(self, request: ProxiedRequest, report: Report) -> Steps[None]:
+        model = self._count(request)
+        yield
+        answered = self._answered(request, report)
+        if answered is not None:
+            if report.outcome is None and self._asks_engine(answered):
+                request.explaining = self._explain_later(answered, report.engine_id)
+            else:
+                yield from self._explain(answered, report.outcome)
+        self._close(request, model)
+
+    def _close(self, request: ProxiedRequest, model: str) -> None:
+        """Nothing else is told of it, except for the reason that its engine is being asked for."""
+        if request.explaining is not None:
+            request.explaining.add_done_callback(lambda _: self._end_trace(request, model))
+        else:
+            self._end_trace(request, model)
+
+    def _count(self, request: ProxiedRequest) -> str:
+        """Count the request itself; returns its model's label."""
         worker, model = request.worker, self._model_label(request)
         name = worker.name if worker is not None else ""
         if (explanation := request.explanation) is not None:
@@ -172,19 +195,7 @@ class Accounting:
             self.key_usage.request(request.client.key.name)
         if worker is not None and request.timings.reading_seconds:
             self._spend(model, worker, request.timings.reading_seconds)
-        report, answered = request.report, None
-        if report is not None:
-            yield
-            answered = self._answered(request, report)
-        if report is not None and answered is not None:
-            if report.outcome is None and self._asks_engine(answered):
-                request.explaining = self._explain_later(answered, report.engine_id)
-            else:
-                yield from self._explain(answered, report.outcome)
-        if request.explaining is not None:  # the trace ends with the reason
-            request.explaining.add_done_callback(lambda _: self._end_trace(request, model))
-        else:
-            self._end_trace(request, model)
+        return model
 
     def forget(self, worker: str) -> None:
         """Nothing is under way any more at a worker that is gone."""

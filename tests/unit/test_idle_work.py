@@ -12,8 +12,8 @@ from tests.harness.virtual_time import on_virtual_time
 
 @pytest.fixture
 def idle() -> IdleWork:
-    """By the loop's own clock, which is virtual."""
-    return IdleWork(now=lambda: asyncio.get_running_loop().time())
+    """By the loop's own clock, which is virtual; a slice is one step."""
+    return IdleWork(now=lambda: asyncio.get_running_loop().time(), slice_seconds=0.0)
 
 
 def noting(seen: list[str], *words: str) -> Steps[str]:
@@ -152,6 +152,14 @@ async def test_a_task_waits_for_a_lull_within_its_patience(idle, patience):
     busy.cancel()
     await idle.lull(patience)
     assert asyncio.get_running_loop().time() - began == pytest.approx(patience + LULL_SECONDS, abs=LULL_SECONDS)
+
+
+@on_virtual_time
+async def test_a_slice_has_several_short_steps():
+    seen: list[str] = []
+    others = asyncio.create_task(asyncio.sleep(0))
+    assert await IdleWork(slice_seconds=30.0).finish(noting(seen, *"abc")) == "done"
+    assert not others.done()
 
 
 def test_what_takes_too_long_is_given_up():
