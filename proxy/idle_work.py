@@ -33,7 +33,7 @@ SLICE_SECONDS = 0.0001
 # Work that was added waits no longer for a lull.
 PATIENCE_SECONDS = 0.5
 
-# Work that others build on, such as what engines report, waits no longer.
+# Work that others build on, such as what workers say of their health, waits no longer.
 SHORT_PATIENCE_SECONDS = 0.05
 
 # Jobs that wait; with more, or older ones, the gateway is behind, and what can be left out is left out.

@@ -22,7 +22,7 @@ from proxy.fleet.sleep import ASLEEP, EngineAnswers
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Malformed, Silent, Unreachable, Upstream
-from proxy.idle_work import IdleWork
+from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -366,7 +366,7 @@ class WorkerPool:
         models = _models_in(answer)
         if models is None:
             raise Unwell(self._why_refused(worker, MODELS, status))
-        await self._idle.lull()
+        await self._idle.lull(SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
         found = worker_metrics.read(exposition.decode(errors="replace"))
         boot = f"{worker.url}#{found.boot}"
         worker.is_vllm = gateway_id is None and (found.engine is not None or bool(worker.vllm))

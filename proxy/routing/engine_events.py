@@ -22,7 +22,7 @@ from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
 from proxy.fleet.worker import Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, Steps, batched
+from proxy.idle_work import IdleWork, Steps, batched
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -246,7 +246,7 @@ class EngineEvents:
                 if answer.status != 200:
                     raise ValueError(f"status {answer.status}")
                 async for line in answer.lines():
-                    await self._idle.lull(SHORT_PATIENCE_SECONDS)  # engines report when streams end
+                    # Not in a lull: a worker that says more than there are lulls for would be read too slowly.
                     await self._idle.finish(self._apply(worker, feed, json.loads(line)))
             finally:
                 answer.close()

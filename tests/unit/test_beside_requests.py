@@ -117,7 +117,7 @@ def test_each_part_that_runs_beside_requests_waits_for_a_lull(monkeypatch):
     for name, run in started.items():
         if name not in SHORT_PARTS:
             assert "await self._idle.lull(" in inspect.getsource(type(run.__self__)).replace(".idle.", "._idle."), name
-    assert "await self._idle.lull(" in inspect.getsource(EngineEvents._read)
+    assert "await self._idle.finish(self._apply(" in inspect.getsource(EngineEvents._read)
 
 
 def counted(steps: Steps[Any], counts: Counter[str]) -> tuple[list[Counter[str]], Any]:
