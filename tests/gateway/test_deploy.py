@@ -198,7 +198,7 @@ def test_the_systemd_unit_is_sound(tmp_path):
     if shutil.which("systemd-analyze"):
         # It looks whether the program is there.
         copy = tmp_path / unit.name
-        copy.write_text(unit.read_text().replace("/opt/seamark/bin/seamark", sys.executable))
+        copy.write_text(unit.read_text().replace("/opt/seamark/bin/seamark", f'"{sys.executable}"'))
         verified = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
         assert verified.returncode == 0 and unit.name not in verified.stderr, verified.stderr
 
