@@ -73,6 +73,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return SharedEnginesTogether(config, log)
 
 
+@pytest.fixture(autouse=True)
+def no_library_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM in this process wants libraries preloaded in the next ones; below a folder with a space, ld.so complains."""
+    monkeypatch.setenv("LD_PRELOAD", "")  # and afterwards as it was
+
+
 @pytest.fixture(scope="session", autouse=True)
 def fast_tests_import_no_engine(request: pytest.FixtureRequest) -> Iterator[None]:
     """A run of fast tests alone ends in an error if any of them has imported what they have to do without."""
