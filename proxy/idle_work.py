@@ -70,8 +70,8 @@ class IdleWork:
         jobs = self._jobs
         return len(jobs) > MAX_WAITING or (bool(jobs) and self._now() - jobs[0].since > PATIENCE_SECONDS)
 
-    def bytes_moved(self) -> None:
-        """A request has come and goes first, or an answer has ended, whose client may send the next one."""
+    def put_off(self) -> None:
+        """Begin nothing for a moment: a request has come, or an answer has ended, and the client may send the next."""
         self._lull_at = self._now() + LULL_SECONDS
 
     def add(self, steps: Steps[Any]) -> None:
@@ -160,12 +160,3 @@ def within(seconds: float, steps: Steps[T]) -> Steps[T]:
         if time.monotonic() > until:
             raise TimeoutError
         yield
-
-
-def finished(steps: Steps[T]) -> T:
-    """The result of `steps` that are done in one go."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]  # as `Steps` has it

@@ -84,6 +84,7 @@ class _Watched:
     checks: int = 0  # since it started, or was last quarantined
     recomputed: int = 0  # tokens, since the last request of a client
     boot: str = ""
+    left: asyncio.Future[None] | None = None  # while it is checked: done when a client comes
     noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
 
 
@@ -115,7 +116,6 @@ class SelfCheck:
         self._upstream = upstream
         self._results = metrics.self_checks
         self._idle = idle
-        self._left: dict[str, asyncio.Future[None]] = {}  # by worker that is being checked: done when a client comes
         self._watched: dict[str, _Watched] = {}
         self._checked_at: FIFOCache[tuple[str, bytes], float] = FIFOCache(REMEMBERED)  # by boot and key of the prefix
         self.checked = 0  # prompts judged
@@ -143,8 +143,9 @@ class SelfCheck:
 
     def leave(self, worker: Worker) -> None:
         """A client's request goes to the worker: a check there ends at once."""
-        if (left := self._left.get(worker.url)) is not None and not left.done():
-            left.set_result(None)
+        watched = self._watched.get(worker.url)
+        if watched is not None and watched.left is not None and not watched.left.done():
+            watched.left.set_result(None)
 
     async def run(self) -> None:
         """Check idle workers, for ever."""
@@ -183,7 +184,7 @@ class SelfCheck:
         if worker.dispatched != watched.dispatched:
             return
         began = time.monotonic()
-        left = self._left[worker.url] = asyncio.get_running_loop().create_future()
+        left = watched.left = asyncio.get_running_loop().create_future()
         checking = asyncio.create_task(self._judge(worker, replay, watched))
         try:
             await asyncio.wait((checking, left), timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -193,7 +194,7 @@ class SelfCheck:
             verdict = None
         finally:
             checking.cancel()  # and with it its requests: the engine is free once its running step is finished
-            del self._left[worker.url]
+            watched.left = None
             took = time.monotonic() - began
             rest = REST if watched.checks >= FIRST else REST_AT_FIRST
             watched.next_at = time.monotonic() + max(self._interval, rest * took)

@@ -286,7 +286,7 @@ class RequestMemory:
     def rendered_otherwise(self, request: RememberedRequest, shared: int) -> Steps[PrefixChange | None]:
         """What a template renders otherwise although the client sent it again as it was; None if nothing.
 
-        `shared`: tokens of the prompt that, as the engine says, an earlier one began with. Only a request that
+        `shared`: tokens of its prompt that, as the engine says, an earlier one began with. Only a request that
         continues another one in full can lose by that.
         """
         before = request.continued
@@ -336,7 +336,6 @@ class _Texts:
         if not self.has_room(len(new) + len(old)):
             return []
         self._left -= len(new) + len(old)
-        self._known[*pair, only] = []
         known = self._known[*pair, only] = yield from differences(new, old, self._now, only)
         return known
 

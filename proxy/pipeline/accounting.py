@@ -72,6 +72,7 @@ class _Answered(NamedTuple):
     expected: Expectation
     prompt: int  # tokens
     cached: int  # tokens
+    seek_seconds: float  # that a change is sought at most
 
 
 class Accounting:
@@ -121,13 +122,7 @@ class Accounting:
         `answer`: parsed; for a stream, its last response object. `outcome`: what its engine says of the request, None
         if that has to be asked for. What the next request may build on is noted; the rest is left to `count`.
         """
-        if request.worker is None:
-            return
-        if _is_stored(request):
-            self._stored.put(request.prediction.chat, answer, request.worker.boot, request.client.owner)
-        if usage is not None:
-            self._learn(request, usage.prompt)
-        request.report = Report(usage, _engine_id(request, answer), outcome)
+        request.report = self._note(request, usage, answer, outcome)
 
     async def answered(
         self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None = None
@@ -136,9 +131,8 @@ class Accounting:
 
         Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
         """
-        self.reported(request, usage, answer, outcome)
-        report, request.report = request.report, None
-        if report is None or (answered := self._answered(request, report)) is None:
+        report = self._note(request, usage, answer, outcome)
+        if (answered := self._count_report(request, report, SEEK_SECONDS)) is None:
             return None
         if report.outcome is None and self._asks_engine(answered):
             request.explaining = self._explain_later(answered, report.engine_id)
@@ -158,7 +152,7 @@ class Accounting:
             (events.left if request.status == CLIENT_GONE else events.refused)(worker, request.engine_id)
         if request.trace is not None:
             request.trace.stop()
-        self._idle.bytes_moved()
+        self._idle.put_off()
         if request.report is not None:
             self._idle.add(self._account(request, request.report))
         else:
@@ -167,7 +161,7 @@ class Accounting:
     def _account(self, request: ProxiedRequest, report: Report) -> Steps[None]:
         model = self._count(request)
         yield
-        answered = self._answered(request, report)
+        answered = self._count_report(request, report, math.inf)
         if answered is not None:
             if report.outcome is None and self._asks_engine(answered):
                 request.explaining = self._explain_later(answered, report.engine_id)
@@ -247,7 +241,16 @@ class Accounting:
         self._time.spent += seconds
         self._counters(model, worker).spent.inc(seconds)
 
-    def _answered(self, request: ProxiedRequest, report: Report) -> _Answered | None:
+    def _note(self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None) -> Report:
+        """What the next request may build on."""
+        if request.worker is not None:
+            if _is_stored(request):
+                self._stored.put(request.prediction.chat, answer, request.worker.boot, request.client.owner)
+            if usage is not None:
+                self._learn(request, usage.prompt)
+        return Report(usage, _engine_id(request, answer), outcome)
+
+    def _count_report(self, request: ProxiedRequest, report: Report, seek_seconds: float) -> _Answered | None:
         """Count what was reported; None if it leaves nothing to explain."""
         worker, usage, expected = request.worker, report.usage, request.prediction.expected
         if worker is None:
@@ -271,11 +274,11 @@ class Accounting:
         if usage.cached is None:
             counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
             return None
-        return _Answered(request, worker, model, expected, usage.prompt, usage.cached)
+        return _Answered(request, worker, model, expected, usage.prompt, usage.cached, seek_seconds)
 
     def _asks_engine(self, answered: _Answered) -> bool:
         """Whether the engine's events are worth a look. A whole answer does not wait for what its headers lack."""
-        request, worker, _, expected, prompt, cached = answered
+        request, worker, _, expected, prompt, cached, _ = answered
         if worker.engine is None:
             return False
         if request.timings.is_stream:
@@ -328,13 +331,13 @@ class Accounting:
             return None
 
     def _explained(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[str]:
-        request, worker, model, expected, prompt, cached = answered
+        request, worker, model, expected, prompt, cached, _ = answered
         metrics, timings = self._metrics, request.timings
         found = request.prediction.found or Found()
         positions = resolved_positions(request.body.hint, outcome.positions if outcome is not None else ())
         self._learn_positions(found, positions, prompt)
         delivery = self._delivery(answered, found, outcome, positions)
-        change = yield from self._change(request, delivery, is_told=outcome is not None and outcome.shared is not None)
+        change = yield from self._change(answered, delivery, is_told=outcome is not None and outcome.shared is not None)
         shared = max(delivery.shareable, cached)
         if change is not None:
             delivery = delivery._replace(unchanged=shared + change.lost(prompt, shared))
@@ -371,7 +374,7 @@ class Accounting:
         answered: _Answered, found: Found, outcome: EngineOutcome | None, positions: Mapping[Entry, int]
     ) -> Delivery:
         """What came, beside what could have come: the engine's word where there is one. `positions`: of the hint."""
-        _, _, _, expected, prompt, cached = answered
+        _, _, _, expected, prompt, cached, _ = answered
         tokens = {b.key: positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries}
         return Delivery.of(
             expected,
@@ -382,25 +385,24 @@ class Accounting:
             engine=outcome.reason if outcome is not None else None,
         )
 
-    def _change(self, request: ProxiedRequest, delivery: Delivery, *, is_told: bool) -> Steps[PrefixChange | None]:
+    def _change(self, answered: _Answered, delivery: Delivery, *, is_told: bool) -> Steps[PrefixChange | None]:
         """Where the request differs in the middle from a recent one; `is_told`: its engine says what it shares.
 
         Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it.
         """
-        remembered, expected = request.prediction.remembered, request.prediction.expected
+        remembered, expected = answered.request.prediction.remembered, answered.expected
         if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:
             return None
         if self._idle.is_behind:
             self._metrics.explanations_shed.inc()
             return None
         # A whole answer waits for its reason, and each step of the search for all that the loop has to do.
-        seconds = math.inf if request.report is not None else SEEK_SECONDS
         try:
-            change = yield from within(seconds, self._recent.seek_change(remembered))
+            change = yield from within(answered.seek_seconds, self._recent.seek_change(remembered))
         except TimeoutError:
             self._metrics.explanations_shed.inc()
             return None
-        if change is None and is_told and expected is not None and expected.sent_here:
+        if change is None and is_told and expected.sent_here:
             shared = max(delivery.shareable, delivery.cached)
             change = yield from self._recent.rendered_otherwise(remembered, shared)
         return change

@@ -99,7 +99,7 @@ class RequestHandler:
         self._under_way: set[str] = set()  # names of requests, as engines know them
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        self._idle.bytes_moved()
+        self._idle.put_off()
         given = asgi.header(scope, b"x-request-id")
         request_id = given if given is not None and _is_name(given) else os.urandom(16).hex()
         request: ProxiedRequest | None = None

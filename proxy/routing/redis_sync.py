@@ -26,7 +26,7 @@ from xxhash import xxh3_128_hexdigest
 
 from proxy.boundaries.positions import PositionCache
 from proxy.chat.responses import StoredResponses
-from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
+from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, Steps
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -65,9 +65,6 @@ STREAM_SECONDS = 6 * 3600  # without entries until it expires
 READ_ENTRIES = 32
 
 WRITE_RECORDS = 256
-
-# Applied in one step; a microsecond each.
-APPLY_RECORDS = 64
 
 # Events that wait to be written; the oldest are dropped while Redis is away.
 WAITING_EVENTS = 10_000
@@ -257,16 +254,18 @@ class RedisSync:
             replies = await pipeline.execute()
         self._sent.inc(sum(map(len, self._outgoing.values())))
         self._outgoing.clear()
-        more, applied = len(self._waiting) >= WRITE_RECORDS, 0
+        more = len(self._waiting) >= WRITE_RECORDS
         for stream, entries in [news for reply in replies[-1 - bool(cursors) :] for news in reply]:
             more |= len(entries) == (READ_ENTRIES if stream == POSITIONS_STREAM else count)
-            for number, fields in entries:
-                applied += self._apply(streams[stream], fields.get(b"n", b""))
-                self._cursors[stream] = number
-                if applied >= APPLY_RECORDS:
-                    applied = 0
-                    await asyncio.sleep(0)
+            await self._idle.finish(self._apply_all(stream, streams[stream], entries))
         return more
+
+    def _apply_all(self, stream: bytes, boot: str | None, entries: Iterable[tuple[bytes, Any]]) -> Steps[None]:
+        """One batch in each step."""
+        for number, fields in entries:
+            self._apply(boot, fields.get(b"n", b""))
+            self._cursors[stream] = number
+            yield
 
     def _write_seconds(self, now: float) -> float:
         """Between two writes: so long that all gateways together write no more entries than a few would."""
@@ -306,14 +305,14 @@ class RedisSync:
             self._written.popitem(last=False)
         return True
 
-    def _apply(self, boot: str | None, raw: bytes) -> int:
-        """Put another gateway's batch into the tables. Returns the number of records."""
+    def _apply(self, boot: str | None, raw: bytes) -> None:
+        """Put another gateway's batch into the tables."""
         batch = unpack(POSITIONS if boot is None else HOLDINGS, raw)
         if batch is None:
             self._refused.inc()
-            return 1
+            return
         if batch.writer == self._writer:
-            return 1
+            return
         self._writers[batch.writer] = time.monotonic()
         if boot is None:
             for key, tokens in batch.records:
@@ -327,7 +326,6 @@ class RedisSync:
                 else:
                     self._prefix_index.forget((key,), boot, remote=True)
         self._heard.inc(len(batch.records))
-        return len(batch.records)
 
     def _start_over(self) -> None:
         """Redis may be another one now, or empty: read all of it, and write again what was written.

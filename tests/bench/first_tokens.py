@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.counters import family, samples_of
-from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
-from proxy.chat.chat import CHAT
+from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from proxy.commands.render_server import free_port
 from tests.bench import timed_gateway
 from tests.bench.gateway_cost import gateway_of, percentile
 from tests.bench.peers import PEERS, VLLM_ROUTER, start
-from tests.bench.serve_client import ServeClient
+from tests.bench.serve_client import ServeClient, arguments_of
 from tests.harness.api_keys import bearer, entry
 from tests.harness.redis_server import RedisServer
 
@@ -85,24 +84,11 @@ class Load(NamedTuple):
 
     def arguments(self, way: Way, model: Path, seed: int) -> list[str]:
         """Of `vllm bench serve`."""
-        flags = {
-            "--backend": "openai-chat",
-            "--endpoint": CHAT,
-            "--base-url": way.url,
-            "--model": MODEL_NAME,
-            "--tokenizer": str(model),
-            "--dataset-name": "random",
-            "--random-input-len": str(self.input_tokens),
-            "--random-output-len": str(self.output_tokens),
-            "--random-range-ratio": str(self.spread),
-            "--num-prompts": str(self.prompts),
-            "--max-concurrency": str(self.at_once),
-            "--seed": str(seed),
-            "--temperature": "0",
-        }
-        listed = [part for pair in flags.items() for part in pair]
+        lengths = {"input-len": self.input_tokens, "output-len": self.output_tokens, "range-ratio": self.spread}
+        flags = [part for name, value in lengths.items() for part in (f"--random-{name}", str(value))]
         headers = ["--header", *way.headers] if way.headers else []
-        return [*listed, "--ignore-eos", "--disable-tqdm", "--save-detailed", *headers]
+        common = arguments_of(way.url, model, self.prompts, self.at_once, seed)
+        return [*common, "--dataset-name", "random", *flags, "--save-detailed", *headers]
 
 
 def bind(pids: Sequence[int], core: int) -> None:

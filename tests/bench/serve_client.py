@@ -12,8 +12,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
+
+from proxy.bench.harness.servers import MODEL_NAME
+from proxy.chat.chat import CHAT
 
 
 class Served(NamedTuple):
@@ -24,6 +28,14 @@ class Served(NamedTuple):
     completed: int
     failed: int
     first_tokens: tuple[float, ...] = ()  # of each request, with `--save-detailed`
+
+
+def arguments_of(url: str, model: Path, prompts: int, at_once: int, seed: int) -> list[str]:
+    """What all runs have in common: greedy chats of full length, `at_once` at a time."""
+    flags = {"--backend": "openai-chat", "--endpoint": CHAT, "--base-url": url, "--model": MODEL_NAME}
+    flags |= {"--tokenizer": str(model), "--num-prompts": str(prompts), "--max-concurrency": str(at_once)}
+    flags |= {"--seed": str(seed), "--temperature": "0"}
+    return [*(part for pair in flags.items() for part in pair), "--ignore-eos", "--disable-tqdm"]
 
 
 class ServeClient:

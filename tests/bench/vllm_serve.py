@@ -23,9 +23,9 @@ import httpx
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.counters import CpuTime, samples_of
 from proxy.bench.harness.ratios import Comparison, Pair, in_words
-from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
+from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from proxy.chat.chat import CHAT
-from tests.bench.serve_client import ServeClient
+from tests.bench.serve_client import ServeClient, arguments_of
 
 PAIRS = 8
 
@@ -102,12 +102,9 @@ class Contestant:
 
     async def run(self, http: httpx.AsyncClient, client: ServeClient, case: Case, model: Path, seed: int) -> Run:
         """One run with the prompts that `seed` gives."""
-        common = {"--backend": "openai-chat", "--endpoint": CHAT, "--base-url": self.url, "--model": MODEL_NAME}
-        common |= {"--tokenizer": str(model), "--num-prompts": str(case.prompts), "--max-concurrency": str(AT_ONCE)}
-        common |= {"--seed": str(seed), "--temperature": "0"}
-        flags = [part for pair in common.items() for part in pair]
+        flags = arguments_of(self.url, model, case.prompts, AT_ONCE, seed)
         before, used = await samples_of(http, self.engine), self.api.seconds()
-        served = await client.run([*flags, "--ignore-eos", "--disable-tqdm", *case.flags])
+        served = await client.run([*flags, *case.flags])
         used, after = self.api.seconds() - used, await samples_of(http, self.engine)
         hits, renders = (int(after[name] - before[name]) for name in (HITS, RENDERS))
         return Run(served.first_token, served.duration, used, hits, renders)

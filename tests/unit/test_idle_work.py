@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from proxy.idle_work import LULL_SECONDS, MAX_WAITING, PATIENCE_SECONDS, IdleWork, Steps, batched, finished, within
+from proxy.idle_work import LULL_SECONDS, MAX_WAITING, PATIENCE_SECONDS, IdleWork, Steps, batched, within
+from tests.harness.steps import finished
 from tests.harness.virtual_time import on_virtual_time
 
 
@@ -26,12 +27,12 @@ def noting(seen: list[str], *words: str) -> Steps[str]:
 @on_virtual_time
 async def test_nothing_begins_before_a_lull(idle):
     seen: list[str] = []
-    idle.bytes_moved()
+    idle.put_off()
     idle.add(noting(seen, "a"))
     for _ in range(4):
         await asyncio.sleep(LULL_SECONDS * 0.75)
         assert seen == []
-        idle.bytes_moved()
+        idle.put_off()
     await asyncio.sleep(LULL_SECONDS * 2)
     assert seen == ["a"] and idle.waiting == 0
 
@@ -53,7 +54,7 @@ async def test_a_request_that_comes_between_two_steps_goes_first(idle):
 
     def steps() -> Steps[None]:
         seen.append("first")
-        idle.bytes_moved()
+        idle.put_off()
         yield
         seen.append("second")
 
@@ -69,11 +70,11 @@ async def test_without_a_lull_the_gateway_falls_behind_and_goes_on_step_by_step(
     seen: list[str] = []
     idle.add(noting(seen, *"ab"))
     for _ in range(int(PATIENCE_SECONDS / LULL_SECONDS)):
-        idle.bytes_moved()
+        idle.put_off()
         await asyncio.sleep(LULL_SECONDS / 2)
     assert seen == [] and not idle.is_behind
     while not seen:
-        idle.bytes_moved()
+        idle.put_off()
         await asyncio.sleep(LULL_SECONDS / 2)
     assert asyncio.get_running_loop().time() < 2 * PATIENCE_SECONDS
 
@@ -104,7 +105,7 @@ async def test_a_failure_is_told_by_its_kind_and_the_next_job_goes_on(idle, capl
 async def test_who_asks_waits_for_what_was_added_before_and_for_no_lull(idle):
     seen: list[str] = []
     idle.add(noting(seen, *"abc"))
-    idle.bytes_moved()
+    idle.put_off()
     began = asyncio.get_running_loop().time()
     await idle.caught_up()
     assert seen == ["a", "b", "c"] and asyncio.get_running_loop().time() == began
@@ -115,7 +116,7 @@ async def test_who_asks_waits_for_what_was_added_before_and_for_no_lull(idle):
 async def test_who_stops_asking_hurries_nobody(idle):
     seen: list[str] = []
     idle.add(noting(seen, *"abc"))
-    idle.bytes_moved()
+    idle.put_off()
     asking = asyncio.create_task(idle.caught_up())
     await asyncio.sleep(0)
     asking.cancel()
@@ -130,7 +131,7 @@ async def test_who_stops_asking_hurries_nobody(idle):
 @on_virtual_time
 async def test_what_somebody_waits_for_is_done_now_and_still_in_steps(idle):
     seen: list[str] = []
-    idle.bytes_moved()
+    idle.put_off()
     other = asyncio.create_task(idle.finish(noting(seen, "x", "y")))
     assert await idle.finish(noting(seen, "a", "b")) == "done" == await other
     assert sorted(seen[:2]) == ["a", "x"] and sorted(seen[2:]) == ["b", "y"]
@@ -141,7 +142,7 @@ async def test_what_somebody_waits_for_is_done_now_and_still_in_steps(idle):
 async def test_a_task_waits_for_a_lull_within_its_patience(idle, patience):
     async def requests() -> None:
         while True:
-            idle.bytes_moved()
+            idle.put_off()
             await asyncio.sleep(LULL_SECONDS / 2)
 
     busy = asyncio.create_task(requests())

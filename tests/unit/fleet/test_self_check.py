@@ -257,7 +257,7 @@ async def test_a_clients_request_ends_a_check_at_once(worker):
         await asyncio.sleep(0)
     assert engine.left.is_set()
     await checking
-    assert check.checked == 0 and not check._left
+    assert check.checked == 0 and watched.left is None
     check.leave(worker)  # nothing is under way
 
 

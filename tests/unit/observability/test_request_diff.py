@@ -14,7 +14,6 @@ from proxy.chat.canonical import canonical
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import StoredResponses
-from proxy.idle_work import finished
 from proxy.observability import request_diff
 from proxy.observability.cures import CHANGE_TEXT
 from proxy.observability.request_diff import (
@@ -27,6 +26,7 @@ from proxy.observability.request_diff import (
 )
 from proxy.observability.volatile_text import Kind
 from tests.harness.changed_requests import changed_requests
+from tests.harness.steps import finished
 
 
 def remembering(size: int) -> RequestMemory:

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from proxy.idle_work import finished
 from proxy.observability import volatile_text
 from proxy.observability.volatile_text import MAX_PLACES, Difference, says_today
+from tests.harness.steps import finished
 
 NOW = 1795600000.0  # in November 2026
 
