@@ -15,7 +15,6 @@ BENCHMARKS = {
     "cost": "CPU time that the plugin adds to prompts that nobody shares",
     "resume": "the first token behind a shared prefix, against that of the prompt's own part alone",
     "fan-out": "two groups of eight requests on two long new prefixes at once, on a busy engine",
-    "traces": "a trace of requests replayed on a simulated fleet: Seamark's choice of workers beside other routers'",
     "agents": "hits in the request shapes of two coding agents, with and without the rewrite rules",
 }
 
@@ -25,7 +24,7 @@ def main(argv: list[str]) -> int:
         asked = bool(argv) and argv[0] in ("-h", "--help")
         lines = [f"  seamark bench {name:<8} {measures}" for name, measures in BENCHMARKS.items()]
         note = (
-            "All but `mine` and `traces` start real engines: run them in vLLM's environment. "
+            "All but `mine` start real engines: run them in vLLM's environment. "
             "`seamark bench NAME --help` lists the flags."
         )
         print("usage: seamark bench NAME ...", "", *lines, "", note, sep="\n", file=sys.stdout if asked else sys.stderr)

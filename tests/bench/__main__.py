@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def benchmarks() -> dict[str, str]:
-    """Each benchmark's module and the first sentence of its docstring; nothing is imported for that."""
+    """Each benchmark's module or package, and the first sentence of its docstring; nothing is imported for that."""
     found = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in sorted([*here.glob("*.py"), *here.glob("*/__init__.py")]):
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         command, _, purpose = docstring.partition("\n\n")[0].replace("\n", " ").partition("`: ")
         if command.startswith("`python -m tests.bench."):

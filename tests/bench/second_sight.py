@@ -18,9 +18,9 @@ from pathlib import Path
 from engine_patches.scheduler.checkpoints import MIN_SHARED
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.step_time import ASSUMED_TOKENS_PER_PASS
-from proxy.bench.trace_formats import BLOCK, BadTrace, TraceRequest, read
+from tests.bench.traces.formats import BLOCK, BadTrace, TraceRequest, read
 
-STATES = 488  # that a worker of `seamark bench traces` has room for
+STATES = 488  # that a worker of `tests.bench.traces` has room for
 
 SALT = b""
 

@@ -1,7 +1,7 @@
 """`python -m tests.bench.two_engines`: one mix before two engines, by Seamark's routing and by others', and simulated.
 
 Conversations of teams, each team with a system prompt of its own. All engines have the plugin; behind a router of
-others each has a sidecar, so that only the choice differs. First `seamark bench traces` says which order it expects of
+others each has a sidecar, so that only the choice differs. First `tests.bench.traces` says which order it expects of
 the same mix, with a profile measured here. Last, a worker is killed in the middle and started again. Exit status 1 if
 the order of hits is another one, or a request fails that was not in flight at the killed worker.
 """
@@ -24,12 +24,12 @@ from typing import Any
 import httpx
 
 from proxy.bench.harness.servers import MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model, narrator
-from proxy.bench.simulated_fleet import Profile
-from proxy.bench.trace_formats import read
-from proxy.bench.traces import Replay
 from proxy.boundaries.token_ids import common_prefix
 from tests.bench.peers import PEERS, Peer
 from tests.bench.sidecars import CHAT, MATCH_UNIT, Hits, start_router, text
+from tests.bench.traces.formats import read
+from tests.bench.traces.replay import Replay
+from tests.bench.traces.simulated_fleet import Profile
 
 TEAMS, SESSIONS, USERS = 6, 90, 6
 
@@ -237,7 +237,7 @@ def round_robin() -> Peer:
     return replace(before, command=command)
 
 
-# By the names of `seamark bench traces`; None: the gateway itself.
+# By the names of `tests.bench.traces`; None: the gateway itself.
 WAYS: dict[str, Callable[[], Peer] | None] = {
     "seamark": None,
     "round-robin": round_robin,
@@ -275,7 +275,7 @@ def compare(servers: Servers, model: Path, folder: Path, rounds: int, tokenizer:
     path = folder / "mix.jsonl"
     as_trace(mix(1), tokenizer, path)
     replay = Replay(read(path), profile, 300.0, 0.65, USERS // 2, 1)
-    print("\nexpected by `seamark bench traces` of the same mix")
+    print("\nexpected by `tests.bench.traces` of the same mix")
     expected = {way: replay.run(way, 2) for way in WAYS}
     reached = {way: statistics.median(each.efficiency for each in found[way]) for way in WAYS}
     for way, outcome in expected.items():

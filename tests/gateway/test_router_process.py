@@ -1,4 +1,4 @@
-"""`seamark bench traces` before another router's own process: simulated workers that answer HTTP."""
+"""`python -m tests.bench.traces` before another router's own process: simulated workers that answer HTTP."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from proxy.bench import router_process, traces
-from proxy.bench.router_process import HttpFleet
-from proxy.bench.simulated_fleet import PROFILES, Fleet
-from proxy.bench.trace_formats import TraceRequest, read
-from proxy.bench.trace_policies import POLICIES
 from tests.bench.peers import PEERS, environment_of
+from tests.bench.traces import router_process
+from tests.bench.traces.__main__ import main
+from tests.bench.traces.formats import TraceRequest, read
+from tests.bench.traces.policies import POLICIES
+from tests.bench.traces.replay import hint_of
+from tests.bench.traces.router_process import HttpFleet
+from tests.bench.traces.simulated_fleet import PROFILES, Fleet
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 
@@ -51,10 +53,10 @@ def installed(monkeypatch) -> Callable[[list[str] | None], None]:
 def test_requests_are_served_by_the_workers_that_a_process_chose_and_hit_there():
     sessions = read(TRACES / "claude_code.jsonl.gz").sessions
     requests = [request for session in sessions[:2] for request in session[:8]]
-    simulated = Fleet(3, PROFILES["datacentre"], POLICIES["round-robin"](3, 0), traces.hint_of)
+    simulated = Fleet(3, PROFILES["datacentre"], POLICIES["round-robin"](3, 0), hint_of)
     in_turn(simulated, requests)
     simulated.run(FOREVER)
-    fleet = HttpFleet(3, PROFILES["datacentre"], traces.hint_of, SPEED)
+    fleet = HttpFleet(3, PROFILES["datacentre"], hint_of, SPEED)
     in_turn(fleet, requests)
     played = fleet.play(ROUND_ROBIN, FOREVER)
     assert played.failed == 0
@@ -68,9 +70,9 @@ def test_requests_are_served_by_the_workers_that_a_process_chose_and_hit_there()
 
 def test_a_process_has_a_row_beside_the_simulated_ones_and_is_ended(installed, capsys):
     installed(ROUND_ROBIN)
-    flags = ["--trace", str(TRACES / "claude_code.jsonl.gz"), "--workers", "2", "--users", "1", "--seconds", "120"]
+    flags = [str(TRACES / "claude_code.jsonl.gz"), "--workers", "2", "--users", "1", "--seconds", "120"]
     flags += ["--speed", "60", "--policy", "round-robin", "--policy", router_process.NAME]
-    assert traces.main(flags) == 0
+    assert main(flags) == 0
     assert rows(capsys.readouterr().out) == [["2", "round-robin"], ["2", "sglang-router"]]
     children = psutil.Process().children(recursive=True)
     assert not [child for child in children if ROUND_ROBIN[-1] in child.cmdline()]
@@ -88,8 +90,8 @@ def test_a_process_has_a_row_beside_the_simulated_ones_and_is_ended(installed, c
 )
 def test_without_a_process_that_serves_one_line_says_so_and_the_other_rows_stand(command, told, installed, capsys):
     installed(command)
-    flags = ["--trace", str(TRACES / "claude_code.jsonl.gz"), "--workers", "2", "--users", "1", "--seconds", "60"]
-    assert traces.main([*flags, "--policy", router_process.NAME, "--policy", "session", "--json"]) == 0
+    flags = [str(TRACES / "claude_code.jsonl.gz"), "--workers", "2", "--users", "1", "--seconds", "60"]
+    assert main([*flags, "--policy", router_process.NAME, "--policy", "session", "--json"]) == 0
     printed = capsys.readouterr()
     assert [outcome["policy"] for outcome in json.loads(printed.out)["outcomes"]] == ["session"]
     assert sum(told in line for line in printed.err.splitlines()) == 1
@@ -97,7 +99,7 @@ def test_without_a_process_that_serves_one_line_says_so_and_the_other_rows_stand
 
 def test_requests_that_a_process_fails_are_told():
     requests = read(TRACES / "mooncake_conversation.jsonl.gz").requests[:6]
-    fleet = HttpFleet(2, PROFILES["datacentre"], traces.hint_of, SPEED)
+    fleet = HttpFleet(2, PROFILES["datacentre"], hint_of, SPEED)
     for at, request in enumerate(requests):
         fleet.send(request, float(at))
     played = fleet.play([*ROUND_ROBIN, "--fail-every", "3"], FOREVER)
@@ -109,8 +111,8 @@ def test_requests_that_a_process_fails_are_told():
 @pytest.mark.timeout(1200)
 def test_sglang_routers_own_process_keeps_the_hits_that_are_simulated(installed, capsys):
     installed([str(environment_of(PEERS[1], lambda _: None) / "bin" / "sglang-router"), "launch"])
-    flags = ["--trace", str(TRACES / "mooncake_conversation.jsonl.gz"), "--workers", "4", "--seconds", "120", "--json"]
-    assert traces.main([*flags, "--policy", "cache-aware", "--policy", router_process.NAME, "--load", "0.8"]) == 0
+    flags = [str(TRACES / "mooncake_conversation.jsonl.gz"), "--workers", "4", "--seconds", "120", "--json"]
+    assert main([*flags, "--policy", "cache-aware", "--policy", router_process.NAME, "--load", "0.8"]) == 0
     simulated, real = json.loads(capsys.readouterr().out)["outcomes"]
     assert real["requests"] == simulated["requests"]
     assert abs(real["hit_efficiency"] - simulated["hit_efficiency"]) < 0.05

@@ -6,8 +6,8 @@ import sys
 from itertools import takewhile
 from pathlib import Path
 
-from proxy.bench.router_process import TOKENS_PER_LETTER, Played, installed, text_of
-from proxy.bench.trace_formats import BLOCK, read
+from tests.bench.traces.formats import BLOCK, read
+from tests.bench.traces.router_process import TOKENS_PER_LETTER, Played, installed, text_of
 
 CONVERSATION = Path(__file__).parents[2] / "data" / "traces" / "mooncake_conversation.jsonl.gz"
 

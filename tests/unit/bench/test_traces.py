@@ -6,14 +6,15 @@ import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from proxy.bench import traces
-from proxy.bench.simulated_fleet import PROFILES, Fleet, Profile
-from proxy.bench.trace_formats import BLOCK, BadTrace, read, synthetic
-from proxy.bench.trace_policies import POLICIES, Seamark, SeamarkGateways
+from tests.bench.__main__ import benchmarks
+from tests.bench.traces.__main__ import main, profile_from
+from tests.bench.traces.formats import BLOCK, BadTrace, read, synthetic
+from tests.bench.traces.policies import POLICIES, Seamark, SeamarkGateways
+from tests.bench.traces.replay import Replay, hint_of
+from tests.bench.traces.simulated_fleet import PROFILES, Fleet, Profile
 
 EXCERPTS = Path(__file__).parents[2] / "data" / "traces"
 
@@ -86,7 +87,7 @@ def test_a_line_that_is_wrong_is_named_with_its_cure(tmp_path, line, form, told)
 def test_a_file_that_cannot_be_read_costs_one_line(tmp_path, capsys):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 1000)[:20])
     for name in ("missing.jsonl", "cut.gz"):
-        assert traces.main(["--trace", str(tmp_path / name)]) == 1
+        assert main([str(tmp_path / name)]) == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and name in error and "Give a .jsonl or .jsonl.gz file." in error
 
@@ -116,9 +117,9 @@ def test_drawn_conversations_are_the_same_with_the_same_seed_and_like_the_trace(
 @pytest.mark.parametrize("seed", [1, 3])
 def test_as_many_requests_are_sent_as_the_load_says_however_long_some_sessions_go_on(seed):
     trace = synthetic(3000, seed)
-    replay = traces.Replay(trace, PROFILES["datacentre"], 900.0, 0.8, 1, seed)
+    replay = Replay(trace, PROFILES["datacentre"], 900.0, 0.8, 1, seed)
     times: list[float] = []
-    replay._send_by_time(cast(Fleet, SimpleNamespace(send=lambda request, time: times.append(time))), 4)
+    replay._send_by_time(SimpleNamespace(send=lambda request, time: times.append(time)), 4)
     halves = [sum(time >= begin and time < begin + 450.0 for time in times) for begin in (0.0, 450.0)]
     assert all(0.8 < count / (replay.rate * 4 * 450.0) < 1.1 for count in halves)
 
@@ -126,7 +127,7 @@ def test_as_many_requests_are_sent_as_the_load_says_however_long_some_sessions_g
 def test_a_lone_request_takes_what_the_profile_says(tmp_path):
     trace = read(trace_file(tmp_path, ROWS[0]))
     profile = Profile(pass_seconds=1.0, token_seconds=0.001, sequence_seconds=0.5)
-    fleet = Fleet(1, profile, POLICIES["round-robin"](1, 0), traces.hint_of)
+    fleet = Fleet(1, profile, POLICIES["round-robin"](1, 0), hint_of)
     fleet.send(trace.requests[0], 0.0)
     fleet.run(1e9)
     (done,) = fleet.executions
@@ -139,7 +140,7 @@ def test_a_later_turn_finds_the_state_of_the_one_before_until_it_is_evicted(tmp_
     hits = {}
     for states in (100, 1):
         profile = Profile(cache_tokens=200_000, state_tokens=1000, state_share=states * 1000 / 200_000)
-        fleet = Fleet(1, profile, POLICIES["round-robin"](1, 0), traces.hint_of)
+        fleet = Fleet(1, profile, POLICIES["round-robin"](1, 0), hint_of)
         for request in requests:
             fleet.send(request, request.arrival)
         fleet.run(1e9)
@@ -151,10 +152,7 @@ def test_a_later_turn_finds_the_state_of_the_one_before_until_it_is_evicted(tmp_
 def test_every_policy_serves_every_request_once():
     trace = read(AGENTS)
     for name, policy in POLICIES.items():
-        made = policy(3, 1)
-        fleet = Fleet(3, PROFILES["datacentre"], made, traces.hint_of)
-        if hasattr(made, "fleet"):
-            made.fleet = fleet
+        fleet = Fleet(3, PROFILES["datacentre"], policy(3, 1), hint_of)
         sent = [request for session in trace.sessions for request in session[:3]]
         for at, request in enumerate(sent):
             fleet.send(request, 3.0 * at)
@@ -163,10 +161,10 @@ def test_every_policy_serves_every_request_once():
         assert all(0 <= done.hit < done.request.prompt for done in fleet.executions)
 
 
-def test_seamarks_own_dispatcher_sends_a_conversation_where_its_states_are():
+def test_seamarks_own_choice_sends_a_conversation_where_its_states_are():
     requests = read(AGENTS).sessions[0]
     policy = Seamark(4, 0)
-    fleet = Fleet(4, PROFILES["datacentre"], policy, traces.hint_of)
+    fleet = Fleet(4, PROFILES["datacentre"], policy, hint_of)
     for at, request in enumerate(requests):
         fleet.send(request, 100.0 * at)
     fleet.run(1e9)
@@ -178,7 +176,7 @@ def test_seamarks_own_dispatcher_sends_a_conversation_where_its_states_are():
 def test_several_gateways_serve_a_conversation_where_its_states_are_whichever_its_turns_come_to():
     requests = read(AGENTS).sessions[0]
     policy = SeamarkGateways(4, 0, 3)
-    fleet = Fleet(4, PROFILES["datacentre"], policy, traces.hint_of)
+    fleet = Fleet(4, PROFILES["datacentre"], policy, hint_of)
     for at, request in enumerate(requests):
         fleet.send(request, 100.0 * at)
     fleet.run(1e9)
@@ -193,7 +191,7 @@ def test_requests_through_several_gateways_at_once_spread_as_through_one():
     trace = read(AGENTS)
     request, common = trace.sessions[0][0], trace.common()
     for gateways in (1, 4):
-        fleet = Fleet(8, PROFILES["datacentre"], SeamarkGateways(8, 0, gateways), traces.hint_of)
+        fleet = Fleet(8, PROFILES["datacentre"], SeamarkGateways(8, 0, gateways), hint_of)
         for at in range(8):
             fleet.send(request.copied(at + 1, common), 1.0 + 0.02 * at)
         fleet.run(1e9)
@@ -202,11 +200,11 @@ def test_requests_through_several_gateways_at_once_spread_as_through_one():
 
 @pytest.mark.parametrize("trace", [CONVERSATION, AGENTS])
 def test_the_report_is_the_same_with_the_same_seed(trace, capsys):
-    flags = ["--trace", str(trace), "--workers", "2", "--users", "2", "--seconds", "60", "--json"]
+    flags = [str(trace), "--workers", "2", "--users", "2", "--seconds", "60", "--json"]
     flags += ["--policy", "seamark", "--policy", "cache-aware"]
     reports = []
     for _ in range(2):
-        assert traces.main(flags) == 0
+        assert main(flags) == 0
         report = json.loads(capsys.readouterr().out)
         for outcome in report["outcomes"]:
             outcome.pop("choice_microseconds")
@@ -219,8 +217,8 @@ def test_the_report_is_the_same_with_the_same_seed(trace, capsys):
 
 
 def test_the_table_has_a_row_for_each_policy_and_number_of_workers(capsys):
-    flags = ["--trace", str(AGENTS), "--workers", "1", "--workers", "2", "--users", "1", "--seconds", "60"]
-    assert traces.main([*flags, "--policy", "session", "--policy", "llm-d"]) == 0
+    flags = [str(AGENTS), "--workers", "1", "--workers", "2", "--users", "1", "--seconds", "60"]
+    assert main([*flags, "--policy", "session", "--policy", "llm-d"]) == 0
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert [row for row in rows if row and row[0] in "12"] == [
         ["1", "session"],
@@ -233,9 +231,14 @@ def test_the_table_has_a_row_for_each_policy_and_number_of_workers(capsys):
 def test_a_profile_comes_from_a_file_and_a_wrong_one_is_refused(tmp_path, capsys):
     path = tmp_path / "profile.json"
     path.write_text('{"token_seconds": 0.002}')
-    assert traces.profile_from(path) == Profile(token_seconds=0.002)
+    assert profile_from(path) == Profile(token_seconds=0.002)
     for text in ('{"tokens": 1}', '{"token_seconds": 0}', "[]", "{"):
         path.write_text(text)
         with pytest.raises(SystemExit, match="2"):
-            traces.main(["--profile", str(path)])
+            main(["--profile", str(path)])
         assert "needs a JSON object of positive numbers, of pass_seconds," in capsys.readouterr().err
+
+
+def test_the_list_of_benchmarks_names_packages_beside_modules():
+    found = benchmarks()
+    assert found["traces"].startswith("a trace replayed") and "soak" in found

@@ -10,9 +10,9 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from proxy.bench.trace_formats import BLOCK, Place, TraceRequest
+from tests.bench.traces.formats import BLOCK, Place, TraceRequest
 
 MATCH_UNIT = 16  # tokens
 
@@ -63,13 +63,15 @@ class News(NamedTuple):
     gone: int  # name of the place whose state is gone
 
 
-class Policy(Protocol):
-    """Chooses workers."""
+class Policy:
+    """Chooses workers. This one lets others choose, and hears nothing."""
 
-    name: str
+    fleet: Fleet  # that it chooses for
+    choice_seconds: float | None = None  # CPU time of all choices, where it is told
 
     def choose(self, execution: Execution, now: float) -> int:
         """The worker's number."""
+        raise NotImplementedError
 
     def hear(self, news: News) -> None:
         """An engine has told something."""
@@ -85,6 +87,7 @@ class Policy(Protocol):
 class Execution:
     """One request at a worker; times in seconds."""
 
+    name: str  # by which its engine tells of it
     request: TraceRequest
     hint: tuple[Place, ...]  # where states are asked for
     arrived: float
@@ -378,9 +381,11 @@ class Fleet:
     ) -> None:
         """`hint`: where a gateway asks for states."""
         self.policy = policy
+        policy.fleet = self
         self._hint = hint
         self._events: list[tuple[float, int, Worker | None, int, TraceRequest | None]] = []
         self._order = 0
+        self._begun = 0
         self._news: deque[News] = deque()
         self._now = 0.0
         self.on_end: Callable[[Execution, float], None] = lambda execution, now: None
@@ -418,16 +423,13 @@ class Fleet:
     def _arrived(self, request: TraceRequest) -> None:
         while self._news and self._news[0].time <= self._now - NEWS_SECONDS:
             self.policy.hear(self._news.popleft())
-        execution = Execution(request, self._hint(request), self._now)
-        self._give(execution, self.policy.choose(execution, self._now))
+        self.begin(request, None, self._now)
 
-    def begin(self, request: TraceRequest, worker: int, now: float) -> Execution:
-        """The request comes to that worker, chosen elsewhere; what was to happen before has happened."""
+    def begin(self, request: TraceRequest, worker: int | None, now: float) -> Execution:
+        """The request comes to that worker, or the policy chooses; what was to happen before has happened."""
         self._now = now
-        execution = Execution(request, self._hint(request), now)
-        self._give(execution, worker)
+        self._begun += 1
+        execution = Execution(str(self._begun), request, self._hint(request), now)
+        execution.worker = self.policy.choose(execution, now) if worker is None else worker
+        self.workers[execution.worker].arrive(execution, now)
         return execution
-
-    def _give(self, execution: Execution, worker: int) -> None:
-        execution.worker = worker
-        self.workers[worker].arrive(execution, self._now)

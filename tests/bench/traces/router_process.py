@@ -23,10 +23,10 @@ import aiohttp
 from aiohttp import web
 
 from proxy.bench.harness.servers import NotStarted, Server, Servers
-from proxy.bench.simulated_fleet import Execution, Fleet, News, Profile
-from proxy.bench.trace_formats import BLOCK, Place, TraceRequest
 from proxy.commands.render_server import free_port
 from proxy.server.descriptors import raise_limit
+from tests.bench.traces.formats import BLOCK, Place, TraceRequest
+from tests.bench.traces.simulated_fleet import Execution, Fleet, Policy, Profile
 
 NAME = "sglang-router"
 
@@ -82,24 +82,6 @@ class Played:
         return found
 
 
-class _NoChoice:
-    """In the place of a policy: the process chooses."""
-
-    name = NAME
-
-    def choose(self, execution: Execution, now: float) -> int:
-        raise RuntimeError("Requests come by HTTP.")
-
-    def hear(self, news: News) -> None:
-        """Engines tell the process nothing."""
-
-    def first_token(self, execution: Execution) -> None:
-        """Answers come whole."""
-
-    def ended(self, execution: Execution) -> None:
-        """The answer says so."""
-
-
 class HttpFleet(Fleet):
     """Simulated workers behind ports. What is sent goes out by HTTP when its time has come."""
 
@@ -107,11 +89,11 @@ class HttpFleet(Fleet):
         self, workers: int, profile: Profile, hint: Callable[[TraceRequest], tuple[Place, ...]], speed: float
     ) -> None:
         """`speed`: simulated seconds in a second."""
-        super().__init__(workers, profile, _NoChoice(), hint)
+        super().__init__(workers, profile, Policy(), hint)
         self._speed = speed
         self._posted: dict[int, TraceRequest] = {}  # under way, by a number that their bodies carry
         self._count = 0
-        self._answers: dict[int, asyncio.Future[None]] = {}  # by execution
+        self._answers: dict[Execution, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._began = 0.0
         self._changed = asyncio.Event()
@@ -127,7 +109,7 @@ class HttpFleet(Fleet):
     def done(self, execution: Execution, now: float) -> None:
         """An answer is complete."""
         super().done(execution, now)
-        if (answer := self._answers.pop(id(execution), None)) is not None and not answer.done():
+        if (answer := self._answers.pop(execution, None)) is not None and not answer.done():
             answer.set_result(None)
 
     def play(self, command: Sequence[str], until: float) -> Played:
@@ -199,7 +181,7 @@ class HttpFleet(Fleet):
         body = {"model": MODEL, "prompt": text_of(request), "max_tokens": 1, "seed": number}
         failure = ""
         try:
-            async with self._client.post(self._url, json=body) as answer:  # type: ignore[union-attr]
+            async with self._client.post(self._url, json=body) as answer:
                 said = await answer.text()
                 if answer.status != 200:
                     failure = f"{answer.status} {said[:200]}"
@@ -221,7 +203,7 @@ class HttpFleet(Fleet):
         now = self._time
         self.run(now)
         execution = self.begin(request, self._ports[port], now)
-        answer = self._answers[id(execution)] = asyncio.get_running_loop().create_future()
+        answer = self._answers[execution] = asyncio.get_running_loop().create_future()
         self._changed.set()
         await answer
         usage = {"prompt_tokens": request.prompt, "completion_tokens": 1, "total_tokens": request.prompt + 1}

@@ -8,30 +8,20 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
 
-from prometheus_client import Histogram
-
-from proxy.bench.simulated_fleet import MATCH_UNIT, NEWS_SECONDS, Execution, Fleet, News, Policy
-from proxy.bench.trace_formats import BLOCK, TraceRequest
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.boundaries.renderer import WorkerRenderer
-from proxy.chat.responses import StoredResponses
-from proxy.fleet.pool import WorkerPool
-from proxy.fleet.warmup import WarmupSet
 from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
-from proxy.pipeline.dispatch import Dispatcher, Lease
-from proxy.pipeline.request import ClientRequest, ProxiedRequest, RequestBody
-from proxy.routing.engine_events import EngineEvents
 from proxy.routing.held_states import HeldStates
+from proxy.routing.policy import choose
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.queue import AdmissionQueue
 from proxy.settings import Settings
 from proxy.version import version
+from tests.bench.traces.formats import BLOCK, TraceRequest
+from tests.bench.traces.simulated_fleet import MATCH_UNIT, NEWS_SECONDS, Execution, News, Policy
 
 INDEX_BYTES = 48 * 2**20  # the share of the default `memory_bytes` that the gateway gives its index
 
@@ -48,15 +38,12 @@ LOAD_SECONDS = 0.01  # until the worker has told other gateways of a request: th
 SHARED_SECONDS = 0.05  # until what one gateway has learnt is known to the others: an exchange with Redis
 
 
-class Simulated:
+class Simulated(Policy):
     """What the simulated policies have in common: requests under way by worker, and a draw among equals."""
-
-    name = ""
 
     def __init__(self, workers: int, seed: int) -> None:
         self.workers = range(workers)
         self.inflight = [0] * workers
-        self.fleet: Fleet | None = None  # for those that read the engines' metrics
         self._drawn = random.Random(seed)  # a simulation
 
     def choose(self, execution: Execution, now: float) -> int:
@@ -79,12 +66,6 @@ class Simulated:
         """The worker with the fewest requests under way."""
         return self.best(lambda worker: -self.inflight[worker])
 
-    def hear(self, news: News) -> None:
-        """Most do not listen."""
-
-    def first_token(self, execution: Execution) -> None:
-        """Most do not count prefill."""
-
     def ended(self, execution: Execution) -> None:
         """One less under way."""
         self.inflight[execution.worker] -= 1
@@ -92,8 +73,6 @@ class Simulated:
 
 class RoundRobin(Simulated):
     """Each in turn."""
-
-    name = "round robin"
 
     def __init__(self, workers: int, seed: int) -> None:
         super().__init__(workers, seed)
@@ -108,8 +87,6 @@ class RoundRobin(Simulated):
 class LeastLoaded(Simulated):
     """The fewest requests under way."""
 
-    name = "least loaded"
-
     def pick(self, request: TraceRequest, now: float) -> int:
         """The idlest."""
         return self.least_loaded()
@@ -117,8 +94,6 @@ class LeastLoaded(Simulated):
 
 class SessionAffinity(Simulated):
     """A session stays where it began: at the worker that then had the fewest sessions."""
-
-    name = "session affinity"
 
     def __init__(self, workers: int, seed: int) -> None:
         super().__init__(workers, seed)
@@ -136,8 +111,6 @@ class SessionAffinity(Simulated):
 
 class CacheAware(Simulated):
     """sglang-router's cache_aware, as published: one tree of what was sent where, and thresholds."""
-
-    name = "cache_aware"
 
     def __init__(self, workers: int, seed: int) -> None:
         super().__init__(workers, seed)
@@ -162,8 +135,6 @@ class CacheAware(Simulated):
 class PrecisePrefix(Simulated):
     """llm-d's precise prefix scorer beside its scorers of queues and of cache in use, weighted 3, 2 and 2."""
 
-    name = "llm-d precise"
-
     def __init__(self, workers: int, seed: int) -> None:
         super().__init__(workers, seed)
         self._holders: dict[int, set[int]] = {}  # by place
@@ -180,7 +151,7 @@ class PrecisePrefix(Simulated):
 
     def pick(self, request: TraceRequest, now: float) -> int:
         """The highest sum of scores; what was just sent is taken to be held."""
-        if self.fleet is not None and now - self._read_at > SCRAPE_SECONDS:
+        if now - self._read_at > SCRAPE_SECONDS:
             self._read_at = now
             self._queues = [len(worker.waiting) for worker in self.fleet.workers]
             self._in_use = [worker.cache_in_use for worker in self.fleet.workers]
@@ -202,70 +173,35 @@ class PrecisePrefix(Simulated):
         return chosen
 
 
-class _Workers:
-    """In the place of the pool: all are up and serve every model."""
+@dataclass(slots=True)
+class _Sent:
+    """A request under way."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = self.up = list(workers)
-
-    def for_model(self, model: object) -> list[Worker]:
-        return self.workers
-
-    serving = for_model
-
-    async def look_for(self, model: object) -> None:
-        """Nothing: every worker has it."""
+    worker: Worker
+    found: Found
+    prompt: int  # tokens
+    left: int  # of them, that count as still to be computed
 
 
-class _Told:
-    """In the place of the feeds: what the simulated engines tell goes to the gateway's own record of their states."""
-
-    def __init__(self, index: PrefixIndex, workers: Sequence[Worker]) -> None:
-        self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
-        self.states = {worker.url: HeldStates(index, lambda *_: None, self._computed) for worker in workers}
-
-    def _computed(self, request_id: str, tokens: int, is_last: bool) -> None:
-        self.on_computed(request_id, tokens, is_last)
-
-    def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Any]) -> None:
-        self.states[worker.url].sent(request_id, boundaries, entries, worker.boot)
-
-    def refused(self, worker: Worker, request_id: str) -> None:
-        self.states[worker.url].refused(request_id)
-
-
-class Seamark:
-    """The gateway's own dispatcher, choice, index and record of states, fed with the simulated engines' events."""
-
-    name = "seamark"
+class Seamark(Policy):
+    """The gateway's own choice, index and record of states. Requests are counted at their workers as its leases do."""
 
     def __init__(self, workers: int, seed: int) -> None:
         del seed  # nothing is drawn
         engine = EngineInfo(version(), "simulated", MATCH_UNIT, BLOCK)
-        urls = [f"http://worker-{number}" for number in range(workers)]
-        self.workers = [Worker(url, cast(WorkerRenderer, None), up=True, boot=url, engine=engine) for url in urls]
+        # Each boots as the number by which the fleet knows it.
+        self.workers = [Worker(f"http://worker-{at}", None, boot=str(at), engine=engine) for at in range(workers)]
         for worker in self.workers:
             worker.renderer_ids[""] = b""  # one template, whose facts are known
-        self._numbers = {url: number for number, url in enumerate(urls)}
-        self.index = index = PrefixIndex(INDEX_BYTES)
-        self._told = _Told(index, self.workers)
-        self.fleet: Fleet | None = None
-        self.choice_seconds = 0.0  # CPU time of all choices
-        self._leases: dict[int, tuple[Lease, ProxiedRequest]] = {}
-        self._executions = 0
-        self._dispatcher = Dispatcher(
-            cast(Settings, SimpleNamespace(load_slack=Settings.model_fields["load_slack"].default)),
-            cast(WorkerPool, _Workers(self.workers)),
-            AdmissionQueue(1, 1.0, Histogram("seconds", "of waiting", registry=None)),
-            index,
-            cast(EngineEvents, self._told),
-            WarmupSet(10**6),
-            StoredResponses(10**6),
-        )
+        self.index = PrefixIndex(INDEX_BYTES)
+        self.choice_seconds = 0.0
+        self._load_slack = Settings().load_slack
+        self._boots = {worker.boot for worker in self.workers}
+        self._states = [HeldStates(self.index, lambda *_: None, self._computed) for _ in self.workers]
+        self._sent: dict[str, _Sent] = {}  # by what engines call the request
 
     def choose(self, execution: Execution, now: float) -> int:
-        """Where the dispatcher sends it."""
-        self._executions += 1
+        """Where the gateway sends it: counted there, and recorded."""
         trace = execution.request
         boundaries = tuple(
             Boundary(place.kind, _key(place.name), place.tokens, place.tokens, place.tokens)
@@ -273,44 +209,57 @@ class Seamark:
             if place in execution.hint
         )
         found = Found(boundaries, tuple(_key(place.name) for place in trace.path), "learnt")
-        identity = str(self._executions)
-        client = ClientRequest("POST", "", "", "other", [], identity, None, now)
-        request = ProxiedRequest(client, RequestBody(b""), identity)
-        request.prediction.found, request.prediction.prompt = found, trace.prompt
         started = time.process_time()
-        lease = _at_once(self._dispatcher.lease(request).__aenter__())
+        held = self.index.longest(found.prefixes, self._boots)
+        worker = choose(self.workers, held, self._load_slack)
+        hint, number = worker.hint(found), int(worker.boot)
+        self._states[number].sent(execution.name, boundaries, hint, worker.boot)
+        self.index.record(boundaries, worker.boot, hint)
         self.choice_seconds += time.process_time() - started
-        self._leases[id(execution)] = (lease, request)
-        return self._numbers[lease.worker.url]
+        left = max(0, trace.prompt - held[worker.boot].tokens) if worker.boot in held else trace.prompt
+        self._sent[execution.name] = _Sent(worker, found, trace.prompt, left)
+        worker.inflight += 1
+        worker.dispatched += 1
+        worker.prefill_tokens += left
+        return number
 
     def hear(self, news: News) -> None:
         """A state is there, or gone."""
-        worker = self.workers[news.worker]
-        states = self._told.states[worker.url]
-        if news.gone:
-            states.apply([("gone", str(news.gone))], worker.boot)
-        elif news.request is not None and (known := self._leases.get(id(news.request))) is not None:
-            kept = [(place.tokens, str(place.name)) for place in news.kept]
-            states.apply([("came", known[1].engine_id, news.end, kept)], worker.boot)
-            if news.request.end and news.end >= news.request.request.prompt:
-                del self._leases[id(news.request)]
+        kept = [(place.tokens, str(place.name)) for place in news.kept]
+        event = ("came", news.request.name, news.end, kept) if news.request else ("gone", str(news.gone))
+        self._states[news.worker].apply([event], self.workers[news.worker].boot)
 
     def first_token(self, execution: Execution) -> None:
         """A stream has begun."""
-        self._leases[id(execution)][0].prefilled()
+        self._charge(self._sent[execution.name], 0)
 
     def ended(self, execution: Execution) -> None:
         """The answer is complete: the slot is free, and what was not found there is not there."""
-        lease, request = self._leases[id(execution)]
-        found = request.prediction.found
-        if found is not None:
-            left = {boundary.key for boundary in found.boundaries}
-            states = self._told.states[lease.worker.url]
-            states.fell_short(found.prefixes, left, execution.hit, MATCH_UNIT, lease.worker.boot)
-        lease.release()
+        sent = self._sent.pop(execution.name)
+        keys = {boundary.key for boundary in sent.found.boundaries}
+        states = self._states[execution.worker]
+        states.fell_short(sent.found.prefixes, keys, execution.hit, MATCH_UNIT, sent.worker.boot)
+        self._charge(sent, 0)
+        sent.worker.inflight -= 1
+
+    def _computed(self, name: str, tokens: int, is_last: bool) -> None:
+        """An engine has computed so many tokens of a prompt; `is_last`: all of its boundaries, so all of the prompt."""
+        if (sent := self._sent.get(name)) is not None:
+            self._charge(sent, 0 if is_last else min(sent.left, max(0, sent.prompt - tokens)))
+
+    def _charge(self, sent: _Sent, left: int) -> None:
+        sent.worker.prefill_tokens += left - sent.left
+        sent.left = left
 
 
-class SeamarkGateways:
+class SeamarkWhole(Seamark):
+    """The same with clients that take their answers whole: the gateway sees no first token."""
+
+    def first_token(self, execution: Execution) -> None:
+        """Only the engine's events tell it."""
+
+
+class SeamarkGateways(Policy):
     """Several gateways of Seamark's before one fleet: each request comes to one of them, drawn at random.
 
     Each has its own leases and hears all engines. What one has at a worker, the others learn there; what one learns of
@@ -318,10 +267,9 @@ class SeamarkGateways:
     """
 
     def __init__(self, workers: int, seed: int, gateways: int) -> None:
-        self.name = f"seamark, {gateways} gateways"
         self._drawn = random.Random(seed)  # a simulation
         self.gateways = [Seamark(workers, seed) for _ in range(gateways)]
-        self._owner: dict[int, Seamark] = {}  # by execution
+        self._owner: dict[Execution, Seamark] = {}
         self._shared: deque[tuple[float, Seamark, Callable[[PrefixIndex], None]]] = deque()
         self._loads: deque[tuple[float, Seamark, int, Load]] = deque()  # as they change, with the worker's number
         self._known: list[dict[Seamark, Load]] = [{} for _ in range(workers)]  # what each has there, as others know
@@ -350,7 +298,7 @@ class SeamarkGateways:
             for gateway in self.gateways:
                 own = self._known[number].get(gateway, Load())
                 gateway.workers[number].others = Load(sums[0] - own.requests, sums[1] - own.prefill_tokens)
-        gateway = self._owner[id(execution)] = self._drawn.choice(self.gateways)
+        gateway = self._owner[execution] = self._drawn.choice(self.gateways)
         number = gateway.choose(execution, now)
         self._tell(gateway, number, now)
         return number
@@ -360,18 +308,18 @@ class SeamarkGateways:
         self._now = news.time
         for gateway in self.gateways:
             gateway.hear(news)
-        if news.request is not None and (owner := self._owner.get(id(news.request))) is not None:
+        if news.request is not None and (owner := self._owner.get(news.request)) is not None:
             self._tell(owner, news.worker, news.time + NEWS_SECONDS)
 
     def first_token(self, execution: Execution) -> None:
         """Its gateway relays it."""
-        owner = self._owner[id(execution)]
+        owner = self._owner[execution]
         owner.first_token(execution)
         self._tell(owner, execution.worker, execution.first)
 
     def ended(self, execution: Execution) -> None:
         """Its gateway relays it."""
-        owner = self._owner.pop(id(execution))
+        owner = self._owner.pop(execution)
         owner.ended(execution)
         self._tell(owner, execution.worker, execution.end)
 
@@ -387,27 +335,8 @@ class SeamarkGateways:
         self._shared.append((self._now, teller, lambda index: index.forget(keys, boot, remote=True)))
 
 
-class SeamarkWhole(Seamark):
-    """The same with clients that take their answers whole: the gateway sees no first token."""
-
-    name = "seamark, whole"
-
-    def first_token(self, execution: Execution) -> None:
-        """Only the engine's events tell it."""
-
-
 def _key(name: int) -> bytes:
     return name.to_bytes(16, "little")
-
-
-def _at_once(steps: Coroutine[Any, Any, Lease]) -> Lease:
-    """What a coroutine returns that does not wait: in simulated time there is always a slot."""
-    try:
-        steps.send(None)
-    except StopIteration as end:
-        lease: Lease = end.value
-        return lease
-    raise RuntimeError("The dispatcher waits though every worker has a slot.")
 
 
 POLICIES: dict[str, Callable[[int, int], Policy]] = {

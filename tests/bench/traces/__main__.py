@@ -1,0 +1,165 @@
+"""The command: its flags, its table and its report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from proxy.bench.harness.servers import NotStarted, narrator
+from proxy.commands.parser import Parser
+from tests.bench.traces import router_process
+from tests.bench.traces.formats import FORMATS, BadTrace, read, synthetic
+from tests.bench.traces.policies import POLICIES
+from tests.bench.traces.replay import Outcome, Replay
+from tests.bench.traces.simulated_fleet import PROFILES, Profile
+
+PROG = "python -m tests.bench.traces"
+
+SYNTHETIC_SESSIONS = 3000
+
+HEAD = "workers policy                hits    p50 s    p99 s    req/s imbalance choice us"
+
+WORDS = """
+hits: tokens found in the cache, of those that one endless cache, common to all workers, would give
+p50 s, p99 s: seconds to the first token; imbalance: largest share of requests at a worker x workers (1 is even)
+choice us: CPU time of one choice here, in microseconds, of Seamark's own code; the others are simulated as published,
+but sglang-router is its own installed process before workers that answer HTTP, without the time that it takes itself"""
+
+
+def profile_from(path: Path) -> Profile:
+    """The profile in a JSON file, by the names of `Profile`; what it leaves out is as in the default.
+
+    Raises `ValueError` with the cure.
+    """
+    names = list(Profile.__dataclass_fields__)
+    try:
+        given = json.loads(path.read_text())
+        if not isinstance(given, dict):
+            raise TypeError
+        profile = replace(PROFILES["datacentre"], **given)
+        if not all(float(getattr(profile, name)) > 0 for name in names):
+            raise ValueError
+    except OSError as error:
+        raise ValueError(
+            f"--profile {path}: {error.strerror}; give a JSON file or one of {', '.join(PROFILES)}"
+        ) from None
+    except (ValueError, TypeError):
+        raise ValueError(f"--profile {path}: needs a JSON object of positive numbers, of {', '.join(names)}") from None
+    return profile
+
+
+def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
+    parser = Parser(prog=PROG, description="a trace replayed on a simulated fleet, policy by policy")
+    add = parser.add_argument
+    add("trace", type=Path, nargs="?", metavar="FILE", help=".jsonl or .jsonl.gz; left out: drawn conversations")
+    add("--format", choices=FORMATS, help="of the trace; left out: by its first line")
+    add("--workers", type=int, action="append", metavar="N", help="repeat for several (4)")
+    add(
+        "--policy",
+        choices=[*POLICIES, router_process.NAME],
+        action="append",
+        help=f"repeat for several (all; {router_process.NAME}: the process that is installed here, if there is one)",
+    )
+    add("--gateways", type=int, default=1, metavar="N", help="of Seamark's, before the same workers (1)")
+    add("--profile", default="datacentre", metavar="NAME|FILE", help=f"a worker: {', '.join(PROFILES)}, or a JSON file")
+    add("--seconds", type=float, default=900.0, metavar="S", help="of simulated time, a quarter to warm up (900)")
+    add("--load", type=float, default=0.65, metavar="X", help="of what the workers could do with all hits (0.65)")
+    add("--users", type=int, default=20, metavar="N", help="by worker, for a trace with pauses (20)")
+    add(
+        "--speed",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help=f"simulated seconds a second, for {router_process.NAME}'s process (5)",
+    )
+    add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same table (1)")
+    add("--json", action="store_true", help="print the report instead of the table")
+    args = parser.parse_args(argv)
+    args.workers = list(dict.fromkeys(args.workers or [4]))
+    args.policy = list(dict.fromkeys(args.policy or [*POLICIES, router_process.NAME]))
+    for name in ("seconds", "load", "users", "speed"):
+        if not getattr(args, name) > 0:
+            parser.error(f"--{name}: more than 0")
+    if min(args.workers) < 1:
+        parser.error("--workers: at least 1")
+    if args.gateways < 1:
+        parser.error("--gateways: at least 1")
+    try:
+        return args, PROFILES.get(args.profile) or profile_from(Path(args.profile))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main(argv: list[str]) -> int:
+    args, profile = _arguments(argv)
+    try:
+        trace = read(args.trace, args.format) if args.trace else synthetic(SYNTHETIC_SESSIONS, args.seed)
+        replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed, args.gateways)
+        if not args.json:
+            print(_described(replay), HEAD, sep="\n", flush=True)
+        outcomes = []
+        for outcome in _outcomes(replay, args.workers, args.policy, args.speed):
+            outcomes.append(outcome)
+            if not args.json:
+                print(_row(outcome), flush=True)
+    except BadTrace as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        settings = {name: getattr(args, name) for name in ("seconds", "load", "users", "seed", "gateways")}
+        report = {"trace": trace.name, **settings, "profile": asdict(profile), "outcomes": list(map(asdict, outcomes))}
+        print(json.dumps(report, indent=1))
+    else:
+        print(WORDS)
+    return 0
+
+
+def _outcomes(replay: Replay, workers: Sequence[int], policies: Sequence[str], speed: float) -> Iterator[Outcome]:
+    """Row by row; what has to be said of sglang-router's process goes to stderr."""
+    router, command = router_process.NAME, None
+    if router in policies:
+        say, command = narrator(), router_process.installed()
+        if command is None:
+            say(f"{router} is not installed here, and has no row (pip install {router})")
+    for number in workers:
+        for policy in policies:
+            if policy != router:
+                yield replay.run(policy, number)
+            elif command is not None:
+                say(f"{router}'s process before {number} workers: at most {replay.end / speed:.0f} s")
+                try:
+                    outcome, remarks = replay.run_process(command, number, speed)
+                except NotStarted as error:
+                    say(f"{router} has no row: {' '.join(str(error).split())}")
+                    continue
+                for remark in remarks:
+                    say(remark)
+                yield outcome
+
+
+def _row(outcome: Outcome) -> str:
+    microseconds = outcome.choice_microseconds
+    choice = "" if microseconds is None else f"{microseconds:.0f}"
+    return (
+        f"{outcome.workers:>7} {outcome.policy:<17} {outcome.hit_efficiency:>8.3f} {outcome.first_token_p50:>8.2f} "
+        f"{outcome.first_token_p99:>8.2f} {outcome.requests_per_second:>8.2f} {outcome.imbalance:>9.2f} {choice:>8}"
+    )
+
+
+def _described(replay: Replay) -> str:
+    trace, requests = replay.trace, replay.trace.requests
+    tokens = sum(request.prompt for request in requests)
+    shareable = sum(request.shareable for request in requests) / tokens
+    how = f"{replay.rate:.2f} requests/s a worker" if trace.is_timed else f"{replay.users} users a worker"
+    return (
+        f"{trace.name}: {len(requests)} requests in {len(trace.sessions)} sessions, {tokens // len(requests)} tokens a "
+        f"prompt, {shareable:.0%} shareable; {how}, {replay.seconds:g} simulated seconds\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""A trace put on the simulated fleet, and what a way to choose workers reached on it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proxy.boundaries.resolve import MAX_ENTRIES
+from tests.bench.traces import router_process
+from tests.bench.traces.formats import BadTrace, Place, Trace, TraceRequest
+from tests.bench.traces.policies import POLICIES, SeamarkGateways
+from tests.bench.traces.simulated_fleet import Execution, Fleet, Policy, Profile
+
+WARM_UP = 0.25  # of the simulated time: requests that arrive in it are not counted
+
+MOST_PAUSE = 60.0  # seconds that a user who answers thinks at most
+
+STARTS_WITHIN = 60.0  # seconds, for the users of a trace with pauses
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one policy reached, counted after the warm-up; lengths in tokens, times in seconds."""
+
+    policy: str
+    workers: int
+    requests: int
+    hit_efficiency: float  # tokens found in the cache, of those that an endless common cache would give
+    first_token_p50: float
+    first_token_p99: float
+    requests_per_second: float  # that were answered
+    imbalance: float  # the largest share of requests at a worker, times workers
+    choice_microseconds: float | None  # CPU time of a choice on this machine; None: a simulated policy
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a trace is put on a fleet."""
+
+    trace: Trace
+    profile: Profile
+    seconds: float  # of simulated time
+    load: float  # of what the workers could do if they shared one endless cache
+    users: int  # by worker, for a trace with pauses
+    seed: int
+    gateways: int = 1  # of Seamark's, which share held states and hear the engines
+
+    def run(self, policy_name: str, workers: int) -> Outcome:
+        """One policy. Deterministic, except for the CPU time of choices."""
+        policy: Policy = POLICIES[policy_name](workers, self.seed)
+        if self.gateways > 1 and policy_name == "seamark":
+            policy = SeamarkGateways(workers, self.seed, self.gateways)
+        fleet = Fleet(workers, self.profile, policy, hint_of)
+        self._send(fleet, workers)
+        fleet.run(self.end)
+        return self._outcome(policy_name, workers, fleet)
+
+    def run_process(self, command: Sequence[str], workers: int, speed: float) -> tuple[Outcome, list[str]]:
+        """sglang-router's process, which `command` starts, at so many simulated seconds a second; and what to add.
+
+        Raises `NotStarted`.
+        """
+        fleet = router_process.HttpFleet(workers, self.profile, hint_of, speed)
+        self._send(fleet, workers)
+        played = fleet.play(command, self.end)
+        return self._outcome(router_process.NAME, workers, fleet), played.remarks
+
+    @property
+    def end(self) -> float:
+        """Seconds after which nothing is simulated: what arrived late in a timed trace is to be answered, too."""
+        return 2 * self.seconds if self.trace.is_timed else self.seconds
+
+    def _send(self, fleet: Fleet, workers: int) -> None:
+        if self.trace.is_timed:
+            self._send_by_time(fleet, workers)
+        else:
+            self._send_by_users(fleet, self.users * workers)
+
+    def _outcome(self, name: str, workers: int, fleet: Fleet) -> Outcome:
+        counted = [done for done in fleet.executions if done.arrived >= WARM_UP * self.seconds]
+        if len(counted) < 2:
+            raise BadTrace(f"{self.trace.name}: hardly any request is answered in that time. Give more --seconds.")
+        waits = sorted(done.first_token_seconds for done in counted)
+        shares = [0] * workers
+        for done in counted:
+            shares[done.worker] += 1
+        hits = sum(done.hit for done in counted)
+        end = max(done.end for done in counted)
+        seconds, choices = fleet.policy.choice_seconds, len(counted) / (1 - WARM_UP)
+        return Outcome(
+            policy=name,
+            workers=workers,
+            requests=len(counted),
+            hit_efficiency=hits / max(1, sum(done.request.shareable for done in counted)),
+            first_token_p50=statistics.median(waits),
+            first_token_p99=waits[min(len(waits) - 1, int(0.99 * len(waits)))],
+            requests_per_second=len(counted) / (end - WARM_UP * self.seconds),
+            imbalance=max(shares) * workers / len(counted),
+            choice_microseconds=None if seconds is None else 1e6 * seconds / choices,
+        )
+
+    @property
+    def rate(self) -> float:
+        """Requests a second and worker, for a trace with arrivals."""
+        requests = self.trace.requests
+        return self.load * len(requests) / sum(map(self.profile.work_seconds, requests))
+
+    def _send_by_time(self, fleet: Fleet, workers: int) -> None:
+        """As the trace says, stretched to the load; where it takes more than the trace has, by copies of its users."""
+        drawn = random.Random(self.seed)  # a simulation
+        rate, span, common = self.rate * workers, self.trace.span, self.trace.common()
+        copies = max(1, round(rate * span / len(self.trace.requests)))
+        stretch = copies * len(self.trace.requests) / span / rate
+        for copy in range(copies):
+            shift = drawn.random() * span if copy else 0.0
+            for session in self.trace.sessions:
+                begin = (session[0].arrival + shift) % span - session[0].arrival
+                for request in session:
+                    time_sent = (begin + request.arrival + drawn.random()) * stretch
+                    if time_sent < self.seconds:
+                        fleet.send(request.copied(copy, common), time_sent)
+
+    def _send_by_users(self, fleet: Fleet, users: int) -> None:
+        """So many users at once, each with one session after the other, who think as long as the trace says."""
+        drawn = random.Random(self.seed)  # a simulation
+        common = self.trace.common()
+        order = list(range(len(self.trace.sessions)))
+        drawn.shuffle(order)
+        begun = 0
+        at: dict[int, tuple[int, int]] = {}  # by session: its place in the trace, and which copy of it
+
+        def begin(now: float, *, somewhere: bool) -> None:
+            nonlocal begun
+            session, copy = order[begun % len(order)], begun // len(order)
+            begun += 1
+            requests = self.trace.sessions[session]
+            first = requests[drawn.randrange(len(requests)) if somewhere else 0].copied(copy, common)
+            at[first.session] = (session, copy)
+            fleet.send(first, now)
+
+        def ended(execution: Execution, now: float) -> None:
+            session, copy = at[execution.request.session]
+            requests, following = self.trace.sessions[session], execution.request.turn + 1
+            if following < len(requests):
+                request: TraceRequest = requests[following].copied(copy, common)
+                fleet.send(request, now + min(MOST_PAUSE, max(0.2, request.pause)))
+            else:
+                del at[execution.request.session]
+                begin(now + drawn.random() * 5, somewhere=False)
+
+        fleet.on_end = ended
+        for _ in range(users):
+            begin(drawn.random() * min(STARTS_WITHIN, self.seconds / 8), somewhere=True)
+
+
+def hint_of(request: TraceRequest) -> tuple[Place, ...]:
+    """Where a gateway asks for states: all boundaries, as many as an engine takes."""
+    return request.boundaries[-MAX_ENTRIES:]
