@@ -122,6 +122,32 @@ class Load(NamedTuple):
 NO_LOAD = Load()
 
 
+class Slot:
+    """One request at a worker. Nothing else counts what a worker has to do."""
+
+    __slots__ = ("_worker", "number", "prefill_tokens")
+
+    def __init__(self, worker: Worker, prefill_tokens: int) -> None:
+        """Take it; the worker has to compute so many tokens of the prompt before it answers."""
+        self._worker = worker
+        self.prefill_tokens = max(0, prefill_tokens)
+        worker.prefill_tokens += self.prefill_tokens
+        worker.inflight += 1
+        worker.dispatched += 1
+        self.number = worker.dispatched  # of all that the worker has had
+
+    def left_to_compute(self, tokens: int) -> None:
+        """Of the prompt, no more than so many; it never becomes more again."""
+        if tokens < self.prefill_tokens:
+            self._worker.prefill_tokens -= self.prefill_tokens - tokens
+            self.prefill_tokens = tokens
+
+    def give_back(self) -> None:
+        """The worker is done with the request. Call it once."""
+        self.left_to_compute(0)
+        self._worker.inflight -= 1
+
+
 def fresh_salt() -> str:
     """A salt under which no cache holds anything."""
     return os.urandom(SALT_BYTES).hex()

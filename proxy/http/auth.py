@@ -71,13 +71,13 @@ class ApiKey:
     entry: KeyEntry
     salt: str = field(repr=False)
     id_secrets: tuple[bytes, ...] = field(default=(), repr=False)  # any of them proves that an id is this key's
-    inflight: int = 0
+    under_way: int = 0
     queued: int = 0
 
     @property
     def has_room(self) -> bool:
         """Whether another request with this key may go to a worker."""
-        return not self.entry.max_inflight or self.inflight < self.entry.max_inflight
+        return not self.entry.max_inflight or self.under_way < self.entry.max_inflight
 
     def new_response_id(self) -> str:
         """A name under which a worker is to store a response: each gateway with this key knows by it whose it is."""

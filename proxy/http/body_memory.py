@@ -62,13 +62,19 @@ class BodyMemory:
 
 
 class BodyHold:
-    """What one request's body takes."""
+    """What one request's body takes, until its context is left."""
 
     __slots__ = ("_memory", "_owner", "size")
 
     def __init__(self, memory: BodyMemory, owner: Hashable) -> None:
         self._memory, self._owner = memory, owner
         self.size = 0
+
+    def __enter__(self) -> BodyHold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
 
     def take(self, size: int) -> None:
         """So many bytes more. Raises `Overloaded` or `KeyBusy`."""

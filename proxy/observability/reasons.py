@@ -1,19 +1,11 @@
-"""Why requests hit or missed the cache: the closed set of reasons, the choice among them, recent requests explained."""
+"""Why requests hit or missed the cache: the closed set of reasons, and the choice among them."""
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from proxy.boundaries.boundary import resolved_positions
-from proxy.boundaries.resolve import Entry
 from proxy.observability.request_diff import PrefixChange
 from proxy.routing.prefix_index import Prefix
-
-MAX_REQUESTS = 10_000  # explained, the last ones
 
 
 class ReasonText(NamedTuple):
@@ -217,69 +209,3 @@ def cache_label(delivery: Delivery) -> str:
     if not delivery.cached:
         return "miss"
     return "hit" if delivery.cached >= delivery.shareable else "partial"
-
-
-@dataclass
-class Explanation:
-    """One request; lengths in tokens. It is filled in as the request goes along."""
-
-    request_id: str
-    endpoint: str
-    owner: str | None = None  # name of the API key it came with; not shown
-    began: float = field(default_factory=time.time)  # seconds since the epoch
-    status: int | None = None  # of the answer, 499 if the client left; None while it is under way
-    model: str | None = None
-    worker: str | None = None
-    lookup: str | None = None  # how its boundaries were found
-    boundaries: tuple[tuple[Entry | None, str], ...] = ()  # what is said of each, and its kind
-    sent: tuple[Entry, ...] = ()  # the hint
-    positions: tuple[int, ...] = ()  # what the engine made of it, in the hint's order; 0 for what is not there
-    shareable: int | None = None
-    predicted: int | None = None
-    prompt: int | None = None
-    delivered: int | None = None
-    reason: str | None = None  # None until the answer is complete, and if the worker reports no cached tokens
-    changed: dict[str, Any] | None = None  # where it differs from the nearest recent request
-    would_save: dict[str, int] = field(default_factory=dict)  # tokens, by rewrite rule or volatile text
-    rewrites: tuple[str, ...] = ()
-    lost: dict[str, int] | None = None  # tokens by reason, in shadow mode; None until it is judged
-    client: str | None = None  # name and version that the client gives itself, shortened
-    missing: str | None = None  # what an answer 404 did not find: "model", "response" or "endpoint"
-
-    def as_json(self) -> dict[str, Any]:
-        """For `/seamark/requests/{id}`."""
-        positions = resolved_positions(self.sent, self.positions)
-        boundaries = [
-            {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
-            for entry, kind in self.boundaries
-        ]
-        shown = {name: value for name, value in self.__dict__.items() if name != "owner"}
-        return {**shown, "boundaries": boundaries}
-
-
-class Explanations:
-    """The last requests, explained; the oldest is forgotten first. Clients choose the ids, so two may be equal."""
-
-    def __init__(self, most: int = MAX_REQUESTS) -> None:
-        self._most = most
-        self._requests: OrderedDict[tuple[str | None, str], Explanation] = OrderedDict()  # by owner and id
-
-    def add(self, explanation: Explanation) -> None:
-        name = (explanation.owner, explanation.request_id)
-        self._requests[name] = explanation
-        self._requests.move_to_end(name)
-        if len(self._requests) > self._most:
-            self._requests.popitem(last=False)
-
-    def newest(self, most: int) -> list[Explanation]:
-        """The last ones, at most so many, the newest first."""
-        return list(islice(reversed(self._requests.values()), most))
-
-    def get(self, request_id: str, owner: str | None = None) -> Explanation | None:
-        """The last request of this id that came with the API key `owner`."""
-        return self._requests.get((owner, request_id))
-
-    def of_anyone(self, request_id: str) -> Explanation | None:
-        """The last request of this id; for operators."""
-        requests = reversed(self._requests.values())
-        return next((explanation for explanation in requests if explanation.request_id == request_id), None)

@@ -22,8 +22,8 @@ from proxy.chat.chat import Chat
 from proxy.fleet.worker import Worker
 from proxy.idle_work import IdleWork, Steps
 from proxy.metrics import Metrics
+from proxy.observability.explanations import Record
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
-from proxy.observability.reasons import Explanation
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shared_tokens import SharedTokens
@@ -63,7 +63,7 @@ class AnsweredRequest(NamedTuple):
     seconds: float | None  # to its first token; None if that cannot be seen from outside
     alone: bool  # no other request was at the worker until then
     owner: str | None  # the API key it came with
-    explanation: Explanation | None
+    record: Record | None  # of its explanation
     at: float  # time.perf_counter() when it had been answered
 
 
@@ -232,11 +232,11 @@ class Shadow:
         self._computed_tokens += length - cached
         requests, work = self._computed.get(request.worker.name, (0, NOTHING))
         self._computed[request.worker.name] = requests + 1, work + TokenWork.between(cached, length)
-        if (explanation := request.explanation) is not None:
-            if explanation.delivered is None:
-                explanation.prompt, explanation.delivered = length, cached
-            explanation.lost = {reason: end - start for reason, (start, end) in lost.items()}
-            explanation.boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
+        if (record := request.record) is not None:
+            if record.explanation.delivered is None:
+                record.amend(prompt=length, delivered=cached)
+            boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
+            record.amend(lost={reason: end - start for reason, (start, end) in lost.items()}, boundaries=boundaries)
         for reason, (start, end) in lost.items():
             self._tokens[reason] += end - start
             self._metrics.shadow_lost_tokens.labels(request.model, reason).inc(end - start)

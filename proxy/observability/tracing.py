@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.observability.reasons import Explanation
+from proxy.observability.explanations import Explanation
 from proxy.version import version
 
 logger = logging.getLogger("seamark.tracing")

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.idle_work import IdleWork, Steps, within
 from proxy.metrics import Metrics
+from proxy.observability.client_name import client_name
+from proxy.observability.explanations import Explanation, Explanations, Record
 from proxy.observability.key_usage import KeyUsage
 from proxy.observability.reasons import Delivery, Expectation, cache_label, reason_for
 from proxy.observability.request_diff import PrefixChange
@@ -33,7 +36,7 @@ from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.observability.time_saved import TimeSaved
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import ProxiedRequest, Report
+from proxy.pipeline.request import ProxiedRequest, Report, Verdict
 from proxy.routing.engine_events import EngineEvents, EngineOutcome
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -102,12 +105,19 @@ class Accounting:
         self._excerpts = excerpts
         self.sums = RollingSums()
         self.key_usage = KeyUsage(metrics)
+        self.explanations = Explanations()
         self._time = TimeSaved()
-        self._running: set[asyncio.Task[str | None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
         # Finding a family's member by its labels costs more than counting with it.
         self._children: dict[tuple[str, str], _Counters] = {}
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
+
+    def began(self, request: ProxiedRequest) -> None:
+        """A request has been read: from now on it can be asked what becomes of it."""
+        request.record = self.explanations.begin(
+            request.client.request_id, request.client.owner, lambda record: self._so_far(request, record)
+        )
 
     def opened(self, request: ProxiedRequest, answer: Any) -> None:
         """A worker's answer begins, the response `answer` (parsed): by its id it can be asked for from now on."""
@@ -115,41 +125,54 @@ class Accounting:
             self._stored.put(None, answer, request.worker.boot, request.client.owner)
 
     def reported(
-        self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None = None
+        self,
+        request: ProxiedRequest,
+        status: int,
+        usage: Usage | None,
+        answer: Any,
+        outcome: EngineOutcome | None = None,
     ) -> None:
         """A worker has reported `usage` in an answer that is on its way to the client.
 
-        `answer`: parsed; for a stream, its last response object. `outcome`: what its engine says of the request, None
-        if that has to be asked for. What the next request may build on is noted; the rest is left to `count`.
+        `status` is HTTP's. `answer`: parsed; for a stream, its last response object. `outcome`: what its engine says of
+        the request, None if that has to be asked for. What the next request may build on is noted; the rest is left to
+        `count`.
         """
-        request.report = self._note(request, usage, answer, outcome)
+        request.report = self._note(request, status, usage, answer, outcome)
 
     async def answered(
-        self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None = None
+        self,
+        request: ProxiedRequest,
+        status: int,
+        usage: Usage | None,
+        answer: Any,
+        outcome: EngineOutcome | None = None,
     ) -> str | None:
         """The same of an answer that has not begun, which tells the reason for what came from the cache.
 
         Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
         """
-        report = self._note(request, usage, answer, outcome)
+        report = self._note(request, status, usage, answer, outcome)
         if (answered := self._count_report(request, report, SEEK_SECONDS)) is None:
             return None
         if report.outcome is None and self._asks_engine(answered):
             request.explaining = self._explain_later(answered, report.engine_id)
-            return await asyncio.shield(request.explaining)
-        steps = self._explain(answered, report.outcome)
-        try:
-            return await self._idle.finish(steps)
-        except asyncio.CancelledError:
-            self._idle.add(steps)
-            raise
+            await asyncio.shield(request.explaining)
+        else:
+            steps = self._explain(answered, report.outcome)
+            try:
+                await self._idle.finish(steps)
+            except asyncio.CancelledError:
+                self._idle.add(steps)
+                raise
+        return request.verdict.reason if request.verdict is not None else None
 
     def count(self, request: ProxiedRequest) -> None:
         """Have the request counted, however it ended, and explained if that is still to be done."""
-        worker = request.worker
-        if request.status >= 400 and worker is not None and request.prediction.expected is not None:
+        request.is_over = True
+        if request.status >= 400 and request.worker is not None and request.expected is not None:
             events = self._engine_events
-            (events.left if request.status == CLIENT_GONE else events.refused)(worker, request.engine_id)
+            (events.left if request.status == CLIENT_GONE else events.refused)(request.worker, request.engine_id)
         if request.trace is not None:
             request.trace.stop()
         self._idle.put_off()
@@ -172,24 +195,48 @@ class Accounting:
     def _close(self, request: ProxiedRequest, model: str) -> None:
         """Nothing else is told of it, except for the reason that its engine is being asked for."""
         if request.explaining is not None:
-            request.explaining.add_done_callback(lambda _: self._end_trace(request, model))
+            request.explaining.add_done_callback(lambda _: self._settle(request, model))
         else:
-            self._end_trace(request, model)
+            self._settle(request, model)
 
     def _count(self, request: ProxiedRequest) -> str:
         """Count the request itself; returns its model's label."""
-        worker, model = request.worker, self._model_label(request)
+        worker, model = request.worker, self._model_label(request, request.status)
         name = worker.name if worker is not None else ""
-        if (explanation := request.explanation) is not None:
-            explanation.status, explanation.model, explanation.worker = request.status, model, name or None
-            if request.status == NOT_FOUND:
-                explanation.missing = self._missing(request)
         self._requests(model, name, request.client.endpoint, str(request.status)).inc()
         if request.client.key is not None:
             self.key_usage.request(request.client.key.name)
         if worker is not None and request.timings.reading_seconds:
             self._spend(model, worker, request.timings.reading_seconds)
         return model
+
+    def _settle(self, request: ProxiedRequest, model: str) -> None:
+        """All is known of it."""
+        if request.record is not None:
+            request.record.settle()
+        self._end_trace(request, model)
+
+    def _so_far(self, request: ProxiedRequest, record: Record) -> Explanation:
+        """What is known of a request by now."""
+        client, prompt, found = request.client, request.prompt, request.prompt.found or Found()
+        status = request.status if request.is_over else None
+        explanation = Explanation(
+            client.request_id,
+            client.endpoint,
+            owner=client.owner,
+            began=record.began,
+            status=status,
+            model=self._model_label(request, request.status) if status is not None else None,
+            worker=request.worker.name if status is not None and request.worker is not None else None,
+            lookup=found.result,
+            boundaries=tuple((boundary.entry, boundary.kind) for boundary in found.boundaries),
+            rewrites=prompt.rewrites,
+            client=client_name(client.user_agent),
+            missing=self._missing(request) if status == NOT_FOUND else None,
+        )
+        if (verdict := request.verdict) is None:
+            return explanation
+        return replace(explanation, sent=request.body.hint, **verdict._asdict())
 
     def forget(self, worker: str) -> None:
         """Nothing is under way any more at a worker that is gone."""
@@ -202,7 +249,7 @@ class Accounting:
     def time_saved(self) -> TimeSaved:
         """Seconds saved and spent since the start, at what is known of the workers' pace by now."""
         for worker in self._pool.workers:
-            self._settle(worker)
+            self._price(worker)
         return self._time
 
     def replayed(self, model: str, worker: Worker, answer: bytes) -> None:
@@ -231,9 +278,10 @@ class Accounting:
         if timings.first_byte is not None:
             stages.append(("first token" if timings.is_stream else "answer", timings.leased, timings.first_byte))
         worker = request.worker.name if request.worker is not None else None
-        trace.end(request.status, model, worker, stages, request.explanation)
+        explanation = request.record.explanation if request.record is not None else None
+        trace.end(request.status, model, worker, stages, explanation)
 
-    def _settle(self, worker: Worker) -> None:
+    def _price(self, worker: Worker) -> None:
         for model, seconds in self._time.settle(worker.name, worker.step_times).items():
             self._counters(model, worker).saved.inc(seconds)
 
@@ -241,22 +289,25 @@ class Accounting:
         self._time.spent += seconds
         self._counters(model, worker).spent.inc(seconds)
 
-    def _note(self, request: ProxiedRequest, usage: Usage | None, answer: Any, outcome: EngineOutcome | None) -> Report:
+    def _note(
+        self, request: ProxiedRequest, status: int, usage: Usage | None, answer: Any, outcome: EngineOutcome | None
+    ) -> Report:
         """What the next request may build on."""
         if request.worker is not None:
             if _is_stored(request):
-                self._stored.put(request.prediction.chat, answer, request.worker.boot, request.client.owner)
+                self._stored.put(request.prompt.chat, answer, request.worker.boot, request.client.owner)
             if usage is not None:
                 self._learn(request, usage.prompt)
-        return Report(usage, _engine_id(request, answer), outcome)
+        return Report(status, usage, _engine_id(request, answer), outcome)
 
     def _count_report(self, request: ProxiedRequest, report: Report, seek_seconds: float) -> _Answered | None:
         """Count what was reported; None if it leaves nothing to explain."""
-        worker, usage, expected = request.worker, report.usage, request.prediction.expected
+        worker, usage, expected = request.worker, report.usage, request.expected
         if worker is None:
             return None
-        model = self._model_label(request)
-        if worker.engine is None and request.status == 200:
+        status = request.reply.failure or report.status
+        model = self._model_label(request, status)
+        if worker.engine is None and status == 200:
             self._shadow.add(_for_shadow(request, worker, model, usage))
         if usage is None:
             return None
@@ -267,7 +318,7 @@ class Accounting:
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
             self._time.reused(worker.name, model, usage.cached)
-            self._settle(worker)
+            self._price(worker)
         if expected is None:
             return None
         counters.predicted.inc(expected.found(expected.predicted))
@@ -288,10 +339,10 @@ class Accounting:
 
     def _learn(self, request: ProxiedRequest, prompt: int) -> None:
         """The tokens of the prompt tell where its last turn ends, and what a byte of a body weighs."""
-        found = request.prediction.found
+        found = request.prompt.found
         if request.response_id is None:  # a continued response has most of its prompt elsewhere
             self._reader.weigh(request.model, len(request.body.raw), prompt)
-        if (remembered := request.prediction.remembered) is not None:
+        if (remembered := request.prompt.remembered) is not None:
             remembered.prompt = prompt
         if found is not None and found.end and found.turn_key is not None and 0 < found.end < prompt:
             self._reader.told(found.turn_key, prompt - found.end)
@@ -305,14 +356,14 @@ class Accounting:
                 self._reader.told(boundary.key, tokens)
                 self._prefix_index.set_length(boundary.key, tokens)
 
-    def _explain_later(self, answered: _Answered, engine_id: str) -> asyncio.Task[str | None]:
+    def _explain_later(self, answered: _Answered, engine_id: str) -> asyncio.Task[None]:
         """Explain it once its engine has been asked."""
         task = asyncio.create_task(self._ask_engine(answered, engine_id))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _ask_engine(self, answered: _Answered, engine_id: str) -> str | None:
+    async def _ask_engine(self, answered: _Answered, engine_id: str) -> None:
         is_stream, outcome = answered.request.timings.is_stream, None
         try:
             outcome = await self._engine_events.outcome_of(answered.worker, engine_id, urgent=not is_stream)
@@ -320,20 +371,20 @@ class Accounting:
             logger.error("asking for request %s: %s", answered.request.client.request_id, type(error).__name__)
         if is_stream:
             await self._idle.lull()
-        return await self._idle.finish(self._explain(answered, outcome))
+        await self._idle.finish(self._explain(answered, outcome))
 
-    def _explain(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[str | None]:
+    def _explain(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[None]:
         """An answer is not lost for its explanation: a failure gives no reason."""
+        request = answered.request
         try:
-            return (yield from self._explained(answered, outcome))
+            request.verdict = yield from self._judge(answered, outcome)
         except Exception as error:  # the message might hold prompt text
-            logger.error("explaining request %s: %s", answered.request.client.request_id, type(error).__name__)
-            return None
+            logger.error("explaining request %s: %s", request.client.request_id, type(error).__name__)
 
-    def _explained(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[str]:
+    def _judge(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[Verdict]:
         request, worker, model, expected, prompt, cached, _ = answered
         metrics, timings = self._metrics, request.timings
-        found = request.prediction.found or Found()
+        found = request.prompt.found or Found()
         positions = resolved_positions(request.body.hint, outcome.positions if outcome is not None else ())
         self._learn_positions(found, positions, prompt)
         delivery = self._delivery(answered, found, outcome, positions)
@@ -355,19 +406,21 @@ class Accounting:
         if timings.first_byte is not None:
             seconds = timings.first_byte - request.client.arrived
             self._first_token(model, cache_label(delivery)).observe(seconds)
-        if (explanation := request.explanation) is not None:
-            explanation.model, explanation.worker = model, worker.name
-            explanation.status, explanation.sent = request.status, request.body.hint
-            explanation.positions = outcome.positions if outcome is not None else ()
-            explanation.shareable = delivery.shareable
-            explanation.predicted = expected.found(expected.predicted)
-            explanation.prompt, explanation.delivered, explanation.reason = prompt, cached, reason
-            if change is not None:
-                explanation.changed = change.as_json(self._excerpts, prompt, shared)
-                if change.kind is not None and (saves := expected.deliverable(change.would_save(prompt, shared))):
-                    explanation.would_save[change.kind] = saves
-                    metrics.would_save.labels(change.kind).inc(saves)
-        return reason
+        verdict = Verdict(
+            reason,
+            prompt,
+            cached,
+            delivery.shareable,
+            expected.found(expected.predicted),
+            outcome.positions if outcome is not None else (),
+        )
+        if change is None:
+            return verdict
+        would_save = {}
+        if change.kind is not None and (saves := expected.deliverable(change.would_save(prompt, shared))):
+            would_save[change.kind] = saves
+            metrics.would_save.labels(change.kind).inc(saves)
+        return verdict._replace(changed=change.as_json(self._excerpts, prompt, shared), would_save=would_save)
 
     @staticmethod
     def _delivery(
@@ -390,7 +443,7 @@ class Accounting:
 
         Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it.
         """
-        remembered, expected = answered.request.prediction.remembered, answered.expected
+        remembered, expected = answered.request.prompt.remembered, answered.expected
         if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:
             return None
         if self._idle.is_behind:
@@ -430,12 +483,12 @@ class Accounting:
             return "response"
         return "endpoint" if not request.model or self._pool.lists(request.model) else "model"
 
-    def _model_label(self, request: ProxiedRequest) -> str:
+    def _model_label(self, request: ProxiedRequest, status: int) -> str:
         """The model's name if a worker lists it; that of the worker's model if it took a name that is in no list."""
         model, worker = request.model, request.worker
         if (worker is not None and worker.serves(model)) or self._pool.lists(model):
             return str(model)
-        if worker is None or model is None or (model and not 200 <= request.status < 400):
+        if worker is None or model is None or (model and not 200 <= status < 400):
             return UNKNOWN_MODEL
         return worker.names.base or UNKNOWN_MODEL
 
@@ -459,7 +512,7 @@ def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usag
     # A response's first event comes before its prompt is computed.
     timed = timings.first_byte is not None and timings.is_stream and request.client.endpoint != RESPONSES
     return AnsweredRequest(
-        chat=request.prediction.chat,
+        chat=request.prompt.chat,
         worker=worker,
         boot=worker.boot,
         model=model,
@@ -470,6 +523,6 @@ def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usag
         seconds=timings.first_byte - timings.leased if timed and timings.first_byte is not None else None,
         alone=timings.was_alone,
         owner=request.client.owner,
-        explanation=request.explanation,
+        record=request.record,
         at=time.perf_counter(),
     )

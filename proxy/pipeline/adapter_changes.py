@@ -19,7 +19,7 @@ from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import LOAD_ADAPTER, UNLOAD_ADAPTER
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.pipeline.request import ProxiedRequest
+from proxy.pipeline.request import Choice, ProxiedRequest
 
 # Not a field of vLLM, which reads over it: whose adapter it is, where several models are served.
 BASE = "base_model_name"
@@ -63,7 +63,7 @@ class AdapterChanges:
         self._turn = asyncio.Lock()  # all workers get changes in the same order
         self._tasks: set[asyncio.Task[_Outcome]] = set()
 
-    async def serve(self, request: ProxiedRequest, send: asgi.Send) -> None:
+    async def serve(self, request: ProxiedRequest) -> None:
         """Change it everywhere, and answer as vLLM does. Goes on if the client leaves meanwhile.
 
         Raises `AdapterNotEverywhere`, `BadRequest` if it is not clear whose adapter it is, or `NoWorker`.
@@ -72,13 +72,13 @@ class AdapterChanges:
         self._tasks.add(task)
         task.add_done_callback(self._over)
         outcome = await asyncio.shield(task)
-        request.worker, request.status, request.started = outcome.worker, outcome.status, True
+        request.give(Choice(outcome.worker))
         headers = [
             (b"content-type", outcome.kind),
             (b"x-seamark-worker", outcome.worker.name.encode()),
             request.client.id_header,
         ]
-        await asgi.send_whole(send, outcome.status, headers, outcome.body)
+        await asgi.send_whole(request.reply, outcome.status, headers, outcome.body)
 
     def _over(self, task: asyncio.Task[_Outcome]) -> None:
         self._tasks.discard(task)

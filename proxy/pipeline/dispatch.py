@@ -13,10 +13,10 @@ from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import Slot, Worker
 from proxy.observability.reasons import Expectation
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
-from proxy.pipeline.request import ProxiedRequest, affinity_key
+from proxy.pipeline.request import Choice, ProxiedRequest, affinity_key
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import Holding, PrefixIndex
@@ -93,6 +93,15 @@ class Dispatcher:
             self._stored.keep(request.response_id, worker.boot, request.client.owner)
         return False
 
+    def taken(self, lease: Lease, worker: Worker) -> None:
+        """The request goes to `worker`, which is to compute its prompt."""
+        self._prefilling[lease.request.engine_id] = lease
+        self.on_given(worker)
+
+    def prefilled(self, lease: Lease) -> None:
+        """Nothing of the request's prompt is left to compute."""
+        self._prefilling.pop(lease.request.engine_id, None)
+
     def released(self) -> None:
         """A slot has become free."""
         if len(self._queue):
@@ -105,7 +114,7 @@ class Dispatcher:
         """
         if (lease := self._prefilling.get(engine_id)) is None:
             return
-        found = lease.request.prediction.found
+        found = lease.request.prompt.found
         if is_last and found is not None and any(boundary.kind == "turn" for boundary in found.boundaries):
             lease.prefilled()  # the prompt's end is among them, and its length was an estimate
         else:
@@ -113,8 +122,8 @@ class Dispatcher:
 
     def not_computed(self, request: ProxiedRequest) -> None:
         """The worker never got the request: what was recorded for it is not there."""
-        if request.prediction.expected is not None and request.worker is not None:
-            self._engine_events.refused(request.worker, request.engine_id)
+        if (choice := request.choice) is not None and choice.expected is not None:
+            self._engine_events.refused(choice.worker, request.engine_id)
 
     def _take(self, lease: Lease) -> Lease | None:
         """The lease with a slot; None if the workers that could serve the request are full."""
@@ -126,10 +135,10 @@ class Dispatcher:
         if not roomy:
             return None
         request.timings.choosing = time.perf_counter()
-        lease.count(self._choose(request, roomy))
+        lease.take(self._choose(request, roomy))
         return lease
 
-    def other_worker(self, lease: Lease) -> Worker | None:
+    def other_worker(self, lease: Lease) -> Choice | None:
         """A worker that has a slot for the request now, other than the one that has had it; recorded as chosen."""
         request, refused = lease.request, lease.worker
         try:
@@ -154,26 +163,24 @@ class Dispatcher:
         # As `has_room` says, and `takes_hints` below: for a thousand workers, a property costs more than all else here.
         return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
 
-    def _choose(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Worker:
+    def _choose(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Choice:
         """Choose and record it in one go, so that a request arriving right behind already follows."""
-        prediction = request.prediction
-        found, model = prediction.found, request.model
+        found, model = request.prompt.found, request.model
         # A name that no worker lists goes to one worker for as long as nothing else decides.
         together = model if model and not workers[0].serves(model) else None
         if found is None:
-            return choose(workers, {}, self._load_slack, together)
+            return Choice(choose(workers, {}, self._load_slack, together))
         # All that could hold it, because a worker that is full or not ready yet has not lost it.
         serving = self._pool.serving(model)
         boots = {w.boot for w in serving if w.engine is not None and not w.refused and w.cache.hints_allowed}
         held = self._prefix_index.longest(found.prefixes, boots)
         together = affinity_key(request.client.headers, request.body.parsed) or together
         worker = choose(workers, held, self._load_slack, together)
-        prediction.held = held[worker.boot].tokens if worker.boot in held else 0
         longest = max(held.values(), default=None)
         # For a request that is sent again, elsewhere, the first try does not count as sent before.
-        earlier = prediction.expected
+        earlier = request.expected
         sent = self._prefix_index.sent(found.prefixes, boots)
-        prediction.expected = Expectation(
+        expected = Expectation(
             failure=_failure(worker) or found.failure,
             sent=sent,
             sent_here=sent is not None and worker.boot in sent.held,
@@ -189,11 +196,11 @@ class Dispatcher:
             self._prefix_index.record(found.boundaries, worker.boot, hint)
             if longest is not None:
                 self._keep_for_warmup(request, worker, longest.key, longest.tokens)
-        return worker
+        return Choice(worker, expected, held[worker.boot].tokens if worker.boot in held else 0)
 
     def _keep_for_warmup(self, request: ProxiedRequest, worker: Worker, key: bytes, tokens: int) -> None:
         """The request shares a prefix: a restarted worker is to be given it again."""
-        found, body = request.prediction.found, request.body
+        found, body = request.prompt.found, request.body
         if found is None or not found.boundaries or self._warmup.used_again(key):
             return
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
@@ -220,17 +227,15 @@ class Dispatcher:
 class Lease:
     """One request's slot. The request is counted at its worker and its key, and un-counted, here and nowhere else."""
 
-    __slots__ = ("_dispatcher", "_is_held", "_is_trial", "_prefill_tokens", "_prompt", "_turn", "_was_idle", "request")
+    __slots__ = ("_dispatcher", "_is_trial", "_slot", "_was_idle", "prompt", "request")
 
     def __init__(self, dispatcher: Dispatcher, request: ProxiedRequest) -> None:
         self._dispatcher = dispatcher
         self.request = request
-        self._is_held = False
+        self.prompt = 0  # tokens, roughly
+        self._slot: Slot | None = None  # None: not taken yet, or given back
         self._is_trial = False  # of a worker that failed
-        self._prefill_tokens = 0  # counted as still to be computed by the worker
-        self._prompt = 0  # tokens, roughly
-        self._turn = 0  # requests that the worker had been given by then, this one included
-        self._was_idle = False  # it had no other request then
+        self._was_idle = False  # the worker had no other request when it got this one
 
     async def __aenter__(self) -> Lease:
         await self._dispatcher.acquire(self)
@@ -249,19 +254,14 @@ class Lease:
         return worker
 
     @property
-    def prompt(self) -> int:
-        """The prompt's tokens, roughly."""
-        return self._prompt
-
-    @property
     def prefill_tokens(self) -> int:
-        """What the worker has still to compute of it, as it is counted."""
-        return self._prefill_tokens
+        """What the worker has still to compute of the prompt, as it is counted."""
+        return self._slot.prefill_tokens if self._slot is not None else 0
 
     @property
     def is_alone(self) -> bool:
         """Whether the worker has had no other request since it got this one."""
-        return self._was_idle and self.worker.dispatched == self._turn
+        return self._was_idle and self._slot is not None and self.worker.dispatched == self._slot.number
 
     def seeks_on(self, status: int) -> bool:
         """Whether to `move`, since the worker says by `status` that it does not store the response that is named."""
@@ -274,11 +274,11 @@ class Lease:
 
     def move_now(self) -> bool:
         """The worker has refused the request: go to another one, if one has a slot now."""
-        worker = self._dispatcher.other_worker(self)
-        if worker is None:
+        choice = self._dispatcher.other_worker(self)
+        if choice is None:
             return False
-        self._uncount(self.worker)
-        self.count(worker)
+        self._end()
+        self.take(choice)
         self._dispatcher.released()
         return True
 
@@ -287,54 +287,45 @@ class Lease:
         self._dispatcher.not_computed(self.request)
         self.release()
 
-    def count(self, worker: Worker) -> None:
-        """The request goes to `worker`."""
-        request, key = self.request, self.request.client.key
-        prediction = request.prediction
-        request.worker, self._is_held = worker, True
-        self._prompt = prediction.prompt or round(len(request.body.raw) * TOKENS_PER_BYTE)
-        self._prefill_tokens = max(0, self._prompt - prediction.held)
+    def take(self, choice: Choice) -> None:
+        """A slot at the worker that was chosen."""
+        request, worker = self.request, choice.worker
+        request.give(choice)
+        self.prompt = request.prompt.tokens or round(len(request.body.raw) * TOKENS_PER_BYTE)
         self._was_idle = not worker.inflight
-        worker.prefill_tokens += self._prefill_tokens
-        self._dispatcher._prefilling[request.engine_id] = self
-        worker.inflight += 1
-        worker.dispatched += 1
+        self._slot = Slot(worker, self.prompt - choice.held)
         self._is_trial = worker.breaker.is_open and worker.breaker.begin_trial()
-        self._turn = worker.dispatched
-        self._dispatcher.on_given(worker)
+        if request.client.key is not None:
+            request.client.key.under_way += 1
+        self._dispatcher.taken(self, worker)
         request.timings.leased = time.perf_counter()
-        if key is not None:
-            key.inflight += 1
 
     def prefilled(self) -> None:
         """The answer has begun: the prompt is computed."""
-        self._charge(0)
-        self._dispatcher._prefilling.pop(self.request.engine_id, None)
+        self.prefilled_to(self.prompt)
+        self._dispatcher.prefilled(self)
 
     def prefilled_to(self, tokens: int) -> None:
         """So many tokens of the prompt are computed."""
-        self._charge(min(self._prefill_tokens, max(0, self._prompt - tokens)))
-
-    def _charge(self, tokens: int) -> None:
-        """The worker has `tokens` of the prompt to compute."""
-        if tokens != self._prefill_tokens:
-            self.worker.prefill_tokens += tokens - self._prefill_tokens
-            self._prefill_tokens = tokens
+        if self._slot is not None:
+            self._slot.left_to_compute(max(0, self.prompt - tokens))
 
     def release(self) -> None:
         """The worker is done with the request. Does nothing the second time."""
-        if self._is_held:
-            self._uncount(self.worker)
+        if self._slot is not None:
+            self._end()
             self._dispatcher.released()
 
-    def _uncount(self, worker: Worker) -> None:
-        self._is_held = False
+    def _end(self) -> None:
+        if (slot := self._slot) is None:
+            return
         self.prefilled()
-        worker.inflight -= 1
+        self._slot = None
+        slot.give_back()
         if self._is_trial:
-            worker.breaker.end_trial()
+            self.worker.breaker.end_trial()
         if self.request.client.key is not None:
-            self.request.client.key.inflight -= 1
+            self.request.client.key.under_way -= 1
 
 
 def _never_sent(lease: Lease) -> None:

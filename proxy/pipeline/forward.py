@@ -9,9 +9,9 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import REPORTING, RESPONSES
@@ -41,6 +41,25 @@ ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
 
 # A worker, or a proxy before it, says by these that it has not computed the request.
 NOT_TAKEN = (502, 503)
+
+UNREACHABLE, STALE, NOT_FOUND, REFUSED = "unreachable", "stale", "not_found", "refused"
+
+
+class _Retry(NamedTuple):
+    """What follows a try that came to nothing."""
+
+    elsewhere: bool  # else at the same worker, on a new connection, once
+    waits: bool = False  # for a slot anywhere; else, once, at a worker that has one now
+
+
+# Whatever may have been read goes to no other worker, except that one which says that it has not computed the request
+# is believed: once, and wherever the stored response that it names may be.
+RETRIES: Mapping[str, _Retry] = {
+    UNREACHABLE: _Retry(elsewhere=True, waits=True),
+    STALE: _Retry(elsewhere=False),
+    NOT_FOUND: _Retry(elsewhere=True, waits=True),
+    REFUSED: _Retry(elsewhere=True),
+}
 
 # Statuses without a body, and without a length to announce.
 BODILESS = (204, 304)
@@ -85,11 +104,7 @@ class ResponseRelay:
             raise _worker_error(lease.worker, error) from None
 
     async def _send(self, request: ProxiedRequest, lease: Lease) -> Answer:
-        """Send to the leased worker, and to another one if that has not taken it.
-
-        Whatever may have been read goes to no other worker, except that one which says that it has not computed the
-        request is believed: once, and wherever the stored response that it names may be.
-        """
+        """Send to the leased worker, and to another one if that has not taken it, as `RETRIES` says."""
         client = request.client
         is_read = client.endpoint in REPORTING and not self._leaves_unchanged
         headers = [
@@ -98,61 +113,67 @@ class ResponseRelay:
             ASK_FOR_OUTCOME,
             *(self._upstream.own_headers if client.key is not None else ()),
         ]
-        fresh = refused = False
-        unreachable = 0
         transfer = None
         if self._prefills is not None:
             transfer = await self._prefills.transfer(request, lease, headers)
+        tries = dict.fromkeys(RETRIES, 0)
+        fresh = False
         while True:
             worker = lease.worker
-            raw = self._encoded(request, worker, transfer)
-            sent_headers = headers
-            if worker.engine is not None and client.method == "POST":
-                load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
-                sent_headers = [*headers, (LOAD_HEADER, load.encode())]  # other gateways learn of it there
-            try:
-                response = await self._upstream.send(
-                    client.method, worker.url + client.target, sent_headers, raw, self._silence_timeout, fresh
-                )
-            except Exhausted:
+            tried = await self._try(request, lease, headers, transfer, fresh=fresh)
+            if isinstance(tried, Answer):
+                return _with_valid_status(tried)
+            failed, answer = tried
+            retry = RETRIES[failed]
+            tries[failed] += 1
+            if not retry.elsewhere and fresh:
+                raise Stale
+            if failed == UNREACHABLE and tries[failed] > len(self._pool.workers):
                 lease.never_sent()
-                raise Overloaded("The gateway has no descriptor or port left for another connection.") from None
-            except Unreachable as error:
-                self._pool.mark_down(worker, str(error))
-                unreachable += 1
-                if unreachable > len(self._pool.workers):
-                    lease.never_sent()
-                    raise no_worker("No worker could be reached.", self._pool.workers) from None
-                self._resent.labels(worker.name, "unreachable").inc()
+                raise no_worker("No worker could be reached.", self._pool.workers)
+            if answer is not None:
+                if not retry.waits and (tries[failed] > 1 or not lease.move_now()):
+                    return _with_valid_status(answer)
+                answer.close()
+            self._resent.labels(worker.name, failed).inc()
+            if retry.waits:
                 await lease.move()
-                fresh = False
-                if lease.worker.engine != worker.engine:
-                    transfer = None
-            except Stale:
-                if fresh:
-                    raise
-                fresh, transfer = True, None  # a transfer is used once, whatever became of it
-                self._resent.labels(worker.name, "stale").inc()
-            except Malformed:  # what was asked for may be the reason
-                raise
-            except Broken:
-                self._record_failure(request, worker)
-                raise
-            else:
-                self._judge(request, worker, response.status)
-                if lease.seeks_on(response.status):
-                    response.close()
-                    self._resent.labels(worker.name, "not_found").inc()
-                    await lease.move()
-                    fresh, transfer = False, None
-                    continue
-                if client.endpoint in REPORTING and response.status in (200, 404) and request.response_id is None:
-                    self._pool.answered_name(worker, request.model, taken=response.status == 200)
-                if response.status not in NOT_TAKEN or refused or client.method != "POST" or not lease.move_now():
-                    return _with_valid_status(response)
-                response.close()
-                self._resent.labels(worker.name, "refused").inc()
-                refused, fresh, transfer = True, False, None
+            fresh = not retry.elsewhere
+            if failed != UNREACHABLE or lease.worker.engine != worker.engine:
+                transfer = None  # it is used once, whatever became of it
+
+    async def _try(
+        self, request: ProxiedRequest, lease: Lease, headers: asgi.HeaderList, transfer: Any, *, fresh: bool
+    ) -> Answer | tuple[str, Answer | None]:
+        """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer."""
+        client, worker = request.client, lease.worker
+        raw = self._encoded(request, worker, transfer)
+        if worker.engine is not None and client.method == "POST":
+            load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
+            headers = [*headers, (LOAD_HEADER, load.encode())]  # other gateways learn of it there
+        try:
+            answer = await self._upstream.send(
+                client.method, worker.url + client.target, headers, raw, self._silence_timeout, fresh
+            )
+        except Exhausted:
+            lease.never_sent()
+            raise Overloaded("The gateway has no descriptor or port left for another connection.") from None
+        except Unreachable as error:
+            self._pool.mark_down(worker, str(error))
+            return UNREACHABLE, None
+        except Stale:
+            return STALE, None
+        except Malformed:  # what was asked for may be the reason
+            raise
+        except Broken:
+            self._record_failure(request, worker)
+            raise
+        self._judge(request, worker, answer.status)
+        if lease.seeks_on(answer.status):
+            return NOT_FOUND, answer
+        if client.endpoint in REPORTING and answer.status in (200, 404) and request.response_id is None:
+            self._pool.answered_name(worker, request.model, taken=answer.status == 200)
+        return (REFUSED, answer) if answer.status in NOT_TAKEN and client.method == "POST" else answer
 
     def _judge(self, request: ProxiedRequest, worker: Worker, status: int) -> None:
         """What the head of an answer says of its worker."""
@@ -169,7 +190,7 @@ class ResponseRelay:
 
     def _encoded(self, request: ProxiedRequest, worker: Worker, transfer: dict[str, Any] | None = None) -> bytes:
         """The body as `worker` gets it. `transfer`: where it finds the prompt computed."""
-        body, found = request.body, request.prediction.found
+        body, found = request.body, request.prompt.found
         if request.client.method != "POST":
             return body.raw
         own: dict[str, Any] = {}
@@ -185,13 +206,12 @@ class ResponseRelay:
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """The answer, from first to last byte. One that is encoded is not read, and nothing can be put into it."""
-        request.status = response.status
         kind = response.header("content-type") or ""
         is_reported = request.client.endpoint in REPORTING
         if response.is_encoded:
             await self._stream(request, lease, response, send, watch)
             if is_reported:
-                self._accounting.reported(request, None, None)
+                self._accounting.reported(request, response.status, None, None)
         elif kind.startswith("text/event-stream"):
             await self._stream_events(request, lease, response, send, watch)
         elif is_reported and kind.startswith("application/json") and _has_body(request, response):
@@ -221,7 +241,7 @@ class ResponseRelay:
             timings.was_alone = lease.is_alone
             lease.prefilled()
 
-        await self._begin(request, _response_headers(request, response), send)
+        await _begin(response, _response_headers(request, response), send)
         body = request.body
         opened = partial(self._opened, request) if request.client.endpoint == RESPONSES else None
         stream = SseRelay(send, choices_of(body.parsed) if body.strips_usage else 0, opened)
@@ -233,18 +253,16 @@ class ResponseRelay:
                 end = _error_event(request, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
                 request.delivered = watch.gone and stream.is_complete
-                if request.delivered:
-                    self._accounting.reported(request, stream.usage, stream.response)
-                    raise
-                if watch.gone:
-                    request.status = CLIENT_GONE
-                else:  # the server stops
+                if not (request.delivered or watch.gone):  # the server stops
                     await stream.finish(_error_event(request, Stopping("The gateway is stopping."), stream))
-                self._accounting.reported(request, None, stream.response)
+                elif not request.delivered:
+                    request.reply.failed(CLIENT_GONE)
+                usage = stream.usage if request.delivered else None
+                self._accounting.reported(request, response.status, usage, stream.response)
                 raise
             watch.over = True
             await stream.finish(end)
-        self._accounting.reported(request, stream.usage, stream.response)
+        self._accounting.reported(request, response.status, stream.usage, stream.response)
 
     def _opened(self, request: ProxiedRequest, event: bytes) -> None:
         """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
@@ -266,7 +284,7 @@ class ResponseRelay:
         body = b"".join(collected)
         request.timings.first_byte = time.perf_counter()
         headers = _response_headers(request, response)
-        if request.status == 200:
+        if response.status == 200:
             try:
                 answer = json.loads(body)
             except (ValueError, RecursionError):
@@ -275,11 +293,11 @@ class ResponseRelay:
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            reason = await self._accounting.answered(request, usage, answer, outcome)
+            reason = await self._accounting.answered(request, response.status, usage, answer, outcome)
             if reason is not None:
                 headers.append((b"x-seamark-reason", reason.encode()))
-        request.started = watch.over = True
-        await asgi.send_whole(send, request.status, headers, body)
+        watch.over = True
+        await asgi.send_whole(send, response.status, headers, body)
 
     async def _pass_large(
         self,
@@ -295,7 +313,7 @@ class ResponseRelay:
         await self._begin_as_announced(request, response, send)
         named = _ID.match(collected[0])
         answer = {"id": named[1].decode(errors="replace")} if named is not None else None
-        if request.status == 200:
+        if response.status == 200:
             self._accounting.opened(request, answer)
         passing = PassingUsage()
         collected.reverse()
@@ -305,9 +323,9 @@ class ResponseRelay:
         async for chunk in chunks:
             passing.see(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        if request.status == 200:
+        if response.status == 200:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            self._accounting.reported(request, passing.usage, answer, outcome)
+            self._accounting.reported(request, response.status, passing.usage, answer, outcome)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 
@@ -316,11 +334,11 @@ class ResponseRelay:
         headers = _response_headers(request, response)
         if response.status not in BODILESS and (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
-        await self._begin(request, headers, send)
+        await _begin(response, headers, send)
 
-    async def _begin(self, request: ProxiedRequest, headers: asgi.HeaderList, send: asgi.Send) -> None:
-        request.started = True
-        await send({"type": "http.response.start", "status": request.status, "headers": headers})
+
+async def _begin(response: Answer, headers: asgi.HeaderList, send: asgi.Send) -> None:
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
 
 
 def _has_body(request: ProxiedRequest, response: Answer) -> bool:
@@ -344,7 +362,7 @@ def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderL
         headers.append((b"x-seamark-worker", request.worker.name.encode()))
     if request.body.hint:
         headers.append((b"x-seamark-boundary", ";".join(map(str, request.body.hint)).encode()))
-    if (expected := request.prediction.expected) is not None:
+    if (expected := request.expected) is not None:
         headers.append((b"x-seamark-predicted", str(expected.found(expected.predicted)).encode()))
     return headers
 
@@ -378,7 +396,7 @@ def _path_here(location: str, worker_url: str) -> str | None:
 
 
 def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay) -> bytes:
-    request.status = error.status
+    request.reply.failed(error.status)
     return error_responses.error_event(error, request.client.endpoint, stream.first, stream.last)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,8 @@ from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.caching_handler import CachingHandler
+from proxy.pipeline.answering import Answering, WorkerAnswers
+from proxy.pipeline.cached_answers import CachedAnswers
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.handler import RequestHandler
@@ -58,15 +58,15 @@ logger = logging.getLogger("seamark.gateway")
 class Gateway:
     """All parts of one gateway; `handler` is the ASGI application for what goes to a worker."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises `SettingsError` for a file that cannot be used."""
+    def __init__(self, settings: Settings, upstream: Upstream | None = None) -> None:
+        """`upstream`: connections other than its own. Raises `SettingsError` for a file that cannot be used."""
         self.settings = settings
         self.created = time.time()
         self.is_stopping = False  # it serves for a while, and is to get no new clients
         self.metrics = metrics = Metrics()
         self.idle = idle = IdleWork()
         worker_key = _secret("worker_api_key_file", settings.worker_api_key_file)
-        self.upstream = Upstream(settings.connect_timeout, worker_key, settings.max_header_bytes)
+        self.upstream = upstream or Upstream(settings.connect_timeout, worker_key, settings.max_header_bytes)
         self.keys: KeyRing | None = None
         if settings.api_keys is not None:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))
@@ -101,23 +101,23 @@ class Gateway:
             prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics)
         relay = ResponseRelay(settings, metrics, self.pool, self.upstream, self.accounting, self.heartbeats, prefills)
         self.response_cache: ResponseCache | None = None
-        handler: Callable[..., RequestHandler] = RequestHandler
+        answers: Answering
+        answers = of_workers = WorkerAnswers(dispatcher, reader, relay)
         if settings.response_cache:
             self.response_cache = ResponseCache(settings.response_cache, metrics)
-            handler = partial(CachingHandler, self.response_cache, settings.response_cache_models)
+            answers = CachedAnswers(self.response_cache, settings.response_cache_models, self.pool, of_workers)
         self.engine_events.on_cleared = self._cleared
         self.tracing: Tracing | None = None
         if settings.otlp_traces_endpoint is not None:
             self.tracing = _tracing(settings.otlp_traces_endpoint, metrics)
-        self.handler = handler(
+        self.handler = RequestHandler(
             settings,
             metrics,
             self.keys,
             self.pool,
             reader,
-            reader.stored,
             dispatcher,
-            relay,
+            answers,
             self.accounting,
             idle,
             Preflights(self.pool, self.upstream),

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from proxy.chat.chat import HINTED
-from proxy.chat.responses import StoredResponses
 from proxy.errors import (
     BadRequest,
     GatewayError,
@@ -37,11 +36,12 @@ from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import CLIENT_GONE, Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
+from proxy.pipeline.answering import Answering
 from proxy.pipeline.dispatch import Dispatcher
-from proxy.pipeline.forward import ResponseRelay
+from proxy.pipeline.engine_names import EngineName, EngineNames
 from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.pipeline.request import ProxiedRequest, Reply, request_of
 from proxy.settings import Settings
 
 if TYPE_CHECKING:
@@ -71,9 +71,8 @@ class RequestHandler:
         keys: KeyRing | None,
         pool: WorkerPool,
         reader: PromptReader,
-        stored: StoredResponses,
         dispatcher: Dispatcher,
-        relay: ResponseRelay,
+        answer: Answering,
         accounting: Accounting,
         idle: IdleWork,
         preflights: Preflights,
@@ -85,9 +84,8 @@ class RequestHandler:
         self._keys = keys
         self._pool = pool
         self._reader = reader
-        self._stored = stored
         self._dispatcher = dispatcher
-        self._relay = relay
+        self._answer = answer
         self._accounting = accounting
         self._idle = idle
         self._preflights = preflights
@@ -95,93 +93,52 @@ class RequestHandler:
         self._tracing = tracing
         self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
         self._bodies = BodyMemory(settings.max_bodies_bytes)
+        self._names = EngineNames()
         self._turns = asyncio.Lock()
-        self._under_way: set[str] = set()  # names of requests, as engines know them
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         self._idle.put_off()
         given = asgi.header(scope, b"x-request-id")
         request_id = given if given is not None and _is_name(given) else os.urandom(16).hex()
         request: ProxiedRequest | None = None
-        held: BodyHold | None = None
-        try:
-            asgi.check_room(scope)
-            if is_preflight(scope):
-                await self._preflights.answer(scope, request_id, send)
-                return
-            key = auth.client(scope, self._keys) if self._keys is not None else None
-            settings = self._settings
-            held = self._bodies.of(key.name if key is not None else None)
-            raw = await asgi.read_body(scope, receive, settings.max_body_bytes, self._pace, held)
-            request = request_of(scope, raw, request_id, key)
-            request.is_named = request_id == given
-            self._name(request, request_id)
-            if self._tracing is not None:
-                client = request.client
-                request.trace = self._tracing.begin(client.method, client.endpoint, client.headers)
-            async with asgi.ClientWatch(scope, receive) as watch:
-                await self._serve(request, held, send, watch)
-        except asgi.ClientGone:
-            if request is not None and not request.delivered:
-                request.status = CLIENT_GONE
-        except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
-            await self._refuse(request, scope, Stopping("The gateway is stopping."), request_id, send)
-            raise
-        except GatewayError as error:
-            await self._refuse(request, scope, error, request_id, send)
-        except MemoryError:  # a refusal gives some back
-            logger.error("request %s: out of memory", _name_of(request, request_id))
-            lack = Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
-            await self._refuse(request, scope, lack, request_id, send)
-        except Exception as error:
-            # The place and the kind alone: the message of an unexpected error might hold prompt text.
-            place = "".join(traceback.format_tb(error.__traceback__))
-            logger.error("request %s failed: %s\n%s", _name_of(request, request_id), type(error).__name__, place)
-            failure = GatewayError("The gateway failed to handle this request.")
-            await self._refuse(request, scope, failure, request_id, send)
-        finally:
-            if held is not None:
-                held.give_back()
-            if request is not None:
-                self._under_way.discard(request.engine_id)
-                self._accounting.count(request)
+        with self._names.hold() as name:
+            try:
+                asgi.check_room(scope)
+                if is_preflight(scope):
+                    await self._preflights.answer(scope, request_id, send)
+                    return
+                key = auth.client(scope, self._keys) if self._keys is not None else None
+                with self._bodies.of(key.name if key is not None else None) as held:
+                    raw = await asgi.read_body(scope, receive, self._settings.max_body_bytes, self._pace, held)
+                    request = request_of(scope, raw, request_id, key, send)
+                    request.engine_id, request.is_named = name.take(request_id), request_id == given
+                    async with asgi.ClientWatch(scope, receive) as watch:
+                        await self._serve(request, held, name, watch)
+            except asgi.ClientGone:
+                if request is not None and not request.delivered:
+                    request.reply.failed(CLIENT_GONE)
+            except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
+                await _refuse(request, scope, Stopping("The gateway is stopping."), request_id, send)
+                raise
+            except Exception as error:
+                await _refuse(request, scope, _known(error, _name_of(request, request_id)), request_id, send)
+            finally:
+                if request is not None:
+                    self._accounting.count(request)
 
-    def _name(self, request: ProxiedRequest, request_id: str) -> None:
-        """Give the request its name. Its engine gets another one if a request of that name is under way."""
-        request.client = request.client._replace(request_id=request_id)
-        # One name may be that of a whole fan-out; the engine must tell its requests apart.
-        is_taken = request_id in self._under_way
-        request.engine_id = f"{request_id}.{os.urandom(4).hex()}" if is_taken else request_id
-        self._under_way.add(request.engine_id)
-
-    async def _refuse(
-        self, request: ProxiedRequest | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
-    ) -> None:
-        if request is not None:
-            request.status = error.status
-            if request.started:
-                return  # returning without the last chunk makes the server close the connection: a visible break
-        headers = [(b"x-request-id", _name_of(request, request_id).encode("latin-1"))]
-        if asgi.header(scope, b"origin") is not None and not isinstance(error, Unauthorized):
-            headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
-        await error_responses.send_error(send, error, scope["path"], headers)
-
-    async def _serve(self, request: ProxiedRequest, held: BodyHold, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def _serve(self, request: ProxiedRequest, held: BodyHold, name: EngineName, watch: asgi.ClientWatch) -> None:
+        client = request.client
+        if self._tracing is not None:
+            request.trace = self._tracing.begin(client.method, client.endpoint, client.headers)
         self._check_owner(request)  # of a response in the path, whatever the body is
-        if request.client.method == "POST":
-            await self._read(request, held)
-            if request.client.path in ADMIN_OF_WORKERS:
-                await self._adapters.serve(request, send)
+        if client.method == "POST":
+            await self._read(request, held, name)
+            if client.path in ADMIN_OF_WORKERS:
+                await self._adapters.serve(request)
                 return
-        await self._answer(request, send, watch)
+        await self._answer(request, request.reply, watch)
 
-    async def _answer(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
-        """Have a worker answer."""
-        async with self._dispatcher.lease(request) as lease:
-            self._reader.learn(request)
-            await self._relay.forward(request, lease, send, watch)
-
-    async def _read(self, request: ProxiedRequest, held: BodyHold) -> None:
+    async def _read(self, request: ProxiedRequest, held: BodyHold, name: EngineName) -> None:
         """Parse the body if it is JSON, and find its boundaries."""
         client, body, settings = request.client, request.body, self._settings
         if body.raw and (coded := asgi.codings(client.headers)):
@@ -208,25 +165,17 @@ class RequestHandler:
         held.take(body.memory.size)
         given = parsed.get("request_id")
         body.take(parsed, client, settings.ask_usage)
-        self._take_name(request, given)
+        _take_name(request, given, name)
         self._check_owner(request)
         if hinted:
             await self._turn(len(raw))
             await self._pool.ready()
             await self._pool.look_for(request.model)
             workers = self._pool.serving(request.model)
-            await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
+            request.prompt = await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
+            self._accounting.began(request)
             request.timings.reading_seconds = time.perf_counter() - client.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
-
-    def _take_name(self, request: ProxiedRequest, given: Any) -> None:
-        """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
-        if request.is_named or not isinstance(given, str) or not _is_name(given):
-            return
-        self._under_way.discard(request.engine_id)
-        self._name(request, given)
-        if request.engine_id != given and "request_id" in request.body.parsed:
-            request.body.put["request_id"] = request.engine_id  # by which vLLM stores a response
 
     async def _turn(self, size: int) -> None:
         """Wait until the event loop has turned to all others since the last large body (`size` in bytes)."""
@@ -240,8 +189,44 @@ class RequestHandler:
         key, named = request.client.key, request.response_id
         if key is None or not isinstance(named, str):
             return
-        if self._stored.boot(named, key.name) is None and not key.made(named):
+        if self._reader.stored.boot(named, key.name) is None and not key.made(named):
             raise NotFound("No such response.")
+
+
+def _known(error: Exception, name: str) -> GatewayError:
+    """What the client of the request that is called `name` learns of `error`."""
+    if isinstance(error, GatewayError):
+        return error
+    if isinstance(error, MemoryError):
+        logger.error("request %s: out of memory", name)
+        return Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
+    # The place and the kind alone: the message of an unexpected error might hold prompt text.
+    place = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("request %s failed: %s\n%s", name, type(error).__name__, place)
+    return GatewayError("The gateway failed to handle this request.")
+
+
+async def _refuse(
+    request: ProxiedRequest | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
+) -> None:
+    reply = request.reply if request is not None else Reply(send)
+    reply.failed(error.status)
+    if reply.started:
+        return  # returning without the last chunk makes the server close the connection: a visible break
+    headers = [(b"x-request-id", _name_of(request, request_id).encode("latin-1"))]
+    if asgi.header(scope, b"origin") is not None and not isinstance(error, Unauthorized):
+        headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
+    await error_responses.send_error(reply, error, scope["path"], headers)
+
+
+def _take_name(request: ProxiedRequest, given: Any, name: EngineName) -> None:
+    """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
+    if request.is_named or not isinstance(given, str) or not _is_name(given):
+        return
+    request.client = request.client._replace(request_id=given)
+    request.engine_id = name.take(given)
+    if request.engine_id != given and "request_id" in request.body.parsed:
+        request.body.put["request_id"] = request.engine_id  # by which vLLM stores a response
 
 
 def _is_name(given: str) -> bool:

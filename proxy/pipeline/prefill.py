@@ -17,7 +17,7 @@ from typing import Any
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import Slot, Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS
@@ -89,15 +89,11 @@ class Prefills:
             self._results.labels(NO_PREFILL_WORKER).inc()
             return None
         began = time.perf_counter()
-        tokens = lease.prefill_tokens
-        worker.inflight += 1
-        worker.dispatched += 1
-        worker.prefill_tokens += tokens
+        slot = Slot(worker, lease.prefill_tokens)
         try:
             params = await self._ask(request, worker, decoder, headers)
         finally:
-            worker.inflight -= 1
-            worker.prefill_tokens -= tokens
+            slot.give_back()
         self._results.labels(FAILED if params is None else LOADED).inc()
         if params is not None:
             self._learn(worker, params, time.perf_counter() - began)
@@ -129,7 +125,7 @@ class Prefills:
         workers = [worker for worker in workers if worker.has_room]
         if not workers:
             return None
-        found = request.prediction.found
+        found = request.prompt.found
         if found is None:
             return choose(workers, {}, self._load_slack)
         held = self._prefix_index.longest(found.prefixes, {worker.boot for worker in workers})
@@ -146,7 +142,7 @@ class Prefills:
             for name, value in _ONE_TOKEN[client.endpoint].items()
             if name != "max_completion_tokens" or name in body.parsed
         }
-        raw = body.for_prefill(worker.hint(request.prediction.found), put, _LEFT_OUT)
+        raw = body.for_prefill(worker.hint(request.prompt.found), put, _LEFT_OUT)
         try:
             response = await self._upstream.send(
                 client.method, worker.url + client.target, headers, raw, self._silence_timeout

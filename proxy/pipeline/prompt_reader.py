@@ -32,11 +32,9 @@ from proxy.chat.rewrites import rewrite
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.http.json_body import parse_object, with_edits
 from proxy.metrics import Metrics
-from proxy.observability.client_name import client_name
-from proxy.observability.reasons import Explanation, Explanations
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.shadow import ReadPrompt
-from proxy.pipeline.request import ProxiedRequest, Unlearnt
+from proxy.pipeline.request import NOT_READ, Prompt, ProxiedRequest, Unlearnt
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
@@ -87,7 +85,6 @@ class PromptReader:
         self.learner = DivergenceLearner(settings.text_bytes * 3 // 8)
         self.recent = RequestMemory(settings.text_bytes // 4)
         self.stored = StoredResponses(settings.text_bytes // 8)
-        self.explanations = Explanations()
         self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
@@ -95,47 +92,48 @@ class PromptReader:
         self._dating: dict[tuple[bytes, bytes], _Dating] = {}  # by renderer id and key of the text before the date
         self._tokens_per_byte: LRUCache[Any, float] = LRUCache(MAX_MODELS)
 
-    async def read(self, request: ProxiedRequest, workers: Sequence[Worker], has_slot: Callable[[], bool]) -> None:
+    async def read(self, request: ProxiedRequest, workers: Sequence[Worker], has_slot: Callable[[], bool]) -> Prompt:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds.
 
         `workers`: those that serve its model. One is asked nothing for a request that has no slot (`has_slot`): it may
         be refused.
         """
-        client, prediction = request.client, request.prediction
-        explanation = request.explanation = Explanation(client.request_id, client.endpoint, owner=client.owner)
-        explanation.client = client_name(client.user_agent)
-        found = Found(failure="unpatched")
+        prompt = NOT_READ
         try:
-            explanation.rewrites = self._rewrite(request)
-            model = request.model
-            size = len(request.body.raw)
-            rate = self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
-            prediction.prompt = round(size * rate)
-            memory = request.body.memory
-            serving = [worker for worker in workers if worker.engine is not None]
-            if memory.values > self._most_values:
-                found, serving = Found(failure="no_boundary"), []
+            prompt = prompt._replace(rewrites=self._rewrite(request))
+            size, rate = len(request.body.raw), self._rate(request.model)
+            prompt = prompt._replace(tokens=round(size * rate))
+            if request.body.memory.values > self._most_values:
+                prompt = prompt._replace(found=Found(failure="no_boundary"))
             else:
-                prediction.chat = self._chat_in(request)
-            if serving:
-                worker = next((each for each in serving if each.renderer_id(model)), serving[0])
-                chat = prediction.chat
-                found, prediction.unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
-                if found.dated is not None and worker.engine is not None and worker.engine.takes_entries:
-                    place = found.dated
-                    found = found._replace(dated=None)
-                    if has_slot():
-                        found = await self._with_date(found, place, worker, model, client.owner)
-                prediction.remembered = self._remember(chat, found, memory.size, client.owner)
+                prompt = prompt._replace(chat=self._chat_in(request))
+                prompt = await self._with_boundaries(request, prompt, workers, has_slot)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
-            logger.error("boundary of request %s: %s", client.request_id, type(error).__name__)
-            found = Found(failure="no_facts")
-        prediction.found = found
-        explanation.lookup = found.result
-        explanation.boundaries = tuple((boundary.entry, boundary.kind) for boundary in found.boundaries)
-        self._lookups(found.result).inc()
-        self.explanations.add(explanation)
+            logger.error("boundary of request %s: %s", request.client.request_id, type(error).__name__)
+            prompt = prompt._replace(found=Found(failure="no_facts"))
+        self._lookups(prompt.found.result if prompt.found is not None else "none").inc()
+        return prompt
+
+    async def _with_boundaries(
+        self, request: ProxiedRequest, prompt: Prompt, workers: Sequence[Worker], has_slot: Callable[[], bool]
+    ) -> Prompt:
+        model, owner, size = request.model, request.client.owner, len(request.body.raw)
+        serving = [worker for worker in workers if worker.engine is not None]
+        if not serving:
+            return prompt._replace(found=Found(failure="unpatched"))
+        worker = next((each for each in serving if each.renderer_id(model)), serving[0])
+        found, unlearnt = self._find(prompt.chat, worker, size, self._rate(model), several=len(serving) > 1)
+        if (place := found.dated) is not None and worker.engine is not None and worker.engine.takes_entries:
+            found = found._replace(dated=None)
+            if has_slot():
+                found = await self._with_date(found, place, worker, model, owner)
+        remembered = self._remember(prompt.chat, found, request.body.memory.size, owner)
+        return prompt._replace(found=found, unlearnt=unlearnt, remembered=remembered)
+
+    def _rate(self, model: Any) -> float:
+        """Tokens of a byte of a request's body."""
+        return self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
 
     async def find_boundaries(
         self, chat: Chat, worker: Worker, size: int, memory: int, owner: str | None
@@ -197,7 +195,7 @@ class PromptReader:
     def weigh(self, model: Any, size: int, prompt: int) -> None:
         """A request of `size` bytes had a prompt of so many tokens."""
         if isinstance(model, str) and size:
-            known = self._tokens_per_byte.get(model, TOKENS_PER_BYTE)
+            known = self._rate(model)
             self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
 
     def _find(
@@ -216,10 +214,9 @@ class PromptReader:
 
     def learn(self, request: ProxiedRequest) -> None:
         """The request has a slot: have learnt, beside it, what its boundaries lacked."""
-        unlearnt, found, owner = request.prediction.unlearnt, request.prediction.found, request.client.owner
+        unlearnt, found, owner = request.prompt.unlearnt, request.prompt.found, request.client.owner
         if unlearnt is None or found is None:
             return
-        request.prediction.unlearnt = None
         worker, renderer_id, setting, is_missing, is_rendered = unlearnt
         model = worker.template_of(request.model)
         if is_missing and self._facts.wants(renderer_id, setting, owner):

@@ -22,7 +22,8 @@ from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
-from proxy.observability.reasons import Expectation, Explanation
+from proxy.observability.explanations import Record
+from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import RememberedRequest
 from proxy.routing.engine_events import EngineOutcome
 
@@ -180,17 +181,52 @@ class Unlearnt(NamedTuple):
     is_rendered: bool  # some facts are there, so that places which none of them tells can be looked for
 
 
-@dataclass(slots=True)
-class Prediction:
-    """What was known of the prompt before the worker answered."""
+class Prompt(NamedTuple):
+    """What was read of a request before a worker was chosen."""
 
     chat: Chat | None = None
     unlearnt: Unlearnt | None = None
     found: Found | None = None  # None: no boundaries are sought in such a request
     remembered: RememberedRequest | None = None
-    expected: Expectation | None = None  # of the chosen worker
-    prompt: int = 0  # its tokens, by its bytes: for load, nothing else
-    held: int = 0  # how many of them the chosen worker holds, guesses included: for load, too
+    tokens: int = 0  # by its bytes: for load, nothing else
+    rewrites: tuple[str, ...] = ()  # rules that were applied
+
+
+NOT_READ = Prompt()
+
+
+class Choice(NamedTuple):
+    """The worker that a request was given to, and what was known of its cache then."""
+
+    worker: Worker
+    expected: Expectation | None = None  # None: no boundaries are sought in such a request
+    held: int = 0  # tokens of the prompt that the worker holds, guesses included: for load, nothing else
+
+
+class Reply:
+    """The way of an answer to its client, an ASGI `send`: what goes through it says how the request ended."""
+
+    __slots__ = ("_begun_as", "_send", "failure", "started")
+
+    def __init__(self, send: asgi.Send) -> None:
+        self._send = send
+        self._begun_as = 0
+        self.started = False
+        self.failure = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
+
+    async def __call__(self, message: asgi.Scope) -> None:
+        if message["type"] == "http.response.start":
+            self._begun_as, self.started = message["status"], True
+        await self._send(message)
+
+    @property
+    def status(self) -> int:
+        """What the request counts as: HTTP's status, or 499 if the client left; 0 while there is none."""
+        return self.failure or self._begun_as
+
+    def failed(self, status: int) -> None:
+        """It counts as `status`, whatever it has begun with."""
+        self.failure = status
 
 
 @dataclass(slots=True)
@@ -209,30 +245,64 @@ class Timings:
 class Report(NamedTuple):
     """What a worker has reported in its answer."""
 
+    status: int
     usage: Usage | None
     engine_id: str  # what its engine calls the request
     outcome: EngineOutcome | None = None  # what its engine says of it
 
 
+class Verdict(NamedTuple):
+    """What a request got of its prompt from the cache, and why not more; lengths in tokens."""
+
+    reason: str
+    prompt: int
+    delivered: int
+    shareable: int
+    predicted: int
+    positions: tuple[int, ...] = ()  # what the engine made of the hint, in its order
+    changed: dict[str, Any] | None = None  # where the request differs from the nearest recent one
+    would_save: Mapping[str, int] = NO_FIELDS  # by the kind of text that changes
+
+
 @dataclass(slots=True)
 class ProxiedRequest:
-    """What is known of a request so far."""
+    """What is known of a request so far. Each field has one writer, which is named beside it."""
 
-    client: ClientRequest
+    client: ClientRequest  # `RequestHandler`, as all up to the next comment
     body: RequestBody
+    reply: Reply
     engine_id: str  # `client.request_id`, or another name if a request of that name is under way
     is_named: bool = False  # by its client's X-Request-Id
-    prediction: Prediction = field(default_factory=Prediction)
-    timings: Timings = field(default_factory=Timings)
-    explanation: Explanation | None = None
-    report: Report | None = None  # that is still to be counted and explained
-    explaining: asyncio.Task[str | None] | None = None  # goes on behind a stream's end
     trace: RequestTrace | None = None  # None: nothing is traced
-    worker: Worker | None = None  # the last one it was given to
-    asked: list[Worker] = field(default_factory=list)  # that do not know the response which it names
-    started: bool = False  # the response has begun
-    delivered: bool = False  # a client that left had all of the response
-    status: int = 0
+    prompt: Prompt = NOT_READ
+    timings: Timings = field(default_factory=Timings)
+    choice: Choice | None = None  # by `give`; None: no worker had it yet
+    asked: list[Worker] = field(default_factory=list)  # that do not know the response which it names: `Dispatcher`
+    delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
+    record: Record | None = None  # of its explanation: `Accounting`, as all below
+    report: Report | None = None  # that is still to be counted and explained
+    verdict: Verdict | None = None
+    explaining: asyncio.Task[None] | None = None  # goes on behind a stream's end
+    is_over: bool = False
+
+    def give(self, choice: Choice) -> None:
+        """It goes to the worker that was chosen, whatever was chosen before."""
+        self.choice = choice
+
+    @property
+    def worker(self) -> Worker | None:
+        """The last one it was given to."""
+        return self.choice.worker if self.choice is not None else None
+
+    @property
+    def expected(self) -> Expectation | None:
+        """What was expected of that worker."""
+        return self.choice.expected if self.choice is not None else None
+
+    @property
+    def status(self) -> int:
+        """What it counts as; 0 while it is under way."""
+        return self.reply.status
 
     @property
     def engine_id_header(self) -> tuple[bytes, bytes]:
@@ -288,8 +358,13 @@ def target_of(scope: asgi.Scope) -> str:
     return target
 
 
-def request_of(scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None) -> ProxiedRequest:
-    """The request in an ASGI scope and its body. Raises `NotFound` for a path that clients may not use."""
+def request_of(
+    scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None, send: asgi.Send | None = None
+) -> ProxiedRequest:
+    """The request in an ASGI scope and its body, to be answered by `send`; None: no client waits for it.
+
+    Raises `NotFound` for a path that clients may not use.
+    """
     path = scope["path"]
     client = ClientRequest(
         scope["method"],
@@ -301,4 +376,8 @@ def request_of(scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | Non
         key,
         time.perf_counter(),
     )
-    return ProxiedRequest(client, RequestBody(raw), request_id)
+    return ProxiedRequest(client, RequestBody(raw), Reply(send or _nowhere), request_id)
+
+
+async def _nowhere(message: asgi.Scope) -> None:
+    """Nobody waits for the answer."""

@@ -98,7 +98,6 @@ class Entry(NamedTuple):
     async def deliver(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         """Send it, with the time since it was computed (RFC 9111, 5.1)."""
         age = (b"age", str(int(time.monotonic() - self.stored)).encode())
-        request.status, request.started = 200, True
         headers = [*self.headers, age, request.client.id_header, (HEADER, b"hit")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for at in range(0, len(self.body) - PIECE_BYTES, PIECE_BYTES):
@@ -304,8 +303,7 @@ class Execution:
         while (head := self._head) is None:
             await self._next()
         if not reader.begun:
-            reader.begun = request.started = True
-            request.status = head["status"]
+            reader.begun = True
             headers = head["headers"]
             if request is not self._request:
                 headers = [*_kept(headers), request.client.id_header]
@@ -317,7 +315,9 @@ class Execution:
                 continue
             is_last = self._is_whole
             if is_last:
-                watch.over, request.status = True, self._request.status
+                watch.over = True
+                if (failure := self._request.reply.failure) and request is not self._request:
+                    request.reply.failed(failure)
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
             reader.at = end
             if is_last:
@@ -376,11 +376,11 @@ class Execution:
     def _entry(self) -> Entry | None:
         """The answer to store; None if it may not be given to anyone else."""
         request, source, head = self._request, self.source, self._head
-        if not self._is_kept or self._voided != self._cache.voided or request.status != 200:
+        if not self._is_kept or self._voided != self._cache.voided or request.reply.failure:
             return None
         if source is None or request.worker is not source.worker or not source.is_still(request.model):
             return None
-        if head is None or not may_keep(head["headers"]):
+        if head is None or head["status"] != 200 or not may_keep(head["headers"]):
             return None
         headers = _kept(head["headers"])
         kind = next((value for name, value in headers if name == b"content-type"), b"")

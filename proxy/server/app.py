@@ -23,7 +23,6 @@ from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import live_page
 from proxy.server.status import live, redis_status, self_check_status, worker_status
-from proxy.settings import Settings
 
 HEALTH = "/health"
 
@@ -107,12 +106,8 @@ def _no_such_path(path: str, pages_only: bool) -> str:
     return f"No such path: {path}. Of vLLM's, /v1/... and {here} are reached here, any other at the worker itself."
 
 
-def build(settings: Settings) -> App:
-    """The application for these settings. From its start-up to its end it checks the workers' health.
-
-    Raises `SettingsError` for a file that cannot be used.
-    """
-    gateway = Gateway(settings)
+def build(gateway: Gateway) -> App:
+    """The application that clients reach. `gateway` runs from its start-up to its end."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -240,7 +235,7 @@ def _with_pages(
     @app.get(auth.EXPLANATIONS + "{request_id:path}")
     async def request_explained(request: Request, request_id: str) -> Response:
         await gateway.idle.caught_up()
-        explanations, key = gateway.reader.explanations, request.state.key
+        explanations, key = gateway.accounting.explanations, request.state.key
         # A client must not even learn that another client's request exists.
         sees_all = key is None or key.entry.admin
         explanation = explanations.of_anyone(request_id) if sees_all else explanations.get(request_id, key.name)

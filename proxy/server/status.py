@@ -25,7 +25,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
     sums = gateway.shadow.sums if shadow_mode else gateway.accounting.sums
     minute, hour, whole = sums.last_minute(), sums.last_hour(), sums.since_start()
     time_saved = gateway.accounting.time_saved()
-    newest = gateway.reader.explanations.newest(MOST_REQUESTS)
+    newest = gateway.accounting.explanations.newest(MOST_REQUESTS)
     return {
         "now": time.time(),
         "since": gateway.created,

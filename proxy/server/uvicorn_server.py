@@ -169,7 +169,7 @@ def _address(server: uvicorn.Server) -> str:
 
 def server_for(settings: Settings, log_config: dict[str, Any]) -> uvicorn.Server:
     """The gateway, ready to run. Raises `SettingsError`."""
-    app = build(settings)
+    app = build(Gateway(settings))
     if settings.admin_port is not None:
         _serve_pages(app, settings, log_config, settings.admin_port)
     most = most_connections(settings.max_connections)

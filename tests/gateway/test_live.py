@@ -14,7 +14,8 @@ import pytest
 
 from proxy.commands.render_server import free_port
 from proxy.observability import reasons
-from proxy.observability.reasons import REASON_TEXT, Explanation, Explanations
+from proxy.observability.explanations import Explanation, Explanations
+from proxy.observability.reasons import REASON_TEXT
 from proxy.server import live_page
 from proxy.server.status import MOST_REQUESTS
 from tests.harness.api_keys import bearer, entry
@@ -165,7 +166,7 @@ def test_no_prompt_text_is_told_and_halves_of_characters_break_nothing(own, work
 def test_the_last_ones_are_bounded():
     explanations = Explanations()
     for number in range(MOST_REQUESTS + 7):
-        explanations.add(Explanation(str(number), CHAT))
+        explanations.begin(str(number), None, lambda _, name=str(number): Explanation(name, CHAT))
     newest = explanations.newest(MOST_REQUESTS)
     assert [told.request_id for told in newest] == [str(n) for n in range(MOST_REQUESTS + 6, 6, -1)]
 

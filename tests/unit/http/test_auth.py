@@ -79,7 +79,7 @@ def test_salts_depend_on_key_group_and_secret_alone(file):
 def test_the_file_is_read_again_and_what_a_key_has_under_way_stays_counted(file):
     ring = KeyRing(file, "s")
     ann = ring.authenticate(scope(x_api_key=secret("ann")))
-    ann.inflight = 3
+    ann.under_way = 3
     file.write_text(entry("ann", max_inflight=2))
     ring.refresh()
     assert ring.authenticate(scope(x_api_key=secret("ann"))) is ann and not ann.has_room
@@ -171,7 +171,7 @@ def test_without_a_secret_salts_are_those_of_one_process(file):
 def test_a_key_has_room_for_as_many_requests_as_its_entry_says(file, limit, inflight, has_room):
     file.write_text(entry("ann", max_inflight=limit))
     ann = KeyRing(file, "s").authenticate(scope(x_api_key=secret("ann")))
-    ann.inflight = inflight
+    ann.under_way = inflight
     assert ann.has_room == has_room
 
 

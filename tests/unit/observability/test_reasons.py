@@ -12,8 +12,6 @@ from proxy.observability.reasons import (
     REASON_TEXT,
     Delivery,
     Expectation,
-    Explanation,
-    Explanations,
     cache_label,
     reason_for,
 )
@@ -180,37 +178,6 @@ def test_no_more_is_shareable_than_the_prompt_without_its_last_token():
 @pytest.mark.parametrize(("cached", "label"), [(0, "miss"), (32, "partial"), (384, "partial"), (400, "hit")])
 def test_the_cache_label_compares_with_what_could_be_shared(cached, label):
     assert cache_label(Delivery.of(expect(), PROMPT, cached)) == label
-
-
-def test_a_boundary_is_shown_with_the_position_that_its_engine_gave_it():
-    explanation = Explanation("r", "/v1/chat/completions", owner="ann")
-    explanation.boundaries = (("first:1", "system"), ("last:2", "history"), (None, "turn"))
-    explanation.sent, explanation.positions = ("first:1", "last:2"), (40, 0)
-    shown = explanation.as_json()
-    assert shown["boundaries"] == [
-        {"entry": "first:1", "tokens": 40, "kind": "system"},
-        {"entry": "last:2", "tokens": None, "kind": "history"},
-        {"entry": None, "tokens": None, "kind": "turn"},
-    ]
-    assert "owner" not in shown and shown["sent"] == ("first:1", "last:2")
-
-
-def test_the_last_requests_are_explained_the_newest_first():
-    explanations = Explanations(most=3)
-    for number in range(5):
-        explanations.add(Explanation(f"r{number}", "/v1/messages"))
-    explanations.add(Explanation("r3", "/v1/messages"))
-    assert [each.request_id for each in explanations.newest(2)] == ["r3", "r4"]
-    assert explanations.get("r1") is None and explanations.get("r2") is not None
-
-
-def test_a_name_that_two_clients_gave_is_two_requests():
-    explanations = Explanations()
-    for owner, endpoint in (("ann", "/v1/messages"), ("bob", "/v1/responses"), (None, "/v1/completions")):
-        explanations.add(Explanation("same", endpoint, owner=owner))
-    assert [explanations.get("same", owner).endpoint for owner in ("ann", "bob")] == ["/v1/messages", "/v1/responses"]
-    assert explanations.get("same", "cid") is None
-    assert explanations.of_anyone("same").endpoint == "/v1/completions"
 
 
 @pytest.mark.parametrize(

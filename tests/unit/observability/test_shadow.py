@@ -13,7 +13,7 @@ from proxy.chat.reader import chat_request
 from proxy.fleet.worker import Worker
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
-from proxy.observability.reasons import Explanation
+from proxy.observability.explanations import Explanation, Record
 from proxy.observability.request_diff import RequestMemory
 from proxy.observability.rolling_sums import Totals
 from proxy.observability.shadow import AnsweredRequest, ReadPrompt, Shadow
@@ -106,18 +106,19 @@ async def test_hits_that_an_answer_reports_are_its_own(scene):
 async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_the_cost_is_known(scene):
     """Prompts of 400 tokens and more, a millisecond each, with a tenth of a second for whatever they hold."""
 
-    def answer(prompt: int) -> Explanation:
-        explanation, at = Explanation("r", "/v1/chat/completions"), time.perf_counter()
+    def answer(prompt: int) -> Record:
+        record, at = Record(lambda _: Explanation("r", "/v1/chat/completions")), time.perf_counter()
         seconds = 0.1 + 0.001 * prompt
         scene.shadow.add(
-            AnsweredRequest(CHAT, scene.worker, "w#1", "m", 1, 1, prompt, 0, seconds, True, None, explanation, at)
+            AnsweredRequest(CHAT, scene.worker, "w#1", "m", 1, 1, prompt, 0, seconds, True, None, record, at)
         )
-        return explanation
+        return record
 
-    first = answer(400)
-    await scene.loss()
-    second = answer(500)
-    await scene.loss()
+    records = []
+    for prompt in (400, 500):
+        records.append(answer(prompt))
+        await scene.loss()
+    first, second = (record.explanation for record in records)
     told = scene.shadow.would_save()
     assert told == {"tokens": 320, "seconds": 0.0, "computed_tokens": 900, "prefill_seconds": 0.0}
     assert (first.prompt, first.delivered, first.lost) == (400, 0, {})

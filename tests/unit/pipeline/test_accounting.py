@@ -19,12 +19,12 @@ from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
-from proxy.observability.reasons import Expectation, Explanation
+from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, request_of
 from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
@@ -85,15 +85,23 @@ class Scene:
     ) -> ProxiedRequest:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r")
-        request.body.parsed, request.worker, request.status = CHAT, self.worker, 200
+        request.body.parsed = CHAT
         request.body.hint = self.found.entries() if hint is None else hint
         request.timings.is_stream = is_stream
-        request.explanation = Explanation("r", "/v1/chat/completions")
-        prediction = request.prediction
-        prediction.found, prediction.chat = self.found, chat_request(CHAT)
+        request.prompt = Prompt(chat_request(CHAT), found=self.found)
+        self.accounting.began(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
-        prediction.expected = Expectation(**{**known, "match_unit": 16, **expected})
+        request.give(Choice(self.worker, Expectation(**{**known, "match_unit": 16, **expected})))
         return request
+
+    async def answered(self, request: ProxiedRequest, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
+        return await self.accounting.answered(request, 200, usage, None, *outcome)
+
+    async def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
+        """All of a stream's answer has gone to the client."""
+        await request.reply({"type": "http.response.start", "status": 200, "headers": []})
+        self.accounting.reported(request, 200, usage, None, *outcome)
+        self.accounting.count(request)
 
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -102,7 +110,7 @@ class Scene:
 async def test_the_length_of_a_turn_is_learnt_from_the_tokens_of_its_prompt():
     scene = Scene()
     scene.prefix_index.record(scene.found.boundaries, "w#1", scene.found.entries())
-    await scene.accounting.answered(scene.request(), Usage(100, 0), None, EngineOutcome("cold"))
+    await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold"))
     assert scene.found.turn_key is not None and scene.reader.positions.get(scene.found.turn_key) == 95
     held = scene.prefix_index.longest(scene.found.prefixes, ["w#1"])["w#1"]
     assert (held.tokens, held.is_told) == (95, True)
@@ -122,16 +130,16 @@ async def test_the_length_of_a_turn_is_learnt_from_the_tokens_of_its_prompt():
 async def test_no_length_is_learnt_by_facts_of_another_setting_nor_where_the_turn_does_not_hold(facts):
     scene = Scene(facts)
     scene.prefix_index.record(scene.found.boundaries, "w#1", scene.found.entries())
-    await scene.accounting.answered(scene.request(), Usage(100, 0), None, EngineOutcome("cold"))
+    await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold"))
     assert len(scene.reader.positions) == 0
     assert not scene.prefix_index.longest(scene.found.prefixes, ["w#1"])["w#1"].is_told
 
 
 async def test_a_length_is_learnt_of_an_answer_that_does_not_say_what_was_cached_and_of_no_other():
     scene = Scene()
-    assert await scene.accounting.answered(scene.request(), None, None) is None
+    assert await scene.answered(scene.request(), None) is None
     assert len(scene.reader.positions) == 0
-    assert await scene.accounting.answered(scene.request(), Usage(100, None), None) is None
+    assert await scene.answered(scene.request(), Usage(100, None)) is None
     assert len(scene.reader.positions) == 1 and scene.events.asked == 0
 
 
@@ -139,9 +147,9 @@ async def test_the_reason_is_found_with_what_the_engine_says_in_the_answer():
     scene = Scene()
     request = scene.request(sent=Prefix(400, 0), sent_here=True, held=400, predicted=400)
     outcome = EngineOutcome("not_worth_it", 64, (40, 60, 95))
-    assert await scene.accounting.answered(request, Usage(100, 0), None, outcome) == "not_worth_it"
+    assert await scene.answered(request, Usage(100, 0), outcome) == "not_worth_it"
     assert scene.events.asked == 0
-    explanation = request.explanation
+    explanation = request.record.explanation
     assert (explanation.shareable, explanation.predicted, explanation.delivered) == (64, 400, 0)
     assert explanation.positions == (40, 60, 95) and explanation.sent == scene.found.entries()
     assert scene.value("seamark_miss_total", model="m", reason="not_worth_it") == 1
@@ -153,7 +161,7 @@ async def test_what_was_delivered_in_full_is_a_hit_and_no_miss():
     scene = Scene()
     request = scene.request(sent=Prefix(90, 0), sent_here=True, held=80, predicted=80)
     outcome = EngineOutcome("hit", 80, ())
-    assert await scene.accounting.answered(request, Usage(100, 80), None, outcome) == "hit"
+    assert await scene.answered(request, Usage(100, 80), outcome) == "hit"
     assert not scene.events.short and scene.value("seamark_shareable_tokens_total", model="m", worker="w") == 80
     assert not any(name.name == "seamark_miss" and name.samples for name in scene.metrics.registry.collect())
 
@@ -161,17 +169,20 @@ async def test_what_was_delivered_in_full_is_a_hit_and_no_miss():
 async def test_nobody_waits_for_the_reason_of_a_stream():
     scene = Scene()
     request = scene.request(is_stream=True)
-    scene.accounting.reported(request, Usage(100, 0), None)
-    scene.accounting.count(request)
-    assert scene.idle.waiting == 1 and request.explanation.status is None
+    await scene.streamed(request, Usage(100, 0))
+    assert scene.idle.waiting == 1 and request.record.explanation.reason is None
     await scene.idle.caught_up()
     await asyncio.sleep(0)
-    assert request.explanation.status == 200 and scene.events.asked == 1 and request.explanation.reason is None
+    assert (
+        request.record.explanation.status == 200
+        and scene.events.asked == 1
+        and request.record.explanation.reason is None
+    )
     scene.events.said.set_result(EngineOutcome("cold", 0, (40, 60, 95)))
     async with asyncio.timeout(30):
-        while request.explanation.reason is None:
+        while request.record.explanation.reason is None:
             await asyncio.sleep(0)
-    assert (request.explanation.reason, request.explanation.positions) == ("cold", (40, 60, 95))
+    assert (request.record.explanation.reason, request.record.explanation.positions) == ("cold", (40, 60, 95))
     assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
 
 
@@ -180,23 +191,23 @@ async def test_a_whole_answer_waits_for_an_older_engine_if_the_gateway_cannot_te
     scene.events.said.set_result(EngineOutcome("not_worth_it"))
     sent = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
     hint = {"hint": (40,)}
-    assert await scene.accounting.answered(scene.request(**sent, **hint), Usage(100, 0), None) == "not_worth_it"
-    assert await scene.accounting.answered(scene.request(**sent, **hint), Usage(100, 80), None) == "hit"
-    assert await scene.accounting.answered(scene.request(**sent, hint=()), Usage(100, 0), None) == "evicted"
+    assert await scene.answered(scene.request(**sent, **hint), Usage(100, 0)) == "not_worth_it"
+    assert await scene.answered(scene.request(**sent, **hint), Usage(100, 80)) == "hit"
+    assert await scene.answered(scene.request(**sent, hint=()), Usage(100, 0)) == "evicted"
     assert scene.events.asked == 1
 
 
 async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted():
     scene = Scene(version="0.2.0")
     request = scene.request(hint=(40,))
-    answering = asyncio.create_task(scene.accounting.answered(request, Usage(100, 0), None))
+    answering = asyncio.create_task(scene.answered(request, Usage(100, 0)))
     while not scene.events.asked:
         await asyncio.sleep(0)
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
     scene.events.said.set_result(EngineOutcome("cold"))
     async with asyncio.timeout(30):
-        while request.explanation.reason is None:
+        while request.record.explanation.reason is None:
             await asyncio.sleep(0)
     assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
 
@@ -208,23 +219,24 @@ async def test_a_request_counts_for_its_model_if_any_worker_serves_it(model, lab
         scene = Scene()
         scene.accounting._pool.workers.append(other)
         request = scene.request()
-        request.worker, request.status, request.body.parsed = worker, 503, {**CHAT, "model": model}
-        request.prediction.expected = None
+        request.choice = Choice(worker) if worker is not None else None
+        request.body.parsed = {**CHAT, "model": model}
+        request.reply.failed(503)
         scene.accounting.count(request)
         await scene.idle.caught_up()
         labels = {"model": label, "worker": worker.name if worker is not None else ""}
         counted = scene.value("seamark_requests_total", **labels, endpoint="/v1/chat/completions", code="503")
-        assert counted == 1 and request.explanation.model == label
+        assert counted == 1 and request.record.explanation.model == label
 
 
 @pytest.mark.parametrize(("cached", "is_sought"), [(0, True), (350, True), (351, False), (400, False)])
 async def test_a_change_is_sought_where_an_eighth_was_computed(cached, is_sought):
     scene = Scene()
     request = changed_request(scene)
-    remembered = request.prediction.remembered
-    await scene.accounting.answered(request, Usage(400, cached), None, EngineOutcome("hit", cached))
-    assert remembered.prompt == 400 and request.explanation.reason is not None
-    assert (request.explanation.changed is not None) == is_sought
+    remembered = request.prompt.remembered
+    await scene.answered(request, Usage(400, cached), EngineOutcome("hit", cached))
+    assert remembered.prompt == 400 and request.record.explanation.reason is not None
+    assert (request.record.explanation.changed is not None) == is_sought
 
 
 def changed_request(scene: Scene) -> ProxiedRequest:
@@ -236,7 +248,7 @@ def changed_request(scene: Scene) -> ProxiedRequest:
         remembered = RememberedRequest(layout_of(chat, b"renderer"), 1000)
         scene.reader.recent.add(remembered)
     request = scene.request()
-    request.prediction.remembered = remembered
+    request.prompt = request.prompt._replace(remembered=remembered)
     return request
 
 
@@ -248,27 +260,26 @@ async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_count
         monkeypatch.setattr(IdleWork, "is_behind", True)
     else:
         monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
-    assert await scene.accounting.answered(request, Usage(400, 0), None, EngineOutcome("cold", 0)) == "cold"
-    assert request.explanation.changed is None and scene.value("seamark_explanations_shed_total") == 1
+    assert await scene.answered(request, Usage(400, 0), EngineOutcome("cold", 0)) == "cold"
+    assert request.record.explanation.changed is None and scene.value("seamark_explanations_shed_total") == 1
 
 
 async def test_a_stream_is_given_the_time_it_takes(monkeypatch):
     monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
     scene = Scene()
     request = changed_request(scene)
-    scene.accounting.reported(request, Usage(400, 0), None, EngineOutcome("cold", 0))
-    scene.accounting.count(request)
+    await scene.streamed(request, Usage(400, 0), EngineOutcome("cold", 0))
     await scene.idle.caught_up()
-    assert request.explanation.reason == "prefix_changed" and scene.value("seamark_explanations_shed_total") == 0
+    assert request.record.explanation.reason == "prefix_changed" and scene.value("seamark_explanations_shed_total") == 0
 
 
 async def test_an_explanation_that_fails_costs_no_answer(caplog):
     scene = Scene()
     request = scene.request()
     scene.found = Found((Boundary("turn", b"t", [7]),))  # no entry
-    request.prediction.found = scene.found
+    request.prompt = request.prompt._replace(found=scene.found)
     outcome = EngineOutcome("cold", 0, (40,))
-    assert await scene.accounting.answered(request, Usage(100, 0), None, outcome) is None
+    assert await scene.answered(request, Usage(100, 0), outcome) is None
     assert "explaining request r: TypeError" in caplog.text
 
 
@@ -278,9 +289,9 @@ async def test_a_continued_response_does_not_tell_how_many_tokens_a_byte_has():
     scene.reader.weigh = lambda *what: weighed.append(what)  # type: ignore[method-assign]
     continued = scene.request()
     continued.body.parsed = {**CHAT, "previous_response_id": "resp_1"}
-    await scene.accounting.answered(continued, Usage(100_000, 0), None, EngineOutcome("cold"))
+    await scene.answered(continued, Usage(100_000, 0), EngineOutcome("cold"))
     assert weighed == []
-    await scene.accounting.answered(scene.request(), Usage(100, 0), None, EngineOutcome("cold"))
+    await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold"))
     assert weighed == [("m", 400, 100)]
 
 
@@ -288,5 +299,5 @@ async def test_a_position_behind_the_prompt_is_not_believed():
     scene = Scene()
     hint = scene.found.entries()
     outcome = EngineOutcome("cold", 0, tuple(2**40 for _ in hint))
-    await scene.accounting.answered(scene.request(), Usage(100, 0), None, outcome)
+    await scene.answered(scene.request(), Usage(100, 0), outcome)
     assert hint and all(scene.reader.positions.get(each.key) <= 100 for each in scene.found.boundaries)

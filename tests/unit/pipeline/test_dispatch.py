@@ -18,7 +18,7 @@ from proxy.fleet.worker import BREAKER_FAILURES, CircuitBreaker, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.pipeline.dispatch import Dispatcher
-from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.pipeline.request import Prompt, ProxiedRequest, request_of
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.queue import AdmissionQueue
 
@@ -90,14 +90,14 @@ class Scene:
     def request(self, failure: str | None = None) -> ProxiedRequest:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r", self.key)
-        request.prediction.found = Found((SYSTEM,), (b"s",), failure=failure, renderer_id=RENDERER)
-        request.prediction.prompt = 160
+        found = Found((SYSTEM,), (b"s",), failure=failure, renderer_id=RENDERER)
+        request.prompt = Prompt(found=found, tokens=160)
         return request
 
     def counted(self) -> tuple[int, int, int]:
         """Requests at all workers, requests of the key, tokens counted as prefill."""
         inflight = sum(worker.inflight for worker in self.workers)
-        return inflight, self.key.inflight, sum(worker.prefill_tokens for worker in self.workers)
+        return inflight, self.key.under_way, sum(worker.prefill_tokens for worker in self.workers)
 
 
 async def test_a_lease_counts_its_request_and_its_prefill_until_the_first_byte():
@@ -129,7 +129,7 @@ async def test_a_prompt_is_computed_once_the_engine_has_passed_its_last_turn_how
     scene = Scene("a")
     request = scene.request()
     turn = SYSTEM._replace(kind="turn", key=b"t")
-    request.prediction.found = request.prediction.found._replace(boundaries=(SYSTEM, turn))
+    request.prompt = request.prompt._replace(found=request.prompt.found._replace(boundaries=(SYSTEM, turn)))
     async with scene.dispatcher.lease(request):
         scene.events.on_computed("r", 120, True)
         assert scene.counted() == (1, 1, 0)
@@ -155,7 +155,7 @@ async def test_a_request_that_never_reached_its_worker_moves_to_another():
         assert (first.inflight, first.prefill_tokens, scene.counted()) == (0, 0, (1, 1, 160))
         assert scene.events.refused_by == [first.boot]
         assert scene.events.sent_to == [first.boot, lease.worker.boot]
-        assert request.prediction.expected.ever_sent is None  # the first try was not there before
+        assert request.expected.ever_sent is None  # the first try was not there before
     assert scene.counted() == (0, 0, 0)
 
 
@@ -191,9 +191,9 @@ async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room()
     scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
     request = scene.request()
     assert scene.dispatcher.has_slot(request)
-    scene.key.inflight = 1
+    scene.key.under_way = 1
     assert not scene.dispatcher.has_slot(request)
-    scene.key.inflight = 0
+    scene.key.under_way = 0
     async with scene.dispatcher.lease(request):
         assert not scene.dispatcher.has_slot(scene.request())
 
@@ -247,7 +247,7 @@ async def test_nothing_is_predicted_of_a_prefix_until_an_engine_has_told_its_len
     for number in range(4):
         request = scene.request()
         async with scene.dispatcher.lease(request) as lease:
-            expected.append(request.prediction.expected)
+            expected.append(request.expected)
             prefill = lease.worker.prefill_tokens
         if number == 1:
             scene.prefix_index.set_length(b"s", 120)
@@ -265,7 +265,7 @@ async def test_what_another_worker_was_sent_is_told_apart_from_what_this_one_was
         scene.prefix_index.set_length(b"s", 120)
         request = scene.request()
         async with scene.dispatcher.lease(request) as second:
-            expected = request.prediction.expected
+            expected = request.expected
             assert second.worker is not first.worker
             assert (expected.sent.tokens, expected.sent_here) == (120, False)
             assert (expected.held, expected.predicted) == (120, 0)
@@ -304,7 +304,7 @@ async def test_why_no_hint_is_sent_is_the_workers_reason_first(engine, quarantin
         worker.cache.quarantine()
     request = scene.request("no_facts")
     async with scene.dispatcher.lease(request):
-        assert request.prediction.expected.failure == failure
+        assert request.expected.failure == failure
         assert bool(scene.events.sent_to) == (failure == "no_facts")
 
 
@@ -320,7 +320,8 @@ async def test_what_is_kept_for_a_restarted_worker_holds_no_parsed_request():
     layout = layout_of(chat_request({"messages": [{"role": "user", "content": "Tide?"}]}), RENDERER)
     for _ in range(2):
         request = scene.request()
-        request.prediction.found = request.prediction.found._replace(layout=layout, unplaced=(Place(b"s", 0, "Ti"),))
+        found = request.prompt.found._replace(layout=layout, unplaced=(Place(b"s", 0, "Ti"),))
+        request.prompt = request.prompt._replace(found=found)
         async with scene.dispatcher.lease(request):
             pass
     (replay,) = scene.warmup.hottest({""})

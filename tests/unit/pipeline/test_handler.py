@@ -17,7 +17,7 @@ from proxy.settings import Settings
 
 @pytest.fixture
 def handler() -> RequestHandler:
-    parts = ("pool", "reader", "stored", "dispatcher", "relay", "accounting", "idle", "preflights", "adapters")
+    parts = ("pool", "reader", "dispatcher", "answer", "accounting", "idle", "preflights", "adapters")
     return RequestHandler(Settings(), Metrics(), keys=None, **{name: Mock() for name in parts})
 
 
@@ -49,7 +49,7 @@ async def test_small_bodies_wait_for_nothing(handler):
 
 
 async def test_without_memory_a_client_is_asked_to_come_again(handler, caplog):
-    handler._dispatcher.lease.side_effect = MemoryError
+    handler._answer.side_effect = MemoryError
     sent = []
 
     async def receive() -> dict[str, object]:

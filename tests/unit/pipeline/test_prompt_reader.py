@@ -72,7 +72,7 @@ async def read(
     request = request_of(scope, json.dumps(parsed).encode(), "r", key)
     request.body.parsed, request.body.memory = parsed, memory
     reader = reader if reader is not None else PromptReader(Settings(), Metrics(), learner)
-    await reader.read(request, workers, lambda: has_slot)
+    request.prompt = await reader.read(request, workers, lambda: has_slot)
     if has_slot:
         reader.learn(request)
     return request
@@ -80,27 +80,26 @@ async def read(
 
 async def test_a_request_of_a_known_template_has_its_entries_at_once():
     request = await read(Learner(one=FACTS), worker())
-    found = request.prediction.found
+    found = request.prompt.found
     assert (found.entries(), found.failure, found.renderer_id) == (("last:3", -5), None, b"one")
-    explanation = request.explanation
-    assert (explanation.lookup, explanation.boundaries) == ("learnt", (("last:3", "system"), (-5, "turn")))
+    assert found.result == "learnt" and [each.kind for each in found.boundaries] == ["system", "turn"]
 
 
 async def test_in_a_body_of_too_many_values_no_boundaries_are_sought():
     for most, failure in ((9, "no_boundary"), (10, None)):
         reader = PromptReader(Settings(max_boundary_values=most), Metrics(), Learner(one=FACTS))
         request = await read(Learner(), worker(), reader=reader, memory=Memory(5000, 10))
-        prediction = request.prediction
-        assert prediction.found.failure == failure
-        assert (prediction.chat is None) == (prediction.remembered is None) == bool(failure)
-        assert prediction.prompt and reader.recent.held == (0 if failure else prediction.remembered.size)
+        prompt = request.prompt
+        assert prompt.found.failure == failure
+        assert (prompt.chat is None) == (prompt.remembered is None) == bool(failure)
+        assert prompt.tokens and reader.recent.held == (0 if failure else prompt.remembered.size)
         assert failure or reader.recent.held > 5000
 
 
 async def test_a_template_that_is_not_known_is_learnt_beside_the_request():
     learner = Learner()
     request = await read(learner, worker())
-    assert (request.prediction.found.entries(), request.prediction.found.failure) == ((), "no_facts")
+    assert (request.prompt.found.entries(), request.prompt.found.failure) == ((), "no_facts")
     assert not learner.asked  # nothing happens on the request's way
     await asyncio.sleep(0)
     assert learner.asked == [DEFAULT]
@@ -109,7 +108,7 @@ async def test_a_template_that_is_not_known_is_learnt_beside_the_request():
 async def test_another_setting_has_the_openers_of_the_default_one_until_it_is_learnt():
     learner = Learner(one=FACTS)
     request = await read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
-    assert (request.prediction.found.entries(), request.prediction.found.end) == (("last:3", -9), None)
+    assert (request.prompt.found.entries(), request.prompt.found.end) == (("last:3", -9), None)
     await asyncio.sleep(0)
     assert [setting.fields for setting in learner.asked] == [{"chat_template_kwargs": {"enable_thinking": False}}]
     await read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
@@ -118,17 +117,17 @@ async def test_another_setting_has_the_openers_of_the_default_one_until_it_is_le
 
 
 async def test_a_worker_that_has_not_said_what_it_renders_with_is_no_hindrance():
-    found = (await read(Learner(one=FACTS), worker("a", None), worker("b"))).prediction.found
+    found = (await read(Learner(one=FACTS), worker("a", None), worker("b"))).prompt.found
     assert (found.renderer_id, found.entries()) == (b"one", ("last:3", -5))
     learner = Learner(one=FACTS)
-    assert (await read(learner, worker("a", None))).prediction.found.failure == "no_facts"
+    assert (await read(learner, worker("a", None))).prompt.found.failure == "no_facts"
     await asyncio.sleep(0)
     assert not learner.asked
 
 
 @pytest.mark.parametrize("workers", [(), (worker(patched=False),)])
 async def test_without_a_worker_that_keeps_states_nothing_is_sought(workers):
-    found = (await read(Learner(one=FACTS), *workers)).prediction.found
+    found = (await read(Learner(one=FACTS), *workers)).prompt.found
     assert (found.boundaries, found.failure) == ((), "unpatched")
 
 
@@ -137,7 +136,7 @@ async def test_without_a_worker_that_keeps_states_nothing_is_sought(workers):
     [({"messages": "x"}, "no_boundary"), ({"messages": []}, "no_boundary"), ({"messages": [7]}, "no_boundary")],
 )
 async def test_a_body_that_is_no_chat_has_no_boundary(body, failure):
-    assert (await read(Learner(one=FACTS), worker(), **body)).prediction.found.failure == failure
+    assert (await read(Learner(one=FACTS), worker(), **body)).prompt.found.failure == failure
 
 
 class Tokenizer:
@@ -164,10 +163,11 @@ async def test_what_stands_before_a_date_has_an_entry_at_first_sight_and_its_tok
     for day in DAYS:
         told = [{**DATED[0], "content": DATED[0]["content"].replace(DAYS[0], day)}, DATED[1]]
         request = await read(Learner(), serving, reader=reader, messages=told)
-        before, system, turn = request.prediction.found.entries()
+        before, system, turn = request.prompt.found.entries()
         *_, last = map(int, before.removeprefix("first:").split(","))
         assert chr(last) == "e" and (system, turn) == ("last:3", -5)  # of "the tide. \n" the last three may differ
-        assert request.explanation.boundaries[0] == (before, "learned")
+        first = request.prompt.found.boundaries[0]
+        assert (first.entry, first.kind) == (before, "learned")
     (piece,) = tokenizer.texts
     assert piece.endswith("the tide. \n")
 
@@ -176,7 +176,7 @@ async def test_no_request_waits_long_for_the_tokens_before_its_date_and_none_aft
     serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
     serving.renderer = tokenizer = Tokenizer(hangs=True)
     for _ in range(2):
-        found = (await read(Learner(), serving, reader=reader, messages=DATED)).prediction.found
+        found = (await read(Learner(), serving, reader=reader, messages=DATED)).prompt.found
         assert found.entries() == ("last:3", -5)
     assert len(tokenizer.texts) == 1
 
@@ -186,10 +186,10 @@ async def test_nothing_is_asked_for_a_request_without_a_slot():
     reader = PromptReader(Settings(), Metrics(), learner)
     serving.renderer = tokenizer = Tokenizer()
     fields = {"messages": DATED, "chat_template_kwargs": {"thinking": True}}
-    found = (await read(learner, serving, reader=reader, has_slot=False, **fields)).prediction.found
+    found = (await read(learner, serving, reader=reader, has_slot=False, **fields)).prompt.found
     await asyncio.sleep(0)
     assert found.entries() == ("last:3", -9) and not tokenizer.texts and not learner.asked
-    assert "first:" in str((await read(learner, serving, reader=reader, **fields)).prediction.found.entries())
+    assert "first:" in str((await read(learner, serving, reader=reader, **fields)).prompt.found.entries())
     await asyncio.sleep(0)
     assert tokenizer.texts and learner.asked
 
@@ -210,14 +210,14 @@ async def test_a_worker_is_asked_for_the_tokens_before_a_few_dates_at_once(key, 
     assert len(tokenizer.texts) == 1 + most
     tokenizer.hangs = False
     request = await read(Learner(), serving, reader=reader, key=key, messages=told(39))  # went without, not forgotten
-    assert "first:" in str(request.prediction.found.entries())
+    assert "first:" in str(request.prompt.found.entries())
 
 
 async def test_an_older_plugin_is_asked_for_no_tokens():
     serving = worker()
     serving.renderer, serving.engine = Tokenizer(), EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384)
     request = await read(Learner(one=FACTS), serving, messages=DATED)
-    assert not serving.renderer.texts and "first" not in str(request.prediction.found.entries())
+    assert not serving.renderer.texts and "first" not in str(request.prompt.found.entries())
 
 
 async def test_a_failure_costs_the_hint_and_names_no_text(caplog):
@@ -226,23 +226,23 @@ async def test_a_failure_costs_the_hint_and_names_no_text(caplog):
             raise KeyError("You pilot.")
 
     request = await read(Broken(), worker())
-    assert (request.prediction.found.boundaries, request.prediction.found.failure) == ((), "no_facts")
+    assert (request.prompt.found.boundaries, request.prompt.found.failure) == ((), "no_facts")
     assert "boundary of request r: KeyError" in caplog.text and "pilot" not in caplog.text
 
 
 async def test_answers_tell_how_many_tokens_a_byte_has():
     learner = Learner(one=FACTS)
     reader = PromptReader(Settings(), Metrics(), learner)
-    first = (await read(learner, worker(), reader=reader)).prediction
+    first = (await read(learner, worker(), reader=reader)).prompt
     size = len(json.dumps({"model": "m", "messages": MESSAGES}).encode())
-    assert first.prompt == round(size * TOKENS_PER_BYTE)
+    assert first.tokens == round(size * TOKENS_PER_BYTE)
     for _ in range(200):
         reader.weigh("m", 100, 50)
     reader.weigh("m", 0, 50)
     reader.weigh(["m"], 100, 1)
-    later = (await read(learner, worker(), reader=reader)).prediction
-    assert later.prompt == pytest.approx(size * 0.5, abs=1)
-    assert later.found.boundaries[-1].estimate == later.prompt > first.found.boundaries[-1].estimate
+    later = (await read(learner, worker(), reader=reader)).prompt
+    assert later.tokens == pytest.approx(size * 0.5, abs=1)
+    assert later.found.boundaries[-1].estimate == later.tokens > first.found.boundaries[-1].estimate
 
 
 def parts(n: int, seed: int) -> list[dict[str, Any]]:
@@ -276,8 +276,8 @@ async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(shape):
         request = request_of(scope, raw, f"{seed}")
         request.body.parsed = parse_object(raw)
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
-        await reader.read(request, [worker()], lambda: True)
-        reader.stored.put(request.prediction.chat, {"id": f"resp_{seed}"}, "w#1")
+        request.prompt = await reader.read(request, [worker()], lambda: True)
+        reader.stored.put(request.prompt.chat, {"id": f"resp_{seed}"}, "w#1")
 
     await send(0)  # what stays for ever, such as patterns and interned texts
     tracemalloc.start()

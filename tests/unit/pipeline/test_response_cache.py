@@ -34,8 +34,9 @@ def entry(worker: Worker, size: int = 100) -> Entry:
     return Entry([(b"content-type", b"application/json")], b"x" * size, Source.of(worker, "m"), 0.0)
 
 
-def request() -> ProxiedRequest:
-    made = request_of({"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}, b"", "id")
+def request(send: asgi.Send | None = None) -> ProxiedRequest:
+    scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+    made = request_of(scope, b"", "id", send=send)
     made.body.parsed = {"model": "m"}
     return made
 
@@ -44,18 +45,19 @@ class Client:
     """What one client gets."""
 
     def __init__(self) -> None:
-        self.request, self.body, self.ended = request(), b"", False
+        self.body, self.ended = b"", False
+        self.request = request(self._got)
         self.reads = asyncio.Event()
         self.reads.set()
 
-    async def send(self, message: Any) -> None:
+    async def _got(self, message: Any) -> None:
         await self.reads.wait()
         if message["type"] == "http.response.body":
             self.body += message.get("body", b"")
             self.ended = not message.get("more_body")
 
     async def read(self, execution: Execution) -> bool:
-        return await execution.deliver(self.request, b"joined", self.send, asgi.ClientWatch({}, _nothing))
+        return await execution.deliver(self.request, b"joined", self.request.reply, asgi.ClientWatch({}, _nothing))
 
 
 async def _nothing() -> Any:
@@ -241,7 +243,7 @@ async def test_a_stopping_server_lets_a_stream_say_so():
     execution.begin(asyncio.create_task(compute()))
     clients = [Client(), Client()]
     reading = [asyncio.create_task(client.read(execution)) for client in clients]
-    while not all(client.request.started for client in clients):
+    while not all(client.request.reply.started for client in clients):
         await asyncio.sleep(0)
     for each in reading:
         each.cancel()

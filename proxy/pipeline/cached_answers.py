@@ -1,30 +1,37 @@
-"""The ASGI entry of a gateway with a response cache; without one, the gateway has the plain `RequestHandler`."""
+"""Answers from the response cache, and what workers compute for lack of one there."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
+from proxy.fleet.pool import WorkerPool
+from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.pipeline import cacheable
-from proxy.pipeline.handler import RequestHandler
+from proxy.pipeline.answering import WorkerAnswers
 from proxy.pipeline.request import ProxiedRequest
 from proxy.pipeline.response_cache import Execution, ResponseCache, Source, has_fixed_weights, marked
 
 
-class CachingHandler(RequestHandler):
+class CachedAnswers:
     """Answers exact repeats from the cache, and lets identical requests share one execution."""
 
-    def __init__(self, cache: ResponseCache, models: tuple[str, ...], *parts: Any) -> None:
-        """`models` need no header of the client's; `parts` are those of a `RequestHandler`."""
-        super().__init__(*parts)
+    def __init__(
+        self, cache: ResponseCache, models: tuple[str, ...], pool: WorkerPool, of_workers: WorkerAnswers
+    ) -> None:
+        """`models` need no header of the client's."""
         self._cache = cache
         self._models = models
+        self._pool = pool
+        self._of_workers = of_workers
 
-    async def _answer(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def __call__(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+        """As `Answering` says."""
         cache, client = self._cache, request.client
         if client.method != "POST" or client.path not in cacheable.CACHEABLE:
-            await super()._answer(request, send, watch)
+            await self._of_workers(request, send, watch)
             return
         if not self._pool.up:
             await self._pool.ready()  # else nothing is known of the model's weights
@@ -33,7 +40,7 @@ class CachingHandler(RequestHandler):
         allowed = allowed and has_fixed_weights(request.model, self._pool.workers)
         if told.no_store or not allowed or not cacheable.is_repeatable(request):
             cache.count("bypass").inc()
-            await self._execute(request, None, marked(send, b"bypass"), watch)
+            await self._of_workers(request, marked(send, b"bypass"), watch)
             return
         key = cacheable.digest(request, cache.secret)
         while not told.no_cache:
@@ -53,19 +60,14 @@ class CachingHandler(RequestHandler):
                 return
         cache.count("miss").inc()
         execution = Execution(cache, key, request)
-        execution.begin(asyncio.create_task(self._execute(request, execution, execution.send, execution.watch)))
+        given_to = partial(_note_source, execution, request.model)
+        execution.begin(asyncio.create_task(self._of_workers(request, execution.send, execution.watch, given_to)))
         try:
             await execution.deliver(request, b"miss", send, watch)
         finally:
             # Its body, name and slot are this request's: they stay until it ends, also when its own client has left.
             await execution.ended()
 
-    async def _execute(
-        self, request: ProxiedRequest, execution: Execution | None, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
-        """Have a worker answer."""
-        async with self._dispatcher.lease(request) as lease:
-            self._reader.learn(request)
-            if execution is not None:
-                execution.source = Source.of(lease.worker, request.model)
-            await self._relay.forward(request, lease, send, watch)
+
+def _note_source(execution: Execution, model: Any, worker: Worker) -> None:
+    execution.source = Source.of(worker, model)

@@ -1,0 +1,111 @@
+"""Recent requests explained: what was shareable, predicted and delivered, and why anything was missed."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from proxy.boundaries.boundary import resolved_positions
+from proxy.boundaries.resolve import Entry
+
+MAX_REQUESTS = 10_000  # explained, the last ones
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One request; lengths in tokens."""
+
+    request_id: str
+    endpoint: str
+    owner: str | None = None  # name of the API key it came with; not shown
+    began: float = field(default_factory=time.time)  # seconds since the epoch
+    status: int | None = None  # of the answer, 499 if the client left; None while it is under way
+    model: str | None = None
+    worker: str | None = None
+    lookup: str | None = None  # how its boundaries were found
+    boundaries: tuple[tuple[Entry | None, str], ...] = ()  # what is said of each, and its kind
+    sent: tuple[Entry, ...] = ()  # the hint
+    positions: tuple[int, ...] = ()  # what the engine made of it, in the hint's order; 0 for what is not there
+    shareable: int | None = None
+    predicted: int | None = None
+    prompt: int | None = None
+    delivered: int | None = None
+    reason: str | None = None  # None until the answer is complete, and if the worker reports no cached tokens
+    changed: dict[str, Any] | None = None  # where it differs from the nearest recent request
+    would_save: Mapping[str, int] = field(default_factory=dict)  # tokens, by rewrite rule or volatile text
+    rewrites: tuple[str, ...] = ()
+    lost: dict[str, int] | None = None  # tokens by reason, in shadow mode; None until it is judged
+    client: str | None = None  # name and version that the client gives itself, shortened
+    missing: str | None = None  # what an answer 404 did not find: "model", "response" or "endpoint"
+
+    def as_json(self) -> dict[str, Any]:
+        """For `/seamark/requests/{id}`."""
+        positions = resolved_positions(self.sent, self.positions)
+        boundaries = [
+            {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
+            for entry, kind in self.boundaries
+        ]
+        shown = {name: value for name, value in self.__dict__.items() if name != "owner"}
+        return {**shown, "boundaries": boundaries}
+
+
+class Record:
+    """What is said of one request: what is known by now while it is under way, and from its end on always the same."""
+
+    __slots__ = ("_amended", "_so_far", "began")
+
+    def __init__(self, so_far: Callable[[Record], Explanation]) -> None:
+        """`so_far` explains the request as it stands."""
+        self.began = time.time()  # seconds since the epoch
+        self._so_far: Callable[[Record], Explanation] | Explanation = so_far
+        self._amended: dict[str, Any] = {}
+
+    @property
+    def explanation(self) -> Explanation:
+        """The request, explained."""
+        explanation = self._so_far if isinstance(self._so_far, Explanation) else self._so_far(self)
+        return replace(explanation, **self._amended) if self._amended else explanation
+
+    def settle(self) -> None:
+        """The request is over: nothing of it is kept but its explanation."""
+        if not isinstance(self._so_far, Explanation):
+            self._so_far = self._so_far(self)
+
+    def amend(self, **fields: Any) -> None:
+        """What was found out later, as fields of its explanation."""
+        self._amended |= fields
+
+
+class Explanations:
+    """The last requests, explained; the oldest is forgotten first. Clients choose the ids, so two may be equal."""
+
+    def __init__(self, most: int = MAX_REQUESTS) -> None:
+        self._most = most
+        self._records: OrderedDict[tuple[str | None, str], Record] = OrderedDict()  # by owner and id
+
+    def begin(self, request_id: str, owner: str | None, so_far: Callable[[Record], Explanation]) -> Record:
+        """A request of the API key `owner` is under way; settle what is returned when it is over."""
+        name = (owner, request_id)
+        record = self._records[name] = Record(so_far)
+        self._records.move_to_end(name)
+        if len(self._records) > self._most:
+            self._records.popitem(last=False)
+        return record
+
+    def newest(self, most: int) -> list[Explanation]:
+        """The last ones, at most so many, the newest first."""
+        return [record.explanation for record in islice(reversed(self._records.values()), most)]
+
+    def get(self, request_id: str, owner: str | None = None) -> Explanation | None:
+        """The last request of this id that came with the API key `owner`."""
+        record = self._records.get((owner, request_id))
+        return record.explanation if record is not None else None
+
+    def of_anyone(self, request_id: str) -> Explanation | None:
+        """The last request of this id; for operators."""
+        named = next((name for name in reversed(self._records) if name[1] == request_id), None)
+        return self._records[named].explanation if named is not None else None

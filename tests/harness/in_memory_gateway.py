@@ -1,0 +1,212 @@
+"""A gateway without a socket: all its real parts, before fake workers that run in the same event loop.
+
+Only `Upstream` is another one: it calls a worker's ASGI application. What HTTP itself does is shown in `tests/gateway`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from proxy.chat.chat import CHAT
+from proxy.http import asgi
+from proxy.http.client import Answer, Broken, Headers, Silent, Unreachable, Upstream
+from proxy.pipeline.gateway import Gateway
+from proxy.server.app import App, build
+from proxy.settings import Settings
+from tests.harness.recording_worker import RecordingWorker
+
+# The checks of a gateway that are no requests of clients.
+OWN_PATHS = ("/health", "/metrics", "/seamark/", "/version", "/is_", "/v1/models", "/tokenize", "/detokenize")
+
+
+class Call:
+    """One run of an ASGI application, and what it has sent so far."""
+
+    def __init__(self, app: Callable[..., Coroutine[Any, Any, Any]], scope: asgi.Scope, body: bytes) -> None:
+        self._body: bytes | None = body
+        self._left = asyncio.Event()
+        self._messages: asyncio.Queue[asgi.Scope | None] = asyncio.Queue(1)  # it waits until that is read
+        self.task = asyncio.create_task(self._run(app, scope))
+
+    async def _run(self, app: Callable[..., Coroutine[Any, Any, Any]], scope: asgi.Scope) -> None:
+        try:
+            await app(scope, self._receive, self._messages.put)
+        finally:
+            if not self._left.is_set():
+                await self._messages.put(None)
+
+    async def _receive(self) -> asgi.Scope:
+        if (body := self._body) is not None:
+            self._body = None
+            return {"type": "http.request", "body": body}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def message(self, timeout: float | None = None) -> asgi.Scope | None:
+        """The next one; None if the application has ended without another. Raises `TimeoutError` (seconds)."""
+        async with asyncio.timeout(timeout):
+            return await self._messages.get()
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Its pieces as they come; ends without an error where the application ended too early."""
+        while (message := await self.message()) is not None:
+            if piece := message.get("body", b""):
+                yield piece
+            if not message.get("more_body"):
+                return
+
+    def leave(self) -> None:
+        """The other side closes the connection."""
+        self._left.set()
+        if not self._messages.empty():  # whatever it sends from now on is lost
+            self._messages.get_nowait()
+
+
+class DirectAnswer(Answer):
+    """What a worker's application sends."""
+
+    __slots__ = ("_call", "_is_over", "_timeout")
+
+    def __init__(self, call: Call, start: asgi.Scope, timeout: float | None) -> None:
+        self._call, self._timeout, self._is_over = call, timeout, False
+        self.status, self.headers = start["status"], tuple(start["headers"])
+
+    def header(self, name: str) -> str | None:
+        found = (value.decode("latin-1") for own, value in self.headers if own.decode().lower() == name)
+        return next(found, None)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while not self._is_over:
+            try:
+                message = await self._call.message(self._timeout)
+            except TimeoutError:
+                raise Silent("") from None
+            if message is None:
+                raise Broken("it broke off")
+            self._is_over = not message.get("more_body")
+            if piece := message.get("body", b""):
+                yield piece
+
+    async def read(self) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    def close(self) -> None:
+        if not self._is_over:
+            self._call.leave()
+
+
+class DirectUpstream(Upstream):
+    """Calls of workers in this process; `failures` are raised in place of the next calls for clients."""
+
+    def __init__(self, *workers: RecordingWorker) -> None:
+        super().__init__(1.0)
+        self.workers = {worker.url: worker for worker in workers}
+        self.down: set[str] = set()  # URLs of those to which no connection can be made
+        self.failures: deque[Exception] = deque()
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Headers = (),
+        body: bytes = b"",
+        read_timeout: float | None = None,
+        fresh: bool = False,
+    ) -> Answer:
+        parts = urlsplit(url)
+        address = f"{parts.scheme}://{parts.netloc}"
+        if address in self.down or address not in self.workers:
+            raise Unreachable("connection refused")
+        if self.failures and not parts.path.startswith(OWN_PATHS) and not parts.path.endswith("/render"):
+            raise self.failures.popleft()
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": unquote(parts.path),
+            "raw_path": parts.path.encode(),
+            "query_string": parts.query.encode(),
+            "headers": [(name.lower(), value) for name, value in headers],
+            "client": ("127.0.0.1", 1),
+        }
+        call = Call(self.workers[address], scope, body)
+        try:
+            start = await call.message(read_timeout)
+        except TimeoutError:
+            call.leave()
+            raise Silent("") from None
+        except asyncio.CancelledError:
+            call.leave()
+            raise
+        if start is None:
+            raise Broken("it closed the connection")
+        return DirectAnswer(call, start, read_timeout)
+
+
+class InMemoryGateway:
+    """A started gateway and its pages."""
+
+    def __init__(self, app: App, upstream: DirectUpstream) -> None:
+        self.app, self.gateway, self.upstream = app, app.gateway, upstream
+        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=30)
+
+    async def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
+        """The whole answer; `headers` with underscores for hyphens. What came of it is counted when it is there."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        answer = await self._client.post(path, content=raw, headers={"content-type": "application/json", **named})
+        await self.gateway.idle.caught_up()
+        return answer
+
+    async def get(self, path: str, **headers: str) -> httpx.Response:
+        """A page, or what a worker says there."""
+        return await self._client.get(path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+    async def explained(self, answer: httpx.Response) -> dict[str, Any]:
+        """What is said of the request that was answered."""
+        explained: dict[str, Any] = (await self.get(f"/seamark/requests/{answer.headers['x-request-id']}")).json()
+        return explained
+
+    def opened(self, body: Any, path: str = CHAT, **headers: str) -> Call:
+        """A request whose answer is read piece by piece, and whose client can leave."""
+        named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), *named],
+            "client": ("127.0.0.1", 1),
+        }
+        return Call(self.app, scope, json.dumps(body).encode())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of its samples that have these labels."""
+        samples = (sample for family in self.gateway.metrics.registry.collect() for sample in family.samples)
+        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+
+
+@contextlib.asynccontextmanager
+async def in_memory_gateway(*workers: RecordingWorker, **settings: Any) -> AsyncIterator[InMemoryGateway]:
+    """Before `workers`, which are given URLs; without self-checks, unless `settings` want them. It is ready."""
+    for number, worker in enumerate(workers):
+        worker.url = worker.url or f"http://worker-{number}"
+    urls = tuple(worker.url for worker in workers)
+    upstream = DirectUpstream(*workers)
+    settings = {"self_check_interval": 0, "health_interval": 0.05, **settings}
+    app = build(Gateway(Settings(worker=urls, **settings), upstream))
+    app.gateway.start()
+    try:
+        async with asyncio.timeout(30):
+            await app.gateway.pool.ready()
+        yield InMemoryGateway(app, upstream)
+    finally:
+        await app.gateway.stop()

@@ -1,0 +1,73 @@
+"""What is said of a request while it is under way, and afterwards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from proxy.observability.explanations import Explanation, Explanations, Record
+
+
+def explained(name: str, endpoint: str = "/v1/messages") -> Explanation:
+    return Explanation(name, endpoint)
+
+
+def test_a_boundary_is_shown_with_the_position_that_its_engine_gave_it():
+    shown = Explanation(
+        "r",
+        "/v1/chat/completions",
+        owner="ann",
+        boundaries=(("first:1", "system"), ("last:2", "history"), (None, "turn")),
+        sent=("first:1", "last:2"),
+        positions=(40, 0),
+    ).as_json()
+    assert shown["boundaries"] == [
+        {"entry": "first:1", "tokens": 40, "kind": "system"},
+        {"entry": "last:2", "tokens": None, "kind": "history"},
+        {"entry": None, "tokens": None, "kind": "turn"},
+    ]
+    assert "owner" not in shown and shown["sent"] == ("first:1", "last:2")
+
+
+def test_a_request_is_explained_as_it_stands_until_it_is_settled_and_holds_nothing_afterwards():
+    class Request:
+        status: int | None = None
+
+    request = Request()
+    gone = weakref.ref(request)
+    record = Record(lambda record, request=request: Explanation("r", "/", status=request.status, began=record.began))
+    assert record.explanation.status is None and record.explanation.began == record.began
+    request.status = 200
+    assert record.explanation.status == 200
+    record.settle()
+    request.status = 500
+    record.settle()
+    del request
+    gc.collect()
+    assert record.explanation.status == 200 and gone() is None
+
+
+def test_what_is_found_out_later_stands_whether_the_request_is_settled_or_not():
+    record = Record(lambda _: explained("r"))
+    record.amend(lost={"unpatched": 320})
+    record.settle()
+    record.amend(prompt=400)
+    assert (record.explanation.lost, record.explanation.prompt) == ({"unpatched": 320}, 400)
+
+
+def test_the_last_requests_are_explained_the_newest_first():
+    explanations = Explanations(most=3)
+    for number in (0, 1, 2, 3, 4, 3):
+        explanations.begin(f"r{number}", None, lambda _, name=f"r{number}": explained(name))
+    assert [each.request_id for each in explanations.newest(2)] == ["r3", "r4"]
+    assert explanations.get("r1") is None and explanations.get("r2") is not None
+
+
+def test_a_name_that_two_clients_gave_is_two_requests():
+    explanations = Explanations()
+    for owner, endpoint in (("ann", "/v1/messages"), ("bob", "/v1/responses"), (None, "/v1/completions")):
+        explanations.begin("same", owner, lambda _, endpoint=endpoint: explained("same", endpoint))
+    assert [explanations.get("same", owner).endpoint for owner in ("ann", "bob")] == ["/v1/messages", "/v1/responses"]
+    assert explanations.get("same", "cid") is None
+    assert explanations.of_anyone("same").endpoint == "/v1/completions"
+    assert explanations.of_anyone("another") is None
