@@ -135,10 +135,6 @@ class KeyRing:
         """The key that has this name in the file."""
         return self._keys.get(name)
 
-    def salted(self, salt: str) -> ApiKey | None:
-        """A key of this cache salt: those of one group have the same."""
-        return next((key for key in self._keys.values() if key.salt == salt), None)
-
     def _known(self, presented: bytes) -> ApiKey | None:
         digest = hashlib.sha256(presented).digest()
         # Nobody can steer a digest, so looking it up may take any time; comparing must take the same time always.

@@ -89,7 +89,7 @@ class Gateway:
         )
         dispatcher.on_given = self.self_check.leave
         self.pinned = PinnedPrompts(
-            settings, self.pool, self.upstream, self.keys, reader, self.engine_events, self.prefix_index, self.warmup
+            settings, self.pool, self.upstream, self.keys, reader, self.engine_events, self.prefix_index
         )
         self.heartbeats = Heartbeats(settings.heartbeat, metrics.heartbeats)
         self.prefill_pool: WorkerPool | None = None

@@ -8,7 +8,6 @@ operator pins is kept in memory as it was given; a prompt without a file is gone
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from proxy.chat.chat import CHAT
 from proxy.config_files import WatchedFile
 from proxy.errors import BadRequest, GatewayError, NotFound, SettingsError
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.warmup import WarmupRequest, WarmupSet, replay_all
+from proxy.fleet.warmup import WarmupRequest, replay_all
 from proxy.fleet.worker import Worker
 from proxy.http.auth import ApiKey, KeyRing
 from proxy.http.client import Broken, Unreachable, Upstream
@@ -73,14 +72,6 @@ class PinEntry(BaseModel):
     name: str = Field(min_length=1, max_length=MAX_NAME, pattern=r"^[^\x00-\x1f/?#\x7f]+$")
     body: dict[str, Any]  # a chat request
     key: str | None = None  # name of the API key whose prefix cache it is for
-
-
-class Hottest(BaseModel):
-    """The other body of `POST /seamark/prefixes`: whatever is shared most is pinned, without being named."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    hottest: int = Field(ge=1, le=MOST_PROMPTS)  # prompts, at most
 
 
 EXAMPLE = """
@@ -155,7 +146,6 @@ class PinnedPrompts:
         reader: PromptReader,
         engine_events: EngineEvents,
         prefix_index: PrefixIndex,
-        warmup: WarmupSet,
     ) -> None:
         """Raises `SettingsError` for a file that cannot be used."""
         self._limits = settings.max_json_depth, settings.max_json_values
@@ -167,7 +157,6 @@ class PinnedPrompts:
         self._reader = reader
         self._engine_events = engine_events
         self._prefix_index = prefix_index
-        self._warmup = warmup
         self._prompts: dict[str, PinnedPrompt] = {}
         self._released: list[PinnedPrompt] = []  # their blocks are still to be let go
         self._turns: dict[str, asyncio.Lock] = {}  # by the worker's address: its pins come and go one batch at a time
@@ -189,11 +178,8 @@ class PinnedPrompts:
 
         A prompt that has the name already is released. Raises `BadRequest`, or `PinRefused` if there is room nowhere.
         """
-        given = parse_object(raw, *self._limits)
         try:
-            if "hottest" in given:
-                return await self._add_hottest(Hottest.model_validate(given).hottest)
-            entry = PinEntry.model_validate(given)
+            entry = PinEntry.model_validate(parse_object(raw, *self._limits))
         except ValidationError as error:
             where = error.errors()[0]["loc"]
             raise BadRequest(f"{_complaint(error)}.", param=str(where[0]) if where else None) from None
@@ -204,42 +190,10 @@ class PinnedPrompts:
         self._check_room(prompt, previous)
         self._put(prompt)
         await self.make_all()
-        if self._has_room_nowhere(prompt):
+        if {prompt.fate(worker) for worker in self._pool.up if worker.serves(prompt.model)} == {NO_ROOM}:
             self._drop(prompt)
             raise PinRefused(f"The prompt was not pinned: {WORDS[NO_ROOM]}.")
         return self._shown(prompt)
-
-    async def _add_hottest(self, count: int) -> dict[str, Any]:
-        """Pin the prompts that save most just now, as far as there is room; what became of each."""
-        models = {name for worker in self._pool.up for name in worker.model_ids}
-        found = {prompt.name: prompt for each in self._warmup.hottest(models) if (prompt := self._hot_prompt(each))}
-        prompts = [self._prompts.get(name, prompt) for name, prompt in list(found.items())[:count]]
-        for prompt in prompts:
-            if prompt.name not in self._prompts:
-                self._check_room(prompt, None)
-                self._put(prompt)
-        await self.make_all()
-        shown = [self._shown(prompt) for prompt in prompts]
-        for prompt in prompts:
-            if self._has_room_nowhere(prompt) and self._prompts.get(prompt.name) is prompt:
-                self._drop(prompt)
-        return {"prefixes": shown}
-
-    def _hot_prompt(self, request: WarmupRequest) -> PinnedPrompt | None:
-        """A chat that shares its prefix, with another last question: nobody else is going to ask the same."""
-        salt = request.put.get("cache_salt")
-        key = self._keys.salted(str(salt)) if self._keys is not None else None
-        if request.endpoint != CHAT or (self._keys is not None and key is None):
-            return None
-        body = json.loads(request.raw)
-        *before, last = body["messages"]
-        if before and last.get("role") == "user":
-            body["messages"] = [*before, {"role": "user", "content": "?"}]
-        name = hashlib.sha256(json.dumps([body, salt], sort_keys=True).encode()).hexdigest()[:12]
-        return self._prompt(PinEntry(name=f"hot {name}", body=body, key=key.name if key is not None else None))
-
-    def _has_room_nowhere(self, prompt: PinnedPrompt) -> bool:
-        return {prompt.fate(worker) for worker in self._pool.up if worker.serves(prompt.model)} == {NO_ROOM}
 
     async def remove(self, name: str) -> dict[str, Any]:
         """Let a prompt go. Raises `NotFound`, or `BadRequest` for one of the file."""

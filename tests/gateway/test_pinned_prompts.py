@@ -14,7 +14,7 @@ from proxy.pipeline import pinned_prompts
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import LAST_USER, TURN_END, OwnGateway, chat, knows_templates, own_gateway, wait_for
+from tests.harness.gateways import LAST_USER, TURN_END, OwnGateway, chat, own_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 PATH = "/seamark/prefixes"
@@ -164,41 +164,6 @@ def test_a_worker_that_fails_is_asked_again(own, worker, monkeypatch):
     wait_for(lambda: word(own, worker) == "pinned")
 
 
-def hottest(own: OwnGateway, count: int, **headers: str) -> httpx.Response:
-    return httpx.post(own.url + PATH, json={"hottest": count}, headers=headers, timeout=30)
-
-
-def test_what_is_shared_most_can_be_the_list(own, worker):
-    wait_for(lambda: knows_templates(own))
-    for question in ("Tide?", "Ebb?", "Flood?"):
-        httpx.post(own.url + "/v1/chat/completions", json=chat(question)).raise_for_status()
-    answer = hottest(own, 5)
-    assert answer.status_code == 200, answer.text
-    (prompt,) = answer.json()["prefixes"]
-    assert prompt["name"].startswith("hot ") and set(prompt["workers"].values()) == {"pinned"}
-    (held,) = worker.engine.pinned
-    assert "harbour" in held[1] and not any(word in held[1] for word in ("Tide", "Ebb", "Flood"))
-    assert hottest(own, 5).json() == answer.json() and pinned(worker) == 1  # the same again takes nothing
-    assert "harbour" not in answer.text + httpx.get(own.url + PATH).text
-    assert httpx.delete(f"{own.url}{PATH}/{prompt['name']}", timeout=30).status_code == 200 and not pinned(worker)
-
-
-def test_of_what_is_shared_most_the_rest_is_left_where_there_is_no_room(own, worker):
-    wait_for(lambda: knows_templates(own))
-    for system in ("One harbour. ", "Another harbour. "):
-        for question in ("Tide?", "Ebb?"):
-            messages = [{"role": "system", "content": system * 60}, {"role": "user", "content": question}]
-            body = {"model": "m", "messages": messages}
-            httpx.post(own.url + "/v1/chat/completions", json=body).raise_for_status()
-    worker.engine.room = 1
-    fates = [set(each["workers"].values()) for each in hottest(own, 5).json()["prefixes"]]
-    # Both are shared as much and sent at once, so either may take the room.
-    assert sorted(fates, key=min) == [{"no_room"}, {"pinned"}]
-    assert len(httpx.get(own.url + PATH).json()["prefixes"]) == 1
-    wrong = hottest(own, 0)
-    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "hottest"
-
-
 def test_a_client_cannot_pin(own, worker):
     for xargs in ({"seamark_pin": 1}, {"seamark_pin": 1, "mine": 2}):
         httpx.post(own.url + "/v1/chat/completions", json=chat("Tide?", vllm_xargs=xargs))
@@ -262,11 +227,8 @@ def test_with_keys_it_is_an_operators_and_one_groups(worker, tmp_path: Path):
             salts.append(json.loads(worker.requests[-1].body)["cache_salt"])
         ((salt, _),) = worker.engine.pinned
         assert salts[0] == salt != salts[1]
-        wait_for(lambda: all(each.renderer_ids for each in own.gateway.pool.workers))
-        for question in ("Wind?", "Fog?", "Swell?"):
-            httpx.post(own.url + "/v1/chat/completions", json=chat(question), headers=bearer("cleo"))
-        assert [hottest(own, 1, **headers).status_code for headers in ({}, bearer("ann"), admin)] == [401, 403, 200]
-        assert [each for each, _ in worker.engine.pinned] == [salt, salts[1]]  # what cleo shares is for cleo alone
+        assert pin(own, "cleo's", headers=admin, key="cleo").status_code == 200
+        assert [each for each, _ in worker.engine.pinned] == salts  # what is for cleo is for cleo alone
         assert [httpx.get(own.url + PATH, headers=bearer(name)).status_code for name in ("ann", "root")] == [403, 200]
 
 
