@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from ipaddress import ip_address
 from pathlib import Path
+from textwrap import indent
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
@@ -103,11 +104,15 @@ def _this_python() -> str:
 
 def _compose(plan: Plan) -> Written:
     overlays = ["compose.yaml"]
-    name, text = _model_file(plan)
-    variables = [("A file with the model and vLLM's flags for it.", "MODEL_FILE", name)]
+    variables: list[tuple[str, str, str]] = []
+    own: dict[str, str] = {}
     if plan.cpu:
-        overlays.append("compose.cpu.yaml")
-        variables, text = [], None  # it makes a small model of its own
+        overlays.append("compose.cpu.yaml")  # it makes a small model of its own
+    else:
+        name, text = _model_file(plan)
+        variables.append(("A file with the model and vLLM's flags for it.", "MODEL_FILE", name))
+        if text is not None:
+            own = {f"models/{name}": text, "compose.model.yaml": _own_model(plan)}
     notes: list[str] = []
     if plan.machines == 2 and not plan.cpu:
         if len(plan.workers) != 1:
@@ -130,7 +135,6 @@ def _compose(plan: Plan) -> Written:
             "--workers: Compose starts vLLM on one machine or, without --cpu, on two; more that run already: "
             "--way compose-beside"
         )
-    own = {} if text is None else {f"models/{name}": text, "compose.model.yaml": _own_model(plan)}
     return _compose_files(plan, overlays, own, variables, notes)
 
 
@@ -293,107 +297,49 @@ rm -rf /opt/seamark
 
 
 def _kubernetes(plan: Plan) -> Written:
-    source = _source(plan)
-    folder = source / "deploy/kubernetes"
-    prefix = plan.registry.rstrip("/") + "/" if plan.registry else ""
-    urls = plan.workers or tuple(
-        f"http://seamark-worker-{number}.seamark-worker:8000" for number in range(plan.machines)
-    )
-    if local := [url for url in urls if urlsplit(url).hostname in LOOPBACK]:
+    root = shlex.quote(str(_source(plan)))
+    if local := [url for url in plan.workers if urlsplit(url).hostname in LOOPBACK]:
         raise SettingsError(f"--worker: in a pod {local[0]} is the pod itself; give a service or an address")
-    texts = {name: (folder / name).read_text() for name in ("gateway.yaml", "redis.yaml", "network-policy.yaml")}
-    texts["gateway.yaml"] = _filled(
-        texts["gateway.yaml"],
-        ("image: seamark-gateway #", f"image: {prefix}seamark-gateway #"),
-        ('"http://seamark-worker-0.seamark-worker:8000"', json.dumps(",".join(urls))),
-    )
-    built, namespace = ["gateway"], _NAMESPACE
+    built, notes = ["gateway"], ["kubectl -n seamark port-forward service/seamark 8080:80      # until you publish it"]
     if plan.workers:
-        texts["network-policy.yaml"] = _without_worker(texts["network-policy.yaml"])
-        values = f"worker:\n  enabled: false\ngateway:\n  settings:\n    worker: {json.dumps(list(urls))}\n"
+        values = f"worker:\n  enabled: false\ngateway:\n  settings:\n    worker: {json.dumps(list(plan.workers))}\n"
     else:
         built.append("worker")
         name, text = _model_file(plan)
-        values = f"worker:\n  replicas: {plan.machines}\n"
-        values += f"  modelConfig: {json.dumps(text)}\n" if text else f"  modelFile: {name}\n"
-        text = text or (source / "deploy/models" / name).read_text()
-        namespace += _CONFIG_MAP + f"  {name}: |\n" + "".join(f"    {line}\n" for line in text.splitlines())
-        texts["worker.yaml"] = _filled(
-            _WORKER_HEAD + (folder / "worker.yaml").read_text().partition("\napiVersion: ")[2],
-            ("image: seamark-worker #", f"image: {prefix}seamark-worker #"),
-            ("\n  replicas: 1\n", f"\n  replicas: {plan.machines}\n"),
-            ("/etc/seamark/models/nemotron-3-nano.yaml", f"/etc/seamark/models/{name}"),
-        )
-    root = shlex.quote(str(source))
-    lines = [
-        f"docker build -f {root}/deploy/{half}.Dockerfile -t {prefix}seamark-{half} {root}\n"
-        + (f"docker push {prefix}seamark-{half}\n" if prefix else "")
-        for half in built
-    ]
+        model = f"modelFile: {name}\n" if text is None else "modelConfig: |\n" + indent(text, "    ")
+        values = f"{_GATED_MODEL}worker:\n  replicas: {plan.machines}\n  {model}"
+    prefix = plan.registry.rstrip("/") + "/" if plan.registry else ""
+    if not prefix:
+        notes.append("without --registry the images have to be on the nodes already")
     files = {
-        "00-namespace.yaml": namespace,
-        **texts,
-        # In a folder of its own, where `kubectl apply` does not look.
-        "helm/values.yaml": _VALUES_HEAD + f"images:\n  registry: {json.dumps(plan.registry)}\n" + values,
+        "values.yaml": f"""\
+# Values of the chart deploy/helm/seamark; its own values.yaml has all others, and their defaults.
+images:
+  registry: {json.dumps(plan.registry)}
+{values}""",
         "images.sh": "#!/bin/sh\n# Builds the images"
         + (" and pushes them where your nodes find them.\n" if prefix else "; with --registry it pushes them, too.\n")
         + "set -eu\n"
-        + "".join(lines),
+        + "".join(
+            f"docker build -f {root}/deploy/{half}.Dockerfile -t {prefix}seamark-{half} {root}\n"
+            + (f"docker push {prefix}seamark-{half}\n" if prefix else "")
+            for half in built
+        ),
     }
-    notes = ["kubectl -n seamark port-forward service/seamark 8080:80      # until you publish it"]
-    with_values = f"{root}/deploy/helm/seamark -f {shlex.quote(str(plan.out / 'helm/values.yaml'))}"
-    notes.append(f"with Helm, not kubectl apply: helm install seamark -n seamark --create-namespace {with_values}")
-    if not prefix:
-        notes.append("without --registry the images have to be on the nodes already")
-    off = ["kubectl delete namespace seamark"]
-    go_on = (_sh(plan, "images.sh"), f"kubectl apply -f {shlex.quote(str(plan.out))}")
+    install = f"helm upgrade --install seamark {root}/deploy/helm/seamark --namespace seamark --create-namespace"
+    go_on = (_sh(plan, "images.sh"), f"{install} --values {shlex.quote(str(plan.out / 'values.yaml'))}")
+    off = [
+        "helm uninstall seamark --namespace seamark",
+        "kubectl delete namespace seamark      # the volumes with models, and your secrets, too",
+    ]
     return Written(files, go_on, off, notes)
 
 
-_NAMESPACE = """\
-# Everything lives in this namespace; to delete it takes all of it away.
-apiVersion: v1
-kind: Namespace
-metadata:
-  name: seamark
-"""
-
-# In place of the one of deploy/kubernetes, which says by what commands this folder came about.
-_WORKER_HEAD = """\
-# vLLM with the plugin, one pod per GPU. For a gated model, before `kubectl apply`:
+_GATED_MODEL = """\
+# For a gated model, before Helm is run:
 #   kubectl create namespace seamark
 #   kubectl -n seamark create secret generic seamark-huggingface --from-literal=token=...
-# For another pod raise `replicas`, and add its URL to SEAMARK_WORKER in gateway.yaml.
-apiVersion: """
-
-_VALUES_HEAD = """\
-# Values of the chart deploy/helm/seamark for what the manifests in the folder above do. Its values.yaml has the rest.
 """
-
-_CONFIG_MAP = """\
----
-# vLLM's own configuration (--config) of the model that the workers serve.
-apiVersion: v1
-kind: ConfigMap
-metadata:
-  name: seamark-models
-  namespace: seamark
-data:
-"""
-
-
-def _without_worker(policies: str) -> str:
-    kept = [part for part in policies.split("\n---\n") if "\n  name: seamark-worker\n" not in part]
-    return "\n---\n".join(kept)
-
-
-def _filled(text: str, *changes: tuple[str, str]) -> str:
-    """`text` with passages replaced that stand in it once. Raises `SettingsError` if one does not."""
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise SettingsError(f"--source: deploy/kubernetes is of another version: no single {old.strip()!r}")
-        text = text.replace(old, new)
-    return text
 
 
 def _gateway_toml(plan: Plan) -> str:
@@ -423,8 +369,6 @@ exec {_this_python()} -m proxy.cli serve --config {shlex.quote(str(plan.out / "s
 
 def _model_file(plan: Plan) -> tuple[str, str | None]:
     """Name of vLLM's configuration file for the model, and its text unless deploy/models holds it."""
-    if plan.cpu:
-        return "", None
     model = _wanted_model(plan)
     # Of two files for one model the shorter name is the plainer: that of Nemotron-3-Super without MTP.
     for path in sorted((_source(plan) / "deploy/models").glob("*.yaml"), key=lambda path: len(path.name)):

@@ -1,6 +1,6 @@
 """`python -m tests.bench.redis_limit`: Redis at the documented limit, 64 workers' streams and 16 gateways.
 
-First each stream is filled up: memory has to stay within the manifest's bound, with nothing thrown out. Then 16
+First each stream is filled up: memory has to stay within the chart's bound, with nothing thrown out. Then 16
 gateways' own tables exchange through it what 64 workers tell: CPU of Redis and of a gateway, and how late what one has
 learnt is known to all. Exit status 1 if a stream was evicted, a record lost, or the last one came late.
 """
@@ -45,14 +45,14 @@ TABLE_BYTES = 2**26
 
 KNOWN_WITHIN = 2.0  # seconds, on a machine on which all gateways share two cores; alone, some 0.2 and an exchange
 
-MANIFEST = Path("deploy/kubernetes/redis.yaml")
+CHART_VALUES = Path("deploy/helm/seamark/values.yaml")
 
 BOOTS = [f"boot-{number}" for number in range(WORKERS)]
 
 
 def room() -> int:
-    """Bytes that the manifest gives Redis."""
-    found = re.search(r"--maxmemory, (\d+)mb", MANIFEST.read_text())
+    """Bytes that the chart gives Redis."""
+    found = re.search(r"maxmemory: (\d+)mb", CHART_VALUES.read_text())
     assert found is not None
     return int(found[1]) * 2**20
 

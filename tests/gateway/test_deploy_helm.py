@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from engine_patches.commands import worker
+from proxy.routing.redis_sync import STREAM_BYTES
 from proxy.settings import Settings
 from proxy.version import version
 from tests.deploy.compose_files import DEPLOY
@@ -202,14 +203,22 @@ def test_only_the_gateway_reaches_what_asks_for_no_key(objects):
     policies = of_kind(objects, "NetworkPolicy")
     assert policies.keys() == pods(objects).keys()
     front = container(objects, "gateway")
+    settings = Settings(**given_to_gateway(objects))
+    monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     for name, policy in policies.items():
-        everybodys = [rule for rule in policy["spec"]["ingress"] if "from" not in rule]
-        if front in containers(pods(objects)[name]):
-            assert [port["port"] for rule in everybodys for port in rule["ports"]] == [8080]
+        first, *more = policy["spec"]["ingress"]
+        pod = pods(objects)[name]
+        if front in containers(pod):
+            assert "from" not in first and [port["port"] for port in first["ports"]] == [settings.port]
+            pages = {"from": [monitoring], "ports": [{"port": settings.admin_port or settings.port}]}
+            assert more == [pages]
         else:
-            assert not everybodys
-            gateways = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
-            assert selected(objects, gateways) == [pods(objects)["seamark-gateway"]]
+            gateways, *scrapers = first["from"]
+            assert selected(objects, gateways["podSelector"]["matchLabels"]) == [pods(objects)["seamark-gateway"]]
+            assert scrapers == ([] if name == "seamark-redis" else [monitoring])
+            ports = {port["containerPort"] for each in containers(pod) for port in each.get("ports", ())}
+            assert {port["port"] for port in first["ports"]} == ports
+            assert all("from" in rule for rule in more)
     others = {"seamark-worker": "seamark-prefill", "seamark-prefill": "seamark-worker"}
     for name, other in others.items() if "seamark-prefill" in policies else ():
         *_, rule = policies[name]["spec"]["ingress"]
@@ -228,6 +237,17 @@ def test_a_pod_can_do_little(objects):
                 given["runAsNonRoot"] and given["readOnlyRootFilesystem"] and given["capabilities"] == {"drop": ["ALL"]}
             )
             assert given["allowPrivilegeEscalation"] is False
+            assert given["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_redis_has_room_for_64_workers_streams_and_lets_the_oldest_go():
+    redis = container(rendered(), "redis")
+    given = dict(zip(redis["args"][1::2], redis["args"][2::2], strict=True))
+    megabytes = int(given["--maxmemory"].removesuffix("mb"))
+    # One stream is that of positions.
+    assert megabytes * 2**20 >= 65 * STREAM_BYTES and given["--maxmemory-policy"] == "volatile-ttl"
+    assert int(redis["resources"]["limits"]["memory"].removesuffix("Mi")) > megabytes
+    assert (given["--save"], given["--appendonly"]) == ("", "no")
 
 
 def test_beside_its_gateway_a_worker_listens_to_that_alone():
@@ -302,27 +322,6 @@ def test_states_on_disk_have_a_volume_of_each_worker():
     assert f"--checkpoint-dir={mount}/states" in vllm["args"] and "--checkpoint-bytes=34359738368" in vllm["args"]
     assert "--checkpoint-keep=used" in vllm["args"]
     assert not any("checkpoint" in each for each in container(rendered(), "worker")["args"])
-
-
-def test_the_defaults_run_the_same_pods_as_the_plain_manifests():
-    """So that none of the two forgets what the other learnt. What the chart has beyond that is named here."""
-    plain = {
-        (each["kind"], each["metadata"]["name"]): each
-        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-        for each in yaml.safe_load_all(path.read_text())
-    }
-    chart = rendered("--set", "gateway.settings.max_bodies_bytes=268435456")
-    assert pods(plain).keys() == pods(chart).keys()
-    for name in pods(plain):
-        (old,), (new,) = containers(pods(plain)[name]), containers(pods(chart)[name])
-        for field in ("name", "image", "args", "ports", "resources", "readinessProbe", "volumeMounts"):
-            assert new.get(field) == old.get(field), (name, field)
-        assert {each["name"]: each.get("value") for each in new.get("env", ())} == {
-            each["name"]: each.get("value") for each in old.get("env", ())
-        }
-        assert old["securityContext"].items() <= new["securityContext"].items() if "securityContext" in old else True
-    for kind in ("Service", "NetworkPolicy"):
-        assert of_kind(plain, kind).keys() == of_kind(chart, kind).keys()
 
 
 @pytest.mark.parametrize(
@@ -440,6 +439,8 @@ def test_the_workers_arguments_are_taken(flags, monkeypatch):
     assert worker.main(here) == 0
     (server,) = started
     assert "--max-model-len=8192" in server and f"{DEPLOY}/models/nemotron-3-nano.yaml" in server
+    hosts = [server[at + 1] for at, word in enumerate(server) if word == "--host"]
+    assert hosts == ["127.0.0.1" if "mode=sidecar,plugin.from=wheel" in flags else "0.0.0.0"]  # noqa: S104
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What `seamark setup` writes is taken by those who read it: the gateway, sh, systemd, Compose, Kubernetes."""
+"""What `seamark setup` writes is taken by those who read it: the gateway, sh, systemd, Compose, Helm."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,6 @@ from tests.harness.recording_worker import recording_worker
 WORKER = ("--worker", "http://127.0.0.1:8000/v1")
 
 SECOND = ("--worker", f"http://{OF_THE_USER['SECOND_SPARK']}:8000")
-
-IN_KUBERNETES = {
-    "00-namespace.yaml",
-    "gateway.yaml",
-    "redis.yaml",
-    "network-policy.yaml",
-    "images.sh",
-    "helm/values.yaml",
-}
 
 # Every kind of answer: the flags, and files that have to come of them.
 ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
@@ -66,11 +58,12 @@ ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "kubernetes": (
         ("--way", "kubernetes", "--workers", "2", "--model", "a/B", "--registry", "registry.example/us"),
-        IN_KUBERNETES | {"worker.yaml"},
+        {"values.yaml", "images.sh"},
     ),
+    "kubernetes, our model": (("--way", "kubernetes", "--model", "qwen3-next"), {"values.yaml", "images.sh"}),
     "kubernetes, vLLM runs": (
         ("--way", "kubernetes", "--worker", "http://vllm.models:8000"),
-        IN_KUBERNETES,
+        {"values.yaml", "images.sh"},
     ),
 }
 
@@ -109,11 +102,6 @@ def gateway_settings(given: dict[str, str]) -> Settings:
     )
 
 
-def manifests(out: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    found = [each for path in sorted(out.glob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
-    return {(each["kind"], each["metadata"]["name"]): each for each in found}
-
-
 def test_every_file_begins_with_what_it_is_for_and_every_script_is_one(folder):
     _, out = folder
     for path in out.rglob("*.*"):
@@ -121,8 +109,7 @@ def test_every_file_begins_with_what_it_is_for_and_every_script_is_one(folder):
         if path.suffix == ".sh":
             assert lines.pop(0) == "#!/bin/sh" and os.access(path, os.X_OK)
             subprocess.run(["sh", "-n", str(path)], check=True)
-        taken_over = (DEPLOY / "kubernetes" / path.name).exists()
-        assert lines[0].startswith("# ") or taken_over, path
+        assert lines[0].startswith("# "), path
 
 
 @pytest.mark.parametrize("name", ["pip", "pip, vLLM runs", "spark"])
@@ -198,66 +185,60 @@ def test_the_unit_is_that_of_deploy_and_its_variables_are_settings(tmp_path):
     assert gateway_settings(variables(out / "seamark.env")).worker == ("http://127.0.0.1:8000",)
 
 
-def test_the_manifests_have_the_images_the_model_and_as_many_workers_as_asked_for(tmp_path):
-    found = manifests(written(tmp_path, "kubernetes"))
-    pods = {
-        name: each["spec"]["template"]["spec"]
-        for (_, name), each in found.items()
-        if "template" in each.get("spec", ())
-    }
-    images = {name: pod["containers"][0]["image"] for name, pod in pods.items()}
-    assert images["seamark-gateway"] == "registry.example/us/seamark-gateway"
-    assert images["seamark-worker"] == "registry.example/us/seamark-worker"
-    assert found["StatefulSet", "seamark-worker"]["spec"]["replicas"] == 2
-    settings = gateway_settings(
-        {each["name"]: each["value"] for each in pods["seamark-gateway"]["containers"][0]["env"]}
-    )
-    assert settings.worker == tuple(f"http://seamark-worker-{number}.seamark-worker:8000" for number in (0, 1))
-    config = pods["seamark-worker"]["containers"][0]["args"][-1]
-    models = found["ConfigMap", "seamark-models"]["data"]
-    assert yaml.safe_load(models[Path(config).name])["model"] == "a/B"
-    assert found["Namespace", "seamark"]
-    assert {each["metadata"].get("namespace", "seamark") for each in found.values()} == {"seamark"}
-
-
-@pytest.mark.parametrize("name", [name for name in ANSWERS if name.startswith("kubernetes")])
-def test_kubernetes_takes_every_manifest(name, tmp_path):
-    found = {key: complaints(each) for key, each in manifests(written(tmp_path, name)).items()}
-    assert found == {key: [] for key in found}
-
-
-@pytest.mark.parametrize("name", [name for name in ANSWERS if name.startswith("kubernetes")])
-def test_with_helm_the_values_run_the_same_pods(name, tmp_path):
+def in_cluster(tmp_path: Path, name: str, capsys) -> tuple[Path, dict[tuple[str, str], Mapping[str, Any]]]:
+    """The folder, and what the printed command would have Helm send to the cluster."""
     out = written(tmp_path, name)
-    rendered = helm.render(DEPLOY / "helm/seamark", ["--values", str(out / "helm/values.yaml")])
+    (command,) = re.findall(r"^ +helm upgrade --install seamark (.*)$", capsys.readouterr().out, re.M)
+    chart, *flags = shlex.split(command)
+    assert flags == ["--namespace", "seamark", "--create-namespace", "--values", str(out / "values.yaml")]
+    rendered = helm.render(Path(chart), flags)
     assert not rendered.error, rendered.error
-    by_helm = {(each["kind"], each["metadata"]["name"]): each for each in rendered.objects}
-    for key, manifest in manifests(out).items():
-        if key[0] in ("Deployment", "StatefulSet"):
-            same = by_helm.pop(key)["spec"]
-            assert same["replicas"] == manifest["spec"]["replicas"]
-            (new,), (old,) = (each["template"]["spec"]["containers"] for each in (same, manifest["spec"]))
-            assert (new["image"], new.get("args")) == (old["image"], old.get("args"))
-            workers = [
-                [each["value"] for each in container.get("env", ()) if each["name"] == "SEAMARK_WORKER"]
-                for container in (new, old)
-            ]
-            assert workers[0] == workers[1]
-        elif key[0] == "ConfigMap":
-            assert {file: yaml.safe_load(text) for file, text in by_helm[key]["data"].items()} == {
-                file: yaml.safe_load(text) for file, text in manifest["data"].items()
-            }
-    assert not any(kind in ("Deployment", "StatefulSet") for kind, _ in by_helm)
+    return out, {(each["kind"], each["metadata"]["name"]): each for each in rendered.objects}
 
 
-def test_beside_a_vllm_no_manifest_speaks_of_a_worker(tmp_path):
-    out = written(tmp_path, "kubernetes, vLLM runs")
-    found = manifests(out)
+def only_container(found: Mapping[tuple[str, str], Mapping[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (container,) = found[kind, name]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def workers_of(found: Mapping[tuple[str, str], Mapping[str, Any]]) -> tuple[str, ...]:
+    gateway = only_container(found, "Deployment", "seamark-gateway")
+    return gateway_settings({each["name"]: each["value"] for each in gateway["env"]}).worker
+
+
+@pytest.mark.parametrize("name", [name for name in ANSWERS if name.startswith("kubernetes")])
+def test_the_chart_takes_the_values_and_kubernetes_what_comes_of_them(name, tmp_path, capsys):
+    _, found = in_cluster(tmp_path, name, capsys)
+    assert {key: complaints(each) for key, each in found.items()} == {key: [] for key in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "replicas"),
+    [("kubernetes", "a/B", 2), ("kubernetes, our model", "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4", 1)],
+)
+def test_the_chart_runs_the_model_in_as_many_workers_as_asked_for(name, model, replicas, tmp_path, capsys):
+    _, found = in_cluster(tmp_path, name, capsys)
+    assert found["StatefulSet", "seamark-worker"]["spec"]["replicas"] == replicas
+    assert workers_of(found) == tuple(f"http://seamark-worker-{n}.seamark-worker:8000" for n in range(replicas))
+    config = only_container(found, "StatefulSet", "seamark-worker")["args"][-1]
+    assert yaml.safe_load(found["ConfigMap", "seamark-models"]["data"][Path(config).name])["model"] == model
+
+
+@pytest.mark.parametrize(("name", "registry"), [("kubernetes", "registry.example/us/"), ("kubernetes, our model", "")])
+def test_the_images_that_pods_want_are_built_and_pushed(name, registry, tmp_path, capsys):
+    out, found = in_cluster(tmp_path, name, capsys)
+    parts = {"gateway": "Deployment", "worker": "StatefulSet"}
+    wanted = [only_container(found, kind, f"seamark-{part}")["image"] for part, kind in parts.items()]
+    assert wanted == [f"{registry}seamark-{part}" for part in parts]
+    script = (out / "images.sh").read_text()
+    assert re.findall(r"^docker build .* -t (\S+)", script, re.M) == wanted
+    assert re.findall(r"^docker push (\S+)$", script, re.M) == (wanted if registry else [])
+
+
+def test_beside_a_vllm_the_chart_starts_none_and_no_image_of_one_is_built(tmp_path, capsys):
+    out, found = in_cluster(tmp_path, "kubernetes, vLLM runs", capsys)
     assert not any(name == "seamark-worker" for _, name in found)
-    (gateway,) = found["Deployment", "seamark-gateway"]["spec"]["template"]["spec"]["containers"]
-    assert gateway_settings({each["name"]: each["value"] for each in gateway["env"]}).worker == (
-        "http://vllm.models:8000",
-    )
+    assert workers_of(found) == ("http://vllm.models:8000",) and "worker" not in (out / "images.sh").read_text()
 
 
 def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
@@ -312,7 +293,7 @@ def test_a_terminal_is_asked_for_what_the_flags_leave_open(tmp_path, monkeypatch
     assert variables(tmp_path / "two/seamark.env")["SECOND_SPARK"] == OF_THE_USER["SECOND_SPARK"] and not list(answers)
     answers = iter([SetupWay.KUBERNETES, "a/B", "3", str(tmp_path / "three")])
     assert setup.main([]) == 0
-    assert manifests(tmp_path / "three")["StatefulSet", "seamark-worker"]["spec"]["replicas"] == 3
+    assert yaml.safe_load((tmp_path / "three/values.yaml").read_text())["worker"]["replicas"] == 3
 
 
 def test_without_vllm_here_the_worker_wants_its_environment_active_and_says_how(tmp_path, monkeypatch, capsys):

@@ -50,7 +50,8 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* The gateway's container, in either mode. Settings are a map, so that those of the user replace the chart's. */}}
+{{/* The gateway's container, in either mode. Settings are a map, so that those of the user replace the chart's.
+The limit of gateway.resources has room for these bodies beside tables of 256 MiB. */}}
 {{- define "seamark.gateway" -}}
 {{- $settings := dict "host" "0.0.0.0" "port" 8080 "max_bodies_bytes" 268435456 }}
 {{- $pages := eq (include "seamark.pages" .) "pages" }}
