@@ -24,11 +24,6 @@ class Boundary(NamedTuple):
     tokens: int = 0  # its position as an engine has told it for the same content before; 0: not yet
     estimate: int = 0  # its position, roughly: for load and for the choice of a worker, never sent
 
-    @property
-    def size(self) -> int:
-        """Tokens before it, as well as that is known."""
-        return self.tokens or self.estimate
-
 
 class Place(NamedTuple):
     """A place in a chat whose position neither the template's facts nor an engine has told."""

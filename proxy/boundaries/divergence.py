@@ -57,8 +57,8 @@ class DivergenceLearner:
         self.held = 0
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
 
-    def shared_texts(self, layout: PromptLayout, first: int = 0) -> list[tuple[int, SharedText]]:
-        """Beginnings of texts from message `first` on that were shared before, learning from where this chat diverges.
+    def shared_texts(self, layout: PromptLayout) -> list[tuple[int, SharedText]]:
+        """Beginnings of texts that were shared before, learning from where this chat diverges.
 
         Each comes with the index of its message.
         """
@@ -66,7 +66,7 @@ class DivergenceLearner:
             return []
         found: list[tuple[int, SharedText]] = []
         keys = layout.keys
-        for index in range(first, layout.last + 1):
+        for index in range(layout.last + 1):
             text = layout.chat.texts[index]
             if text is None or len(text) < MIN_CHARACTERS:
                 continue

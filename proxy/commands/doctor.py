@@ -166,8 +166,8 @@ def _no_url(url: str) -> str:
     return f"{'that' if '@' in url else url} is no URL"  # it may hold a password
 
 
-def _unreachable(why: str, cure: str | None = None) -> Examination:
-    return Examination(f"not reachable: {why}", [Diagnosis(False, f"no vLLM could be asked: {why}", cure)])
+def _unreachable(why: str) -> Examination:
+    return Examination(f"not reachable: {why}", [Diagnosis(False, f"no vLLM could be asked: {why}")])
 
 
 def _examine(client: httpx.Client, url: str, shown: str, has_key: bool, found: Found) -> Examination:

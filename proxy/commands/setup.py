@@ -134,7 +134,7 @@ def _plan(args: Namespace, ask: Ask | None) -> Plan:
     if given["way"] is not None:
         way = SetupWay(given["way"])
     elif ask is not None:
-        way = SetupWay(_one_of(ask, "How do you run vLLM", list(map(str, SetupWay))))
+        way = _asked_way(ask)
     else:
         raise SettingsError(f"--way: how do you run vLLM? {', '.join(SetupWay)}")
     workers = tuple(map(_checked_url, given["worker"]))
@@ -209,10 +209,11 @@ def _ask(question: str, default: str) -> str:
     return input(f"{question}{f' [{default}]' if default else ''}? ").strip() or default
 
 
-def _one_of(ask: Ask, question: str, choices: list[str]) -> str:
-    while (answer := ask(f"{question} ({', '.join(choices)})", choices[0])) not in choices:
-        print(f"One of: {', '.join(choices)}")
-    return answer
+def _asked_way(ask: Ask) -> SetupWay:
+    ways = list(map(str, SetupWay))
+    while (answer := ask(f"How do you run vLLM ({', '.join(ways)})", ways[0])) not in ways:
+        print(f"One of: {', '.join(ways)}")
+    return SetupWay(answer)
 
 
 def _write(out: Path, written: Written, force: bool) -> None:

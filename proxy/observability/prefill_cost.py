@@ -83,11 +83,6 @@ class CostLearner:
             self._new += 1
 
     @property
-    def wants_more(self) -> bool:
-        """Whether too few requests are remembered to be choosy."""
-        return len(self._alone) + len(self._among_others) < WINDOW // 2
-
-    @property
     def model(self) -> CostModel | None:
         """What is learnt so far; None while it is too little."""
         if self._new >= RENEWAL or (self._new and self._model is None):

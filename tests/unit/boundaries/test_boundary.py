@@ -29,7 +29,3 @@ def test_what_an_engine_resolved_is_known_by_entry_without_what_was_not_there():
     assert resolved_positions(("first:1", -5, "last:2"), (40, 90, 0)) == {"first:1": 40, -5: 90}
     assert resolved_positions(("first:1", -5), (40,)) == {"first:1": 40}  # of an engine that says less
     assert resolved_positions((), (40,)) == {}
-
-
-def test_a_size_is_what_was_told_or_else_the_estimate():
-    assert [Boundary("turn", b"t", -5, *sizes).size for sizes in ((40, 60), (0, 60), (0, 0))] == [40, 60, 0]
