@@ -43,8 +43,8 @@ class TooComplex(BadRequest):
     """The body is nested deeper, or has more values, than the gateway reads."""
 
 
-class BrokenBody(BadRequest):
-    """The body is not framed as HTTP demands."""
+class InvalidHttp(BadRequest):
+    """What came is no HTTP, or the body is not framed as HTTP demands."""
 
     code = "invalid_http"
 
@@ -69,7 +69,9 @@ class NotFound(GatewayError):
     code = "not_found"
 
 
-class BodyTooSlow(GatewayError):
+class TooSlow(GatewayError):
+    """A head or a body did not come in time."""
+
     status = 408
     type = "invalid_request_error"
     code = "request_timeout"
@@ -104,6 +106,12 @@ class KeyBusy(GatewayError):
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
     retry_after = RETRY_AFTER_SECONDS
+
+
+class HeadTooLarge(GatewayError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class WorkerFailed(GatewayError):

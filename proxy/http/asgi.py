@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody, Overloaded
+from proxy.errors import BodyTooLarge, InvalidHttp, Overloaded, TooSlow
 from proxy.http.body_memory import BodyHold
 
 Scope = MutableMapping[str, Any]
@@ -101,17 +101,22 @@ class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
+def crowded() -> Overloaded:
+    """The refusal of what comes on a connection beyond those that fit."""
+    return Overloaded("The gateway has as many connections as it may (setting max_connections, or RLIMIT_NOFILE).")
+
+
 def check_room(scope: Scope) -> None:
     """Raises `Overloaded` if the request came on a connection beyond those that fit."""
     if IS_CROWDED in scope.get("extensions", ()):
-        raise Overloaded("The gateway has as many connections as it may (setting max_connections, or RLIMIT_NOFILE).")
+        raise crowded()
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room: BodyHold) -> bytes:
     """The whole request body. Its room is taken; if it is not read to its end, the room is given back.
 
-    Raises `BodyTooLarge` past `limit` bytes, before anything is read where the client says so; `BodyTooSlow` when it
-    falls behind `pace`; `BrokenBody`, `Overloaded`, `KeyBusy`, and `ClientGone` when the client leaves before its end.
+    Raises `BodyTooLarge` past `limit` bytes, before anything is read where the client says so; `TooSlow` when it
+    falls behind `pace`; `InvalidHttp`, `Overloaded`, `KeyBusy`, and `ClientGone` when the client leaves before its end.
     """
     # Grows in place, and at a megabyte moves to pages of its own: parts kept until they are joined would take the body
     # twice, and leave holes in the heap.
@@ -134,12 +139,12 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
                 async with asyncio.timeout_at(until):
                     message = await receive()
                 if state() is BodyState.BROKEN:
-                    raise BrokenBody("The request's body is not valid HTTP.")
+                    raise InvalidHttp("The request's body is not valid HTTP.")
             if message["type"] == "http.disconnect":
                 raise ClientGone
             part = message.get("body", b"")
             if size + len(part) > limit:
-                raise _too_large(limit)
+                raise too_large(limit)
             room.take(len(part))
             size += len(part)
             if not message.get("more_body"):
@@ -155,7 +160,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
                 f"The request came too slowly: nothing for {pace.seconds:g} seconds (setting client_timeout), or fewer "
                 f"than {pace.rate:g} bytes a second (setting min_body_rate)."
             )
-            raise BodyTooSlow(text) from None
+            raise TooSlow(text) from None
         raise
 
 
@@ -168,10 +173,11 @@ def _check_announced(scope: Scope, limit: int) -> None:
     """Refuse by its announced length what is still to come: a client that expects `100 Continue` sends none of it."""
     length = header(scope, b"content-length")
     if length is not None and length.isdecimal() and int(length) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
 
 
-def _too_large(limit: int) -> BodyTooLarge:
+def too_large(limit: int) -> BodyTooLarge:
+    """The refusal of a body of more than `limit` bytes."""
     return BodyTooLarge(f"The request body is larger than {limit} bytes (setting max_body_bytes).")
 
 

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
-from proxy.errors import BodyTooLarge, Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
+from proxy.errors import Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
 from proxy.fleet.pool import MODELS, no_worker, union_of_models
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
@@ -277,7 +277,7 @@ async def _bounded_body(request: Request, most: int) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > most:
-            raise BodyTooLarge(f"The body is larger than {most} bytes (setting max_body_bytes).")
+            raise asgi.too_large(most)
     return bytes(body)
 
 

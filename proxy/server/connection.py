@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -15,8 +16,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from proxy.errors import RETRY_AFTER_SECONDS, Overloaded
+from proxy.errors import GatewayError, HeadTooLarge, InvalidHttp, TooSlow
 from proxy.http import asgi
+from proxy.pipeline.error_responses import error_headers
 from proxy.server.descriptors import SPARE
 
 # Requests on one connection that wait for the answer to the one before.
@@ -259,7 +261,7 @@ class Connection(HttpToolsProtocol):
         """No whole head has come in time."""
         if self._in_head and self._unfinished:
             text = f"The request's head was not complete within {self.bounds.head_seconds:g} seconds"
-            self._refuse(b"408 Request Timeout", b"request_timeout", f"{text} (setting client_timeout).")
+            self._refuse(TooSlow(f"{text} (setting client_timeout)."))
         else:
             self.transport.close()
 
@@ -276,13 +278,12 @@ class Connection(HttpToolsProtocol):
         elif self._head > self.bounds.head_bytes:
             limit = self.bounds.head_bytes
             text = f"The request's target and headers are larger than {limit} bytes (setting max_header_bytes)."
-            self._refuse(b"431 Request Header Fields Too Large", b"headers_too_large", text)
+            self._refuse(HeadTooLarge(text))
         else:
-            self._refuse(b"400 Bad Request", b"invalid_http", "This is not a valid HTTP request.")
+            self._refuse(InvalidHttp("This is not a valid HTTP request."))
 
-    def _refuse(self, status: bytes, code: bytes, text: str) -> None:
-        body = _ENVELOPE % (text.encode(), code)
-        self.transport.write(_REFUSAL % (status, len(body), body))
+    def _refuse(self, error: GatewayError) -> None:
+        self.transport.write(_answer(error))
         self.transport.close()
 
 
@@ -309,16 +310,12 @@ def _unchunked(cycle: RequestResponseCycle) -> asgi.Send:
     return unchunked
 
 
-_ENVELOPE = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"%b"}}'
+def _answer(error: GatewayError) -> bytes:
+    """The error as the last answer on a connection."""
+    body = error.body()
+    fields = {**error_headers(error), "connection": "close", "content-length": str(len(body))}
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *map(": ".join, fields.items()), "", ""]
+    return "\r\n".join(lines).encode() + body
 
-_CROWDED_BODY = Overloaded("The gateway has as many connections as it may (setting max_connections).").body()
 
-_CROWDED = b"".join(
-    (
-        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n",
-        b"retry-after: %d\r\ncontent-length: %d\r\n\r\n" % (RETRY_AFTER_SECONDS, len(_CROWDED_BODY)),
-        _CROWDED_BODY,
-    )
-)
-
-_REFUSAL = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+_CROWDED = _answer(asgi.crowded())

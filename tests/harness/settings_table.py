@@ -42,9 +42,9 @@ class Limit(NamedTuple):
 
 
 LIMITS = (
-    Limit("max_header_bytes", (), "431 `headers_too_large`, and the connection is closed"),
-    Limit("client_timeout", (errors.BodyTooSlow,), "for a head the connection is closed, too"),
-    Limit("min_body_rate", (errors.BodyTooSlow,)),
+    Limit("max_header_bytes", (errors.HeadTooLarge,), "the connection is closed, too"),
+    Limit("client_timeout", (errors.TooSlow,), "for a head the connection is closed, too"),
+    Limit("min_body_rate", (errors.TooSlow,)),
     Limit("send_timeout", (), "the connection is closed, and the worker's slot is free"),
     Limit("max_connections", (errors.Overloaded,), "the newest are closed; `/health` and `/ready` are answered"),
     Limit("max_body_bytes", (errors.BodyTooLarge,), "before `100 Continue` if the length is announced"),

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from proxy.errors import BodyTooLarge, BodyTooSlow, BrokenBody, Overloaded
+from proxy.errors import BodyTooLarge, InvalidHttp, Overloaded, TooSlow
 from proxy.http import asgi
 from proxy.http.asgi import (
     BodyState,
@@ -69,14 +69,14 @@ async def test_a_body_in_pieces_is_put_together_and_keeps_its_room():
         ((piece(b"abcdefg"),), BodyTooLarge),
         ((piece(b"abc"), piece(b"de"), asyncio.CancelledError()), asyncio.CancelledError),
         ((piece(b"abc"), OSError()), OSError),
-        ((piece(b"abc"),), BodyTooSlow),
+        ((piece(b"abc"),), TooSlow),
     ],
 )
 async def test_bodies_broken_off_give_their_room_back(messages, error):
     memory = BodyMemory(1000)
     memory.of().take(10)  # another request's
     for _ in range(3):
-        pace = Pace(0.001, 0) if error is BodyTooSlow else PACE
+        pace = Pace(0.001, 0) if error is TooSlow else PACE
         with pytest.raises(error):
             await read_body(SCOPE, receiver(*messages), limit=6, pace=pace, room=memory.of())
     assert memory.held == 10
@@ -101,7 +101,7 @@ async def test_a_body_that_is_no_http_is_refused():
     scope = {**SCOPE, "extensions": {asgi.BODY_STATE: lambda: BodyState.BROKEN}}
     memory = BodyMemory(6)
     room = memory.of()
-    with pytest.raises(BrokenBody) as raised:
+    with pytest.raises(InvalidHttp) as raised:
         await read_body(scope, receiver(piece(b"abc")), limit=6, pace=PACE, room=room)
     assert (raised.value.status, raised.value.code, memory.held) == (400, "invalid_http", 0)
 
@@ -129,7 +129,7 @@ def test_a_body_that_drips_has_to_keep_up_with_the_rate(rate, is_refused):
     reading = read_body(SCOPE, drip, limit=10**9, pace=Pace(60, rate), room=BodyMemory(10**9).of())
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         if is_refused:
-            with pytest.raises(BodyTooSlow, match="min_body_rate"):
+            with pytest.raises(TooSlow, match="min_body_rate"):
                 runner.run(reading)
             assert runner.get_loop().time() == pytest.approx(120, abs=2)
         else:
