@@ -196,7 +196,9 @@ class Settings(BaseModel):
         description="connections of clients at once; requests on more are refused with 503; 0: as many as there are "
         "descriptors for, two each (RLIMIT_NOFILE, which the gateway raises to the hard limit)",
     )
+    # Python's JSON reader gives up at about a thousand levels; no chat, tool or schema comes near this number.
     max_json_depth: int = Field(128, gt=0, le=900, description="deepest nesting of a JSON body")
+    # Each costs the event loop a microsecond or two; the longest chats of agents have some thousand.
     max_json_values: int = Field(
         200_000,
         gt=0,
@@ -233,6 +235,11 @@ class Settings(BaseModel):
     redis: str | None = Field(
         None, repr=False, description="URL of a Redis server through which gateways share what they learn"
     )
+
+    @property
+    def json_limits(self) -> tuple[int, int]:
+        """How deep a JSON body may be nested, and how many values it may have."""
+        return self.max_json_depth, self.max_json_values
 
     @model_validator(mode="before")
     @classmethod

@@ -30,12 +30,15 @@ from proxy.config_files import base_url
 from proxy.errors import BadRequest
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
+from proxy.settings import Settings
 
 RENDER_TIMEOUT = 60.0
 
 START_SECONDS = 120.0
 
 MEMORY_BYTES = 100_000
+
+DEFAULTS = Settings.model_validate({})  # of a gateway
 
 
 class NoBoundary(Exception):
@@ -65,7 +68,7 @@ def main(argv: list[str]) -> int:
 def _read(name: str) -> dict[str, Any]:
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        body = parse_object(raw)
+        body = parse_object(raw, *DEFAULTS.json_limits)
     except OSError as error:
         raise NoBoundary(f"FILE: {name} cannot be read ({error.strerror})", 2) from None
     except BadRequest as error:
@@ -77,7 +80,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 async def _find(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any]:
-    upstream = Upstream(connect_timeout=2.0)
+    upstream = Upstream(DEFAULTS.connect_timeout, DEFAULTS.max_header_bytes)
     try:
         if args.worker is not None:
             return await _ask(upstream, base_url(args.worker), body)

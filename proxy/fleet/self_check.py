@@ -108,6 +108,7 @@ class SelfCheck:
         """
         self._interval = settings.self_check_interval
         self._most_tokens = settings.self_check_tokens
+        self._limits = settings.json_limits
         self._timeout = settings.silence_timeout
         self._pool = pool
         self._warmup = warmup
@@ -218,7 +219,7 @@ class SelfCheck:
         _, metrics = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
         if worker_metrics.read(metrics.decode(errors="replace")).requests:
             return None  # another gateway's clients
-        body = {**parse_object(replay.raw), **replay.put}
+        body = {**parse_object(replay.raw, *self._limits), **replay.put}
         chat = chat_in(replay.endpoint, body, self._stored)
         if chat is None or chat.media:
             return None

@@ -121,10 +121,10 @@ class Answer:
 class Upstream:
     """Connections to all workers. It needs a running event loop; call `aclose` afterwards."""
 
-    def __init__(self, connect_timeout: float, api_key: str | None = None, max_header_bytes: int = 65536) -> None:
-        """`connect_timeout` in seconds; `api_key` is the workers' key, for the gateway's own requests.
+    def __init__(self, connect_timeout: float, max_header_bytes: int, api_key: str | None = None) -> None:
+        """`connect_timeout` in seconds; `max_header_bytes`: of a request's head.
 
-        `max_header_bytes`: of a request's head.
+        `api_key` is the workers' key, for the gateway's own requests.
         """
         self._connect_timeout = connect_timeout
         self._max_field = max_header_bytes + MORE_HEADER_BYTES

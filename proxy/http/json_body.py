@@ -33,12 +33,7 @@ _ESCAPES = re.compile(rb"\\*")
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
-# Python's JSON reader gives up at about a thousand levels; no chat, tool or schema comes near this number.
-MAX_DEPTH = 128
-
-# Objects, arrays and named values: each costs the event loop a microsecond or two. The longest chats of agents have
-# some thousand. Other elements of arrays, such as token ids, are counted by the ten.
-MAX_VALUES = 200_000
+# Values are objects, arrays and named values. Other elements of arrays, such as token ids, are counted by the ten.
 ELEMENTS_PER_VALUE = 10
 
 # Of a JSON text, only its structure and the ends of its strings stay.
@@ -59,7 +54,7 @@ MOST_PER_BYTE = 32  # bytes that a byte of JSON can become: in objects with one 
 
 
 class Memory(NamedTuple):
-    """What parsed JSON takes: bytes, and values as `MAX_VALUES` counts them."""
+    """What parsed JSON takes: bytes, and values as the limit of `parse_object` counts them."""
 
     size: int
     values: int
@@ -84,7 +79,7 @@ def as_utf8(raw: bytes) -> bytes:
         raise BadRequest("The request body is not valid JSON.") from None
 
 
-def parse_object(raw: bytes, max_depth: int = MAX_DEPTH, max_values: int = MAX_VALUES) -> dict[str, Any]:
+def parse_object(raw: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
     """The JSON object in a body. Raises `BadRequest` for anything else, and for one deeper or of more values."""
     _check_size(raw, max_depth, max_values)
     parsed = _loads(raw)
@@ -202,8 +197,8 @@ def _without(raw: bytes, names: Collection[str]) -> bytes:
 def with_hint(raw: bytes, parsed: dict[str, Any], entries: Sequence[int | str]) -> bytes:
     """`raw` with these `entries` as its hint. A hint from the client is replaced, if need be by an empty one.
 
-    Everything else stays byte for byte. `parsed` is `parse_object(raw)`. Returns `raw` itself if there is nothing to
-    change, or if the client's `vllm_xargs` is not an object: the worker refuses such a request.
+    Everything else stays byte for byte. `parsed` is what `parse_object` makes of it. Returns `raw` itself if there is
+    nothing to change, or if the client's `vllm_xargs` is not an object: the worker refuses such a request.
     """
     if not json.detect_encoding(raw).startswith("utf-8"):
         return raw

@@ -66,7 +66,7 @@ class Gateway:
         self.metrics = metrics = Metrics()
         self.idle = idle = IdleWork()
         worker_key = _secret("worker_api_key_file", settings.worker_api_key_file)
-        self.upstream = upstream or Upstream(settings.connect_timeout, worker_key, settings.max_header_bytes)
+        self.upstream = upstream or Upstream(settings.connect_timeout, settings.max_header_bytes, worker_key)
         self.keys: KeyRing | None = None
         if settings.api_keys is not None:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))

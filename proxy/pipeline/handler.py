@@ -154,7 +154,7 @@ class RequestHandler:
         await self._turn(len(body.raw))
         try:
             raw = as_utf8(body.raw)
-            parsed = parse_object(raw, settings.max_json_depth, settings.max_json_values)
+            parsed = parse_object(raw, *settings.json_limits)
         except BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
             if hinted or isinstance(error, TooComplex) or (client.key is not None and client.is_json):

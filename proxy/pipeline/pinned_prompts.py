@@ -148,7 +148,7 @@ class PinnedPrompts:
         prefix_index: PrefixIndex,
     ) -> None:
         """Raises `SettingsError` for a file that cannot be used."""
-        self._limits = settings.max_json_depth, settings.max_json_values
+        self._limits = settings.json_limits
         self._most_values = settings.max_boundary_values
         self._timeout = settings.silence_timeout
         self._pool = pool

@@ -78,7 +78,7 @@ class PromptReader:
         self._key_of = key_of
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
-        self._limits = settings.max_json_depth, settings.max_json_values
+        self._limits = settings.json_limits
         self._most_values = settings.max_boundary_values
         self._facts = facts
         self.positions = PositionCache(settings.memory_bytes // 2)

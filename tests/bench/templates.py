@@ -336,7 +336,7 @@ def _head(family: Family) -> list[dict[str, Any]]:
 
 async def check_templates(url: str, templates: Mapping[str, str], tokenizer: str) -> list[Cell]:
     """All shapes of all `templates` (text by name) on the render server at `url`."""
-    upstream = Upstream(connect_timeout=5.0)
+    upstream = Upstream(connect_timeout=5.0, max_header_bytes=65536)
     try:
         worker = WorkerRenderer(upstream, url, timeout=60.0)
         cells = []

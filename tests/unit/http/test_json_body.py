@@ -9,6 +9,11 @@ import pytest
 from proxy.errors import BadRequest, TooComplex
 from proxy.http import json_body
 from proxy.http.json_body import MOST_PER_BYTE, as_utf8, memory_of, parse_object, with_hint
+from proxy.settings import Settings
+
+LIMITS = Settings().json_limits
+
+MANY = 10**9
 
 ODD_SPELLINGS = [
     b'{"model":"m","messages":[]}',
@@ -19,7 +24,7 @@ ODD_SPELLINGS = [
 
 
 def hinted(raw, positions=(163, 210)):
-    return with_hint(raw, parse_object(raw), positions)
+    return with_hint(raw, parse_object(raw, *LIMITS), positions)
 
 
 @pytest.mark.parametrize("raw", ODD_SPELLINGS)
@@ -76,13 +81,13 @@ def test_lone_surrogates_survive():
 @pytest.mark.parametrize("raw", [b"", b"nonsense", b"[1]", b'"text"', b"{", b"\xff\xfe{", b"[" * 100_000])
 def test_anything_but_an_object_is_a_bad_request(raw):
     with pytest.raises(BadRequest):
-        parse_object(raw)
+        parse_object(raw, *LIMITS)
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xfe{", b"\xff\xfe{\x00}", b"{\x00}\x00\x00", b"\xff\xfe\x00\xd8{\x00}\x00"])
 def test_broken_utf_16_is_a_bad_request(raw):
     with pytest.raises(BadRequest):
-        parse_object(as_utf8(raw))
+        parse_object(as_utf8(raw), *LIMITS)
 
 
 ODD_VALUES = [
@@ -105,7 +110,8 @@ def outcome(read, raw):
 
 
 def same_as_json(raw):
-    assert outcome(lambda raw: {**parse_object(raw, 900)}, raw) == outcome(lambda raw: {**json.loads(raw)}, raw), raw
+    ours = outcome(lambda raw: {**parse_object(raw, 900, MANY)}, raw)
+    assert ours == outcome(lambda raw: {**json.loads(raw)}, raw), raw
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"])
@@ -130,9 +136,9 @@ def test_random_bodies_are_read_as_pythons_json_reads_them():
 
 def test_deep_bodies_are_read_as_far_as_the_limit_allows():
     deep = b'{"a":' * 900 + b"1" + b"}" * 900
-    assert parse_object(deep, 900) == json.loads(deep)
+    assert parse_object(deep, 900, MANY) == json.loads(deep)
     with pytest.raises(TooComplex):
-        parse_object(deep, 899)
+        parse_object(deep, 899, MANY)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +152,9 @@ def test_deep_bodies_are_read_as_far_as_the_limit_allows():
 )
 def test_brackets_inside_strings_are_no_depth(raw, depth):
     text = b'{"x":%b,"y":[%b]}' % (raw, b",".join([b"[]"] * 200))
-    parse_object(text, max(depth + 1, 3))
+    parse_object(text, max(depth + 1, 3), MANY)
     with pytest.raises(TooComplex):
-        parse_object(text, max(depth + 1, 3) - 1)
+        parse_object(text, max(depth + 1, 3) - 1, MANY)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +167,9 @@ def test_brackets_inside_strings_are_no_depth(raw, depth):
 )
 def test_values_are_counted_outside_strings(raw, values, elements):
     enough = max(values, -(-elements // 10))
-    assert parse_object(raw, max_values=enough) == json.loads(raw)
+    assert parse_object(raw, 4, enough) == json.loads(raw)
     with pytest.raises(TooComplex, match="max_json_values"):
-        parse_object(raw, max_values=enough - 1)
+        parse_object(raw, 4, enough - 1)
 
 
 def test_what_a_body_is_made_of_is_seen_wherever_it_is_cut(monkeypatch):
@@ -175,13 +181,11 @@ def test_what_a_body_is_made_of_is_seen_wherever_it_is_cut(monkeypatch):
             texts = ["".join(random.choices(pieces, k=random.randint(0, 9))) for _ in range(3)]
             value = {f"k{texts[0]}": [texts[1], {texts[2]: []}], "": {}}
             raw = json.dumps(value).encode()
-            assert parse_object(raw, max_depth=4, max_values=8)
-            for limits in ({"max_depth": 3}, {"max_values": 7}):
+            assert parse_object(raw, 4, 8)
+            for limits in ((3, 8), (4, 7)):
                 with pytest.raises(TooComplex):
-                    parse_object(raw, **limits)
+                    parse_object(raw, *limits)
 
-
-MANY = 10**9
 
 PIECES = (b"{}", b"[[]]", b'{"a":1}', b'{"a":{"b":1.5}}', '{"é":"ü"}'.encode(), b"1.5", b"7.0", b'"tide"', b'["",[1]]')
 
@@ -191,7 +195,7 @@ def test_parsed_json_takes_about_what_is_counted(piece):
     raw = b'{"x":[' + b",".join([piece] * 5000) + b"]}"
     tracemalloc.start()
     try:
-        parsed = parse_object(raw)
+        parsed = parse_object(raw, *LIMITS)
         real = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

@@ -274,7 +274,7 @@ async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(shape):
     async def send(seed: int) -> None:
         raw = json.dumps({"model": "m", **body(600, seed)}).encode()
         request = request_of(scope, raw, f"{seed}")
-        request.body.parsed = parse_object(raw)
+        request.body.parsed = parse_object(raw, *Settings().json_limits)
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
         request.prompt = await reader.read(request, [worker()], lambda: True)
         reader.stored.put(request.prompt.chat, {"id": f"resp_{seed}"}, "w#1")
