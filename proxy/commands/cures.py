@@ -10,13 +10,12 @@ from proxy.commands.ways import Found, Way
 
 SOURCE = "/path/to/seamark"
 
+TOOL_FLAG = "--enable-auto-tool-choice"  # so named in vLLM's refusal
+
+EVENTS_FLAG = "--middleware engine_patches.reporting.events_api.EventsEndpoint"
+
 # What `seamark worker` sets and a recipe of spark-vllm-docker, which starts vLLM itself, has to say.
-NEEDED = (
-    "--enable-prefix-caching",
-    "--enable-prompt-tokens-details",
-    "--enable-scale-out",
-    "--middleware engine_patches.reporting.events_api.EventsEndpoint",
-)
+NEEDED = ("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out", EVENTS_FLAG)
 
 # By a part of a model's name.
 TOOL_PARSERS = {
@@ -125,11 +124,12 @@ class Cures(NamedTuple):
             where = "a flag of vLLM"
         return _indented(f"{flag}   # {where}; {without}")
 
-    def tools(self, flag: str) -> str:
-        """Tools of agents: `flag` and the parser that reads this model's calls."""
+    def tools(self) -> str:
+        """Tools of agents, and the parser that reads this model's calls."""
         name = self.model.rpartition("/")[2].lower()
         parser = next((parser for family, parser in TOOL_PARSERS.items() if family in name), "NAME")
-        return self.flag(f"{flag} --tool-call-parser {parser}", "for agents; `vllm serve --help=tool` lists parsers")
+        flags = f"{TOOL_FLAG} --tool-call-parser {parser}"
+        return self.flag(flags, "for agents; `vllm serve --help=tool` lists parsers")
 
     def drafts(self) -> str:
         """Hints beside speculative decoding."""

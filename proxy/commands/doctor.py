@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from proxy.chat.chat import CHAT
-from proxy.commands.cures import Cures
+from proxy.chat.chat import CHAT, COMPLETIONS
+from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures
 from proxy.commands.parser import Parser
 from proxy.commands.ways import DEFAULT_PORT, LOOPBACK, Found, Way, find, surroundings
 from proxy.config_files import base_url, read_secret, without_credentials
@@ -25,6 +25,7 @@ from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
 from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
+from proxy.http.json_body import HINT, XARGS
 from proxy.observability.shadow import CURED
 from proxy.routing.engine_events import PATH as EVENTS
 
@@ -42,11 +43,6 @@ EXIT_STATUSES = (
     "Exit status: 0: requests will hit and there is nothing to change; 1: they cannot, something is to be changed, "
     "or the worker or the gateway could not be asked; 2: the command line or a key file is wrong."
 )
-
-TOOL_FLAG = "--enable-auto-tool-choice"  # so named in vLLM's refusal
-
-EVENTS_FLAG = "--middleware engine_patches.reporting.events_api.EventsEndpoint"
-
 
 PIP = Found(Way.PIP)
 
@@ -388,10 +384,10 @@ def _connector(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
 
 def _refuses_hints(client: httpx.Client, url: str, model: str) -> bool:
     """Whether the engine counts a hint as refused. One that it takes has no effect: it is for a single token."""
-    request = _one_token(model) | {"vllm_xargs": {"seamark_boundaries": [1]}}
+    request = _one_token(model) | {XARGS: {HINT: [1]}}
     until = time.monotonic() + REPORT_SECONDS
     try:
-        client.post(url + "/v1/completions", json=request, timeout=_PATIENT)
+        client.post(url + COMPLETIONS, json=request, timeout=_PATIENT)
         while time.monotonic() < until:
             if worker_metrics.read_setup(client.get(url + "/metrics").text).hints_refused:
                 return True
@@ -417,7 +413,7 @@ def _events(client: httpx.Client, url: str, cures: Cures) -> Diagnosis:
 def _details(client: httpx.Client, url: str, model: str, cures: Cures) -> Diagnosis:
     status = "no answer"
     try:
-        answer = client.post(url + "/v1/completions", json=_one_token(model), timeout=_PATIENT)
+        answer = client.post(url + COMPLETIONS, json=_one_token(model), timeout=_PATIENT)
         status = f"status {answer.status_code}"
         answer.raise_for_status()
         reported = answer.json()["usage"].get("prompt_tokens_details") is not None
@@ -450,7 +446,7 @@ def _tools(client: httpx.Client, url: str, model: str, cures: Cures) -> list[Dia
     if answer.status_code != 400 or TOOL_FLAG not in answer.text:
         return []
     # Hits do not depend on it, so it is mentioned and is no error.
-    return [Diagnosis(True, "takes no tools: agents will get 400", cures.tools(TOOL_FLAG))]
+    return [Diagnosis(True, "takes no tools: agents will get 400", cures.tools())]
 
 
 def _is_open(client: httpx.Client, method: str, url: str, body: dict[str, Any] | None = None) -> bool:
