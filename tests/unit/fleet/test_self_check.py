@@ -140,6 +140,14 @@ async def test_chats_of_text_are_checked_however_they_are_written_and_images_are
     assert bool(engine.asked) is asks
 
 
+async def test_what_the_gateways_own_limits_let_in_is_checked(worker, engine):
+    request = replay(b"first")
+    deep = b'{"a":' * 200 + b"1" + b"}" * 200
+    request = request._replace(raw=request.raw[:-1] + b',"metadata":' + deep + b"}")
+    await judged(check_of(worker, engine, request, settings=Settings(max_json_depth=300)), worker, request)
+    assert engine.asked
+
+
 async def test_what_was_not_cached_is_not_judged(worker, engine):
     request = replay(b"first")
     assert await judged(check_of(worker, engine, request), worker, request) is None
