@@ -34,11 +34,11 @@ test-drafts:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/drafts $(ARGS)
 
-# Engines beside each kind of KV connector, and two that hand states over: prefill and decode apart, and peers. Fetches NIXL
-# (some 70 MB) into .cache once.
+# Engines beside each kind of KV connector, and two that hand states over: prefill and decode apart. Fetches NIXL (some
+# 70 MB) into .cache once.
 test-nixl:
 	@./set-up.sh
-	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_connector_lanes.py tests/engine/test_prefill_decode.py tests/engine/test_prefill_workers.py tests/engine/test_peer_states.py $(ARGS)
+	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_connector_lanes.py tests/engine/test_prefill_decode.py tests/engine/test_prefill_workers.py $(ARGS)
 
 # Two workers on one checkpoint directory for DISK_MINUTES (10), of which one is killed every minute.
 test-disk:

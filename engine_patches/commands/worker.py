@@ -1,6 +1,6 @@
 """`seamark worker MODEL --flag-of-vllm`: `vllm serve`, with the patches and the flags they need.
 
-The command becomes vLLM: the same process, the same exit status, and vLLM's own parser for all flags but nine.
+The command becomes vLLM: the same process, the same exit status, and vLLM's own parser for all flags but seven.
 """
 
 from __future__ import annotations
@@ -20,17 +20,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from engine_patches.commands.port import port_of, why_taken
-from engine_patches.disk.flags import (
-    ALL,
-    DEFAULT_BYTES,
-    DEFAULT_PEER_BYTES,
-    USED,
-    PeerAddress,
-    no_peers,
-    peer_flags,
-    takes_from_peers,
-    transfer_flags,
-)
+from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.kv_connectors import Lane, decide_by, needs_a_gpu
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 from engine_patches.settings import FULL, MODE_VARIABLE, OFF, REFERENCE
@@ -145,14 +135,6 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         default=USED,
         help="states to keep in it: those that a request came back to and pinned ones, or each as soon as it is there",
     )
-    parser.add_argument(
-        "--peer-address",
-        metavar="HOST:PORT",
-        help="where other workers take states from this one, and it from those that requests name; none: nowhere",
-    )
-    parser.add_argument(
-        "--peer-bytes", metavar="N", type=int, default=DEFAULT_PEER_BYTES, help="of memory for them (%(default)s)"
-    )
     given = list(argv)
     if any(argument.startswith("--help=") for argument in given):
         return CommandLine(None, given, {}, None)
@@ -173,15 +155,6 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if transfer_config(flags):
             parser.error("--checkpoint-dir is a KV connector of its own: leave --kv-transfer-config away")
         flags += transfer_flags(os.path.abspath(args.checkpoint_dir), args.checkpoint_bytes, args.checkpoint_keep)
-    if args.peer_address is not None:
-        if args.checkpoint_dir is not None:
-            parser.error("--peer-address and --checkpoint-dir are two ways to keep states: a worker has one")
-        if transfer_config(flags):
-            parser.error("--peer-address is a KV connector of its own: leave --kv-transfer-config away")
-        try:
-            flags += peer_flags(PeerAddress.parse(args.peer_address), args.peer_bytes)
-        except ValueError as error:
-            parser.error(f"--peer-address: {error}")
     config: Mapping[str, Any] = {}
     if "--config" in flags[:-1]:  # `--config=FILE` is no spelling vLLM knows
         file = flags[flags.index("--config") + 1]
@@ -234,8 +207,6 @@ def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *,
     `--config` says.
     """
     transfer = transfer_config(given, config)
-    if takes_from_peers(transfer) and (why := no_peers()):
-        return why
     if on_cpu and (name := needs_a_gpu(transfer)):
         return f"{name} needs a GPU in vLLM; on a CPU --checkpoint-dir keeps states"
     decision = decide_by(transfer)

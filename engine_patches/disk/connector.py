@@ -28,11 +28,12 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from engine_patches.disk.flags import ALL, USED
 from engine_patches.disk.identity import identity_of
 from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
+from engine_patches.disk.tier import CheckedFiles
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
 
-# Positions behind the hit that a peer is asked for, besides the hinted ones: the last ones. Each costs the peer a look.
-ASKED = 512
+# A request does not wait longer than this for a load to come: it is computed then. Seconds.
+PATIENCE = 5.0
 
 _GROUP = slice(-4, None)  # of a key: its cache group
 
@@ -86,14 +87,14 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._tier: Any = self.manager.secondary_tiers[0]  # `tier.CheckedFiles` or `peers.PeerStates`
+        self._tier: CheckedFiles = self.manager.secondary_tiers[0]
         self._keep_all = spec.extra_config.get("keep", USED) == ALL
         self._groups = {config.group_idx: config for config in self.config.kv_group_configs}
         self._checkpoints: Checkpoints | None = None
         self._pool: Any = None
         self._offers: list[_Offer] = []
         self._stored_from: dict[int, list[Any]] = {}  # blocks held, by job
-        # Request -> position whose load is waited for (0: answers of a peer), since when.
+        # Request -> position whose load is waited for (0: it came to nothing, and another is looked for), since when.
         self._promised: dict[str, tuple[int, float]] = {}
         self._gave_up: set[str] = set()  # requests that a load has not come for in time
 
@@ -102,10 +103,10 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         events = checkpoints.state_events
         known = {*checkpoints.recurrent_groups, *(each.kv_cache_group_id for each in checkpoints.attention_managers)}
         if events is None or not checkpoints.writes_in_forward or known != self._groups.keys():
-            logger.warning("seamark: no states are kept or shared: this model's are not written inside a pass")
+            logger.warning("seamark: no states are kept on disk: this model's are not written inside a pass")
             return
         if not checkpoints.weights.name:
-            logger.warning("seamark: no states are kept or shared: %s", checkpoints.weights.unknown)
+            logger.warning("seamark: no states are kept on disk: %s", checkpoints.weights.unknown)
             return
         self._checkpoints, self._pool = checkpoints, pool
         if checkpoints.pins is not None:
@@ -135,7 +136,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             self._pool.free_blocks(list(offer.blocks.values()))
         self._offers.clear()
         if self._checkpoints is not None:
-            logger.warning("seamark: states kept elsewhere are not used until the next start: %s", why)
+            logger.warning("seamark: states on disk are not used until the next start: %s", why)
             self._checkpoints = None
 
     # What vLLM says.
@@ -230,28 +231,18 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         if max_num_new_tokens is not None:
             end = min(end, local + max_num_new_tokens)
         position, since = self._promised.pop(request.request_id, (0, time.monotonic()))
-        patience = self._tier.cost.patience(self._prefill_seconds(end - hit))
-        if position and time.monotonic() - since > patience:
+        if position and time.monotonic() - since > PATIENCE:
             self._gave_up.add(request.request_id)
             return 0
-        if not position and not self._tier.ask(self._state_keys(request, hit, end), context, patience):
-            self._promised[request.request_id] = 0, since
-            return None
-        for candidate in [position] if position > hit else self._found(request, context, hit, end):
+        for candidate in [position] if position > hit else self._found(request, hit, end):
             keys = list(self._keys(request, local, candidate))
             if not position:
-                if not self._tier.ask((key for key in keys if not self._is_held(key)), context, patience):
-                    self._promised[request.request_id] = 0, since
-                    return None
-                if not all(self._is_held(key, context) for key in keys):
+                if not all(map(self._is_held, keys)):
                     continue
                 if not self._pays(request, keys, candidate - hit):
                     return 0
-            if self._tier.lost.isdisjoint(keys):
-                results = {self.manager.lookup(key, context) for key in keys}
-            else:
-                results = {LookupResult.MISS}
-            if LookupResult.MISS in results:  # a file was refused, a peer went away, or no row is free
+            results = {self.manager.lookup(key, context) for key in keys}
+            if LookupResult.MISS in results:  # a file was refused, or no row is free
                 if not position:
                     return 0
                 self._promised[request.request_id] = 0, since
@@ -269,25 +260,13 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         size: int = self.config.kv_group_configs[0].tokens_per_block
         return size
 
-    def _found(self, request: Any, context: Any, hit: int, end: int) -> Iterator[int]:
+    def _found(self, request: Any, hit: int, end: int) -> Iterator[int]:
         """Positions past the local hit whose states are held, the deepest first."""
         unit, hashes = self.config.tokens_per_hash, request.block_hashes
         group = self._state_key(request, unit)[_GROUP] if hashes else b""
         for units in range(min(end // unit, len(hashes)), hit // unit, -1):
-            if self._is_held(hashes[units - 1] + group, context):
+            if self._is_held(hashes[units - 1] + group):
                 yield units * unit
-
-    def _state_keys(self, request: Any, hit: int, end: int) -> Iterator[bytes]:
-        """Keys of states that a peer may have past the local hit: the last positions, and those of the hint."""
-        assert self._checkpoints is not None  # noqa: S101  # for the type checker
-        unit = self.config.tokens_per_hash
-        last = min(end // unit, len(request.block_hashes))
-        hinted = (position // unit for position in self._checkpoints.state_of(request).positions)
-        first = max(hit // unit, last - ASKED) + 1
-        for units in {*range(first, last + 1), *(units for units in hinted if hit // unit < units <= last)}:
-            key = self._state_key(request, units * unit)
-            if not self._is_held(key):
-                yield key
 
     def _keys(self, request: Any, local: int, position: int) -> Iterator[Any]:
         """Keys that have to be loaded for a request to go on at `position`, where blocks up to `local` are there."""
@@ -305,22 +284,17 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         assert self._checkpoints is not None  # noqa: S101  # for the type checker
         return key_at(request, position, self.config.tokens_per_hash, self._checkpoints.recurrent_group)
 
-    def _is_held(self, key: bytes, context: Any = None) -> bool:
-        """Whether a key's block is in host memory, on disk or, by what the peer of that request has said, there."""
-        if key in self._tier.lost:
-            return False
-        return self.manager.primary_tier._policy.get(key) is not None or self._tier.holds(key, context)
-
-    def _prefill_seconds(self, num_tokens: int) -> float:
-        assert self._checkpoints is not None  # noqa: S101  # for the type checker
-        step_time = self._checkpoints.step_time
-        return step_time.seconds(num_tokens) if step_time.known else num_tokens * ASSUMED_TOKEN_SECONDS
+    def _is_held(self, key: bytes) -> bool:
+        """Whether a key's block is in host memory or on disk."""
+        return self.manager.primary_tier._policy.get(key) is not None or self._tier.holds(key)
 
     def _pays(self, request: Any, keys: list[Any], gained: int) -> bool:
         """Whether a load saves more time than it takes; counted once for each request if it does not."""
         assert self._checkpoints is not None  # noqa: S101  # for the type checker
-        elsewhere = sum(self.manager.primary_tier._policy.get(key) is None for key in keys)
-        if self._tier.cost.pays(elsewhere * self._tier.block_size_bytes, self._prefill_seconds(gained)):
+        on_disk = sum(self.manager.primary_tier._policy.get(key) is None for key in keys)
+        step_time = self._checkpoints.step_time
+        saved = step_time.seconds(gained) if step_time.known else gained * ASSUMED_TOKEN_SECONDS
+        if self._tier.cost.pays(on_disk * self._tier.block_size_bytes, saved):
             return True
         if not getattr(request, "seamark_declined", False):
             request.seamark_declined = True

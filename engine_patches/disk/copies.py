@@ -75,13 +75,12 @@ class PlainCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM is untyped to
 
 
 class CheckpointSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Rows of host memory between the cache and a directory or peers: `staging_rows`, or `host_bytes` if more."""
+    """Rows of host memory, as many as `staging_rows` says, between the cache and a directory."""
 
     def __init__(self, config: Any) -> None:
         # vLLM takes bytes, and makes of them rows of one block of every worker.
         row = -(-config.worker_kv_bytes_per_block * config.parallel.world_size // _PAGE) * _PAGE
-        extra = config.extra_config
-        extra["cpu_bytes_to_use"] = max(extra["staging_rows"] * row, extra.get("host_bytes", 0))
+        config.extra_config["cpu_bytes_to_use"] = config.extra_config["staging_rows"] * row
         super().__init__(config)
         self._copies: PlainCopies | None = None
 

@@ -1,4 +1,4 @@
-"""What a load takes, from disk or a peer, learnt from loads: a fixed part, and so much a byte. Times in seconds."""
+"""What a load from disk takes, learnt from loads: a fixed part, and seconds for each byte. Times in seconds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from collections import deque
 
 # Loads remembered: enough for a median, few enough to follow a disk that others keep busy.
 WINDOW = 32
-
-# A request does not wait longer than this for a load to come: it is computed then.
-PATIENCE = 5.0
-
-# After so long what loads from peers took is forgotten: else one that was slow once would never be tried again.
-REMEMBERED = 60.0
 
 # Until the engine knows its own: what a prompt token takes on a fast GPU, so that a slow disk is not waited for.
 ASSUMED_TOKEN_SECONDS = 1e-4
@@ -56,10 +50,6 @@ class LoadCost:
         """Whether loading so many bytes takes less time than the prefill that it saves."""
         return self.seconds(num_bytes) < prefill_seconds
 
-    def patience(self, prefill_seconds: float) -> float:
-        """How long a request may wait for a load in place of a prefill that takes so long."""
-        return PATIENCE
-
     def _learnt(self) -> tuple[float, float]:
         # The slope between small and large loads; where all are of one size, the fixed part cannot be told apart.
         loads = sorted(self._loads)
@@ -71,26 +61,3 @@ class LoadCost:
             return 0.0, statistics.median(time / size for size, time in loads)
         per_byte = max(large_time - small_time, 0.0) / (large_bytes - small_bytes)
         return max(small_time - per_byte * small_bytes, 0.0), per_byte
-
-
-class PeerCost(LoadCost):
-    """Of peers. The first load is tried, since nobody waits for one longer than computing would take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._newest = 0.0
-
-    def load_took(self, num_bytes: int, seconds: float) -> None:
-        """A load of `num_bytes` was done after `seconds`."""
-        self._newest = time.monotonic()
-        super().load_took(num_bytes, seconds)
-
-    def seconds(self, num_bytes: int) -> float:
-        """What a load of so many bytes is going to take; 0 if none was measured lately."""
-        if time.monotonic() - self._newest > REMEMBERED:
-            self._loads.clear()
-        return super().seconds(num_bytes) if self._loads else 0.0
-
-    def patience(self, prefill_seconds: float) -> float:
-        """How long a request may wait for a peer: as long as computing takes, so that its time is doubled at worst."""
-        return min(PATIENCE, prefill_seconds)

@@ -50,7 +50,6 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
     """A directory of checked files behind vLLM's rows in host memory."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
-    lost: ClassVar[frozenset[bytes]] = frozenset()  # as of peers
 
     def __init__(
         self,
@@ -85,11 +84,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         if self.usable:
             logger.info("seamark: %d blocks of states in %s", len(self._index), root_dir)
 
-    def ask(self, keys: Iterable[bytes], req_context: Any, patience: float) -> bool:
-        """Whether it is known of these keys if they are held: without asking, it always is."""
-        return True
-
-    def holds(self, key: bytes, req_context: Any = None) -> bool:
+    def holds(self, key: bytes) -> bool:
         """Whether there is a file for a key, as far as this process knows."""
         return key in self._index
 

@@ -32,6 +32,18 @@ def test_copies_that_come_late_and_files_that_are_damaged_lead_to_no_wrong_state
     assert found["resets"] == 3 * len(seeds)  # once in each life
 
 
+def test_two_cores_on_one_directory_take_each_others_states_and_no_wrong_one(model: Path):
+    (found,) = audit(model, seeds=[20, 21, 22], kind="sharing", cores=[TIGHT])
+    print(found)
+    assert found["errors"] == [] and found["taken"] > 20
+
+
+def test_a_request_that_waits_in_vain_for_a_disk_is_computed_and_what_comes_late_is_no_wrong_state(model: Path):
+    (found,) = audit(model, seeds=[23, 24], kind="hanging", cores=[TIGHT])
+    print(found)
+    assert found["errors"] == [] and found["given_up"] > 10 and found["loaded"] > 0
+
+
 def test_a_block_that_is_free_before_it_is_stored_is_found(model: Path):
     (found,) = audit(model, seeds=[1], cores=[TIGHT], planted=["at once"])
     assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])

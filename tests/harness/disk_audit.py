@@ -15,6 +15,8 @@ import json
 import random
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from engine_patches import ledger
-from engine_patches.disk import files
+from engine_patches.disk import connector, files
 from engine_patches.disk.connector import StateScheduler
 from engine_patches.disk.files import SUFFIX, StateFiles
 from engine_patches.disk.flags import ALL, transfer_flags
@@ -43,6 +45,11 @@ COPY_SHARE, EARLY_SHARE = 0.4, 0.5
 
 # Of all steps, so many see their disk jobs done; a file damaged; the cache emptied, in vain while it is used.
 DISK_SHARE, DAMAGE_SHARE, RESET_SHARE = 0.5, 0.2, 0.01
+
+# Of all steps, so many see what the other core of a directory has written; a disk hang, and answer again.
+REFRESH_SHARE, HANG_SHARE, ANSWER_SHARE = 0.1, 0.2, 0.02
+
+PATIENCE = 0.05  # seconds for a disk that hangs
 
 PATIENT_STEPS = 4000  # for what is under way at the end
 
@@ -118,9 +125,9 @@ class DiskCore(Core):
         self, model: str, root: Path, draw: random.Random, *, rows: int = 60, files_bound: int = 400, **options: Any
     ) -> None:
         """`rows`: of host memory; `files_bound`: files that the directory may hold."""
-        connector = json.loads(transfer_flags(str(root), files_bound * (4096 + files.HEADER_BYTES), ALL)[1])
-        connector["kv_connector_extra_config"]["staging_rows"] = rows
-        super().__init__(model, connector=connector, **options)
+        transfer = json.loads(transfer_flags(str(root), files_bound * (4096 + files.HEADER_BYTES), ALL)[1])
+        transfer["kv_connector_extra_config"]["staging_rows"] = rows
+        super().__init__(model, connector=transfer, **options)
         self._root, self._draw = root, draw
         self._states: Any = self.scheduler.connector.connector_scheduler
         tier = self._tier = self._states._tier
@@ -133,6 +140,7 @@ class DiskCore(Core):
         self._outputs: deque[KVConnectorOutput] = deque()  # of steps that were computed
         self.refused: Counter[str] = Counter()
         self.resets = 0
+        self.taken = self.given_up = 0  # see the cores below
 
     @property
     def busy(self) -> bool:
@@ -214,6 +222,101 @@ class DiskCore(Core):
         self.refused.update(counts.files_refused)
 
 
+class SharingCore(DiskCore):
+    """One of two engine cores on a directory. It lets the other one step, too, and gives it half of its requests."""
+
+    def __init__(self, model: str, root: Path, draw: random.Random, **options: Any) -> None:
+        """As of `DiskCore`, for both."""
+        super().__init__(model, root, draw, **options)
+        self._other = DiskCore(model, root, draw, **options)
+        self._count_taken(self, self._other)
+        self._count_taken(self._other, self)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way at either."""
+        return super().busy or self._other.busy
+
+    def request(self, *arguments: Any, **more: Any) -> Any:
+        """As of any core."""
+        if self._draw.random() < 0.5:
+            self._other.request(*arguments, **more)
+        return super().request(*arguments, **more)
+
+    def step(self) -> Any:
+        """Each core looks now and then at what the other one has written, which takes a worker half a minute."""
+        for core in (self, self._other):
+            if self._draw.random() < REFRESH_SHARE:
+                core._tier._next_refresh = 0.0
+        self._other.step()
+        return super().step()
+
+    def end(self) -> None:
+        """Of both."""
+        super().end()
+        self._other.end()
+        self.errors += [f"the other core: {error}" for error in self._other.errors]
+
+    def _count_taken(self, reader: DiskCore, writer: DiskCore) -> None:
+        """Count in `taken` what one core reads that the other one, living, has written."""
+        written: set[bytes] = set()
+        write, read = writer._tier._files._write, reader._tier._files.read
+
+        def noting(path: Path, key: bytes, block: memoryview) -> None:
+            write(path, key, block)
+            written.add(key)
+
+        def counting(key: bytes, into: memoryview) -> None:
+            read(key, into)
+            self.taken += key in written
+
+        writer._tier._files._write, reader._tier._files.read = noting, counting
+
+
+class HangingCore(DiskCore):
+    """An engine core whose disk gives nothing back for most of the time, and which waits for less than usual."""
+
+    def __init__(self, model: str, root: Path, draw: random.Random, **options: Any) -> None:
+        """As of `DiskCore`."""
+        super().__init__(model, root, draw, **options)
+        connector.PATIENCE = PATIENCE
+        self._hangs = True
+        self._answers = threading.Event()
+        read, forget, states = self._tier._files.read, self._states._forget, self._states
+
+        def late(key: bytes, into: memoryview) -> None:
+            self._answers.wait()
+            read(key, into)
+
+        def counting(request: Any) -> None:
+            self.given_up += request.request_id in states._gave_up
+            forget(request)
+
+        self._tier._files.read, states._forget = late, counting
+
+    def step(self) -> Any:
+        """Without haste where nothing can be computed."""
+        output = super().step()
+        if not output.total_num_scheduled_tokens:
+            time.sleep(0.001)
+        return output
+
+    def empty(self) -> None:
+        """The cache is emptied once no load runs, so the disk has to answer."""
+        self._hangs = False
+        self._answers.set()
+        super().empty()
+
+    def _disturb(self) -> None:
+        if self._hangs and self._draw.random() < HANG_SHARE:
+            self._answers.clear()
+        elif self._draw.random() < ANSWER_SHARE:
+            self._answers.set()
+
+
+KINDS = {"alone": DiskCore, "sharing": SharingCore, "hanging": HangingCore}
+
+
 def damage(root: Path, draw: random.Random) -> None:
     """Something that happens to files: a bit, a length, one in place of another, one gone."""
     paths = sorted(root.rglob(f"*{SUFFIX}"))
@@ -236,14 +339,15 @@ def damage(root: Path, draw: random.Random) -> None:
         pass
 
 
-def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any]) -> dict[str, Any]:
-    """What is found with these arguments of the cores."""
+def audited(model: str, seeds: Sequence[int], chats: int, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What is found with cores of a kind, and these arguments of theirs."""
     found: dict[str, Any] = {"core": options, "errors": [], "loaded": 0, "hit_tokens": 0, "refused": 0, "resets": 0}
+    found |= {"taken": 0, "given_up": 0}
     for seed in seeds:
         draw = random.Random(-seed)
         with tempfile.TemporaryDirectory(prefix="seamark-audit-") as name:
             for life in range(LIVES):
-                core = DiskCore(model, Path(name), draw, **options)
+                core = KINDS[kind](model, Path(name), draw, **options)
                 try:
                     random_traffic(core, seed, chats)
                     core.empty()
@@ -256,6 +360,8 @@ def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any
                 found["hit_tokens"] += sum(core.hits.values())
                 found["refused"] += sum(core.refused.values())
                 found["resets"] += core.resets
+                found["taken"] += core.taken
+                found["given_up"] += core.given_up
                 found["inside_pass"] = core.scheduler.seamark.writes_in_forward
     return found
 
@@ -283,9 +389,9 @@ def _plant(defect: str) -> None:
 
 
 def main(model: str, argument: str) -> None:
-    """`{"seeds": [..], "chats": n, "planted": [..], "cores": [arguments of `DiskCore`, ...]}`.
+    """`{"seeds": [..], "chats": n, "kind": "alone", "planted": [..], "cores": [arguments of `DiskCore`, ...]}`.
 
-    Of `planted`, "at once" frees blocks before they are stored; "unchecked" believes every file.
+    Of `KINDS`; of `planted`, "at once" frees blocks before they are stored; "unchecked" believes every file.
     """
     wanted = json.loads(argument)
     init_none_hash(sha256)
@@ -293,7 +399,8 @@ def main(model: str, argument: str) -> None:
     LoadCost.pays = lambda *_: True  # type: ignore[method-assign]  # a stand-in's steps take no time
     for defect in wanted.get("planted", ()):
         _plant(defect)
-    print(json.dumps([audited(model, wanted["seeds"], wanted["chats"], options) for options in wanted["cores"]]))
+    seeds, chats, kind = wanted["seeds"], wanted["chats"], wanted.get("kind", "alone")
+    print(json.dumps([audited(model, seeds, chats, kind, options) for options in wanted["cores"]]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Disks and peers slower than computing, or never, however busy the machine: vLLM plugins for test engines only."""
+"""Disks slower than computing, or never, however busy the machine: vLLM plugins for test engines only."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def slow_reads() -> None:
 
 
 def loads_always_pay() -> None:
-    """Let everything be loaded that can be, and wait for peers however long they take."""
-    from engine_patches.disk.load_cost import LoadCost, PeerCost
+    """Let everything be loaded that can be."""
+    from engine_patches.disk.load_cost import LoadCost
 
     LoadCost.pays = lambda self, num_bytes, prefill_seconds: True
-    PeerCost.patience = lambda self, prefill_seconds: 120.0
 
 
 def every_other_load_pays() -> None:

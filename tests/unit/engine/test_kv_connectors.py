@@ -267,6 +267,10 @@ def test_the_command_ends_before_vllm_is_started(monkeypatch, capsys, tmp_path):
         assert said.startswith("seamark worker: LMCacheConnectorV1 knows caches of one kind only, and vLLM cannot")
 
 
+def test_without_a_directory_for_checkpoints_there_is_no_connector():
+    assert not transfer_config(worker.read_command_line(["tiny"]).flags)
+
+
 def test_a_directory_for_checkpoints_is_our_connector_and_leaves_no_room_for_another(capsys):
     _, flags, config, _ = worker.read_command_line(["tiny", "--checkpoint-dir", "states", "--checkpoint-bytes", "7"])
     transfer = transfer_config(flags, config)

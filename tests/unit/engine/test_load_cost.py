@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
-from engine_patches.disk import load_cost
-from engine_patches.disk.load_cost import PATIENCE, REMEMBERED, LoadCost, PeerCost
+from engine_patches.disk.load_cost import LoadCost
 
 MB = 1_000_000
 
@@ -62,18 +59,3 @@ def test_a_disk_that_is_late_with_one_load_is_not_given_another(monkeypatch):
     assert not cost.pays(MB, 0.6) and cost.pays(MB, 0.8)
     cost.load_ended(1)
     assert cost.pays(MB, 0.2)
-
-
-def test_a_first_load_from_a_peer_is_tried_and_a_slow_one_is_forgotten_after_a_minute(monkeypatch):
-    cost = PeerCost()
-    assert cost.pays(1_000_000, 0.001)
-    cost.load_took(1_000_000, 3.0)
-    assert not cost.pays(1_000_000, 1.0) and cost.pays(1_000_000, 4.0)
-    now = time.monotonic()
-    monkeypatch.setattr(load_cost.time, "monotonic", lambda: now + REMEMBERED + 1)
-    assert cost.pays(1_000_000, 1.0)
-
-
-def test_a_peer_is_waited_for_no_longer_than_computing_takes_and_a_disk_for_five_seconds():
-    assert LoadCost().patience(0.5) == PATIENCE
-    assert PeerCost().patience(0.5) == 0.5 and PeerCost().patience(60.0) == PATIENCE
