@@ -53,7 +53,6 @@ class SeamarkConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is un
             for tier in extra["secondary_tiers"]:
                 tier["identity"] = identity_of(vllm_config, kv_cache_config).hex()
         config = build_offloading_config(vllm_config, kv_cache_config)
-        self._canonical_layout = config.canonical_layout
         spec = OffloadingSpecFactory.create_spec(config)
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = StateScheduler(spec, vllm_config, kv_cache_config)
