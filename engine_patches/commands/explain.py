@@ -8,7 +8,6 @@ many and as large as the configuration says.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,19 +91,6 @@ class Cost:
     def displaced_tokens(self) -> int:
         """Tokens of KV for which the blocks of one state would have room."""
         return self.state_blocks * self.block_tokens // self.attention_groups
-
-    def worth_moving(self, bytes_per_second: float, token_seconds: float) -> int | None:
-        """From how many tokens on it takes less time to move a state, and the attention blocks before it, than to
-        compute them; None if never, as a block takes longer to move than its tokens to compute."""
-        block_seconds = self.attention_groups * self.block_bytes / bytes_per_second
-        if block_seconds >= self.block_tokens * token_seconds:
-            return None
-        seconds, blocks = self.bytes_in_cache / bytes_per_second, 0
-        while True:
-            seconds, blocks = seconds + block_seconds, blocks + 1
-            units = math.ceil(round(seconds / token_seconds / self.match_unit, 9))
-            if units * self.match_unit <= blocks * self.block_tokens:
-                return units * self.match_unit
 
     def states_in(self, memory: int, share: float = 1.0) -> int:
         """States that fit into a cache of `memory` bytes, if they may hold `share` of its blocks."""

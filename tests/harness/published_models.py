@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -260,6 +261,20 @@ def explained() -> dict[str, Explained]:
     }
 
 
+def worth_moving(cost: Cost, bytes_per_second: float, token_seconds: float) -> int | None:
+    """From how many tokens on it takes less time to move a state, and the attention blocks before it, than to compute
+    them; None if never, as a block takes longer to move than its tokens to compute."""
+    block_seconds = cost.attention_groups * cost.block_bytes / bytes_per_second
+    if block_seconds >= cost.block_tokens * token_seconds:
+        return None
+    seconds, blocks = cost.bytes_in_cache / bytes_per_second, 0
+    while True:
+        seconds, blocks = seconds + block_seconds, blocks + 1
+        units = math.ceil(round(seconds / token_seconds / cost.match_unit, 9))
+        if units * cost.match_unit <= blocks * cost.block_tokens:
+            return units * cost.match_unit
+
+
 def table(costs: Mapping[str, Cost]) -> str:
     """From how many tokens on a state is worth moving, for each model, medium and pace."""
     lines = [("", "a state, a block of attention", *MEDIA), ("---",) * (2 + len(MEDIA))]
@@ -273,7 +288,7 @@ def _sizes(cost: Cost) -> str:
 
 
 def _tokens(cost: Cost, rate: float) -> str:
-    found = (cost.worth_moving(rate, pace) for pace in PACES)
+    found = (worth_moving(cost, rate, pace) for pace in PACES)
     return ", ".join("never" if tokens is None else f"{tokens:,}" for tokens in found)
 
 

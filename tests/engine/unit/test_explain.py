@@ -14,7 +14,7 @@ from engine_patches.commands import explain
 from engine_patches.commands.explain import GDN, GIB, CannotExplain, Cost, advice, family_of, layer_kinds, report
 from engine_patches.scheduler.refusals import Refusal
 from tests.harness import published_models
-from tests.harness.published_models import MODELS, Explained
+from tests.harness.published_models import MODELS, Explained, worth_moving
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,10 @@ def test_states_are_counted_in_whole_blocks_and_their_share_in_blocks_too():
 
 def test_a_state_is_worth_moving_once_its_tokens_take_longer_than_its_bytes():
     toy = cost()  # 120 bytes of states, 60 a block of 32 tokens
-    assert toy.worth_moving(180.0, 1 / 20) == 32  # 20 tokens take a second, and whole match units are kept
-    assert toy.worth_moving(180.0, 1 / 16) == 16
-    assert toy.worth_moving(60.0, 1 / 20) == 128  # the states and four blocks: 6 s, of 6.4; with three 5 s, of 4.8
-    assert toy.worth_moving(1.0, 1e-3) is None  # a block takes longer to move than its tokens to compute
+    assert worth_moving(toy, 180.0, 1 / 20) == 32  # 20 tokens take a second, and whole match units are kept
+    assert worth_moving(toy, 180.0, 1 / 16) == 16
+    assert worth_moving(toy, 60.0, 1 / 20) == 128  # the states and four blocks: 6 s, of 6.4; with three 5 s, of 4.8
+    assert worth_moving(toy, 1.0, 1e-3) is None  # a block takes longer to move than its tokens to compute
 
 
 def test_the_documented_table_is_that_of_the_models(explained):
