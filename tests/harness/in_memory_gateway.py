@@ -107,7 +107,7 @@ class DirectUpstream(Upstream):
     """Calls of workers in this process; `failures` are raised in place of the next calls for clients."""
 
     def __init__(self, *workers: RecordingWorker) -> None:
-        super().__init__(1.0)
+        super().__init__(1.0, 65536)
         self.workers = {worker.url: worker for worker in workers}
         self.down: set[str] = set()  # URLs of those to which no connection can be made
         self.failures: deque[Exception] = deque()
