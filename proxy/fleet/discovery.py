@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from proxy.fleet.part import Part
 from proxy.metrics import Metrics
 
 logger = logging.getLogger("seamark.discovery")
@@ -47,8 +48,10 @@ class _Service:
         return len(self.workers)
 
 
-class Discovery:
+class Discovery(Part):
     """Looks names up at a set pace. Use inside a running event loop."""
+
+    name = "discovery"
 
     def __init__(
         self,

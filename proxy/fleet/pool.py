@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -18,6 +18,7 @@ from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import BadRequest, NoWorker
 from proxy.fleet import worker_metrics
 from proxy.fleet.model_names import chosen_for, listed_names, name_keys
+from proxy.fleet.part import Change, Shelf
 from proxy.fleet.sleep import ASLEEP, EngineAnswers
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
@@ -59,9 +60,19 @@ class WorkerPool:
     """All workers that the settings and the workers file name, watched by a background task."""
 
     def __init__(
-        self, settings: Settings, upstream: Upstream, metrics: Metrics, facts: FactsLearner, idle: IdleWork
+        self,
+        settings: Settings,
+        upstream: Upstream,
+        metrics: Metrics,
+        facts: FactsLearner,
+        idle: IdleWork,
+        shelf: Shelf,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`changed` is called when other workers may be ready than before."""
         self._upstream = upstream
+        self._shelf = shelf
+        self._changed = changed
         self._idle = idle
         self._facts = facts
         self._metrics = metrics
@@ -79,9 +90,6 @@ class WorkerPool:
         if settings.workers_file is not None:
             self.file = WatchedFile(settings.workers_file, read_workers)
         self.workers: list[Worker] = []
-        self.warm: Callable[[Worker], Awaitable[None]] | None = None  # before a restarted worker takes requests
-        self.changed: Callable[[], None] = lambda: None  # which workers are ready may have changed
-        self.removed: Callable[[Worker], None] = lambda worker: None
         self._reconcile()
 
     @property
@@ -271,7 +279,7 @@ class WorkerPool:
         worker.breaker.reset()
         if was_open:
             logger.info("worker %s answers again", worker.name)
-            self.changed()
+            self._changed()
 
     def _reconcile(self) -> None:
         """Add and remove workers until they are those wanted now; a removed one finishes the requests it has."""
@@ -295,7 +303,7 @@ class WorkerPool:
             self._checks.pop(url, None)
             self._upstream.trust(url, None)
             self._stop_learning(present[url])
-            self.removed(present[url])
+            self._shelf.tell(present[url], Change.REMOVED)
         self.workers = [present.get(url) or self._new(url) for url in wanted]
         self._name_keys = name_keys(worker.names for worker in self.workers)
         for worker in self.workers:
@@ -332,7 +340,7 @@ class WorkerPool:
         if worker in self.workers:
             self._set_up(worker, up, words)
 
-    async def _warm(self, worker: Worker, warm: Callable[[Worker], Awaitable[None]]) -> None:
+    async def _prepare(self, worker: Worker) -> None:
         """Warm the worker up, within `replay_seconds`."""
         worker.warming = True
         try:
@@ -340,14 +348,14 @@ class WorkerPool:
                 if worker.engine is not None:
                     for model in set(worker.names.templates.values()):
                         await worker.identify(model)  # else it would be given no hints
-                await warm(worker)
+                await self._shelf.prepare(worker)
         except TimeoutError:
             pass
         except Exception as error:  # a warm-up that fails must not keep a worker away
             logger.error("warm-up of worker %s: %s", worker.name, type(error).__name__)
         finally:
             worker.warming = False
-            self.changed()
+            self._changed()
 
     async def _probe(self, worker: Worker) -> str:
         """Ask the worker for its health, metrics and models, and note them; returns what it serves, in words.
@@ -382,8 +390,8 @@ class WorkerPool:
             worker.boot = boot
             worker.breaker.reset()
             worker.cache.restarted()
-            if self.warm is not None and self._settings.replay_seconds:
-                self._spawn(self._warm(worker, self.warm))
+            if self._settings.replay_seconds:
+                self._spawn(self._prepare(worker))
             self._stop_learning(worker)
             for renderer_id in worker.renderer_ids.values():
                 self._facts.forget(renderer_id)
@@ -486,9 +494,9 @@ class WorkerPool:
             worker.words = words
         if up != worker.up:
             worker.up = up
-            self.changed()
+            self._changed()
         elif worker.breaker.wants_trial:  # with one of those that wait, perhaps
-            self.changed()
+            self._changed()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

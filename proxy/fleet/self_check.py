@@ -37,6 +37,7 @@ from proxy.fleet.answer_compare import (
     distance,
     judge,
 )
+from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker, fresh_salt, prompt_of
@@ -88,8 +89,10 @@ class _Watched:
     noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
 
 
-class SelfCheck:
-    """One per gateway."""
+class SelfCheck(Part):
+    """Looks at one prompt after the other."""
+
+    name = "self_check"
 
     def __init__(
         self,
@@ -100,11 +103,11 @@ class SelfCheck:
         upstream: Upstream,
         metrics: Metrics,
         idle: IdleWork,
-        void_cache: Callable[[Worker], None],
+        distrust: Callable[[Worker], None],
     ) -> None:
         """`warmup` has the prompts to check, `stored` the responses that these continue.
 
-        `void_cache` is called for a worker whose answers differ: nothing that it held can be used any more.
+        `distrust` is called for a worker whose answers differ: nothing that it held can be used any more.
         """
         self._interval = settings.self_check_interval
         self._most_tokens = settings.self_check_tokens
@@ -113,7 +116,7 @@ class SelfCheck:
         self._pool = pool
         self._warmup = warmup
         self._stored = stored
-        self._void_cache = void_cache
+        self._distrust = distrust
         self._upstream = upstream
         self._results = metrics.self_checks
         self._idle = idle
@@ -138,14 +141,12 @@ class SelfCheck:
             worker.cache.restore()
         logger.warning("hints are on again, by an operator")
 
-    def forget(self, worker: Worker) -> None:
-        """The worker was removed."""
-        self._watched.pop(worker.url, None)
-
-    def leave(self, worker: Worker) -> None:
-        """A client's request goes to the worker: a check there ends at once."""
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        """Once a client's request goes to the worker, a check there ends at once."""
         watched = self._watched.get(worker.url)
-        if watched is not None and watched.left is not None and not watched.left.done():
+        if change is Change.REMOVED:
+            self._watched.pop(worker.url, None)
+        elif change is Change.GIVEN and watched is not None and watched.left is not None and not watched.left.done():
             watched.left.set_result(None)
 
     async def run(self) -> None:
@@ -291,7 +292,7 @@ class SelfCheck:
             self.differs += 1
             worker.cache.quarantine()
             watched.checks = 0  # what vLLM now caches by itself is checked as closely
-            self._void_cache(worker)
+            self._distrust(worker)
             logger.error(
                 "worker %s gets no more hints, and %s. Restart it; POST /seamark/self-check/reset, or a restart of the "
                 "gateway, turns hints on again",

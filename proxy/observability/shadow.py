@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
 from proxy.chat.chat import Chat
+from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.idle_work import IdleWork, Steps
 from proxy.metrics import Metrics
@@ -88,8 +89,10 @@ class _WorkerKnowledge:
     cost: CostLearner = field(default_factory=CostLearner)
 
 
-class Shadow:
-    """One per gateway; `run` beside the requests."""
+class Shadow(Part):
+    """Judges one answered request after the other."""
+
+    name = "shadow"
 
     def __init__(
         self,
@@ -192,8 +195,10 @@ class Shadow:
             "prefill_seconds": self._prefill_seconds,
         }
 
-    def forget(self, worker: Worker) -> None:
-        """The worker was removed; tokens it lost before its cost was known stay without seconds."""
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        """Tokens that a removed worker lost before its cost was known stay without seconds."""
+        if change is not Change.REMOVED:
+            return
         self._known.pop(worker.name, None)
         self._unpriced = {account: work for account, work in self._unpriced.items() if account[0] != worker.name}
         self._computed.pop(worker.name, None)

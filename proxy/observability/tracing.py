@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from proxy.fleet.part import Part
 from proxy.http import asgi
 from proxy.metrics import Metrics
 from proxy.observability.explanations import Explanation
@@ -38,8 +39,10 @@ Stage = tuple[str, float, float]  # name, begin and end by time.perf_counter()
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
 
-class Tracing:
-    """One per gateway that traces."""
+class Tracing(Part):
+    """Spans on their way to a collector."""
+
+    name = "tracing"
 
     def __init__(self, endpoint: str, metrics: Metrics) -> None:
         """`endpoint`: URL of a collector, its path included, that takes OTLP over HTTP."""

@@ -23,6 +23,7 @@ from proxy.boundaries.resolve import Entry
 from proxy.chat.chat import RESPONSES
 from proxy.chat.lax_values import flag
 from proxy.chat.usage import Usage, usage_of
+from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.idle_work import IdleWork, Steps, within
@@ -51,6 +52,8 @@ MOST_PARTS = 8
 
 SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
 
+FORGET_SECONDS = 1.0  # between two looks at workers that are gone
+
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
 
@@ -78,8 +81,10 @@ class _Answered(NamedTuple):
     seek_seconds: float  # that a change is sought at most
 
 
-class Accounting:
+class Accounting(Part):
     """Counts each request once."""
+
+    name = "accounting"
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class Accounting:
         self.key_usage = KeyUsage(metrics)
         self.explanations = Explanations()
         self._time = TimeSaved()
+        self._leaving: list[Worker] = []  # removed, with requests under way
         self._running: set[asyncio.Task[None]] = set()
         # Finding a family's member by its labels costs more than counting with it.
         self._children: dict[tuple[str, str], _Counters] = {}
@@ -238,8 +244,27 @@ class Accounting:
             return explanation
         return replace(explanation, sent=request.body.hint, **verdict._asdict())
 
-    def forget(self, worker: str) -> None:
-        """Nothing is under way any more at a worker that is gone."""
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        """The figures of a removed worker go once it has answered its last request."""
+        if change is Change.REMOVED:
+            self._leaving.append(worker)
+
+    async def run(self) -> None:
+        """Forget the figures of workers that are gone, for ever."""
+        while True:
+            await asyncio.sleep(FORGET_SECONDS)
+            await self._idle.lull()
+            self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Of workers that are gone and have answered their last request."""
+        present = {worker.name for worker in self._pool.workers}
+        for worker in [worker for worker in self._leaving if not worker.inflight]:
+            self._leaving.remove(worker)
+            if worker.name not in present:
+                self._forget(worker.name)
+
+    def _forget(self, worker: str) -> None:
         for labels in [labels for labels in self._children if labels[1] == worker]:
             del self._children[labels]
         self._requests.cache_clear()

@@ -6,11 +6,12 @@ Everything between finding a slot and counting it happens without an await, so a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
+from proxy.fleet.part import Change, Shelf
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Slot, Worker
@@ -41,6 +42,7 @@ class Dispatcher:
         engine_events: EngineEvents,
         warmup: WarmupSet,
         stored: StoredResponses,
+        shelf: Shelf,
     ) -> None:
         self._load_slack = settings.load_slack
         self._pool = pool
@@ -49,9 +51,9 @@ class Dispatcher:
         self._engine_events = engine_events
         self._warmup = warmup
         self._stored = stored
+        self._shelf = shelf
         self._prefilling: dict[str, Lease] = {}  # whose prompts count as not computed, by the engine's name of each
         engine_events.on_computed = self._computed
-        self.on_given: Callable[[Worker], None] = lambda _: None  # called with a worker that gets a request
 
     def lease(self, request: ProxiedRequest) -> Lease:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
@@ -96,7 +98,7 @@ class Dispatcher:
     def taken(self, lease: Lease, worker: Worker) -> None:
         """The request goes to `worker`, which is to compute its prompt."""
         self._prefilling[lease.request.engine_id] = lease
-        self.on_given(worker)
+        self._shelf.tell(worker, Change.GIVEN)
 
     def prefilled(self, lease: Lease) -> None:
         """Nothing of the request's prompt is left to compute."""

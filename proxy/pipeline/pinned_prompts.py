@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,16 +21,17 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from proxy.chat.chat import CHAT
 from proxy.config_files import WatchedFile
 from proxy.errors import BadRequest, GatewayError, NotFound, SettingsError
+from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, replay_all
 from proxy.fleet.worker import Worker
 from proxy.http.auth import ApiKey, KeyRing
-from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.client import Broken, Unreachable
 from proxy.http.json_body import memory_of, parse_object
 from proxy.pipeline.prompt_reader import PromptReader
+from proxy.pipeline.replayer import Replayer
 from proxy.pipeline.request import ProxiedRequest, request_of
-from proxy.routing.engine_events import OUTCOME_HEADER, EngineEvents, outcome_in
-from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.pinned_prompts")
@@ -134,34 +134,30 @@ class PinnedPrompt:
         return worker.serves(self.model) and (word == WAITING or passed)
 
 
-class PinnedPrompts:
-    """One per gateway."""
+class PinnedPrompts(Part):
+    """All of one gateway's."""
+
+    name = "pinned_prompts"
 
     def __init__(
         self,
         settings: Settings,
         pool: WorkerPool,
-        upstream: Upstream,
         keys: KeyRing | None,
         reader: PromptReader,
-        engine_events: EngineEvents,
-        prefix_index: PrefixIndex,
+        replayer: Replayer,
     ) -> None:
         """Raises `SettingsError` for a file that cannot be used."""
         self._limits = settings.json_limits
         self._most_values = settings.max_boundary_values
-        self._timeout = settings.silence_timeout
         self._pool = pool
-        self._upstream = upstream
         self._keys = keys
         self._reader = reader
-        self._engine_events = engine_events
-        self._prefix_index = prefix_index
+        self._replayer = replayer
         self._prompts: dict[str, PinnedPrompt] = {}
         self._released: list[PinnedPrompt] = []  # their blocks are still to be let go
         self._turns: dict[str, asyncio.Lock] = {}  # by the worker's address: its pins come and go one batch at a time
         self.file: WatchedFile[list[PinEntry]] | None = None
-        engine_events.on_adapter = self.forget
         if settings.prefixes_file is not None:
             self.file = WatchedFile(settings.prefixes_file, self._read)
             self._load(self.file.value)
@@ -211,16 +207,18 @@ class PinnedPrompts:
         if self.file is not None and self.file.refresh():
             self._load(self.file.value)
 
-    def removed(self, worker: Worker) -> None:
-        """The worker is gone."""
-        self.forget(worker)
-        self._turns.pop(worker.url, None)
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        """What a worker held is gone with its cache, and what it held of an adapter with that."""
+        if change is Change.REMOVED:
+            self._turns.pop(worker.url, None)
+        if change in (Change.REMOVED, Change.CLEARED, Change.ADAPTER):
+            for prompt in self._prompts.values():
+                if change is not Change.ADAPTER or prompt.model == model:
+                    prompt.fates.pop(worker.url, None)
 
-    def forget(self, worker: Worker, model: str | None = None) -> None:
-        """The worker's cache was emptied: what it held is gone. With a `model`, so is what it held for that one."""
-        for prompt in self._prompts.values():
-            if model in (None, prompt.model):
-                prompt.fates.pop(worker.url, None)
+    async def prepare(self, worker: Worker) -> None:
+        if worker.takes_hints:
+            await self.make(worker)
 
     async def run(self) -> None:
         """Pin what is not pinned yet, for ever."""
@@ -273,29 +271,13 @@ class PinnedPrompts:
     async def _ask(self, prompt: PinnedPrompt, worker: Worker, *, pin: bool) -> str:
         request = self._request(prompt)
         found = await self._reader.find_beside(request, worker)
-        hint = worker.hint(found)
-        if not hint:
+        if not worker.hint(found):
             return NO_FACTS
         body = request.body
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
         replay = WarmupRequest(CHAT, body.raw, body.names, put, found.without_request(), prompt.model)
-        headers = [
-            *self._upstream.own_headers,
-            (b"content-type", b"application/json"),
-            (b"x-request-id", request.engine_id.encode()),
-            (OUTCOME_HEADER.encode(), b"1"),
-        ]
-        self._engine_events.sent(worker, request.engine_id, found.boundaries, hint)
-        self._prefix_index.record(found.boundaries, worker.boot, hint)
-        answer = await self._upstream.send(
-            "POST", worker.url + CHAT, headers, replay.body_with(hint, pin=pin), read_timeout=self._timeout, fresh=True
-        )
-        try:
-            told = await answer.read()
-        finally:
-            answer.close()
+        answer, told = await self._replayer.send(worker, replay, pin=pin)
         if answer.status != 200:
-            self._engine_events.refused(worker, request.engine_id)
             return FAILED
         prompt.tokens = _prompt_tokens(told) or prompt.tokens
         outcome = outcome_in(answer.header(OUTCOME_HEADER))
@@ -303,7 +285,7 @@ class PinnedPrompts:
 
     def _request(self, prompt: PinnedPrompt) -> ProxiedRequest:
         scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}
-        request = request_of(scope, prompt.raw, f"pin-{os.urandom(16).hex()}", prompt.key)
+        request = request_of(scope, prompt.raw, prompt.name, prompt.key)
         parsed = parse_object(prompt.raw, *self._limits)
         request.body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
         request.body.take(parsed, request.client, asks_usage=False)

@@ -92,6 +92,11 @@ class PromptReader:
         self._dating: dict[tuple[bytes, bytes], _Dating] = {}  # by renderer id and key of the text before the date
         self._tokens_per_byte: LRUCache[Any, float] = LRUCache(MAX_MODELS)
 
+    @property
+    def held(self) -> int:
+        """Bytes of prompts in memory."""
+        return self.learner.held + self.recent.held + self.stored.held
+
     async def read(self, request: ProxiedRequest, workers: Sequence[Worker], has_slot: Callable[[], bool]) -> Prompt:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds.
 

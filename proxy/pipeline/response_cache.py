@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from cachetools import LRUCache
 
 from proxy.errors import GatewayError, Stopping
+from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
@@ -107,8 +108,10 @@ class Entry(NamedTuple):
         await send({"type": "http.response.body", "body": self.body[rest:]})
 
 
-class ResponseCache:
-    """One per gateway that has one."""
+class ResponseCache(Part):
+    """Stored answers, and those under way that may be stored."""
+
+    name = "response_cache"
 
     def __init__(self, most: int, metrics: Metrics) -> None:
         """`most` bytes, answers under way included."""
@@ -155,6 +158,11 @@ class ResponseCache:
         self._executions.clear()
         for key in [key for key, entry in self._entries.items() if boot in (None, entry.source.boot)]:
             del self._entries[key]
+
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        """What a worker answered before its cache was emptied may be of other weights."""
+        if change in (Change.CLEARED, Change.DISTRUSTED):
+            self.void(worker.boot)
 
     def execution(self, key: bytes, model: Any) -> Execution | None:
         """One that can be joined: of a worker that is still what it was when it got the request."""

@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
+from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.idle_work import IdleWork, Steps, batched
@@ -105,14 +106,17 @@ class _Feed:
         return self.reports_states and not self.several
 
 
-class EngineEvents:
+class EngineEvents(Part):
     """The feeds of all workers. Use inside a running event loop; `aclose` when done."""
+
+    name = "engine_events"
 
     def __init__(
         self,
         upstream: Upstream,
         prefix_index: PrefixIndex,
         idle: IdleWork,
+        shelf: Shelf,
         learnt: Callable[[bytes, int], None] = lambda *_: None,
         gateway_id: str = "",
     ) -> None:
@@ -124,14 +128,11 @@ class EngineEvents:
         self._upstream = upstream
         self._prefix_index = prefix_index
         self._idle = idle
+        self._shelf = shelf
         self._learnt = learnt
         self._feeds: dict[str, _Feed] = {}
         # Called with a request's identity, the tokens of its prompt that are computed, and whether all boundaries are.
         self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
-        # Called with a worker whose cache may have been emptied.
-        self.on_cleared: Callable[[Worker], None] = lambda _: None
-        # Called with a worker that has another adapter under this name; the states of the former one are reported gone.
-        self.on_adapter: Callable[[Worker, str], None] = lambda *_: None
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
@@ -177,9 +178,9 @@ class EngineEvents:
                 feed.silent_until = time.monotonic() + SILENT_SECONDS
         return feed.outcomes.pop(request_id, None)
 
-    def forget(self, worker: Worker) -> None:
-        """The worker was removed."""
-        feed = self._feeds.pop(worker.url, None)
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        """The feed of a removed worker is read no longer."""
+        feed = self._feeds.pop(worker.url, None) if change is Change.REMOVED else None
         if feed is not None and feed.reader is not None:
             feed.reader.cancel()
 
@@ -279,9 +280,9 @@ class EngineEvents:
                     feed.held_states.apply(states, worker.boot)
                     yield
                 if any(kind == "cleared" for kind, *_ in events["states"]):
-                    self.on_cleared(worker)
+                    self._shelf.tell(worker, Change.CLEARED)
                 for name in {str(name) for kind, *event in events["states"] if kind == "adapter" for name in event}:
-                    self.on_adapter(worker, name)
+                    self._shelf.tell(worker, Change.ADAPTER, name)
         except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
             logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
             feed.held_states.forget_all(worker.boot)

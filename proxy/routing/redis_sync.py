@@ -26,6 +26,7 @@ from xxhash import xxh3_128_hexdigest
 
 from proxy.boundaries.positions import PositionCache
 from proxy.chat.responses import StoredResponses
+from proxy.fleet.part import Part
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, Steps
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
@@ -142,8 +143,10 @@ def unpack(form: Form, raw: bytes) -> Batch | None:
     return Batch(writer, records)
 
 
-class RedisSync:
-    """One per gateway. Listens to its tables from the start, exchanges records while `run` runs."""
+class RedisSync(Part):
+    """Listens to its tables from the start, exchanges records while `run` runs."""
+
+    name = "redis"
 
     def __init__(
         self,

@@ -188,7 +188,7 @@ def _with_pages(
             "directory_entries": len(gateway.prefix_index),
             "known_positions": len(gateway.reader.positions),
             "hot_prefixes": len(gateway.warmup),
-            "text_bytes_held": _text_held(gateway),
+            "text_bytes_held": gateway.text_held,
             "since": gateway.created,
             "keys": gateway.accounting.key_usage.as_json(),
             "self_check": self_check_status(gateway),
@@ -287,13 +287,6 @@ def _for_pages(request: Request) -> dict[str, str]:
         return {}
     name, value = ANY_SITE
     return {name.decode(): value.decode()}
-
-
-def _text_held(gateway: Gateway) -> int:
-    """Bytes of prompts in memory."""
-    reader = gateway.reader
-    parts = (reader.learner, reader.recent, reader.stored, gateway.warmup, gateway.shadow)
-    return sum(part.held for part in parts)
 
 
 def _plain_json(value: Any) -> Response:

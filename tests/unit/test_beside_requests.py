@@ -19,8 +19,10 @@ import pytest
 
 from proxy.boundaries.layout import layout_of
 from proxy.chat.reader import chat_request
+from proxy.fleet.part import Shelf
 from proxy.fleet.worker import Worker
 from proxy.idle_work import IdleWork, Steps
+from proxy.metrics import Metrics
 from proxy.observability import request_diff, volatile_text
 from proxy.observability.exposition import exposition
 from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory
@@ -108,11 +110,10 @@ def test_a_streams_end_does_nothing_that_takes_longer_the_more_there_is():
 def test_each_part_that_runs_beside_requests_waits_for_a_lull(monkeypatch):
     """Or is known to do little, whatever there is."""
     started: dict[str, Any] = {}
-    monkeypatch.setattr(Gateway, "_keep_running", lambda self, name, run: started.setdefault(name, run))
+    monkeypatch.setattr(Shelf, "keep_running", lambda self, name, run: started.setdefault(name, run))
     monkeypatch.setattr("asyncio.create_task", lambda part: part)
-    gateway = Gateway(Settings(worker=("http://w",), workers_dns=("http://n:1",), prefill_worker=("http://p",)))
-    gateway.settings = gateway.settings.model_copy(update={"redis": "redis://127.0.0.1:1"})
-    gateway.start()
+    others = {"workers_dns": ("http://n:1",), "prefill_worker": ("http://p",), "redis": "redis://127.0.0.1:1"}
+    Gateway(Settings(worker=("http://w",), **others)).start()
     assert started.keys() > SHORT_PARTS.keys() and {"workers", "redis", "shadow", "files"} <= started.keys()
     for name, run in started.items():
         if name not in SHORT_PARTS:
@@ -213,7 +214,7 @@ def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):
     monkeypatch.setattr(HeldStates, "apply", apply)
     index = PrefixIndex(10**6)
     feed, worker = _Feed(HeldStates(index, lambda *_: None)), Worker("http://w", None, boot="w#1")
-    events = EngineEvents(SimpleNamespace(), index, IdleWork())  # type: ignore[arg-type]
+    events = EngineEvents(SimpleNamespace(), index, IdleWork(), Shelf(Metrics()))  # type: ignore[arg-type]
     told = {"boot": "b", "cursor": 1, "reset": False, "states": [["gone", str(i)] for i in range(1000)]}
     told["outcomes"] = [[str(i), "hit", 0] for i in range(1000)]
     before = 0

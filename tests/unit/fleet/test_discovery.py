@@ -127,30 +127,31 @@ async def test_a_thousand_changes_leave_nothing_behind():
             accounting._counters("m", worker).prompt.inc()
             accounting._time.reused(worker.name, "m", 5)
             gateway.metrics.resent.labels(worker.name, "stale").inc()
-        gateway._forget_figures()
+        accounting.forget_gone()
 
     change(0)
     before = generate_latest(gateway.metrics.registry).count(b"\n")
     for number in range(1, 1001):
         change(number)
     assert generate_latest(gateway.metrics.registry).count(b"\n") == before
-    assert len(pool.workers) == len(accounting._children) == 3 and not gateway._leaving and not pool._checks
+    assert len(pool.workers) == len(accounting._children) == 3 and not accounting._leaving and not pool._checks
     assert accounting._time.waiting == 15
     await gateway.stop()
 
 
 async def test_a_worker_with_requests_under_way_keeps_its_figures_until_they_end():
     gateway = Gateway(Settings(workers_dns=("vllm.test:8000",)))
+    accounting = gateway.accounting
     gateway.pool._spawn = lambda work: work.close()  # type: ignore[method-assign]
     gateway.pool.discover((f"http://{ONE}:8000",))
     (worker,) = gateway.pool.workers
     worker.inflight = 1
-    gateway.accounting._counters("m", worker).prompt.inc()
+    accounting._counters("m", worker).prompt.inc()
     gateway.pool.discover(())
-    gateway._forget_figures()
+    accounting.forget_gone()
     assert ONE.encode() in generate_latest(gateway.metrics.registry)
     worker.inflight = 0
-    gateway._forget_figures()
+    accounting.forget_gone()
     assert ONE.encode() not in generate_latest(gateway.metrics.registry)
     await gateway.stop()
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import generate_latest
@@ -15,6 +16,7 @@ from proxy.errors import NoWorker
 from proxy.fleet import pool as pool_module
 from proxy.fleet import worker_metrics
 from proxy.fleet.model_names import listed_names, name_keys
+from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
 from proxy.fleet.worker_metrics import WorkerMetrics
@@ -62,9 +64,31 @@ def file(tmp_path):
     return path
 
 
-def pool_of(servers: Servers, file=None, worker: tuple[str, ...] = (), **settings) -> WorkerPool:
-    settings = Settings(worker=worker, workers_file=file, **settings)
-    return WorkerPool(settings, servers, Metrics(), FactsLearner(), IdleWork())
+class Heard(Part):
+    """What a pool tells of its workers, and what it has prepared at them."""
+
+    def __init__(self, pool: Callable[[], WorkerPool]) -> None:
+        self.removed: list[Worker] = []
+        self.prepared: list[tuple[str, list[str]]] = []  # a worker, and those that could take its requests
+        self._pool = pool
+
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        if change is Change.REMOVED:
+            self.removed.append(worker)
+
+    async def prepare(self, worker: Worker) -> None:
+        self.prepared.append((worker.url, [each.url for each in self._pool().for_model("m")]))
+
+
+def pool_of(
+    servers: Servers, file=None, worker: tuple[str, ...] = (), woken: Callable[[], None] = lambda: None, **settings
+) -> WorkerPool:
+    shelf = Shelf(Metrics())
+    heard = shelf.put(Heard(lambda: pool))
+    settings = Settings(**{"replay_seconds": 0.0, "worker": worker, "workers_file": file, **settings})
+    pool = WorkerPool(settings, servers, Metrics(), FactsLearner(), IdleWork(), shelf, woken)
+    pool.heard = heard  # type: ignore[attr-defined]  # for the test
+    return pool
 
 
 async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_and_its_quarantine(file):
@@ -113,13 +137,12 @@ async def test_a_worker_with_the_plugin_is_asked_for_few_of_its_metrics_for_as_l
 
 
 async def test_a_worker_that_leaves_the_file_is_down_and_whoever_cares_hears_of_it(file):
-    pool, removed = pool_of(Servers(A, B), file), []
-    pool.removed = removed.append
+    pool = pool_of(Servers(A, B), file)
     await pool.check_all()
     (gone,) = pool.workers
     write(file, B)
     pool.refresh()
-    assert removed == [gone] and not gone.up
+    assert pool.heard.removed == [gone] and not gone.up
     await pool.check_health(gone)  # a check that was under way
     assert not gone.up and gone not in pool.workers
 
@@ -149,7 +172,8 @@ async def test_a_worker_that_fails_gets_nothing_while_another_does_not():
 
 
 async def test_a_worker_that_failed_is_tried_with_one_request_and_is_back_with_its_success():
-    pool = pool_of(Servers(A, B), worker=(A, B))
+    woken: list[bool] = []
+    pool = pool_of(Servers(A, B), worker=(A, B), woken=lambda: woken.append(True))
     await pool.check_all()
     first, second = pool.workers
     clock = [0.0]
@@ -161,8 +185,7 @@ async def test_a_worker_that_failed_is_tried_with_one_request_and_is_back_with_i
     first.inflight = 0
     assert pool.for_model("m") == [first]
     assert first.breaker.begin_trial() and pool.for_model("m") == [second]
-    woken: list[bool] = []
-    pool.changed = lambda: woken.append(True)
+    woken.clear()
     pool.record_success(first)
     assert pool.for_model("m") == [first, second] and woken
 
@@ -203,18 +226,17 @@ async def test_a_restart_empties_the_cache_and_leaves_the_worker_in_quarantine(f
 
 async def test_a_restarted_worker_is_warmed_up_before_it_is_chosen_if_another_is_there():
     servers = Servers(A, B)
-    pool, warmed = pool_of(servers, worker=(A, B)), []
-
-    async def warm(worker) -> None:
-        warmed.append((worker.url, [each.url for each in pool.for_model("m")]))
-
+    pool = pool_of(servers, worker=(A, B), replay_seconds=60.0)
+    prepared = pool.heard.prepared
     await pool.check_all()
-    pool.warm = warm
+    while any(worker.warming for worker in pool.workers) or len(prepared) < 2:
+        await pool.check_health(pool.workers[1])
+    prepared.clear()
     servers.boots[A] = 2.0
     await pool.check_all()
-    while pool.workers[0].warming or not warmed:
+    while pool.workers[0].warming or not prepared:
         await pool.check_health(pool.workers[1])
-    assert warmed == [(A, [B])]
+    assert prepared == [(A, [B])]
 
 
 @pytest.mark.parametrize("failure", [Unreachable(), Broken(), RuntimeError("odd")])

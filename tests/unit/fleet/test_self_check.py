@@ -14,6 +14,7 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import self_check
+from proxy.fleet.part import Change
 from proxy.fleet.self_check import SelfCheck
 from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
@@ -217,7 +218,7 @@ def test_what_is_off_is_seen_until_an_operator_resets_it(worker, engine):
 def test_a_removed_worker_is_forgotten(worker, engine):
     check = check_of(worker, engine)
     assert is_due_after(check, worker)
-    check.forget(worker)
+    check.on_worker(worker, Change.REMOVED)
     assert not check._watched
 
 
@@ -256,17 +257,17 @@ async def test_a_clients_request_ends_a_check_at_once(worker):
     checking = asyncio.create_task(check._check(worker, watched))
     async with asyncio.timeout(30):
         await engine.computing.wait()
-    check.leave(Worker("http://another", renderer=render))
+    check.on_worker(Worker("http://another", renderer=render), Change.GIVEN)
     await asyncio.sleep(0)
     assert not engine.left.is_set()
     worker.dispatched += 1
-    check.leave(worker)
+    check.on_worker(worker, Change.GIVEN)
     for _ in range(3):
         await asyncio.sleep(0)
     assert engine.left.is_set()
     await checking
     assert check.checked == 0 and watched.left is None
-    check.leave(worker)  # nothing is under way
+    check.on_worker(worker, Change.GIVEN)  # nothing is under way
 
 
 async def test_a_request_that_comes_before_a_check_begins_is_not_met_by_one(worker):

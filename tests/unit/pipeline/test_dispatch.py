@@ -13,10 +13,12 @@ from proxy.boundaries.layout import layout_of
 from proxy.chat.reader import chat_request
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
+from proxy.fleet.part import Shelf
 from proxy.fleet.warmup import WarmupSet
 from proxy.fleet.worker import BREAKER_FAILURES, CircuitBreaker, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.auth import ApiKey, KeyEntry
+from proxy.metrics import Metrics
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.request import Prompt, ProxiedRequest, request_of
 from proxy.routing.prefix_index import PrefixIndex
@@ -84,6 +86,7 @@ class Scene:
             self.events,
             self.warmup,
             StoredResponses(10**6),
+            Shelf(Metrics()),
         )
         self.key = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 

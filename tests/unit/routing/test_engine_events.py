@@ -13,10 +13,12 @@ from urllib.parse import parse_qs
 import pytest
 
 from proxy.boundaries.boundary import Boundary
+from proxy.fleet.part import Change, Shelf
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken
 from proxy.idle_work import IdleWork
+from proxy.metrics import Metrics
 from proxy.routing import engine_events
 from proxy.routing.engine_events import (
     MAX_OUTCOMES,
@@ -108,7 +110,7 @@ async def reading(
 ) -> AsyncIterator[EngineEvents]:
     learnt = learnt if learnt is not None else {}
     index = prefix_index if prefix_index is not None else PrefixIndex(10**6)
-    events = EngineEvents(feed, index, IdleWork(), learnt.__setitem__)
+    events = EngineEvents(feed, index, IdleWork(), Shelf(Metrics()), learnt.__setitem__)
     try:
         yield events
     finally:
@@ -394,7 +396,7 @@ def test_an_outcome_comes_in_the_header_of_a_whole_answer(header, outcome):
 async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing():
     async with reading(Feed(old=False)) as events:
         events.sent(WORKER, "r", (SYSTEM,), HINT)
-        events.forget(WORKER)
+        events.on_worker(WORKER, Change.REMOVED)
         for end in (events.refused, events.left):
             end(WORKER, "r")
         events.fell_short(WORKER, (b"s",), (), 0)
