@@ -60,5 +60,3 @@ CHANGE_TEXT = {
         "system prompt for one that does not.",
     ),
 }
-
-TOOLS_BEHIND = "The template renders the tools behind the system prompt, so they are computed again, too."

@@ -36,7 +36,7 @@ class Explanation:
     delivered: int | None = None
     reason: str | None = None  # None until the answer is complete, and if the worker reports no cached tokens
     changed: dict[str, Any] | None = None  # where it differs from the nearest recent request
-    would_save: Mapping[str, int] = field(default_factory=dict)  # tokens, by rewrite rule or volatile text
+    would_save: Mapping[str, int] = field(default_factory=dict)  # tokens behind text that changes, by its kind
     rewrites: tuple[str, ...] = ()
     lost: dict[str, int] | None = None  # tokens by reason, in shadow mode; None until it is judged
     client: str | None = None  # name and version that the client gives itself, shortened

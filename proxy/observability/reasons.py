@@ -164,7 +164,7 @@ def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange |
     # Where nobody had kept a state before, the change is why this request needed one there.
     is_change = unchanged > cached if cause == "cold" else beyond > 0 and beyond >= shareable - cached
     if change is not None and is_change:
-        return "salt" if change.salt else "prefix_changed"
+        return "salt" if change.is_salt else "prefix_changed"
     return cause
 
 

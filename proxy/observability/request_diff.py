@@ -1,9 +1,8 @@
-"""What changed since a recent request: the message, tool or setting where a request differs from the one most like it.
+"""What changed since a recent request: the tool, message or setting where a request leaves the one most like it.
 
-Recent requests are remembered with hashes of their parts, bounded in bytes. A request that continues another one in
-full has not changed, and neither has one that shares more with a third. A change in text of a known kind (a date, an
-order of tools) has a cure, which is named. Looking for a change takes milliseconds where nothing is shared, so it is
-done in steps (`proxy.idle_work`).
+Recent requests are remembered with hashes of their parts, bounded in bytes. A request that continues another one has
+not changed. What a change cost is what the other request has as well, but for what any earlier prompt began with. The
+search takes a millisecond where nothing is shared, so it is done in steps (`proxy.idle_work`).
 """
 
 from __future__ import annotations
@@ -11,63 +10,51 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from proxy.boundaries.layout import PromptLayout
+from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
 from proxy.chat.chat import MESSAGES, listed
-from proxy.chat.rewrites import sorted_by_name
 from proxy.idle_work import Steps
-from proxy.observability.cures import CHANGE_TEXT, TOOLS_BEHIND
-from proxy.observability.volatile_text import Difference, Kind, common_end, common_start, differences, says_today
+from proxy.observability.cures import CHANGE_TEXT
+from proxy.observability.volatile_text import Kind, alike, kind_of, says_today
 
 MAX_REQUESTS = 64
-
-# Beginnings of earlier requests that are known by their keys, when their texts are gone; some 100 bytes each.
-MAX_BEGINNINGS = 32_768
 
 ENTRY_BYTES = 2000  # of a request beside its texts
 
 MESSAGE_BYTES = 500  # of a message beside its text
 
-# A change of the prefix has this much shared content behind it (bytes), and more than what changed; otherwise the
-# request is simply another one.
-MIN_BEHIND = 128
+# A change has this much shared content behind it (bytes), and more is shared than changed; otherwise the request is
+# simply another one. The same in tokens, of what it cost.
+MIN_BEHIND, MIN_LOST = 128, 32
 
 # A template renders a history otherwise if this many tokens of the prompt before are missing: the words that ask for an
 # answer, and less than a match unit, are no sign of it.
-MIN_MISSING_TOKENS = 64
+MIN_MISSING = 64
 
 EXCERPT_CHARACTERS = 80
 
 MAX_ROLE_CHARACTERS = 64
 
-# Of the texts that are searched for what differs in them for one request, newest first; they are on the event loop.
-MAX_CHARACTERS = 400_000
-
-MAX_PAIRS = 6  # of such texts
-
-# Bytes of text that are hashed or compared in one step, and what a message, or two requests side by side, count as.
-STEP_BYTES, PART_WORK, PAIR_WORK = 32_768, 1024, 4096
-
-# Two longer texts (characters) that have nothing in common at so many places, nor their ends, are different texts.
-MIN_PROBED, PROBES, PROBE, PROBE_REACH = 512, 8, 32, 2048
-
-MAX_NESTING = 50
+MAX_TOOL_BYTES = 32_768  # nobody looks into a longer one
 
 CLOSED_ROLES = ("system", "developer")  # what the application writes, the same for many requests
 
-# The salt comes last: it is named only if nothing else differs.
+# The salt comes last: it is named only if no other setting differs.
 SETTINGS = (*(name for name in HEAD_FIELDS if name not in ("tools", "cache_salt")), "cache_salt")
+
+THINKING = ("reasoning", "reasoning_content")
 
 What = Literal["tool", "message", "setting"]
 
-Kinds = tuple[Kind, ...] | None  # of text that changes; None: any
-
+# What may differ in the text in which a request asks, and it is the same question: what tells the time. At the head of
+# a prompt, an id as well.
 CLOCK_KINDS: tuple[Kind, ...] = ("dates", "times")
 
 HEAD_KINDS: tuple[Kind, ...] = (*CLOCK_KINDS, "uuid")
@@ -81,69 +68,29 @@ class Part(NamedTuple):
 
 
 class PrefixChange(NamedTuple):
-    """Where a request first differs from the nearest recent one; sizes in bytes, roughly."""
+    """Where a request first differs from the recent one that is most like it."""
 
     what: What
-    position: int | None  # of the message or tool
-    role: str | None  # of the message; the name of a tool or a setting
-    characters: int | None  # into the message's text
-    behind: int  # that both have behind it, and that is computed again
-    salt: bool = False  # the cache salt is all that differs
+    position: int | None  # of the tool or message
+    role: str | None  # of the message; the name of the tool or setting
+    characters: int | None  # into the message's text, or the tool's JSON
+    kind: str | None  # of text that is known to change, a key of `CHANGE_TEXT`
+    token: int  # of the prompt; all before it is shared with an earlier one
+    lost: int  # tokens behind it that the recent request has as well
     old: Any = None  # the recent request's part, and this one's: for excerpts
     new: Any = None
-    kind: str | None = None  # of text that is known to change, a key of `CHANGE_TEXT`
-    length: int | None = None  # characters that differ
-    saves: int = 0  # of `behind`, what would be shared if text of known kinds did not change
-    tools: int = 0  # tools that both have, which a template may render behind the change, or before it
-    fresh: int = 0  # of this request, what the other one does not have
-    total: int = 0  # the request
-    missing: int | None = None  # tokens that it cost, if that is known
 
-    def lost(self, prompt: int, shared: int) -> int:
-        """Tokens that it cost a prompt of `prompt` tokens, `shared` of which some request before began with."""
-        if self.missing is not None:
-            return self.missing
-        if not self.total:
-            return 0
-        return max(0, prompt - shared - -(-self.fresh * prompt // self.total))
+    @property
+    def is_salt(self) -> bool:
+        """Whether the cache salt is the first that differs."""
+        return self.what == "setting" and self.role == "cache_salt"
 
-    def would_save(self, prompt: int, shared: int) -> int:
-        """Tokens of those that `CHANGE_TEXT`'s cure would save; 0 if it is of no known kind."""
-        if self.kind is None:
-            return 0
-        if self.missing is not None:
-            return self.missing
-        if not self.total or not self.behind + self.tools:
-            return 0
-        saved = self.saves
-        if self.saves >= self.behind and self.tools_are_behind(prompt, shared):
-            saved += self.tools
-        return min(self.lost(prompt, shared), saved * prompt // self.total)
-
-    def tools_are_behind(self, prompt: int, shared: int) -> bool:
-        """Whether the template renders the tools behind the system prompt that changed."""
-        if self.tools < MIN_BEHIND or not prompt:
-            return False
-        return shared * self.total < ((self.characters or 0) + self.tools // 2) * prompt
-
-    def cure(self, prompt: int = 0, shared: int = 0) -> str | None:
-        """What to do about it, None if it is of no known kind. Lengths in tokens, as for `lost`."""
-        known = CHANGE_TEXT.get(self.kind or "")
-        if known is None:
-            return None
-        return f"{known.cure} {TOOLS_BEHIND}" if self.tools_are_behind(prompt, shared) else known.cure
-
-    def as_json(self, excerpts: bool, prompt: int = 0, shared: int = 0) -> dict[str, Any]:
-        """For a page; prompt text only with `excerpts`. Lengths in tokens, as for `lost`; 0 if not known."""
-        # A client may write anything as a role; only text is shown.
-        role = self.role[:MAX_ROLE_CHARACTERS] if isinstance(self.role, str) else None
-        shown: dict[str, Any] = {"what": self.what, "index": self.position, "role": role}
-        shown["token"] = shared if prompt else None
-        shown |= {"characters": self.characters, "length": self.length, "behind": self.behind}
-        known = CHANGE_TEXT.get(self.kind or "")
-        shown |= {"kind": self.kind, "text": known.short if known is not None else None}
-        shown["cure"] = self.cure(prompt, shared)
-        shown["lost"] = self.lost(prompt, shared) if prompt else None
+    def as_json(self, excerpts: bool) -> dict[str, Any]:
+        """For a page; prompt text only with `excerpts`."""
+        shown: dict[str, Any] = {"what": self.what, "index": self.position}
+        shown["role"] = self.role[:MAX_ROLE_CHARACTERS] if self.role is not None else None
+        shown |= {"token": self.token, "characters": self.characters, "lost": self.lost, "kind": self.kind}
+        shown["text"], shown["cure"] = CHANGE_TEXT[self.kind] if self.kind is not None else (None, None)
         if excerpts:
             shown["before"], shown["now"] = (_excerpt(part, self.characters) for part in (self.old, self.new))
         return shown
@@ -167,45 +114,50 @@ class RememberedRequest:
         self.size = ENTRY_BYTES + held + MESSAGE_BYTES * len(layout.chat.messages)
         self.prompt = 0  # tokens; set it when the worker has reported them
         self.number = 0  # in order of arrival
-        self.known = 0  # messages at its beginning that an earlier request began with
         self.continued: Continued | None = None
-        # From `prepare` on:
-        self.tools: tuple[Part, ...] = ()
-        self.messages: tuple[Part, ...] = ()
-        self._is_prepared = False
+        self.tools = listed(layout.chat.body.get("tools"))
+        self.messages = layout.chat.messages
+        self.parts: tuple[Part, ...] = ()  # its tools, then its messages, from `prepare` on
 
     def prepare(self) -> Steps[None]:
         """Hash its tools and messages. Nothing is compared before."""
-        if self._is_prepared:
+        if self.parts:
             return
-        tools = yield from _hashed(Part(xxh3_64_intdigest(raw := canonical(tool)), len(raw)) for tool in self.raw_tools)
-        messages = yield from _hashed(Part(own_hash(message), _size(message)) for message in self.raw_messages)
-        self.tools, self.messages, self._is_prepared = tools, messages, True
+        parts = []
+        for tool in self.tools:
+            parts.append(Part(xxh3_64_intdigest(raw := canonical(tool)), len(raw)))
+            yield
+        for message in self.messages:
+            parts.append(Part(own_hash(message), _size(message)))
+            yield
+        self.parts = tuple(parts)
 
     @cached_property
     def settings(self) -> dict[str, int]:
         """Hash by head field."""
-        body = self.layout.chat.head
-        names = [name for name in HEAD_FIELDS if name != "tools" and body.get(name) is not None]
-        return {name: xxh3_64_intdigest(canonical(body[name])) for name in names}
+        head = self.layout.chat.head
+        return {name: xxh3_64_intdigest(canonical(head[name])) for name in SETTINGS if head.get(name) is not None}
 
-    @property
-    def raw_tools(self) -> Sequence[Any]:
-        return listed(self.layout.chat.body.get("tools"))
+    def part(self, index: int) -> Any:
+        """The tool or message; None behind the last one."""
+        tools = len(self.tools)
+        if index < tools:
+            return self.tools[index]
+        return self.messages[index - tools] if index < len(self.parts) else None
 
-    @property
-    def raw_messages(self) -> Sequence[Any]:
-        return self.layout.chat.messages
+    def role(self, index: int) -> str | None:
+        """The name of the tool, or the role of the message; None if there is none, or no text."""
+        part = self.part(index)
+        if index < len(self.tools):
+            part = part.get("function") if isinstance(part, dict) else None
+        role = part.get("name" if index < len(self.tools) else "role") if isinstance(part, dict) else None
+        return role if isinstance(role, str) else None
 
-    @cached_property
-    def total(self) -> int:
-        """Bytes of all tools and messages."""
-        return _bytes(self.tools) + _bytes(self.messages)
-
-    @property
-    def known_bytes(self) -> int:
-        """Bytes of the tools and the `known` messages."""
-        return _bytes(self.tools) + _bytes(self.messages[: self.known]) if self.known else 0
+    def text(self, index: int) -> str | None:
+        """The tool as JSON, or the text of the message; None if there is none, or too much."""
+        if index < len(self.tools):
+            return _json(self.tools[index]) if self.parts[index].size <= MAX_TOOL_BYTES else None
+        return _whole_text(self.part(index))
 
 
 class RequestMemory:
@@ -219,8 +171,6 @@ class RequestMemory:
         self._added = 0
         # By owner and the key after their last message.
         self._requests: OrderedDict[tuple[str | None, bytes], RememberedRequest] = OrderedDict()
-        # Keys of all beginnings of requests, those that are not remembered any more included.
-        self._beginnings: OrderedDict[int, None] = OrderedDict()
 
     def add(self, request: RememberedRequest) -> None:
         """Remember it as the newest."""
@@ -229,7 +179,6 @@ class RequestMemory:
         keys = request.layout.keys.after
         self._added += 1
         request.number = self._added
-        request.known = self._note_beginnings(request.owner, keys)
         for index, key in enumerate(keys):
             if (gone := self._requests.pop((request.owner, key), None)) is not None:
                 self.held -= gone.size
@@ -242,46 +191,29 @@ class RequestMemory:
             _, oldest = self._requests.popitem(last=False)
             self.held -= oldest.size
 
-    def _note_beginnings(self, owner: str | None, keys: Sequence[bytes]) -> int:
-        """How many messages at the beginning of a chat an earlier one had; from now on this one is an earlier one."""
-        seed = xxh3_64_intdigest((owner or "").encode(errors="surrogatepass"))
-        names = [int.from_bytes(key[:8]) ^ seed for key in keys]
-        known = next((number for number in range(len(names), 0, -1) if names[number - 1] in self._beginnings), 0)
-        if known:
-            self._beginnings.move_to_end(names[known - 1])
-        self._beginnings |= dict.fromkeys(names[known:])
-        while len(self._beginnings) > MAX_BEGINNINGS:
-            self._beginnings.popitem(last=False)
-        return known
+    def seek_change(self, request: RememberedRequest, prompt: int, shared: int) -> Steps[PrefixChange | None]:
+        """Where `request` differs from the one before it that is most like it; None if it is not like any.
 
-    def seek_change(self, request: RememberedRequest) -> Steps[PrefixChange | None]:
-        """Where `request` differs from the nearest of those before it; None if it differs from none in the middle.
-
-        A request that shares nothing behind its first difference is another request, not a changed one. A request that
-        continues one in full has not changed, whatever the others are. If it shares a longer beginning with a third
-        one, a change is not what it lost by.
+        Nor if that cost nothing: `prompt` are its tokens, with `shared` of which some request before began. If it
+        shares a longer beginning with a third one, a change is not what it lost by.
         """
         if request.continued is not None:
             return None
         yield from request.prepare()
-        pairs: list[_Pair] = []
-        work = 0
+        pairs = []
         for other in list(self._earlier(request)):  # new ones come between two steps
             yield from other.prepare()
-            pairs.append(pair := _Pair(request, other))
-            if (work := work + PAIR_WORK + pair.compared) > STEP_BYTES:
-                work = 0
+            pairs.append(_Pair(request, other))
+            yield
+        longest = max((pair.beginning for pair in pairs), default=0)
+        changed = []
+        for pair in pairs:
+            if pair.beginning + MIN_BEHIND > longest:
+                if pair.is_change:
+                    changed.append(pair)
                 yield
-        longest = max(request.known_bytes, max((pair.beginning for pair in pairs), default=0))
-        nearest = [pair for pair in pairs if pair.beginning + MIN_BEHIND > longest]
-        texts = _Texts(self._now())
-        changes: list[PrefixChange] = []
-        for number, pair in enumerate(sorted(nearest, key=lambda pair: -pair.likeness), 1):
-            if (change := (yield from pair.change(texts))) is not None:
-                changes.append(change)
-            if not number * PAIR_WORK % STEP_BYTES:
-                yield
-        return max(changes, key=lambda change: change.behind, default=None)
+        nearest = max(changed, key=lambda pair: pair.behind, default=None)
+        return (yield from nearest.change(prompt, shared, self._now())) if nearest is not None else None
 
     def rendered_otherwise(self, request: RememberedRequest, shared: int) -> Steps[PrefixChange | None]:
         """What a template renders otherwise although the client sent it again as it was; None if nothing.
@@ -290,29 +222,27 @@ class RequestMemory:
         continues another one in full can lose by that.
         """
         before = request.continued
-        if before is None or before.prompt - shared < MIN_MISSING_TOKENS:
+        if before is None or before.prompt - shared < MIN_MISSING:
             return None
         yield from request.prepare()
-        chat = request.layout.chat
-        roles, added = chat.roles, range(before.messages, len(chat.messages))
-        if chat.path == MESSAGES and any(roles[index] == "system" for index in added):
-            kind, index = "system_merged", 0
-        elif any(roles[index] == "user" for index in added):
+        roles, added = request.layout.chat.roles, range(before.messages, len(request.messages))
+        kind, index = "system_merged", 0
+        if request.layout.chat.path != MESSAGES or not any(roles[i] == "system" for i in added):
+            if not any(roles[i] == "user" for i in added):
+                return None
             # Templates drop the thinking of a loop once it is over, that is behind the user message that began it.
             start = next((i for i in range(before.messages - 1, -1, -1) if roles[i] == "user"), 0)
-            thought = next((i for i in range(start, before.messages) if _has_thinking(chat.messages[i])), None)
+            thought = next((i for i in range(start, before.messages) if _has_thinking(request.messages[i])), None)
             if thought is None:
                 return None
             kind, index = "thinking_history", thought
-        else:
-            return None
         # An engine that has forgotten the request before knows of nothing that both begin with.
-        parts = request.messages[: before.messages]
-        begins = _bytes(parts[:index]) if index else parts[0].size
-        if 2 * shared * (_bytes(request.tools) + _bytes(parts)) < begins * before.prompt:
+        tools = len(request.tools)
+        had = _bytes(request.parts[: tools + before.messages])
+        if 2 * shared * had < _bytes(request.parts[tools : tools + max(index, 1)]) * before.prompt:
             return None
-        missing = before.prompt - shared
-        return PrefixChange("message", index, _text(roles[index]), None, 0, kind=kind, missing=missing)
+        role = request.role(tools + index)
+        return PrefixChange("message", index, role, None, kind, shared, before.prompt - shared)
 
     def _earlier(self, request: RememberedRequest) -> Iterator[RememberedRequest]:
         """Those that came before it, newest first. A client does not even learn that another's request is alike."""
@@ -321,256 +251,119 @@ class RequestMemory:
                 yield other
 
 
-class _Texts:
-    """Pairs of texts and where they differ, each pair once, within a number of characters and pairs."""
-
-    def __init__(self, now: float) -> None:
-        self._now = now
-        self._left = MAX_CHARACTERS
-        self._known: dict[tuple[int, int, Kinds], list[Difference]] = {}
-
-    def differences(self, new: str, old: str, pair: tuple[int, int], only: Kinds = None) -> Steps[list[Difference]]:
-        """None are told if there is no room for them, or one is of a kind not in `only`; `pair` names the texts."""
-        if (known := self._known.get((*pair, only))) is not None:
-            return known
-        if not self.has_room(len(new) + len(old)):
-            return []
-        self._left -= len(new) + len(old)
-        known = self._known[*pair, only] = yield from differences(new, old, self._now, only)
-        return known
-
-    def has_room(self, characters: int) -> bool:
-        """Whether another pair of so many characters is looked at."""
-        return characters <= self._left and len(self._known) < MAX_PAIRS
-
-    def same_but_for_keys(self, new: RememberedRequest, old: RememberedRequest) -> Steps[bool]:
-        """Whether the tools of both differ in the order of their keys only; False if there is no room to find out."""
-        if [part.size for part in new.tools] != [part.size for part in old.tools]:
-            return False
-        for number, (one, other) in enumerate(zip(new.tools, old.tools, strict=True)):
-            if one.hash == other.hash:
-                continue
-            if not self.has_room(one.size + other.size):
-                return False
-            self._left -= one.size + other.size
-            if canonical(_sorted(new.raw_tools[number])) != canonical(_sorted(old.raw_tools[number])):
-                return False
-            yield
-        return True
-
-
 class _Pair:
-    """A request beside an earlier one."""
+    """A request beside an earlier one; sizes in bytes, roughly."""
 
     def __init__(self, new: RememberedRequest, old: RememberedRequest) -> None:
         self._new = new
         self._old = old
         self._setting: str | None = None  # the first that differs
         if new.settings != old.settings:
-            self._setting = next(n for n in SETTINGS if new.settings.get(n) != old.settings.get(n))
-        self._tool = _first_difference(new.tools, old.tools)
-        self._message = _first_difference(new.messages, old.messages)
-        self._characters: int | None = None  # that the texts of the first messages that differ begin with together
-        self._ends = 0  # ... and end with
-        self.compared = 0  # characters
-        self.beginning = 0  # bytes of tools and messages that both prompts begin with
-        if self._setting is None:
-            self.beginning = _bytes(new.tools[: self._tool])
-        if self._setting is None and self._tool is None:
-            self.beginning += _bytes(new.messages[: self._message])
-            self._compare_texts()
-            self.beginning += self._characters or 0
+            self._setting = next(name for name in SETTINGS if new.settings.get(name) != old.settings.get(name))
+        self._index = index = common_prefix(new.parts, old.parts)  # of the first parts that differ
+        self._is_tool = index < max(len(new.tools), len(old.tools))
+        self._position = index if self._is_tool else index - len(new.tools)
+        self._texts = self._comparable()  # of these parts
+        self._at = common_prefix(*self._texts) if self._texts is not None else 0  # characters
+        self._both_begin = _bytes(new.parts[:index]) + self._at  # but for settings
+        self.beginning = self._both_begin if self._setting is None else 0  # that both prompts begin with
+
+    def _comparable(self) -> tuple[str, str] | None:
+        """The texts of the parts that differ, if these are versions of one tool, or messages of one role."""
+        new, old, index = self._new, self._old, self._index
+        if index >= min(len(new.parts), len(old.parts)) or (index < len(new.tools)) != (index < len(old.tools)):
+            return None
+        if new.role(index) != old.role(index):
+            return None
+        one, other = new.text(index), old.text(index)
+        return (one, other) if one is not None and other is not None else None
+
+    @cached_property
+    def behind(self) -> int:
+        """What both have behind their first difference."""
+        if self._setting is not None:
+            return self._both_begin
+        return self._alike + sum(part.size for part in self._new.parts[self._index :] if part.hash in self._theirs)
+
+    @cached_property
+    def _alike(self) -> int:
+        """Of that, in the text that differs."""
+        return alike(*self._texts, self._at) if self._texts is not None else 0
+
+    @cached_property
+    def _theirs(self) -> set[int]:
+        return {part.hash for part in self._old.parts[self._index :]}
 
     @property
-    def likeness(self) -> int:
-        """Bytes by which pairs are ranked, before they are looked at more closely."""
-        return self.beginning + self._ends
-
-    def _compare_texts(self) -> None:
-        new, old, index = self._new, self._old, self._message
-        if index is None or index >= len(new.messages) or index >= len(old.messages):
-            return  # one continues the other, or is cut off earlier
-        texts = whole_text(new.raw_messages[index]), whole_text(old.raw_messages[index])
-        if texts[0] is not None and texts[1] is not None and _role(new, index) == _role(old, index):
-            start = self._characters = common_start(texts[0], 0, texts[1], 0)
-            self._ends = common_end(texts[0], start, len(texts[0]), texts[1], start, len(texts[1]))
-            self.compared = self._characters + self._ends
-
-    def change(self, texts: _Texts) -> Steps[PrefixChange | None]:
-        """Where the request differs, if it is a changed one and not just another one."""
+    def is_change(self) -> bool:
+        """Whether it is a changed request and not simply another one, as far as sizes tell."""
+        new, old, index = self._new, self._old, self._index
         if self._setting is not None:
-            return self._changed_setting(self._setting)
-        if self._tool is not None:
-            return (yield from self._changed_tool(self._tool, texts))
-        index = self._message
-        if index is None or index >= len(self._new.messages) or index >= len(self._old.messages):
-            return None
-        return (yield from self._changed_message(index, texts))
+            salts = new.settings.get("cache_salt"), old.settings.get("cache_salt")
+            is_same_cache = self._setting == "cache_salt" or (self._setting != "model" and salts[0] == salts[1])
+            return is_same_cache and self.behind >= MIN_BEHIND
+        if index == len(new.parts) or (self._asks and not self._may_tell_time):
+            return False
+        if self._is_tool:
+            return self.behind >= MIN_BEHIND
+        changed = 0 if new.parts[index].hash in self._theirs else new.parts[index].size - self._at - self._alike
+        lost = evidence = self.behind
+        if new.role(index) in CLOSED_ROLES:
+            evidence += self._at
+            lost += 0 if self._position else self._both_begin - self._at  # a template may render the tools behind it
+        return lost >= MIN_BEHIND and evidence >= max(MIN_BEHIND, changed)
 
-    def _changed_setting(self, name: str) -> PrefixChange | None:
-        new = self._new
-        whole = _bytes(new.messages[: self._message]) + _bytes(new.tools)
-        is_salt = name == "cache_salt"
-        same_cache = is_salt or new.settings.get("cache_salt") == self._old.settings.get("cache_salt")
-        if name == "model" or not same_cache or self._tool is not None or whole < MIN_BEHIND:
-            return None
-        fresh = new.total - whole
-        return PrefixChange("setting", None, name, None, whole, is_salt, fresh=fresh, total=new.total)
-
-    def _changed_tool(self, index: int, texts: _Texts) -> Steps[PrefixChange | None]:
-        new, old = self._new, self._old
-        here, there = list(new.raw_tools), list(old.raw_tools)
-        behind = _shared_behind(new.tools, old.tools, index) + _bytes(new.messages[: self._message])
-        kind: str | None = None
-        if sorted(new.tools) == sorted(old.tools) and sorted_by_name(here) is not None:
-            kind = "tools_sorted"
-        elif (yield from texts.same_but_for_keys(new, old)):
-            kind = "tool_keys_sorted"
-        characters = length = None
-        name = _tool_name(here[index]) if index < len(here) else _tool_name(there[index])
-        is_one = index < min(len(here), len(there)) and name == _tool_name(there[index])
-        if kind is None and is_one and texts.has_room(new.tools[index].size + old.tools[index].size):
-            one, other = (_as_text(tools[index]) for tools in (here, there))
-            if places := (yield from texts.differences(one, other, (new.tools[index].hash, old.tools[index].hash))):
-                characters, length, kind = places[0].at, places[0].length, places[0].kind
-                behind += sum(place.alike for place in places)
-        if behind < MIN_BEHIND:
-            return None
-        return PrefixChange(
-            "tool",
-            index,
-            name,
-            characters,
-            behind,
-            old=there,  # the whole lists, because an order concerns all tools
-            new=here,
-            kind=kind,
-            length=length,
-            saves=behind if kind is not None else 0,
-            fresh=max(0, new.total - self.beginning - behind),
-            total=new.total,
-        )
-
-    def _changed_message(self, index: int, texts: _Texts) -> Steps[PrefixChange | None]:
-        new, old = self._new, self._old
-        here, there, role = new.raw_messages[index], old.raw_messages[index], _role(new, index)
-        places = yield from self._places(index, texts)
-        kind: str | None = places[0].kind if places else None
-        if self._characters is None:
-            kind = _kind_of_messages(here, there, index)
-        alike = sum(place.alike for place in places)
-        later = _shared_behind(new.messages, old.messages, index)
-        behind, tools = alike + later, _bytes(new.tools) if role in CLOSED_ROLES and index == 0 else 0
-        if behind + tools < MIN_BEHIND:
-            return None  # nothing is lost by it
-        if index == new.layout.last and not places:
-            return None
-        begins = self._characters or 0
-        evidence = behind + (begins if role in CLOSED_ROLES and begins >= MIN_BEHIND else 0)
-        changed = new.messages[index].size - begins - alike
-        if evidence < MIN_BEHIND or (evidence < changed and (kind is None or behind < MIN_BEHIND)):
-            return None
-        following = _first_difference(new.messages[index + 1 :], old.messages[index + 1 :])
-        saves = _saved(places, _bytes(new.messages[index + 1 :][:following])) if places else behind
-        return PrefixChange(
-            "message",
-            index,
-            _text(role),
-            places[0].at if places else self._characters,
-            behind,
-            old=there,
-            new=here,
-            kind=kind,
-            length=places[0].length if places else None,
-            saves=saves if kind is not None else 0,
-            tools=tools,
-            fresh=max(0, new.total - self.beginning - behind),
-            total=new.total,
-        )
-
-    def _places(self, index: int, texts: _Texts) -> Steps[list[Difference]]:
-        """Where the texts of message `index` differ; none if they cannot be those of a changed request."""
-        new, old = self._new, self._old
-        one, other = whole_text(new.raw_messages[index]), whole_text(old.raw_messages[index])
-        if self._characters is None or one is None or other is None:
-            return []
-        kinds: Kinds = None
-        if index == new.layout.last:
-            # The request's own text: another question, unless all that differs is the time it is asked.
-            if not self._is_at_head and not says_today(one, self._characters):
-                return []
-            kinds = HEAD_KINDS if self._is_at_head else CLOCK_KINDS
-        if max(self._characters, self._ends) < MIN_BEHIND and not _resemble(one, other):
-            return []
-        return (yield from texts.differences(one, other, (new.messages[index].hash, old.messages[index].hash), kinds))
+    @property
+    def _asks(self) -> bool:
+        """Whether it differs first in the text in which it asks: as other questions do."""
+        return not self._is_tool and self._position == self._new.layout.last
 
     @property
     def _is_at_head(self) -> bool:
         return self.beginning < MIN_BEHIND
 
+    @property
+    def _may_tell_time(self) -> bool:
+        return self._texts is not None and (self._is_at_head or says_today(self._texts[0], self._at))
 
-def _hashed(parts: Iterable[Part]) -> Steps[tuple[Part, ...]]:
-    """The same parts, so many in a step as have some text in all."""
-    found, work = [], 0
-    for part in parts:
-        found.append(part)
-        if (work := work + PART_WORK + part.size) > STEP_BYTES:
-            work = 0
-            yield
-    yield
-    return tuple(found)
+    def change(self, prompt: int, shared: int, now: float) -> Steps[PrefixChange | None]:
+        """What changed, and what it cost; None if that is nothing, or the question is another one."""
+        new, old, index = self._new, self._old, self._index
+        lost = round(prompt * (self.beginning + self.behind) / _bytes(new.parts)) - shared
+        if lost < MIN_LOST:
+            return None
+        if self._setting is not None:
+            return PrefixChange("setting", None, self._setting, None, None, shared, lost)
+        kind = yield from self._kind(now)
+        if self._asks and kind not in (HEAD_KINDS if self._is_at_head else CLOCK_KINDS):
+            return None
+        what: What = "tool" if self._is_tool else "message"
+        role = (old if self._is_tool and index >= len(new.tools) else new).role(index)
+        at = self._at if self._texts is not None else None
+        return PrefixChange(what, self._position, role, at, kind, shared, lost, old.part(index), new.part(index))
 
-
-def _resemble(new: str, old: str) -> bool:
-    """Whether two texts may be versions of one; they differ near both ends."""
-    if min(len(new), len(old)) < MIN_PROBED:
-        return True
-    for number in range(1, PROBES + 1):
-        here, there = (number * (len(text) - PROBE) // (PROBES + 1) for text in (new, old))
-        if old.find(new[here : here + PROBE], max(0, there - PROBE_REACH), there + PROBE_REACH) >= 0:
-            return True
-    return False
-
-
-def _role(request: RememberedRequest, index: int) -> Any:
-    return request.layout.chat.roles[index]
-
-
-def _saved(places: Sequence[Difference], following: int) -> int:
-    """Bytes behind a change that would be shared if text of known kinds did not change; `following` behind the text."""
-    saved = 0
-    for place in places:
-        if place.kind is None:
-            return saved
-        saved += place.alike
-    return saved + following
-
-
-def _kind_of_messages(new: Any, old: Any, position: int) -> str | None:
-    """The kind of a change that is not one of a text."""
-    roles = [part.get("role") if isinstance(part, dict) else None for part in (new, old)]
-    if roles == ["assistant", "assistant"]:
-        return "thinking_history" if _without_thinking(new) == _without_thinking(old) else None
-    return "system_moved" if "system" in roles and position and roles[0] != roles[1] else None
-
-
-def _first_difference(new: Sequence[Part], old: Sequence[Part]) -> int | None:
-    if new == old:
-        return None
-    both = zip(new, old, strict=False)
-    return next((i for i, (one, other) in enumerate(both) if one.hash != other.hash), min(len(new), len(old)))
-
-
-def _shared_behind(new: Sequence[Part], old: Sequence[Part], index: int) -> int:
-    theirs = {part.hash for part in old[index:]}
-    return sum(part.size for part in new[index:] if part.hash in theirs)
+    def _kind(self, now: float) -> Steps[str | None]:
+        new, old = self._new, self._old
+        one, other = new.part(self._index), old.part(self._index)
+        if self._is_tool:
+            if sorted(new.parts[: len(new.tools)]) == sorted(old.parts[: len(old.tools)]):
+                return "tools_sorted"
+            if self._texts is not None and _sorted(one) == _sorted(other):
+                return "tool_keys_sorted"
+        else:
+            roles = new.role(self._index), old.role(self._index)
+            if roles == ("assistant", "assistant") and _without_thinking(one) == _without_thinking(other):
+                return "thinking_history"
+            if self._position and "system" in roles and roles[0] != roles[1]:
+                return "system_moved"
+        return (yield from kind_of(*self._texts, self._at, now)) if self._texts is not None else None
 
 
 def _bytes(parts: Sequence[Part]) -> int:
     return sum(part.size for part in parts)
 
 
-def whole_text(message: Any) -> str | None:
+def _whole_text(message: Any) -> str | None:
     """All text of a message, its parts one behind the other; None if it has none."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, str):
@@ -583,48 +376,25 @@ def _size(message: Any) -> int:
     """Bytes of a message, roughly: its texts, thinking and calls."""
     if not isinstance(message, dict):
         return 20
-    size = 20 + len(whole_text(message) or "")
-    for name in THINKING:
-        if isinstance(message.get(name), str):
-            size += len(message[name])
-    for call in listed(message.get("tool_calls")):
-        function = call.get("function") if isinstance(call, dict) else None
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        size += 20 + (len(arguments) if isinstance(arguments, str) else 0)
-    return size
+    texts = _whole_text(message), *(message.get(name) for name in THINKING)
+    calls = canonical(message["tool_calls"]) if message.get("tool_calls") else b""
+    return 20 + sum(len(text) for text in texts if isinstance(text, str)) + len(calls)
 
 
-def _tool_name(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _as_text(part: Any) -> str:
-    return json.dumps(part, ensure_ascii=False)
+def _json(part: Any) -> str:
+    return canonical(part).decode(errors="surrogatepass")
 
 
 def _excerpt(part: Any, characters: int | None) -> str:
-    text = whole_text(part)
+    text = _whole_text(part)
     if text is None:
-        text = _as_text(part)
+        text = _json(part)
     start = max(0, (characters or 0) - EXCERPT_CHARACTERS // 2)
     return text[start : start + EXCERPT_CHARACTERS]
 
 
-def _sorted(value: Any, depth: int = 0) -> Any:
-    if depth == MAX_NESTING:
-        return value
-    if isinstance(value, dict):
-        return {name: _sorted(value[name], depth + 1) for name in sorted(value)}
-    return [_sorted(item, depth + 1) for item in value] if isinstance(value, list | tuple) else value
-
-
-THINKING = ("reasoning", "reasoning_content")
+def _sorted(tool: Any) -> str:
+    return json.dumps(tool, sort_keys=True)
 
 
 def _without_thinking(message: Mapping[str, Any]) -> dict[str, Any]:

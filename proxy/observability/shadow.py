@@ -229,7 +229,7 @@ class Shadow(Part):
         return took
 
     def _record(self, request: AnsweredRequest, prompt: ReadPrompt, length: int, cached: int) -> Steps[None]:
-        found, lost = prompt.found, (yield from self._lost(request, prompt, cached))
+        found, lost = prompt.found, (yield from self._lost(request, prompt, length, cached))
         self._prefix_index.record(found.boundaries, request.boot)
         self._count("judged")
         length = max(length, cached, *(end for _, end in lost.values()))
@@ -276,7 +276,9 @@ class Shadow(Part):
         self._unreported += 1
         return taken
 
-    def _lost(self, request: AnsweredRequest, prompt: ReadPrompt, had: int) -> Steps[dict[str, tuple[int, int]]]:
+    def _lost(
+        self, request: AnsweredRequest, prompt: ReadPrompt, length: int, had: int
+    ) -> Steps[dict[str, tuple[int, int]]]:
         """First and last position of what was lost, by reason; each token counts once, under its nearest cause."""
         found, sent = prompt.found, self._prefix_index.sent
         lost: dict[str, tuple[int, int]] = {}
@@ -295,9 +297,9 @@ class Shadow(Part):
         lose("worker_restarted", _tokens(self._prefix_index.ever_sent(found.prefixes)))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
         if prompt.remembered is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
-            change = yield from self._recent.seek_change(prompt.remembered)
+            change = yield from self._recent.seek_change(prompt.remembered, max(length, would_share), had)
             if change is not None:
-                lose("salt" if change.salt else "prefix_changed", would_share)
+                lose("salt" if change.is_salt else "prefix_changed", would_share)
         return lost
 
     def _knowledge_of(self, worker: Worker) -> _WorkerKnowledge:

@@ -414,9 +414,8 @@ class Accounting(Part):
         self._learn_positions(found, positions, prompt)
         delivery = self._delivery(answered, found, outcome, positions)
         change = yield from self._change(answered, delivery, is_told=outcome is not None and outcome.shared is not None)
-        shared = max(delivery.shareable, cached)
         if change is not None:
-            delivery = delivery._replace(unchanged=shared + change.lost(prompt, shared))
+            delivery = delivery._replace(unchanged=change.token + change.lost)
         reason = reason_for(expected, delivery, change)
         counters = self._counters(model, worker)
         counters.shareable.inc(delivery.shareable)
@@ -442,10 +441,10 @@ class Accounting(Part):
         if change is None:
             return verdict
         would_save = {}
-        if change.kind is not None and (saves := expected.deliverable(change.would_save(prompt, shared))):
-            would_save[change.kind] = saves
-            metrics.would_save.labels(change.kind).inc(saves)
-        return verdict._replace(changed=change.as_json(self._excerpts, prompt, shared), would_save=would_save)
+        if change.kind is not None:
+            would_save[change.kind] = change.lost
+            metrics.would_save.labels(change.kind).inc(change.lost)
+        return verdict._replace(changed=change.as_json(self._excerpts), would_save=would_save)
 
     @staticmethod
     def _delivery(
@@ -474,14 +473,17 @@ class Accounting(Part):
         if self._idle.is_behind:
             self._metrics.explanations_shed.inc()
             return None
+        # Some worker may have been sent more than what an engine, or the memory of recent requests, still knows.
+        shared = max(delivery.shareable, delivery.cached)
+        sent = max(shared, expected.ever_sent.tokens if expected.ever_sent is not None else 0)
         # A whole answer waits for its reason, and each step of the search for all that the loop has to do.
         try:
-            change = yield from within(answered.seek_seconds, self._recent.seek_change(remembered))
+            steps = self._recent.seek_change(remembered, delivery.prompt, sent)
+            change = yield from within(answered.seek_seconds, steps)
         except TimeoutError:
             self._metrics.explanations_shed.inc()
             return None
         if change is None and is_told and expected.sent_here:
-            shared = max(delivery.shareable, delivery.cached)
             change = yield from self._recent.rendered_otherwise(remembered, shared)
         return change
 

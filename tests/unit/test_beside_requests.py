@@ -87,7 +87,7 @@ def test_work_in_steps_is_done_by_nobody_in_one_go():
     steps = {name: functions(tree, in_steps=True) for name, tree in trees.items()}
     plain = set().union(*(functions(tree, in_steps=False) for tree in trees.values()))
     everywhere = set().union(*steps.values()) - plain | {"finished"}
-    assert {"seek_change", "differences", "rendered_otherwise"} <= everywhere
+    assert {"seek_change", "kind_of", "rendered_otherwise"} <= everywhere
     for name, tree in trees.items():
         taken, wanted = given_away(tree), steps[name] | everywhere
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and name_of(node.func) in wanted]
@@ -148,12 +148,10 @@ def counts(monkeypatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(request_diff, "own_hash")
-    count(request_diff, "_resemble")
-    count(request_diff, "common_start")
-    count(volatile_text, "_date_at")
-    count(volatile_text, "_word_at")
-    count(request_diff, "canonical")
+    for name in ("own_hash", "canonical", "common_prefix", "alike"):
+        count(request_diff, name)
+    for name in ("_day_at", "_word_at"):
+        count(volatile_text, name)
     return counts
 
 
@@ -197,12 +195,11 @@ def test_a_step_of_the_search_for_a_change_is_short_whatever_was_sent(counts, ki
     for body in chats(kind):
         last = remember(memory, body)
     assert not counts  # nothing is compared, nor hashed for that, while the request waits
-    steps, _ = counted(memory.seek_change(last), counts)
-    assert len(steps) > 8
+    steps, _ = counted(memory.seek_change(last, 1000, 0), counts)
+    assert len(steps) > MAX_REQUESTS
     for step in steps:
-        assert step["own_hash"] + step["canonical"] <= request_diff.STEP_BYTES // request_diff.PART_WORK + 1
-        assert step["_resemble"] + step["common_start"] <= 2 * (request_diff.STEP_BYTES // request_diff.PAIR_WORK + 1)
-        assert step["_date_at"] <= 2 and step["_word_at"] <= 2
+        assert step["own_hash"] + step["alike"] <= 1 and step["common_prefix"] <= 2
+        assert step["canonical"] <= 3 and step["_day_at"] <= 2 and step["_word_at"] <= 2
 
 
 def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):

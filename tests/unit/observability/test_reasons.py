@@ -24,7 +24,9 @@ SENT = Prefix(400, 0)  # the deepest beginning that a worker was sent before; it
 
 GUESSED = Prefix(0, 400)
 
-CHANGE = PrefixChange("message", 0, "system", 40, 2000)
+CHANGE = PrefixChange("message", 0, "system", 40, None, 0, 500)
+
+SALT = CHANGE._replace(what="setting", role="cache_salt")
 
 PROMPT = 1000
 
@@ -67,7 +69,7 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(), {"cached": 0, "unchanged": 900, "shared": 0}, CHANGE, "prefix_changed"),
         (expect(), {"cached": 100, "unchanged": 900}, CHANGE, "prefix_changed"),
         (expect(**NEW), {"cached": 0, "unchanged": 160}, CHANGE, "prefix_changed"),
-        (expect(), {"cached": 0, "unchanged": 900, "shared": 0}, CHANGE._replace(salt=True), "salt"),
+        (expect(), {"cached": 0, "unchanged": 900, "shared": 0}, SALT, "salt"),
         (expect(), {"cached": 0, "unchanged": 480}, CHANGE, "evicted"),  # that cost less than what was evicted
         (expect(), {"cached": 0, "unchanged": 480, "engine": "cold"}, CHANGE, "prefix_changed"),  # no state was wanted
         (expect(), {"cached": 0, "unchanged": 0}, CHANGE, "evicted"),

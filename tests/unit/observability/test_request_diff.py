@@ -10,20 +10,12 @@ from typing import get_args
 import pytest
 
 from proxy.boundaries.layout import layout_of
-from proxy.chat.canonical import canonical
+from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import StoredResponses
-from proxy.observability import request_diff
 from proxy.observability.cures import CHANGE_TEXT
-from proxy.observability.request_diff import (
-    MAX_BEGINNINGS,
-    MAX_REQUESTS,
-    SETTINGS,
-    PrefixChange,
-    RememberedRequest,
-    RequestMemory,
-)
+from proxy.observability.request_diff import MAX_REQUESTS, SETTINGS, PrefixChange, RememberedRequest, RequestMemory
 from proxy.observability.volatile_text import Kind
 from tests.harness.changed_requests import changed_requests
 from tests.harness.steps import finished
@@ -38,13 +30,16 @@ def as_recent(body) -> RememberedRequest:
     return RememberedRequest(layout_of(chat_request(body), b"r"), len(json.dumps(body)))
 
 
+PROMPT = 1000  # tokens
+
+
 def changed(*bodies):
-    """Where the last of these requests leaves one of those before it."""
+    """Where the last of these requests leaves one of those before it; its engine has seen nothing like it."""
     recent = remembering(10_000_000)
     for body in bodies:
         last = as_recent(body)
         recent.add(last)
-    return finished(recent.seek_change(last))
+    return finished(recent.seek_change(last, PROMPT, 0))
 
 
 def test_in_fifty_generated_cases_the_right_part_is_named():
@@ -79,43 +74,72 @@ def test_another_request_is_no_change(first, second):
 def test_the_salt_alone_is_told_apart():
     body = {"messages": messages(LONG, "First?")}
     change = changed({**body, "cache_salt": "a"}, {**body, "cache_salt": "b"})
-    assert change.salt and change.role == "cache_salt"
+    assert change.is_salt and change.lost > 0.8 * PROMPT
 
 
 def test_nothing_is_kept_where_no_text_may_be():
     recent = remembering(0)
     one = as_recent({"messages": messages(LONG, "First?")})
     recent.add(one)
-    assert recent.held == 0 and finished(recent.seek_change(one)) is None
+    assert recent.held == 0 and finished(recent.seek_change(one, PROMPT, 0)) is None
 
+
+RULES = "Keep clear of the bar at low water, and call the lock an hour before you are there. " * 40
+
+DAYS = ("Sun Nov 22 2026", "Mon Nov 23 2026")
 
 TOOLS = [{"type": "function", "function": {"name": name, "description": LONG}} for name in ("wind", "tide", "ice")]
 
 
+def fog(description: str) -> list[dict]:
+    """The tools, one of which is said to do something else."""
+    return [TOOLS[0], {"type": "function", "function": {"name": "fog", "description": description}}, *TOOLS[1:]]
+
+
+FOG = len('{"type":"function","function":{"name":"fog","description":"')
+
+AT_NOON, LATER = (messages(f"{LONG}It is {time} now. {LONG}", LONG, "Aye.", "Tide?") for time in ("12:05", "18:21"))
+
+THINKS = {"role": "assistant", "content": None, "reasoning": LONG, "tool_calls": [{"function": {"name": "wind"}}]}
+
+TURNED = [*messages(LONG, LONG), THINKS, {"role": "tool", "content": LONG}]
+
+TURNED_AGAIN = [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]]
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "word"),
+    ("first", "second", "what", "position", "role", "kind", "character"),
     [
-        ({"tools": TOOLS}, {"tools": TOOLS[::-1]}, "tools_sorted"),
-        ({"system": f"{LONG}\nToday is 2026-11-21."}, {"system": f"{LONG}\nToday is 2026-11-22."}, "dates"),
+        # Of messages; all kinds of text are in test_volatile_text.py.
+        (AT_NOON, LATER, "message", 0, "system", "times", len(f"{LONG}It is 1")),
+        (messages(f"{LONG} One.", LONG), messages(f"{LONG} Two.", LONG), "message", 0, "system", None, len(LONG) + 1),
+        (messages(LONG, "Ann?", LONG, "Q"), messages(LONG, "Bo?", LONG, "Q"), "message", 1, "user", None, 0),
+        (TURNED, TURNED_AGAIN, "message", 2, "assistant", "thinking_history", None),
+        (TURNED, [*TURNED[:2], *TURNED[:1], *TURNED[2:]], "message", 2, "system", "system_moved", None),
+        # Of tools: their order, that of their keys, and what they say.
+        (TOOLS, TOOLS[::-1], "tool", 0, "ice", "tools_sorted", None),
+        (TOOLS, [TOOLS[0], dict(reversed(TOOLS[1].items())), TOOLS[2]], "tool", 1, "tide", "tool_keys_sorted", 2),
+        (TOOLS, TOOLS[1:], "tool", 0, "tide", None, None),
+        (TOOLS, TOOLS[:-1], "tool", 2, "ice", None, None),
+        (TOOLS[:-1], TOOLS, "tool", 2, "ice", None, None),
         (
-            {"system": f"<total_tokens>17</total_tokens>{LONG}"},
-            {"system": f"<total_tokens>9</total_tokens>{LONG}"},
-            "token_counters",
+            fog(f"It is {DAYS[0]}. {LONG}"),
+            fog(f"It is {DAYS[1]}. {LONG}"),
+            "tool",
+            1,
+            "fog",
+            "dates",
+            FOG + len("It is "),
         ),
-        (
-            {"system": f"{LONG}\nWorking directory: /a"},
-            {"system": f"{LONG}\nWorking directory: /b"},
-            "working_directory",
-        ),
-        ({"system": f"{LONG} One."}, {"system": f"{LONG} Two."}, None),
+        (fog(f"{LONG}Knots"), fog(f"{LONG}Miles"), "tool", 1, "fog", None, FOG + len(LONG)),
     ],
 )
-def test_volatile_text_is_recognised(first, second, word):
+def test_the_first_difference_is_named(first, second, what, position, role, kind, character):
     def body(part):
-        return {"messages": messages(part.get("system", LONG), "First?"), "tools": part.get("tools", TOOLS)}
+        return {"messages": messages(LONG, "Q"), "tools": part} if part[0].keys() >= {"type"} else {"messages": part}
 
     change = changed(body(first), body(second))
-    assert change is not None and change.kind == word
+    assert change[:5] == (what, position, role, character, kind)
 
 
 def test_text_is_shown_only_where_excerpts_are_on():
@@ -140,11 +164,10 @@ def test_a_changed_setting_is_named_whatever_is_asked_next(name):
     for body in bodies:
         without = {field: value for field, value in body.items() if field != name}
         change = changed(without, bodies[1])
-        assert (change.what, change.role, change.salt) == ("setting", name, name == "cache_salt")
+        assert (change.what, change.role, change.is_salt) == ("setting", name, name == "cache_salt")
     change = changed(*bodies)
-    assert (change.what, change.role, change.salt) == ("setting", name, name == "cache_salt")
-    assert change.behind == sum(len(canonical(tool)) for tool in TOOLS) + len(LONG) + 20
-    assert change.fresh == change.total - change.behind == len("Two?") + 20
+    assert (change.what, change.role, change.is_salt) == ("setting", name, name == "cache_salt")
+    assert change.lost == pytest.approx(PROMPT, abs=20)  # but for the question
 
 
 def test_another_model_shares_nothing_whatever_else_differs():
@@ -161,18 +184,12 @@ def test_under_another_salt_a_changed_setting_costs_nothing():
 
 
 def test_a_change_as_the_page_shows_it():
-    change = changed({"messages": messages(LONG + "one", LONG)}, {"messages": messages(LONG + "two", LONG)})
-    shown = {"what": "message", "index": 0, "role": "system", "characters": len(LONG), "length": 3}
-    shown |= {"behind": len(LONG) + 20, "kind": None, "text": None, "cure": None, "lost": None}
-    shown["token"] = None
-    assert change.as_json(excerpts=False) == shown
-    excerpts = {"before": LONG[-40:] + "one", "now": LONG[-40:] + "two"}
-    assert change.as_json(excerpts=True) == {**shown, **excerpts}
-
-
-RULES = "Keep clear of the bar at low water, and call the lock an hour before you are there. " * 40
-
-DAYS = ("Sun Nov 22 2026", "Mon Nov 23 2026")
+    change = changed(*({"messages": messages(f"{LONG}{name}, at 9:05", LONG)} for name in ("Ann", "Bo")))
+    shown = {"what": "message", "index": 0, "role": "system", "token": 0, "characters": len(LONG), "lost": change.lost}
+    assert change.as_json(excerpts=False) == {**shown, "kind": None, "text": None, "cure": None}
+    told = change._replace(kind="times", role="r" * 99).as_json(excerpts=True)
+    assert (told["text"], told["cure"]) == CHANGE_TEXT["times"] and told["role"] == "r" * 64
+    assert (told["before"], told["now"]) == (f"{LONG[-40:]}Ann, at 9:05", f"{LONG[-40:]}Bo, at 9:05")
 
 
 def asked(memory: RequestMemory, *bodies, owner: str | None = None, path: str = CHAT) -> PrefixChange | None:
@@ -183,8 +200,8 @@ def asked(memory: RequestMemory, *bodies, owner: str | None = None, path: str = 
         text = json.dumps(body)
         last = RememberedRequest(layout_of(chat, b"r"), len(text), owner)
         memory.add(last)
-        change = finished(memory.seek_change(last))
         last.prompt = len(text) // 4
+        change = finished(memory.seek_change(last, last.prompt, 0))
     return change
 
 
@@ -199,21 +216,39 @@ def dated(place: str, day: str, *turns: str):
 def test_a_date_is_named_where_the_questions_have_nothing_in_common(place):
     change = asked(remembering(10**7), dated(place, DAYS[0], "High tide?"), dated(place, DAYS[1], "Which berth?"))
     before = len("Today is ") + (len(RULES) if place == "middle" else 0)
-    assert (change.what, change.position, change.kind) == ("message", 0, "dates")
-    assert (change.characters, change.length) == (before, len(DAYS[0]))
-    assert change.behind == change.saves == len(". " + RULES)
-    prompt, shared = change.total // 4, before // 4  # a token for four bytes
-    assert change.lost(prompt, shared) == pytest.approx(len(RULES) / 4, abs=20)
-    assert change.would_save(prompt, shared) == pytest.approx(len(RULES) / 4, abs=20)
-    shown = change.as_json(excerpts=False, prompt=prompt, shared=shared)
-    assert shown["token"] == shared and shown["kind"] == "dates" and shown["cure"] == CHANGE_TEXT["dates"].cure
+    assert (change.what, change.position, change.kind, change.characters) == ("message", 0, "dates", before)
+
+
+def test_what_a_change_costs_is_what_both_have_but_for_what_any_earlier_prompt_began_with():
+    """A token for each character: the engine says that so many are shared."""
+    memory = remembering(10**7)
+    asked(memory, dated("middle", DAYS[0], "High tide?"))
+    body = dated("middle", DAYS[1], LONG)
+    prompt, before = sum(len(each["content"]) for each in body["messages"]), len(RULES) + len("Today is ")
+    last = as_recent(body)
+    memory.add(last)
+    for shared in (0, before, before + 1000):
+        change = finished(memory.seek_change(last, prompt, shared))
+        assert change.lost == pytest.approx(2 * len(RULES) - shared, abs=100) and change.token == shared
+    assert finished(memory.seek_change(last, prompt, prompt - len(LONG))) is None
+
+
+def test_tools_are_lost_behind_a_system_prompt_only_if_the_template_renders_them_there():
+    memory = remembering(10**7)
+    for day in DAYS:
+        body = {**dated("last", day, "High tide?" if day == DAYS[0] else "Which berth?"), "tools": TOOLS}
+        last = as_recent(body)
+        memory.add(last)
+    prompt, tools = len(RULES) + len(json.dumps(TOOLS)), len(json.dumps(TOOLS))
+    assert finished(memory.seek_change(last, prompt, len(RULES))).lost == pytest.approx(tools, abs=100)
+    assert finished(memory.seek_change(last, prompt, prompt - 20)) is None
 
 
 def test_a_date_at_the_end_costs_a_conversation_its_history():
     first, turns = "What is the way in? " * 20, ("The buoys lead you. " * 20, "And at night?")
     memory = remembering(10**7)
     change = asked(memory, dated("last", DAYS[0], first), dated("last", DAYS[1], first, *turns))
-    assert change.kind == "dates" and change.behind == len(". ") + len(first) + 20
+    assert change.kind == "dates"
     assert asked(memory, dated("last", "Tue Nov 24 2026", "Another question?")) is None  # nothing was lost
 
 
@@ -238,7 +273,7 @@ def test_in_a_burst_the_first_request_has_changed_and_the_others_share_its_begin
         chat = chat_request(dated("first", DAYS[1], f"Berth {number}?"))
         burst.append(RememberedRequest(layout_of(chat, b"r"), 4000))
         memory.add(burst[-1])
-    assert [finished(memory.seek_change(request)) is not None for request in burst] == [True] + 7 * [False]
+    assert [finished(memory.seek_change(request, PROMPT, 0)) is not None for request in burst] == [True] + 7 * [False]
 
 
 def test_a_change_of_which_a_third_request_knows_more_is_not_the_cause():
@@ -246,18 +281,6 @@ def test_a_change_of_which_a_third_request_knows_more_is_not_the_cause():
     asked(memory, dated("first", DAYS[0], words))
     asked(memory, dated("first", DAYS[1], "High tide?"))
     assert asked(memory, dated("first", DAYS[1], words)) is None
-
-
-def test_what_a_cure_saves_ends_where_something_else_has_changed():
-    texts = [
-        f"Today is {day}. {RULES}The pilot is {name}. {LONG}" for day, name in zip(DAYS, ("Ann", "Bo"), strict=True)
-    ]
-    change = asked(remembering(10**7), *({"messages": messages(text, "Q")} for text in texts))
-    assert change.kind == "dates" and change.saves == len(f". {RULES}The pilot is ")
-    assert change.behind == change.saves + len(f". {LONG}") + len("Q") + 20
-    texts = [text.partition(". ")[2] for text in texts]
-    change = asked(remembering(10**7), *({"messages": messages(text, LONG)} for text in texts))
-    assert change.kind is None and change.saves == change.would_save(1000, 600) == 0
 
 
 def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
@@ -271,11 +294,7 @@ def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
 
     memory = remembering(10**7)
     change = asked(memory, body("2026-11-22", "How do the events run?"), body("2026-11-23", "How do the events run?"))
-    assert (change.position, change.kind, change.saves) == (
-        1,
-        "dates",
-        len(f".\n\n{LONG}</reminder>How do the events run?"),
-    )
+    assert (change.position, change.kind) == (1, "dates")
     assert asked(memory, body("2026-11-23", "What is a lock?")) is None
     ask = f"What is the tide on {{}}? Answer like this: {LONG}"
     assert (
@@ -286,38 +305,7 @@ def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
 def test_a_prompt_of_one_message_that_begins_with_the_time_is_recognised():
     bodies = [{"messages": [{"role": "user", "content": f"[{time}] {RULES}Which berth?"}]} for time in ("9:05", "9:06")]
     change = asked(remembering(10**7), *bodies)
-    assert (change.kind, change.position) == ("times", 0) and change.behind > len(RULES)
-
-
-CLEAN = "Current branch: main\n\nStatus:\n(clean)\n\nRecent commits:\n1a2b3c4 Tides"
-
-DIRTY = "Current branch: main\n\nStatus:\n M src/tides.py\n?? notes/\n\nRecent commits:\n1a2b3c4 Tides"
-
-
-def test_a_git_status_has_a_cure_and_tools_behind_it_are_told():
-    bodies = [
-        {"messages": messages(f"{RULES}\n\ngitStatus: as it was at the start.\n\n{status}", "Q"), "tools": TOOLS}
-        for status in (CLEAN, DIRTY)
-    ]
-    change = asked(remembering(10**7), *bodies)
-    assert change.kind == "git_status" and change.tools == sum(len(canonical(tool)) for tool in TOOLS)
-    prompt, before = change.total // 4, change.characters // 4
-    tools_last, tools_first = before, before + change.tools // 4
-    assert "includeGitInstructions" in change.cure(prompt, tools_first)
-    assert change.cure(prompt, tools_last).endswith("computed again, too.")
-    assert not change.cure(prompt, tools_first).endswith("computed again, too.")
-    assert change.lost(prompt, tools_last) == pytest.approx(change.tools // 4, abs=30)
-    assert change.lost(prompt, tools_first) < 30
-
-
-def test_a_date_in_a_tools_description_is_named():
-    def body(month: str):
-        search = {"name": "search", "description": f"{LONG} It is {month} now. {LONG}"}
-        return {"messages": messages(LONG, "Q"), "tools": [{"type": "function", "function": search}, *TOOLS]}
-
-    change = asked(remembering(10**7), body("November 2026"), body("December 2026"))
-    assert (change.what, change.role, change.kind) == ("tool", "search", "dates")
-    assert change.would_save(change.total // 4, change.characters // 4) > 0
+    assert (change.kind, change.position) == ("times", 0) and change.lost > len(RULES) // 5
 
 
 THOUGHT = [
@@ -342,8 +330,8 @@ def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
     assert otherwise(16) is None  # an engine that has forgotten it
     change = otherwise(predecessor - 400)
     assert (change.kind, change.position, change.role) == ("thinking_history", 2, "assistant")
-    assert change.lost(9999, 1) == change.would_save(9999, 1) == 400
-    assert "truncate_history_thinking" in change.as_json(excerpts=True, prompt=9999, shared=1)["cure"]
+    assert (change.token, change.lost) == (predecessor - 400, 400)
+    assert "truncate_history_thinking" in change.as_json(excerpts=True)["cure"]
 
 
 def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
@@ -355,7 +343,7 @@ def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
     assert asked(memory, first, second, path=MESSAGES) is None
     last = next(reversed(memory._requests.values()))
     change = finished(memory.rendered_otherwise(last, last.continued.prompt - 300))
-    assert (change.kind, change.missing) == ("system_merged", 300) and "in the middle" in change.cure()
+    assert (change.kind, change.lost) == ("system_merged", 300)
 
 
 def test_each_kind_has_a_cure_and_a_row_in_the_readme():
@@ -374,30 +362,24 @@ def test_of_two_owners_neither_learns_of_the_other():
     asked(memory, dated("first", DAYS[0], "High tide?"), owner="ann")
     assert asked(memory, dated("first", DAYS[1], "High tide?"), owner="bo") is None
     assert asked(memory, longer, owner="cy") is None
-    last = next(reversed(memory._requests.values()))
-    assert (last.continued, last.known) == (None, 0)
+    assert next(reversed(memory._requests.values())).continued is None
     assert asked(memory, longer, owner="ann") is None
     assert next(reversed(memory._requests.values())).continued is not None
 
 
-def test_a_beginning_is_known_when_its_text_is_gone():
+def test_a_request_whose_predecessor_is_forgotten_has_lost_nothing_by_an_older_one():
+    """What it shares with its predecessor, the engine or the index of prefixes still knows."""
     memory = remembering(10**7)
     old, new = (dated("last", day, "What is the way in? " * 20) for day in DAYS)
     asked(memory, old, new)
     for number in range(2 * MAX_REQUESTS):
         asked(memory, {"messages": messages(f"Another {number}.", "Q")})
-    longer = [*new["messages"], {"role": "assistant", "content": "In."}, {"role": "user", "content": "And?"}]
     asked(memory, old)
-    assert asked(memory, {"messages": longer}) is None
-    last = next(reversed(memory._requests.values()))
-    assert last.known == 2
-
-
-def test_known_beginnings_are_bounded():
-    memory = remembering(10**7)
-    for number in range(40):
-        asked(memory, {"messages": [{"role": "user", "content": f"{number} {i}"} for i in range(1000)]})
-    assert len(memory._beginnings) == MAX_BEGINNINGS
+    longer = [*new["messages"], {"role": "assistant", "content": "In."}, {"role": "user", "content": "And?"}]
+    last = as_recent({"messages": longer})
+    memory.add(last)
+    shared, prompt = (sum(len(each["content"]) for each in part) // 4 for part in (new["messages"], longer))
+    assert finished(memory.seek_change(last, prompt, shared)) is None
 
 
 def test_of_honest_hits_none_gets_a_change():
@@ -408,13 +390,14 @@ def test_of_honest_hits_none_gets_a_change():
     def text(length: int) -> str:
         return " ".join(draw.choices(words, k=length))
 
-    memory, honest = remembering(10**6), 0
+    memory, honest, before = remembering(10**6), 0, [""]
     apps = [f"Today is {DAYS[app % 2]}. {text(300)}" if app < 4 else text(300) for app in range(8)]
     documents = [text(400) for _ in range(3)]
     results = [text(80) for _ in range(4)]
     open_chats: list[dict] = []
     for system in apps:  # first sight of each
         asked(memory, {"messages": messages(system, "Hello?")})
+        before.append(json.dumps({"messages": messages(system, "Hello?")}))
     while honest < 400:
         kind, system = draw.randrange(5), draw.choice(apps)
         if kind == 0:
@@ -443,7 +426,12 @@ def test_of_honest_hits_none_gets_a_change():
                 bodies.append({"messages": list(turns)})
         for body in bodies:
             honest += 1
-            change = asked(memory, dict(body))
+            chat = as_recent(dict(body))
+            memory.add(chat)
+            prompt = json.dumps(body)
+            shared = max(common_prefix(prompt, other) for other in before)
+            before.append(prompt)
+            change = finished(memory.seek_change(chat, len(prompt) // 4, shared // 4))
             assert change is None, (kind, change and change._replace(old=None, new=None))
 
 
@@ -473,27 +461,3 @@ def test_a_request_that_continues_another_takes_its_place():
     recent.add(longer)
     assert list(recent._requests.values()) == [longer]
     assert recent.held == longer.size
-
-
-def test_tools_that_change_each_time_are_searched_within_bounds(monkeypatch):
-    searched = []
-    for name in ("_sorted", "_as_text"):
-        real = getattr(request_diff, name)
-
-        def counted(value, *depth, real=real):
-            if not depth:
-                searched.append(len(canonical(value)))
-            return real(value, *depth)
-
-        monkeypatch.setattr(request_diff, name, counted)
-    memory = remembering(10**8)
-    for number in range(request_diff.MAX_REQUESTS):
-        functions = [{"name": f"t{index}", "description": "Says when it is high. " * 20} for index in range(50)]
-        functions[0]["description"] = f"Session {number + 10}. " * 200
-        body = {"model": "m", "tools": [{"type": "function", "function": each} for each in functions]}
-        chat = chat_request(json.loads(json.dumps({**body, "messages": [{"role": "user", "content": f"q{number}"}]})))
-        last = RememberedRequest(layout_of(chat, b"r"), 10)
-        memory.add(last)
-    change = finished(memory.seek_change(last))
-    assert change is not None and (change.what, change.position, change.kind) == ("tool", 0, "number")
-    assert sum(searched) <= 2 * request_diff.MAX_CHARACTERS

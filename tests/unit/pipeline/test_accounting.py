@@ -239,6 +239,20 @@ async def test_a_change_is_sought_where_an_eighth_was_computed(cached, is_sought
     assert (request.record.explanation.changed is not None) == is_sought
 
 
+@pytest.mark.parametrize(("sent", "lost"), [(None, 400), (100, 300), (390, None)])
+async def test_a_change_costs_nothing_that_some_worker_was_sent_before(sent, lost):
+    """Though neither an engine nor the memory of recent requests knows of it any more."""
+    scene = Scene()
+    request = changed_request(scene)
+    prefix = Prefix(sent, 0) if sent is not None else None
+    request.prediction.expected = request.prediction.expected._replace(ever_sent=prefix)
+    await scene.accounting.answered(request, Usage(400, 0), None, EngineOutcome("cold", 0))
+    changed = request.explanation.changed
+    assert request.explanation.would_save == ({"dates": changed["lost"]} if lost is not None else {})
+    assert scene.value("seamark_would_save_tokens_total", text="dates") == (changed["lost"] if changed else 0)
+    assert (changed and changed["lost"]) == (lost and pytest.approx(lost, abs=16))
+
+
 def changed_request(scene: Scene) -> ProxiedRequest:
     """Its system prompt has another date than the one before it."""
     rules = "Keep clear of the bar at low water. " * 20
