@@ -307,11 +307,11 @@ class _Pair:
         if self._is_tool:
             return self.behind >= MIN_BEHIND
         changed = 0 if new.parts[index].hash in self._theirs else new.parts[index].size - self._at - self._alike
-        lost = evidence = self.behind
+        rendered_behind = evidence = self.behind
         if new.role(index) in CLOSED_ROLES:
             evidence += self._at
-            lost += 0 if self._position else self._both_begin - self._at  # a template may render the tools behind it
-        return lost >= MIN_BEHIND and evidence >= max(MIN_BEHIND, changed)
+            rendered_behind += 0 if self._position else self._both_begin - self._at  # the tools, by some templates
+        return rendered_behind >= MIN_BEHIND and evidence >= max(MIN_BEHIND, changed)
 
     @property
     def _asks(self) -> bool:
@@ -385,7 +385,9 @@ def _json(part: Any) -> str:
     return canonical(part).decode(errors="surrogatepass")
 
 
-def _excerpt(part: Any, characters: int | None) -> str:
+def _excerpt(part: Any, characters: int | None) -> str | None:
+    if part is None:
+        return None
     text = _whole_text(part)
     if text is None:
         text = _json(part)

@@ -75,6 +75,8 @@ def test_the_salt_alone_is_told_apart():
     body = {"messages": messages(LONG, "First?")}
     change = changed({**body, "cache_salt": "a"}, {**body, "cache_salt": "b"})
     assert change.is_salt and change.lost > 0.8 * PROMPT
+    shown = change.as_json(excerpts=True)
+    assert shown["before"] is None and shown["now"] is None
 
 
 def test_nothing_is_kept_where_no_text_may_be():
