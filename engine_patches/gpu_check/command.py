@@ -15,22 +15,20 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_patches.commands.model import why_not, write_model
 from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build, model_type_of
 from engine_patches.gpu_check import report
-from engine_patches.gpu_check.lanes import MTP, NUMBERS_OF_DRAFTS, Lane, Runner, lanes_of
+from engine_patches.gpu_check.judge import NOT_RUN, OK, WRONG, Check
+from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of
 from engine_patches.gpu_check.processes import Engines
 from engine_patches.gpu_check.report import UNPROVEN, LaneReport
-from engine_patches.gpu_check.verdicts import NOT_RUN, OK, WRONG, Check
+from engine_patches.gpu_check.runner import Runner
 
 MINUTES, OWN_MINUTES = 40.0, 60.0  # a model of real size is loaded three times
-
-SIDE_BY_SIDE = 2  # lanes on a GPU whose speed nobody asks for
 
 # In a model's configuration: the layers of its own head for multi-token prediction, by family.
 HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -40,10 +38,11 @@ REPORT = Path("seamark-gpu-check.json")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = """\
-Lanes run in the order of their value: first what `seamark worker` runs (compiled, CUDA graphs, vLLM's own choice of
-model runner and kernels; Mamba2, then gated delta nets), then the other model runner, eager, float32, other backends,
-and last drafts (MTP): vLLM alone with them beside vLLM alone without, then Seamark with SEAMARK_DRAFTS=1 beside it.
-Each is printed as soon as it is known. Everything after -- are flags of vLLM for --model.
+On a GPU six lanes run one by one, in the order of their value: first what `seamark worker` runs (compiled, CUDA graphs,
+vLLM's own choice of model runner and kernels), Mamba2, then gated delta nets, both timed beside vLLM alone; then the
+other model runner; eager, with vLLM's own copy of a partial block; and last drafts (MTP) on both families: vLLM alone
+with them beside vLLM alone without, then Seamark with SEAMARK_DRAFTS=1 beside it. Each is printed when it is known.
+Everything after -- are flags of vLLM, as --attention-backend FLASHINFER.
 
 exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM), so
 nothing is proven by it; 2 wrong usage. Ctrl-C, SIGTERM and SIGHUP end the engines, print and write what is known so
@@ -111,15 +110,12 @@ def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--speculative-config", metavar="JSON", help="with --model: a lane with these drafts, too, as in `vllm serve`"
     )
-    parser.add_argument("--attention-backend", metavar="NAME", help="for qwen3_next, as in `vllm serve`")
     parser.add_argument(
         "--report", type=Path, default=REPORT, metavar="FILE", help="to attach to a bug report: %(default)s"
     )
     args = parser.parse_args(own)
     if args.minutes is None:
         args.minutes = MINUTES if args.model is None else OWN_MINUTES
-    if flags and args.model is None:
-        parser.error("flags of vLLM (after --) are for --model")
     if any(flag.partition("=")[0] == "--speculative-config" for flag in flags):
         parser.error("--speculative-config goes before the --: the model is checked without drafts, then with them")
     if args.speculative_config is not None:
@@ -131,8 +127,6 @@ def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
             parser.error(f"--speculative-config: no JSON: {error}")
         if not isinstance(drafts, dict):
             parser.error('--speculative-config: a JSON object is needed, as {"method": "mtp", ...}')
-    if args.model is not None and args.attention_backend is not None:
-        parser.error("--attention-backend is for the tiny models; with --model it is a flag of vLLM, after --")
     parent = args.report.parent
     if args.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         parser.error(f"--report: {args.report} cannot be written: a file in a folder that can be written is needed")
@@ -152,8 +146,8 @@ def _sees_gpu() -> bool:
 
 def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: Path) -> int:
     """Run the lanes, print and write what they show; the exit status."""
-    began = time.monotonic()
-    lanes = lanes_of(device, args.quick, args.attention_backend)
+    began, number = time.monotonic(), None
+    lanes = lanes_of(device, args.quick, flags)
     if args.model is not None:
         lanes = own_lanes(args.model, flags, device, args.quick, args.speculative_config)
     options = {
@@ -162,36 +156,34 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
         "quick": args.quick,
         "flags": report.without_secrets(flags),
     }
-    found: dict[Lane, LaneReport] = {}
-    so_far: dict[Lane, list[Check]] = {}
+    ended: dict[Lane, LaneReport] = {}
+    so_far: dict[Lane, list[Check]] = {lane: [] for lane in lanes}
 
-    def write(signal_number: int | None = None) -> tuple[int, str]:
-        every = [found.get(lane) or _unfinished(lane, so_far.get(lane, [])) for lane in lanes]
-        status = report.exit_status(every, signal_number)
+    def write() -> tuple[int, str]:
+        every = [ended.get(lane) or _unfinished(lane, so_far[lane]) for lane in lanes]
+        status = report.exit_status(every, number)
         verdict = report.sentence(every, device, status)
         seconds = time.monotonic() - began
         report.write(args.report, report.content(every, device, seconds, verdict, status, options))
         return status, verdict
 
-    def came(lane: Lane, lane_report: LaneReport) -> None:
-        found[lane] = lane_report
-        print(report.lane_text(lane_report, len(found), len(lanes)), flush=True)
-        write()
-
-    number = None
     with _signals_raise():
         try:
-            engines = Engines(folder, device == "cpu", args.minutes * 60, offline=args.model is None)
-            side_by_side = 1 if device == "cpu" else SIDE_BY_SIDE
-            run(lanes, engines, lambda lane: _model_of(lane, args.model, folder), so_far, came, side_by_side)
+            runner = Runner(Engines(folder, device == "cpu", args.minutes * 60, offline=args.model is None))
+            for lane in lanes:
+                model = args.model or _tiny_model(lane, folder)
+                print(f"{lane.name}: running", file=sys.stderr, flush=True)
+                ended[lane] = run(runner, lane, model, so_far[lane])
+                print(report.lane_text(ended[lane], f"lane {len(ended)} of {len(lanes)}"), flush=True)
+                write()
         except Interrupted as interrupted:
             number = interrupted.number
             print(f"ended by {signal.Signals(number).name}\n", flush=True)
         for lane in lanes:
-            if lane not in found and so_far.get(lane):
-                print(report.lane_text(_unfinished(lane, so_far[lane])), flush=True)
-        status, verdict = write(number)
-    verdicts = [lane_report.verdict for lane_report in found.values()]
+            if lane not in ended and so_far[lane]:
+                print(report.lane_text(_unfinished(lane, so_far[lane]), "unfinished lane"), flush=True)
+        status, verdict = write()
+    verdicts = [lane_report.verdict for lane_report in ended.values()]
     right, wrong = verdicts.count(OK), verdicts.count(WRONG)
     lanes_word = "1 lane" if len(lanes) == 1 else f"{len(lanes)} lanes"
     counts = f"{right} ok, {wrong} WRONG, {len(lanes) - right - wrong} not run"
@@ -200,92 +192,43 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
     return status
 
 
-def own_lane(model: str, flags: Sequence[str], device: str, quick: bool) -> Lane:
-    """The lane of a user's own model, with the flags that `seamark worker` would add."""
-    needed = cpu_flags(model_type_of(model)) if device == "cpu" else {}
-    added = [part for flag, value in needed.items() for part in ((flag,) if value is None else (flag, value))]
-    name = Path(model).resolve().name if Path(model).is_dir() else model
-    return Lane(name, timed=True, few=quick, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
-
-
-def own_lanes(model: str, flags: Sequence[str], device: str, quick: bool, speculation: str | None) -> list[Lane]:
-    """A user's own model without drafts, and with them if they are asked for or the model has a head that drafts."""
-    lane = own_lane(model, flags, device, quick)
-    if speculation is None and has_draft_head(model):
-        speculation = MTP % NUMBERS_OF_DRAFTS[0]
-    return [lane] if speculation is None else [lane, lane._replace(drafts=speculation)]
-
-
-def has_draft_head(model: str) -> bool:
-    """Whether the configuration of a model's folder or name has a head for multi-token prediction."""
-    config = config_of(model)
-    text = config.get("text_config")
-    parts = [config, text if isinstance(text, dict) else {}]
-    return any(part.get(name) for part in parts for name in HEADS)
-
-
-def _model_of(lane: Lane, model: str | None, folder: Path) -> Path | str:
-    """The user's model, or a tiny one, which is written when it is first needed."""
-    if model is not None:
-        return model
-    if lane.drafts is not None:
-        target = folder / f"{lane.family}-mtp"
-        return target if target.is_dir() else write_model(target, lane.family, mtp=True)
-    target = folder / lane.family
-    return target if target.is_dir() else write_model(target, lane.family)
-
-
-def run(
-    lanes: Sequence[Lane],
-    engines: Any,
-    model_of: Callable[[Lane], Path | str],
-    so_far: dict[Lane, list[Check]],
-    came: Callable[[Lane, LaneReport], None],
-    side_by_side: int,
-) -> None:
-    """Run the lanes and hand each one's report on as soon as it is known; `engines` are ended on every way out.
-
-    `so_far` takes the checks of each lane while it runs. Lanes that are timed have the machine to themselves; the rest
-    runs `side_by_side`. Lanes with drafts come after all others, so that they take no time from them.
-    """
-    runner = Runner(engines)
-
-    def report_of(lane: Lane, model: Path | str) -> LaneReport:
-        print(f"{lane.name}: running", file=sys.stderr, flush=True)
-        began = time.monotonic()
-        checks = so_far.setdefault(lane, [])
-        try:
-            checks.extend(runner.run(lane, model))  # one by one: a signal may come between
-        except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
-            checks.append(Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}"))
-        job = lane.job(model, True)
-        arguments = {**job.arguments, "flags": report.without_secrets(job.flags)}
-        return LaneReport(lane.name, checks, time.monotonic() - began, arguments)
-
-    def run_group(group: Sequence[Lane]) -> None:
-        for lane in (lane for lane in group if lane.timed):
-            came(lane, report_of(lane, model_of(lane)))
-        rest = [lane for lane in group if not lane.timed]
-        models = [model_of(lane) for lane in rest]
-        with ThreadPoolExecutor(side_by_side) as pool:
-            try:
-                futures = {pool.submit(report_of, *pair): pair[0] for pair in zip(rest, models, strict=True)}
-                for future in as_completed(futures):
-                    came(futures[future], future.result())
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                engines.end()
-                raise
-
+def run(runner: Runner, lane: Lane, model: Path | str, checks: list[Check]) -> LaneReport:
+    """Run one lane; `checks` takes what it shows one by one, so that a signal may come between."""
+    began = time.monotonic()
     try:
-        run_group([lane for lane in lanes if lane.drafts is None])
-        run_group([lane for lane in lanes if lane.drafts is not None])
-    finally:
-        engines.end()
+        checks.extend(runner.run(lane, model))
+    except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
+        checks.append(Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}"))
+    job = lane.job(model, True)
+    arguments = {**job.arguments, "flags": report.without_secrets(job.flags)}
+    return LaneReport(lane.name, checks, time.monotonic() - began, arguments)
 
 
 def _unfinished(lane: Lane, checks: Sequence[Check]) -> LaneReport:
     return LaneReport(lane.name, [*checks, Check(lane.name, NOT_RUN, "not run, or not to its end")], 0.0)
+
+
+def own_lanes(model: str, flags: Sequence[str], device: str, quick: bool, speculation: str | None) -> list[Lane]:
+    """A user's own model without drafts, and with them if they are asked for or the model has a head that drafts.
+
+    With the flags that `seamark worker` would add.
+    """
+    needed = cpu_flags(model_type_of(model)) if device == "cpu" else {}
+    added = [part for flag, value in needed.items() for part in ((flag,) if value is None else (flag, value))]
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    lane = Lane(name, timed=True, few=quick, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
+    config = config_of(model)
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    if speculation is None and any(part.get(head) for part in parts for head in HEADS):
+        speculation = MTP
+    return [lane] if speculation is None else [lane, lane._replace(drafts=speculation)]
+
+
+def _tiny_model(lane: Lane, folder: Path) -> Path:
+    """A model of the lane's family, which is written when it is first needed."""
+    target = folder / (lane.family if lane.drafts is None else f"{lane.family}-mtp")
+    return target if target.is_dir() else write_model(target, lane.family, mtp=lane.drafts is not None)
 
 
 @contextlib.contextmanager

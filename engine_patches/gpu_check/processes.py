@@ -7,7 +7,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 class Engines:
-    """Starts engines one by one; usable from several threads."""
+    """Starts engines one by one, and ends each."""
 
     def __init__(self, folder: Path, on_cpu: bool, seconds: float, offline: bool = True) -> None:
         """`folder` takes jobs, results and logs; `offline`: models are in folders, nothing is looked up on the hub."""
@@ -47,21 +46,11 @@ class Engines:
         threads = {"OMP_NUM_THREADS": "1"} if on_cpu and offline else {}  # a tiny model gains nothing from more
         hub = {"HF_HUB_OFFLINE": "1"} if offline else {}
         self._environment = {**vllm_environment(os.environ, on_cpu), **threads, **hub, **ENVIRONMENT}
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
-        self._ended = False
-
-    def end(self) -> None:
-        """End the engines that run and start no more."""
-        with self._lock:
-            self._ended = True
-            for process in self._running:
-                _kill(process)
 
     def run(self, name: str, job: Job, mode: str, changes: Mapping[str, str] = {}) -> Outcome:
         """Do one job in an engine with `SEAMARK_ENGINE=mode` and further `changes` of its environment."""
         left = self._deadline - time.monotonic()
-        if left < MIN_SECONDS and not self._ended:
+        if left < MIN_SECONDS:
             return Outcome(None, "no time was left to start the engine (more with --minutes)", from_outside=True)
         allowed = min(left, max(left / 2, FAIR_SECONDS))
         stem = self._folder / name.replace(" ", "-").replace("/", "-")
@@ -70,14 +59,10 @@ class Engines:
         environment = {**self._environment, MODE_VARIABLE: mode, **changes}
         fault, from_outside = None, False
         with log_file.open("w") as log:
-            with self._lock:
-                if self._ended:
-                    return Outcome(None, "the check was ended before", from_outside=True)
-                # A process group of its own, so that whatever vLLM starts ends with it.
-                process = subprocess.Popen(
-                    _command(job_file, result_file), env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-                self._running.add(process)
+            # A process group of its own, so that whatever vLLM starts ends with it.
+            process = subprocess.Popen(
+                _command(job_file, result_file), env=environment, stdout=log, stderr=log, start_new_session=True
+            )
             try:
                 status = process.wait(allowed)
                 from_outside = status in (-signal.SIGKILL, -signal.SIGTERM)
@@ -87,23 +72,15 @@ class Engines:
                     fault = _last_error(log_file) or f"exit status {status}"
             except subprocess.TimeoutExpired:
                 fault, from_outside = f"the engine was ended after {allowed:.0f} s (more with --minutes)", True
-            finally:
-                with self._lock:
-                    _kill(process)
-                    self._running.discard(process)
-                process.wait()
-        if self._ended:
-            fault, from_outside = "the check was ended meanwhile", True
+            finally:  # a signal to the check may have come, too
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         return Outcome(pickle.loads(result_file.read_bytes()) if result_file.exists() else None, fault, from_outside)
 
 
 def _command(job_file: Path, result_file: Path) -> list[str]:
     return [sys.executable, "-m", "engine_patches.gpu_check.job", str(job_file), str(result_file)]
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_error(log: Path) -> str:

@@ -74,12 +74,12 @@ class Prompts:
 def sections(geometry: Geometry, quick: bool, seed: int = 0) -> dict[str, list[Wave]]:
     """All questions, by section; the last wave of a defect's section is the one to be asked with the defect."""
     prompts = Prompts(seed)
-    exact = _shared_prefixes(prompts, geometry, quick)
+    exact = _edges(prompts, geometry, quick)
     exact += _several_boundaries(prompts, geometry)
     for _ in range(1 if quick else 4):
         exact += _burst(prompts, geometry, size=3 if quick else 6)
     asked = {
-        EXACT: [part for wave in exact for part in _parts(wave)],
+        EXACT: [wave[start : start + PARALLEL] for wave in exact for start in range(0, len(wave), PARALLEL)],
         ALIGNED: _aligned(prompts, geometry, quick),
         RESEND: _resend(prompts, geometry, (5, 9) if quick else (3, 5, 7, 9)),
     }
@@ -93,55 +93,43 @@ def length_section(shared: int) -> str:
 
 def own_sections(geometry: Geometry, lengths: Sequence[int], ids: TokenRange) -> dict[str, list[Wave]]:
     """Questions for a user's own model, a section for each shared length, shortest first; then the planted defects."""
-    prompts, asked = Prompts(0, ids), {}
-    for shared in sorted(lengths):
-        prefix, hit = prompts.tokens(shared), _floor(shared, geometry)
-        again = [*prefix, *prompts.tokens(29)]
-        asked[length_section(shared)] = [
-            [Question(f"cold, {shared} shared", [*prefix, *prompts.tokens(37)], [shared], 0)],
-            [
-                Question(f"warm, {shared} shared", again, [shared, len(again) - 1], hit),
-                Question(f"warm, {shared} shared, another end", [*prefix, *prompts.tokens(3)], [shared], hit),
-            ],
-            [Question(f"resent, {len(again)} tokens", again, [shared], _floor(len(again) - 1, geometry))],
-        ]
+    prompts = Prompts(0, ids)
+    asked = {length_section(shared): _shared(prompts, geometry, shared, 29, 3) for shared in sorted(lengths)}
     return asked | {defect: _for_defect(prompts, geometry, 2) for defect in DEFECTS}
-
-
-def _parts(wave: Wave) -> list[Wave]:
-    return [wave[start : start + PARALLEL] for start in range(0, len(wave), PARALLEL)]
 
 
 def _floor(position: int, geometry: Geometry) -> int:
     return max(0, (position - geometry.ahead) // geometry.alignment * geometry.alignment)
 
 
-def _shared_prefixes(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
-    """Cold, warm (a shared prefix, another end) and resent prompts, around the edges of units, blocks and passes."""
+def _shared(prompts: Prompts, geometry: Geometry, shared: int, *ends: int) -> list[Wave]:
+    """A cold prompt, warm ones that share a prefix with it and go on for `ends` tokens, and the first of them again."""
+    prefix = prompts.tokens(shared)
+    warm = [[*prefix, *prompts.tokens(end)] for end in ends]
+    again, hit = warm[0], _floor(shared, geometry)
+    return [
+        [Question(f"cold, {shared} shared", [*prefix, *prompts.tokens(37)], [shared], 0)],
+        [Question(f"warm, {shared} shared", whole, [shared, len(whole) - 1], hit) for whole in warm],
+        [Question(f"resent, {len(again)} tokens", again, [shared], _floor(len(again) - 1, geometry))],
+    ]
+
+
+def _edges(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
+    """Cold, warm and resent prompts around the edges of units, blocks and passes."""
     unit, block, budget = geometry.alignment, geometry.block, geometry.budget
     lengths = {block - 1, block, block + 1}
     if not quick:
         lengths |= {unit - 1, unit, unit + 1, 5 * unit + 3, block + 5 * unit + 7}
         lengths |= {2 * block - 1, 2 * block, 2 * block + 1, budget + unit + 3}
-    cold, warm, again = [], [], []
-    for shared in sorted(lengths):
-        prefix = prompts.tokens(shared)
-        own = prompts.tokens(prompts.between(20, 60))
-        cold.append(Question(f"cold, {shared} shared", [*prefix, *own], [shared], 0))
-        whole = [*prefix, *prompts.tokens(prompts.between(1, 4))]
-        hints = [shared, len(whole) - 1]
-        warm.append(Question(f"warm, {shared} shared", whole, hints, _floor(shared, geometry)))
-        again.append(Question(f"resent, {len(whole)} tokens", whole, hints, _floor(len(whole) - 1, geometry)))
+    waves = [_shared(prompts, geometry, shared, prompts.between(1, 4)) for shared in sorted(lengths)]
     for length in (block,) if quick else (block - 1, block, block + 1):
         whole = prompts.tokens(length)
-        hints = [length - 1, length]
-        cold.append(Question(f"cold, ends after {length}", whole, hints, 0))
         # The last token is always computed. Beside drafts it may be the one behind a state that has to be shared.
         last = length - 1 + min(1, geometry.ahead)
-        again.append(Question(f"resent, ends after {length}", whole, hints, _floor(last, geometry)))
-        longer = [*whole, *prompts.tokens(2)]
-        again.append(Question(f"goes on after {length}", longer, [length], _floor(length, geometry)))
-    return [cold, warm, again]
+        resent = Question(f"resent, ends after {length}", whole, [length - 1, length], _floor(last, geometry))
+        longer = Question(f"goes on after {length}", [*whole, *prompts.tokens(2)], [length], _floor(length, geometry))
+        waves.append([[resent._replace(case=f"cold, ends after {length}", hit=0)], [], [resent, longer]])
+    return [[question for wave in together for question in wave] for together in zip(*waves, strict=True)]
 
 
 def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[Wave]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.verdicts import LEFT_OUT, NOT_RUN, OK, SPEED, WRONG, Check
+from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, SPEED, WRONG, Check
 
 RIGHT, FAILED, UNPROVEN = 0, 1, 3  # exit statuses
 
@@ -47,14 +47,12 @@ class LaneReport(NamedTuple):
         return WRONG if WRONG in verdicts else NOT_RUN if NOT_RUN in verdicts or OK not in verdicts else OK
 
 
-def lane_text(report: LaneReport, number: int | None = None, of: int = 0) -> str:
-    """A lane as paragraphs, one for each check, and an empty line; `number` is its place among those that ended."""
-    lines = [f"lane {number} of {of}: {report.lane}: {report.verdict} ({report.seconds:.0f} s)"]
-    if number is None:
-        lines = [f"unfinished lane: {report.lane}: {report.verdict}"]
+def lane_text(report: LaneReport, place: str) -> str:
+    """A lane as paragraphs, one for each check, and an empty line; `place`: which lane it is."""
+    took = f" ({report.seconds:.0f} s)" if report.seconds else ""
+    lines, space = [f"{place}: {report.lane}: {report.verdict}{took}"], " " * (INDENT + 2)
     for check in report.checks:
         lines.append(f"  {check.verdict:<{INDENT}}{check.name}")
-        space = " " * (INDENT + 2)
         lines += textwrap.wrap(check.says, 110, initial_indent=space, subsequent_indent=space)
     return "\n".join([*lines, ""])
 
@@ -74,18 +72,15 @@ def sentence(lanes: Sequence[LaneReport], device: str, status: int) -> str:
     wrong = [lane.lane for lane in lanes if lane.verdict == WRONG]
     if wrong:
         return f"WRONG: {'; '.join(wrong)}; do not use Seamark here, and please report it with the file above."
-    unproven = [f"{lane.lane} ({_reason(lane)})" for lane in lanes if lane.verdict == NOT_RUN]
     right = sum(lane.verdict == OK for lane in lanes)
     if status != RIGHT:
+        causes = [(lane, [c.says for c in lane.checks if c.verdict == NOT_RUN]) for lane in lanes]
+        unproven = [f"{lane.lane} ({(*says, 'did not run')[0]})" for lane, says in causes if lane.verdict == NOT_RUN]
         so_far = f"{right} of {len(lanes)} lanes are right" if right else "no lane ran to its end"
         return f"not proven: {'; '.join(unproven) or 'no lane was started'}; {so_far}{_speed_words(lanes)}."
     where = "on this CPU, which says nothing about a GPU's kernels" if device == "cpu" else "on this GPU"
     lanes_word = "the lane" if right == 1 else f"all {right} lanes"
     return f"right: {lanes_word} ran and found exact answers {where}{_speed_words(lanes)}."
-
-
-def _reason(lane: LaneReport) -> str:
-    return next((check.says for check in lane.checks if check.verdict == NOT_RUN), "did not run")
 
 
 def _speed_words(lanes: Sequence[LaneReport]) -> str:
@@ -103,13 +98,14 @@ def content(
 ) -> dict[str, Any]:
     """The report for the file, without what could name a person or a machine."""
     counts = {word: sum(lane.verdict == word for lane in lanes) for word in (OK, WRONG, NOT_RUN)}
+    left_out = [f"{c.name}: {c.says}" for lane in lanes for c in lane.checks if c.verdict == LEFT_OUT]
     found: dict[str, Any] = anonymous(
         {
             "verdict": verdict,
             "exit": status,
             "device": device,
             "seconds": round(seconds, 1),
-            "lanes": {**counts, "left out": _left_out(lanes)},
+            "lanes": {**counts, "left out": left_out},
             "options": options,
             "results": [
                 {
@@ -124,10 +120,6 @@ def content(
         }
     )
     return found
-
-
-def _left_out(lanes: Sequence[LaneReport]) -> list[str]:
-    return [f"{c.name}: {c.says}" for lane in lanes for c in lane.checks if c.verdict == LEFT_OUT]
 
 
 def write(file: Path, report: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from engine_patches.gpu_check.engine import Engine
@@ -80,35 +79,28 @@ def time_first_tokens(
 ) -> Iterator[list[FirstTokens]]:
     """Cold, warm and fan-out for each shared length, one length after the other."""
     prompts = Prompts(2, ids)
-
-    def siblings(prefix: list[int], count: int) -> Wave:
-        return [Question("timed", [*prefix, *prompts.tokens(OWN_TOKENS)], [len(prefix)], None) for _ in range(count)]
-
     for shared in lengths:
         known = prompts.tokens(shared)
-        engine.ask(siblings(known, 1), new_tokens=1)
-        draws: dict[str, Callable[[], Wave]] = {
-            COLD: partial(_fresh, prompts, siblings, shared, 1),
-            WARM: partial(siblings, known, 1),
-            FAN_OUT: partial(_fresh, prompts, siblings, shared, FAN),
-        }
+        engine.ask(_wave(prompts, known, 1), new_tokens=1)
         times = repeats if shared <= LONG else 1
-        yield [_timed(engine, case, shared, times, draw) for case, draw in draws.items()]
+        yield [_first_tokens(engine, prompts, case, known, times) for case in (COLD, WARM, FAN_OUT)]
 
 
-def _fresh(prompts: Prompts, siblings: Callable[[list[int], int], Wave], shared: int, count: int) -> Wave:
-    return siblings(prompts.tokens(shared), count)
+def _wave(prompts: Prompts, prefix: list[int], count: int) -> Wave:
+    return [Question("timed", [*prefix, *prompts.tokens(OWN_TOKENS)], [len(prefix)], None) for _ in range(count)]
 
 
-def _timed(engine: Engine, case: str, shared: int, repeats: int, draw: Callable[[], Wave]) -> FirstTokens:
-    engine.ask(draw(), new_tokens=1)  # kernels are compiled and tuned at their first use
+def _first_tokens(engine: Engine, prompts: Prompts, case: str, known: list[int], repeats: int) -> FirstTokens:
     seconds, cached, passes = [], 0, 0
-    for _ in range(repeats):
-        wave, before, began = draw(), engine.passes, time.perf_counter()
+    for _ in range(repeats + 1):
+        prefix = known if case == WARM else prompts.tokens(len(known))
+        wave = _wave(prompts, prefix, FAN if case == FAN_OUT else 1)
+        before, began = engine.passes, time.perf_counter()
         answers = engine.ask(wave, new_tokens=1)
         seconds.append(time.perf_counter() - began)
         cached, passes = sum(answer.cached for answer in answers), engine.passes - before
-    return FirstTokens(case, shared, statistics.median(seconds), cached, passes)
+    # Kernels are compiled and tuned at their first use.
+    return FirstTokens(case, len(known), statistics.median(seconds[1:]), cached, passes)
 
 
 def time_state(engine: Engine, repeats: int, ids: TokenRange) -> float:

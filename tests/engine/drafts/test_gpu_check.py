@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 
 from engine_patches.gpu_check import processes
-from engine_patches.gpu_check.lanes import Lane, Runner, lanes_of
+from engine_patches.gpu_check.judge import NOT_RUN, OK, WRONG, Check
+from engine_patches.gpu_check.lanes import lanes_of
 from engine_patches.gpu_check.processes import Engines, Outcome
 from engine_patches.gpu_check.questions import DEFECTS, EXACT
-from engine_patches.gpu_check.verdicts import NOT_RUN, OK, WRONG, Check
+from engine_patches.gpu_check.runner import Runner
 from proxy.bench.harness.servers import NEMOTRON_H, generated_model
 
 SECONDS = 900.0  # for all engines of the lane
 
 LANE = next(lane for lane in lanes_of("cpu", quick=False) if lane.drafts is not None)
-
-
-JUDGED = ("exactness", "chunk-aligned", "the check can see")
 
 
 class Remembering:
@@ -54,37 +52,24 @@ def engines(model, tmp_path_factory) -> Remembering:
     return remembering
 
 
-def checks_of(engines: Any, model: Path, lane: Lane = LANE) -> Sequence[Check]:
-    return list(Runner(engines).run(lane, model))
+def checks_of(engines: Any, model: Path) -> Sequence[Check]:
+    return list(Runner(engines).run(LANE, model))
 
 
 def named(checks: Sequence[Check], beginning: str) -> Check:
     return next(check for check in checks if check.name.startswith(beginning))
 
 
-def test_with_stand_ins_all_is_right(engines, model):
+def test_with_stand_ins_all_is_right_and_drafts_as_often_with_hits_as_without(engines, model):
     checks = checks_of(engines, model)
     assert {check.verdict for check in checks} == {OK}, checks
-    beginnings = [check.name.removesuffix(f", {LANE.name}") for check in checks]
-    assert beginnings == [
-        "environment",
-        "vLLM alone with drafts, cache off",
-        "vLLM alone with drafts, cache on",
-        *JUDGED,
-        *(f"{check}, {LANE.name}, the head's own drafts" for check in JUDGED),
-        "acceptance",
-        "forward passes",
-    ]
+    assert len(checks) == 1 + 2 + 2 * 3 + 2  # vLLM alone, twice; judged with the oracle's and the head's own drafts
     exact = named(checks, "exactness").numbers
     assert exact is not None and exact["from_cache"] > exact["answers"] / 2 and not exact["wrong_hits"]
     facts = checks[0].numbers
     assert facts is not None and facts["drafts"] and facts["ahead"] == 16 and facts["hints_refused"] is None
-
-
-def test_drafts_are_right_as_often_with_hits_as_without(engines, model):
-    shares = named(checks_of(engines, model), "acceptance").numbers
-    assert shares is not None and shares["Seamark"] == shares["vLLM alone without its cache"]
-    assert 0.4 < shares["Seamark"] < 0.7
+    shares = named(checks, "acceptance").numbers
+    assert shares is not None and 0.4 < shares["Seamark"] == shares["vLLM alone without its cache"] < 0.7
     right = {right for _, right in engines.outcomes[f"{LANE.name} patched, oracle"].result.verified}
     assert right == {0, 1, 2, 3}
 
@@ -105,4 +90,4 @@ def test_an_engine_with_a_planted_defect_is_found_wrong(engines, model, monkeypa
 def test_without_stand_ins_vllm_itself_does_not_draft_on_a_cpu(model, tmp_path):
     checks = checks_of(Engines(tmp_path, True, SECONDS), model)
     assert checks[-1].verdict == NOT_RUN and WRONG not in {check.verdict for check in checks}
-    assert "vLLM alone does not run this model with drafts" in checks[-1].says or "vLLM itself" in checks[-1].says
+    assert "vLLM alone does not run here" in checks[-1].says or "vLLM itself" in checks[-1].says
