@@ -26,8 +26,8 @@ HEAD = "workers policy                hits    p50 s    p99 s    req/s imbalance 
 WORDS = """
 hits: tokens found in the cache, of those that one endless cache, common to all workers, would give
 p50 s, p99 s: seconds to the first token; imbalance: largest share of requests at a worker x workers (1 is even)
-choice us: CPU time of one choice here, in microseconds, of Seamark's own code; the others are simulated as published,
-but sglang-router is its own installed process before workers that answer HTTP, without the time that it takes itself"""
+choice us: CPU time here, in microseconds, of one choice by Seamark's own index and routing; the others are simulated as
+published, but sglang-router is its own installed process before workers that answer HTTP, without its own time"""
 
 
 def profile_from(path: Path) -> Profile:
