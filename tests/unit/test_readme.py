@@ -87,6 +87,8 @@ def test_files_that_a_document_names_are_there(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_that_a_document_names_are_there(document):
     text = document.read_text()
+    if document.name == "CHANGELOG.md":
+        text = text.partition("\n## 0.")[0]  # what a release had may be gone
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= set(targets)
     commands = re.findall(r"(?:^|`|bin/)seamark ([a-z][a-z-]*)", text, re.M)
