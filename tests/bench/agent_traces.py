@@ -29,9 +29,10 @@ from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, NEMOTRON_H, Ser
 from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.observability.reasons import NEAR_UNITS
-from tests.bench.vllm_serve import HITS
 
 MATCH_UNIT = MATCH_UNITS[NEMOTRON_H]
+
+HITS = "vllm:prefix_cache_hits_total"
 
 LEAST_SHARE = 0.995  # of what could be found, divergences that were met for the first time left out
 

@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -29,7 +30,6 @@ from proxy.settings import Settings
 from tests.bench.aborts import open_files
 from tests.bench.attackers import KINDS, slot_seconds
 from tests.bench.soak import bad_lines, resident_bytes
-from tests.bench.stream_client import Receiver
 from tests.harness.load import request
 from tests.harness.mock_worker import FRAMES_FIELD, MODEL, STEP_FIELD, mock_worker
 from tests.harness.raw_http import Connection, Cut
@@ -46,6 +46,10 @@ HEALTH_P99, STREAM_GAP = 0.1, 0.25  # seconds, at most
 PER_SECOND = 5.0  # attacks of each kind, at least, while it is its turn
 
 SETTLE_SECONDS = 60.0
+
+_SENT = re.compile(rb'"sent":(\d+)')  # in a frame: time.monotonic_ns() of the worker's step
+
+_END_OF_FRAME = b"\n\n"
 
 # Small tables, and so a small bound.
 FLAGS = ("--memory-bytes", "16000000", "--text-bytes", "16000000", "--max-bodies-bytes", "268435456")
@@ -89,6 +93,42 @@ class Run:
     log: Sequence[str]  # lines that name an error
 
 
+class Receiver(asyncio.Protocol):
+    """One stream. Its HTTP is not taken apart: a frame's time stands in it."""
+
+    def __init__(self, question: bytes, lateness: array) -> None:
+        self._question = question
+        self._lateness = lateness  # nanoseconds, of all streams together
+        self._rest = b""
+        self.first = b""  # of what came
+        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # whether with its proper end
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        transport.write(self._question)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic_ns()
+        self.first = self.first or data[:300]
+        data = self._rest + data
+        whole = data.rfind(_END_OF_FRAME) + len(_END_OF_FRAME)
+        if whole < len(_END_OF_FRAME):
+            self._rest = data
+            return
+        self._rest = data[whole:]
+        self._lateness.extend(now - sent for sent in map(int, _SENT.findall(data, 0, whole)))
+        if data.find(b"data: [DONE]", 0, whole) >= 0:
+            self._end(True)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(False)
+
+    def _end(self, proper: bool) -> None:
+        if not self.ended.done():
+            self.ended.set_result(proper)
+            self._transport.close()
+
+
 class Honest:
     """Clients that stream all the time."""
 
@@ -104,7 +144,7 @@ class Honest:
         while time.monotonic() < until:
             messages = [{"role": "system", "content": "You."}, {"role": "user", "content": f"{number}?"}]
             body = {"model": MODEL, "messages": messages, "stream": True, STEP_FIELD: STEP_MS, FRAMES_FIELD: FRAMES}
-            receiver = Receiver(request(self._url, json.dumps(body).encode()), self.lateness, 0)
+            receiver = Receiver(request(self._url, json.dumps(body).encode()), self.lateness)
             self.streams += 1
             try:
                 await asyncio.get_running_loop().create_connection(lambda made=receiver: made, at.hostname, at.port)

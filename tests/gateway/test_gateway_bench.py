@@ -1,4 +1,4 @@
-"""`tests.bench.gateway_cost`, `streams` and `table_memory`: run small, and what they make of made-up batches."""
+"""`tests.bench.gateway_cost`: run small, and what it makes of made-up batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.servers import Server, Servers
-from tests.bench import gateway_cost, peers, streams, table_memory
+from tests.bench import gateway_cost, peers
 from tests.bench.gateway_cost import (
     CACHING,
     CASES,
@@ -211,33 +211,3 @@ def test_the_table_names_a_missing_peer_and_both_gateways():
     assert block[3].split() == ["seamark", "480", "360..600", "+0.50", "+1.00", "+0.00", "1.20"]
     assert block[5].strip() == "litellm         is missing: no such version"
     assert f"2 kB, stream, {MANY} clients" in text
-
-
-def test_every_frame_of_every_stream_is_received_both_ways(capsys):
-    streams.main(["--streams", "8", "--seconds", "1.5", "--runs", "1", "--json"])
-    report = json.loads(capsys.readouterr().out)
-    (run,) = report["runs"]
-    for way in ("direct", "through"):
-        assert run[way]["received"] == 8 * 75 and run[way]["complete"] == 8
-        assert 0 < run[way]["p50"] <= run[way]["p99"] <= run[way]["most"]
-        assert 0 < run[way]["frames"] < run[way]["received"]  # the first second is not counted
-    assert report["added_p99"] == pytest.approx(run["through"]["p99"] - run["direct"]["p99"])
-    assert report["held"] is (report["added_p99"] <= 20e-3) and run["cpu_per_frame"] > 0
-
-
-def test_tables_keep_to_their_bounds_in_the_table_alone_and_in_a_gateway(capsys):
-    table_memory.main(["--requests", "400", "--entries", "50", "--gateway-requests", "60", "--json"])
-    report = json.loads(capsys.readouterr().out)
-    table, gateway = report["memory"]
-    assert (table["requests"], table["entries"], table["evicted"]) == (400, 50, 1150)
-    assert gateway["entries"] == 50 and gateway["evicted"] >= 60
-    assert all(row["end"] - row["half"] == row["growth"] for row in report["memory"])
-    assert report["lookup"]["unknown"] > 0 and report["lookup"]["known"] > 0
-
-
-def test_growth_and_a_table_that_never_filled_are_not_held():
-    kept = table_memory.Grown("any", 10, 5, 5, 100, 100 + table_memory.GROWTH_LIMIT)
-    assert kept.held
-    assert not kept._replace(end=kept.end + 1).held
-    assert not kept._replace(evicted=0).held
-    assert not table_memory.Lookup(19e-6, 21e-6).held

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.bench.table_memory import resident
+from proxy.routing.prefix_index import ENTRY_BYTES
+from tests.bench.soak import resident_bytes
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
@@ -121,6 +122,15 @@ def test_a_key_leaves_room_for_other_keys(fleet, worker, pool, tmp_path):
     assert [answer.result().status_code for answer in kept] == [200, 200]
 
 
+def test_the_index_of_prefixes_forgets_the_oldest_when_its_share_of_the_memory_is_full(fleet, worker):
+    entries = 12
+    gateway = start_gateway(fleet, worker, flags=("--memory-bytes", str(-(-8 * entries * ENTRY_BYTES // 3))))
+    for number in range(2 * entries):
+        assert post(gateway, chat(f"{number}?")).status_code == 200
+    assert httpx.get(gateway.url + "/seamark/status").json()["directory_entries"] == entries
+    assert metric(gateway, "seamark_directory_evictions_total") >= entries
+
+
 def test_a_string_without_end_is_refused_at_once(fleet, worker):
     gateway = start_gateway(fleet, worker)
     assert post(gateway, b"[" * 129 + b'"' + b'\\"' * 500_000).status_code == 400  # it took hours
@@ -129,14 +139,14 @@ def test_a_string_without_end_is_refused_at_once(fleet, worker):
 def test_endless_trailers_and_endless_requests_are_not_kept(fleet, worker):
     gateway = start_gateway(fleet, worker, flags=("--max-header-bytes", "4096"))
     host, port = gateway.url.removeprefix("http://").split(":")
-    before = resident(gateway.process.pid)
+    before = resident_bytes(gateway.process.pid)
     head = b"POST /v1/x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
     for start, piece in ((head, b"a: b\r\n" * 10_000), (b"", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)):
         with socket.create_connection((host, int(port)), timeout=30) as endless, contextlib.suppress(OSError):
             endless.sendall(start)
             for _ in range(300):
                 endless.sendall(piece)
-    assert resident(gateway.process.pid) - before < 30 * 2**20
+    assert resident_bytes(gateway.process.pid) - before < 30 * 2**20
     assert post(gateway, chat("afterwards")).status_code == 200
 
 
@@ -254,7 +264,7 @@ def test_a_worker_that_stays_silent_is_given_up(fleet, worker, stream):
 def test_a_reader_that_does_not_read_holds_the_worker_back_and_fills_no_memory(fleet, worker):
     gateway = start_gateway(fleet, worker)
     post(gateway, chat("warm"))
-    before = resident(gateway.process.pid)
+    before = resident_bytes(gateway.process.pid)
     worker.stream_bytes = 200 * 2**20
     host, port = gateway.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
@@ -269,7 +279,7 @@ def test_a_reader_that_does_not_read_holds_the_worker_back_and_fills_no_memory(f
             seen = worker.sent
             time.sleep(0.5)
         assert worker.sent < 64 * 2**20
-        assert resident(gateway.process.pid) - before < 32 * 2**20
+        assert resident_bytes(gateway.process.pid) - before < 32 * 2**20
         assert post(gateway, chat("others go on")).status_code == 200
     assert metric(gateway, "seamark_worker_up") == 1
 

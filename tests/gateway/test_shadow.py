@@ -10,14 +10,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from proxy.bench.harness.client import Answer
 from proxy.bench.harness.servers import Server
 from proxy.commands.doctor import shadow_lines
 from proxy.commands.render_server import free_port
 from proxy.observability.prefill_cost import CostLearner, TokenWork
 from proxy.observability.shadow import MATCH_UNIT
 from proxy.settings import Settings
-from tests.bench.shadow import compare, traffic
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, SYSTEM, SYSTEM_END, chat, metric, post, start_gateway, wait_for
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
@@ -213,17 +211,6 @@ def test_prompts_of_one_length_tell_no_pace():
     for number in range(50):
         pace.observe(1000 + number, 0, 0.2, alone=True)
     assert pace.model is None
-
-
-def test_the_benchmark_holds_within_a_quarter_and_no_further():
-    def answer(seconds: float, cached: int) -> Answer:
-        return Answer((), 1000, cached, 0.0, seconds, seconds)
-
-    alone, patched = [answer(1.0, 0)] * 4, [answer(0.5, 900)] * 4
-    for seconds, held in ((2.0, True), (2.4, True), (2.6, False), (1.4, False)):
-        shadow = {"plugin_would_save": {"tokens": 3600, "seconds": seconds}, "learnt": {}, "lost": {}}
-        assert compare(alone, patched, shadow).held is held
-    assert len(traffic(1, 2)) == 25
 
 
 def test_the_loss_in_words_says_what_the_plugin_saves_and_what_keeps_requests_unjudged():

@@ -17,7 +17,7 @@ import pytest
 from proxy.server.log_limit import LINES
 from proxy.settings import Settings
 from tests.bench.aborts import started
-from tests.bench.table_memory import resident
+from tests.bench.soak import resident_bytes
 from tests.harness.api_keys import bearer, entry
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
@@ -58,7 +58,7 @@ def test_answers_that_nobody_reads_fill_no_memory_and_give_their_slots_back(flee
     with raw_worker(lambda body, served: answer if b"large" in body else whole()) as worker:
         gateway = start_gateway(fleet, worker, flags=("--send-timeout", "2", "--max-inflight", str(UNREAD)))
         post(gateway, chat("warm"))
-        before = resident(gateway.process.pid)
+        before = resident_bytes(gateway.process.pid)
         body = json.dumps(chat("large", stream=stream)).encode()
         clients = [connect(gateway) for _ in range(UNREAD)]
         for client in clients:
@@ -66,7 +66,7 @@ def test_answers_that_nobody_reads_fill_no_memory_and_give_their_slots_back(flee
         wait_for(lambda: metric(gateway, "seamark_inflight{") == UNREAD)
         most = 0
         while metric(gateway, "seamark_inflight{"):
-            most = max(most, resident(gateway.process.pid) - before)
+            most = max(most, resident_bytes(gateway.process.pid) - before)
             time.sleep(0.05)
         assert most < 100 * 2**20  # ten such answers, and what carries them, were 474 MiB
         assert metric(gateway, 'seamark_requests_total{code="499"') == UNREAD

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -14,12 +12,11 @@ from proxy.bench.harness import planted
 from proxy.bench.harness.client import Answer, ask, open_client
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import Server, Servers
-from tests.bench import self_check
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import wait_for
+from tests.harness.sampled_traffic import FLAGS, watch
 
-# Seconds; a quiet machine takes a tenth. How soon defects are found: `python -m tests.bench.self_check`.
-PATIENCE = 300.0
+PATIENCE = 300.0  # seconds; a quiet machine takes a tenth
 
 CHECKS = 4  # of honest answers
 
@@ -31,21 +28,15 @@ def checked(gateway: Server) -> dict:
 @pytest.fixture
 def watched(servers: SharedServers, fleet: Servers) -> Server:
     """A gateway that checks, before the engine in which defects can be planted."""
-    gateway = fleet.gateway(servers.seamark, flags=self_check.FLAGS)
+    gateway = fleet.gateway(servers.seamark, flags=FLAGS)
     gateway.wait_until_ready("/ready", seconds=30)
     return gateway
 
 
-async def watch(servers: SharedServers, gateway: Server, defect: str, enough: float = math.inf) -> self_check.Phase:
-    """Traffic that nobody has sent before, with this defect."""
-    seed, unit = time.time_ns() % 10**6, 16
-    return await self_check.watch(servers.seamark, gateway, servers.planted, defect, PATIENCE, seed, unit, enough)
-
-
 @pytest.mark.parametrize("defect", planted.DEFECTS)
 def test_a_planted_defect_is_found_and_turns_hints_off(servers: SharedServers, watched: Server, defect):
-    phase = asyncio.run(watch(servers, watched, defect))
-    assert replace(phase, seconds=0.0).held, phase
+    phase = asyncio.run(watch(servers.seamark, watched, servers.planted, defect, PATIENCE))
+    assert phase.held, phase
     log = watched.log.read_text()
     assert "from its cache, prompt" in log
     assert not any(word in log for word in ("harbour", "editor", "figures"))  # what the prompts are made of
@@ -104,6 +95,6 @@ def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_do
 
 
 def test_honest_answers_are_never_called_different(servers: SharedServers, watched: Server):
-    phase = asyncio.run(watch(servers, watched, "none", CHECKS))
+    phase = asyncio.run(watch(servers.seamark, watched, servers.planted, "none", PATIENCE, CHECKS))
     assert phase.held and sum(phase.results.values()) >= CHECKS, phase
     assert phase.hints_sent and phase.reason == "hit"

@@ -1,4 +1,4 @@
-"""`tests.bench`: what `agent_turns`, `agent_traces`, `many_heads`, `volatile_heads` and `vllm_serve` make of runs."""
+"""`tests.bench`: what `agent_turns`, `agent_traces` and `many_heads` make of runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from proxy.bench.harness.servers import MODEL_NAME
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.chat.reader import chat_request
-from tests.bench import agent_traces, agent_turns, many_heads, vllm_serve, volatile_heads
+from tests.bench import agent_traces, agent_turns, many_heads
 from tests.bench.agent_turns import SHAPES, Turn, body_of, rows, steps
 
 
@@ -111,45 +111,3 @@ def test_every_chat_has_another_head_and_the_size_that_was_asked_for():
     assert first != second and 40_000 < len(first) < 60_000
     texts = [json.loads(raw)["messages"] for raw in (first, second)]
     assert texts[0][0] != texts[1][0] and texts[0][1:] == texts[1][1:]
-
-
-def test_ours_may_differ_as_much_as_two_runs_of_vllm_alone():
-    plain = vllm_serve.Run(0.1, 5.0, 0.5, 100, 0)
-    noisy, slower = plain._replace(first_token=0.12), plain._replace(first_token=0.11)
-    row = vllm_serve.Row("case", vllm_serve.OURS, (slower,), (plain,), (plain,))
-    assert row.complaints == ["first token p50"]
-    assert vllm_serve.Row("case", vllm_serve.OURS, (slower,), (plain,), (noisy,)).complaints == []
-    worse = slower._replace(first_token=0.1, renders=1, hits=90)
-    assert vllm_serve.Row("case", vllm_serve.OURS, (worse,), (plain,), (plain,)).complaints == ["renders", "hits"]
-    by_chance = vllm_serve.Row("case", vllm_serve.OURS, (worse,), (plain,), (plain,), shares=False)
-    assert by_chance.complaints == ["renders"]
-
-
-def asked(reason, delivered, oracle, **told):
-    return volatile_heads.Asked(oracle, delivered, {"reason": reason, **told})
-
-
-def test_a_changed_head_has_to_be_named_with_its_kind_and_its_cost():
-    first = volatile_heads.Case("ISO date", volatile_heads.FIRST)
-    hits = (asked("hit", 320, 320),)
-    named = asked("prefix_changed", 0, 0, would_save={"dates": 304})
-    assert volatile_heads.Named(first, named, hits).complaints == []
-    unnamed = volatile_heads.Named(first, asked("cold", 0, 0), hits)
-    assert unnamed.complaints == ["says cold, not prefix_changed", "would save {}"]
-    empty = asked("prefix_changed", 0, 0, would_save={})
-    assert volatile_heads.Named(first, empty, hits).complaints == ["would save {}"]
-    later = (asked("prefix_changed", 320, 320),)
-    assert volatile_heads.Named(first, named, later).complaints == ["later says prefix_changed"]
-    middle = volatile_heads.Case("ISO date", volatile_heads.MIDDLE)
-    full = asked("hit", 160, 160, would_save={"dates": 144})
-    assert volatile_heads.Named(middle, full, hits).complaints == []
-    assert volatile_heads.Named(middle, asked("hit", 160, 160), hits).complaints == ["would save {}"]
-    last = volatile_heads.Case("ISO date", volatile_heads.LAST)
-    assert volatile_heads.Named(last, asked("hit", 608, 608), hits).complaints == []
-    assert volatile_heads.Named(last, asked("hit", 576, 608), hits).complaints == ["says hit, not prefix_changed"]
-
-
-def test_a_system_prompt_differs_in_its_text_alone():
-    for case in volatile_heads.CASES:
-        today, tomorrow = (case.system(text) for text in case.text[1:])
-        assert today.replace(case.text.today, case.text.tomorrow) == tomorrow or case.name == volatile_heads.TOOL_ORDER
