@@ -88,7 +88,7 @@ class Load(NamedTuple):
         flags = [part for name, value in lengths.items() for part in (f"--random-{name}", str(value))]
         headers = ["--header", *way.headers] if way.headers else []
         common = arguments_of(way.url, model, self.prompts, self.at_once, seed)
-        return [*common, "--dataset-name", "random", *flags, "--save-detailed", *headers]
+        return [*common, "--dataset-name", "random", *flags, *headers]
 
 
 def bind(pids: Sequence[int], core: int) -> None:
@@ -116,9 +116,9 @@ async def measure(
             for way in order.sample(ways, len(ways)):
                 seed += 1
                 steps, hits = await total(STEPS), await total(HITS)
-                served = await client.run(load.arguments(way, model, seed))
+                first_tokens = await client.run(load.arguments(way, model, seed))
                 if number >= WARM_UP:
-                    way.first_tokens += served.first_tokens
+                    way.first_tokens += first_tokens
                     way.steps.append(await total(STEPS) - steps)
                     way.hits.append(await total(HITS) - hits)
 

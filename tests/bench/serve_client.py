@@ -14,20 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from proxy.bench.harness.servers import MODEL_NAME
 from proxy.chat.chat import CHAT
-
-
-class Served(NamedTuple):
-    """What a run measured; seconds."""
-
-    first_token: float  # p50
-    duration: float
-    completed: int
-    failed: int
-    first_tokens: tuple[float, ...] = ()  # of each request, with `--save-detailed`
 
 
 def arguments_of(url: str, model: Path, prompts: int, at_once: int, seed: int) -> list[str]:
@@ -35,7 +25,7 @@ def arguments_of(url: str, model: Path, prompts: int, at_once: int, seed: int) -
     flags = {"--backend": "openai-chat", "--endpoint": CHAT, "--base-url": url, "--model": MODEL_NAME}
     flags |= {"--tokenizer": str(model), "--num-prompts": str(prompts), "--max-concurrency": str(at_once)}
     flags |= {"--seed": str(seed), "--temperature": "0"}
-    return [*(part for pair in flags.items() for part in pair), "--ignore-eos", "--disable-tqdm"]
+    return [*(part for pair in flags.items() for part in pair), "--ignore-eos", "--disable-tqdm", "--save-detailed"]
 
 
 class ServeClient:
@@ -58,8 +48,11 @@ class ServeClient:
             self._process.kill()
         await self._process.wait()
 
-    async def run(self, arguments: Sequence[str]) -> Served:
-        """One run. Raises `RuntimeError` if the process ends or a request fails."""
+    async def run(self, arguments: Sequence[str]) -> list[float]:
+        """One run: seconds to the first token of each request.
+
+        Raises `RuntimeError` if the process ends or a request fails.
+        """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         stdin.write(json.dumps(list(arguments)).encode() + b"\n")
@@ -69,8 +62,7 @@ class ServeClient:
         result: dict[str, Any] = json.loads(line)
         if result["failed"] or not result["completed"]:
             raise RuntimeError(f"vllm bench serve: {result['failed']} requests failed: {result.get('errors')}")
-        figures = result["median_ttft_ms"] / 1000, result["duration"], result["completed"], result["failed"]
-        return Served(*figures, tuple(result.get("ttfts", ())))
+        return list(result["ttfts"])
 
     @property
     def pid(self) -> int:
@@ -91,7 +83,7 @@ def main() -> None:
     add_cli_args(parser)
     for line in sys.stdin:
         result = run(parser.parse_args(json.loads(line)))
-        kept = ("median_ttft_ms", "duration", "completed", "failed", "ttfts")
+        kept = ("completed", "failed", "errors", "ttfts")
         print(json.dumps({name: result[name] for name in kept if name in result}), file=results, flush=True)
 
 

@@ -32,10 +32,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max
 
 LENGTHS = (40, 163, 448, 800)  # tokens that prompts share
 
-TEACHING = 8  # prompts, from which an engine learns how long its steps take
-
-RESENT = (100, 200, 400, 800, 1200, 1800)  # tokens of prompts that are sent twice
-
 ANSWER = 16  # tokens
 
 
@@ -53,7 +49,6 @@ class Engine:
     answer: int = ANSWER  # tokens
     oracle: str | None = None  # name of the engine whose answers are right
     probability: float = 0.7
-    learns_times: bool = False  # of its steps; if not, every state is worth writing, and every wait
     planted: str | None = None  # a defect
     without: Sequence[str] = ()  # parts of `draft_kernels` that are left out
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM
@@ -70,21 +65,6 @@ def pairs(draw: random.Random) -> list[Round]:
         second = shared + _drawn(draw, 53)
         further = [shared + _drawn(draw, more) for more in (37, 300, 5)]
         rounds += [[(prompt, [length])] for prompt in (further[0], second, second, *further[1:])]
-    return rounds
-
-
-def resends(draw: random.Random) -> list[Round]:
-    """Prompts of several lengths, each of them twice, hinted at their last words."""
-    prompts = [(_drawn(draw, length), [length - 3]) for length in RESENT]
-    return [[prompt] for prompt in prompts for _ in range(2)]
-
-
-def fan_outs(draw: random.Random) -> list[Round]:
-    """Eight prompts at once that share a beginning, for several lengths of it; before them `TEACHING` alone."""
-    rounds: list[Round] = [[(_drawn(draw, 100), [60])] for _ in range(TEACHING)]
-    for length in (163, 448, 1000):
-        shared = _drawn(draw, length)
-        rounds.append([(shared + _drawn(draw, 20 + number), [length]) for number in range(8)])
     return rounds
 
 
@@ -105,7 +85,7 @@ def edges(draw: random.Random) -> list[Round]:
     return [[(_drawn(draw, length), [length - 6])] for length in (747, 755, 760, 764, 765, 766, 767, 768, 769)]
 
 
-TRAFFIC = {"pairs": pairs, "resends": resends, "fan outs": fan_outs, "bursts": bursts, "edges": edges}
+TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges}
 
 
 def _drawn(draw: random.Random, length: int) -> list[int]:
@@ -203,8 +183,7 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
 
     def watched_schedule(*args: Any, **options: Any) -> Any:
         output = schedule(*args, **options)
-        if not engine.learns_times:
-            output.seamark_planned_at = float("inf")
+        output.seamark_planned_at = float("inf")  # no step's time is learnt: every state is worth writing, every wait
         if output.total_num_scheduled_tokens:
             steps.append(dict(output.num_scheduled_tokens))
         return output

@@ -83,9 +83,9 @@ class RedisServer:
 class LateWay:
     """A TCP port through which a server is reached, and each of its answers comes `seconds` late."""
 
-    def __init__(self, port: int, seconds: float = 0.0) -> None:
-        """`port`: of the server, on loopback. `seconds` can be changed while it runs."""
-        self.seconds = seconds
+    def __init__(self, port: int) -> None:
+        """`port`: of the server, on loopback."""
+        self.seconds = 0.0  # can be changed while it runs
         self._target = port
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
@@ -141,9 +141,9 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @contextlib.contextmanager
-def late_way(port: int, seconds: float = 0.0) -> Iterator[LateWay]:
+def late_way(port: int) -> Iterator[LateWay]:
     """A `LateWay` that is closed at the end."""
-    way = LateWay(port, seconds)
+    way = LateWay(port)
     try:
         yield way
     finally:

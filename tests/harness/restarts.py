@@ -32,7 +32,6 @@ class Round(NamedTuple):
     """What a round of prompts came to."""
 
     answers: list[Answer]
-    seconds: float  # of all answers, one after the other
 
     @property
     def hits(self) -> int:
@@ -63,22 +62,14 @@ def rounds_of(tokenizer: Any) -> tuple[list[Prompt], list[Prompt]]:
 
 def ask(server: Server, prompts: Sequence[Prompt]) -> Round:
     """One after the other: none waits for another."""
-    return ask_in_turn([server], prompts)[0]
 
-
-def ask_in_turn(servers: Sequence[Server], prompts: Sequence[Prompt]) -> list[Round]:
-    """Every prompt of every server, one after the other; who is asked first goes round."""
-
-    async def ask_each() -> list[Round]:
-        answers: dict[str, list[Answer]] = {server.url: [] for server in servers}
+    async def ask_each() -> Round:
+        answers = []
         async with open_client(240) as client:
-            for number, prompt in enumerate(prompts):
-                first = number % len(servers)
-                for server in [*servers[first:], *servers[:first]]:
-                    hint = {"seamark_boundaries": prompt["hint"]}
-                    answer = await complete(client, server.url, prompt["ids"], vllm_xargs=hint, stream=True)
-                    answers[server.url].append(answer)
-        return [Round(each, sum(answer.finished - answer.sent for answer in each)) for each in answers.values()]
+            for prompt in prompts:
+                hint = {"seamark_boundaries": prompt["hint"]}
+                answers.append(await complete(client, server.url, prompt["ids"], vllm_xargs=hint, stream=True))
+        return Round(answers)
 
     return asyncio.run(ask_each())
 

@@ -37,9 +37,8 @@ _ITERATION = re.compile(
 class CpuTime:
     """The CPU time of the process `pid` and of its descendants at this moment, a server that is ready."""
 
-    def __init__(self, pid: int, alone: bool = False) -> None:
-        """`alone`: without the descendants, as of a vLLM server's API process without its engine."""
-        self._pids = [pid] if alone else family(pid)
+    def __init__(self, pid: int) -> None:
+        self._pids = family(pid)
         self._clocks = [_clock(process) for process in self._pids]
 
     def seconds(self) -> float:
