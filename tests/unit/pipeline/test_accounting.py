@@ -245,10 +245,11 @@ async def test_a_change_costs_nothing_that_some_worker_was_sent_before(sent, los
     scene = Scene()
     request = changed_request(scene)
     prefix = Prefix(sent, 0) if sent is not None else None
-    request.prediction.expected = request.prediction.expected._replace(ever_sent=prefix)
-    await scene.accounting.answered(request, Usage(400, 0), None, EngineOutcome("cold", 0))
-    changed = request.explanation.changed
-    assert request.explanation.would_save == ({"dates": changed["lost"]} if lost is not None else {})
+    request.give(Choice(scene.worker, request.expected._replace(ever_sent=prefix)))
+    await scene.answered(request, Usage(400, 0), EngineOutcome("cold", 0))
+    explanation = request.record.explanation
+    changed = explanation.changed
+    assert explanation.would_save == ({"dates": changed["lost"]} if lost is not None else {})
     assert scene.value("seamark_would_save_tokens_total", text="dates") == (changed["lost"] if changed else 0)
     assert (changed and changed["lost"]) == (lost and pytest.approx(lost, abs=16))
 
