@@ -63,6 +63,7 @@ OWN_RESPONSE = frozenset(
         b"x-seamark-reason",
         b"x-seamark-outcome",
         b"x-seamark-cache",
+        b"x-seamark-overhead-ms",
     }
 )
 

@@ -72,7 +72,8 @@ class Dispatcher:
             *(worker.name for worker in request.asked),
         )
         request.timings.asked = time.perf_counter()
-        await self._queue.acquire(request.client.key, wants, lambda: self._take(lease), _never_sent)
+        with request.timings.waiting():
+            await self._queue.acquire(request.client.key, wants, lambda: self._take(lease), _never_sent)
 
     def has_slot(self, request: ProxiedRequest) -> bool:
         """Whether the request would get a slot now, without waiting."""

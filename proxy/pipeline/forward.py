@@ -115,7 +115,8 @@ class ResponseRelay:
         ]
         transfer = None
         if self._prefills is not None:
-            transfer = await self._prefills.transfer(request, lease, headers)
+            with request.timings.waiting():
+                transfer = await self._prefills.transfer(request, lease, headers)
         tries = dict.fromkeys(RETRIES, 0)
         fresh = False
         while True:
@@ -152,9 +153,10 @@ class ResponseRelay:
             load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
             headers = [*headers, (LOAD_HEADER, load.encode())]  # other gateways learn of it there
         try:
-            answer = await self._upstream.send(
-                client.method, worker.url + client.target, headers, raw, self._silence_timeout, fresh
-            )
+            with request.timings.waiting():
+                answer = await self._upstream.send(
+                    client.method, worker.url + client.target, headers, raw, self._silence_timeout, fresh
+                )
         except Exhausted:
             lease.never_sent()
             raise Overloaded("The gateway has no descriptor or port left for another connection.") from None
@@ -275,12 +277,15 @@ class ResponseRelay:
         chunks = response.chunks()
         collected: list[bytes] = []
         size = 0
-        async for chunk in chunks:
-            collected.append(chunk)
-            size += len(chunk)
-            if size > self._most_collected:
-                await self._pass_large(request, response, collected, chunks, send, watch)
-                return
+        with request.timings.waiting():
+            async for chunk in chunks:
+                collected.append(chunk)
+                size += len(chunk)
+                if size > self._most_collected:
+                    break
+        if size > self._most_collected:
+            await self._pass_large(request, response, collected, chunks, send, watch)
+            return
         body = b"".join(collected)
         request.timings.first_byte = time.perf_counter()
         headers = _response_headers(request, response)

@@ -41,7 +41,7 @@ from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.engine_names import EngineName, EngineNames
 from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import ProxiedRequest, Reply, request_of
+from proxy.pipeline.request import ProxiedRequest, Reply, Timings, request_of
 from proxy.settings import Settings
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _known(error: Exception, name: str) -> GatewayError:
 async def _refuse(
     request: ProxiedRequest | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
 ) -> None:
-    reply = request.reply if request is not None else Reply(send)
+    reply = request.reply if request is not None else Reply(send, Timings())
     reply.failed(error.status)
     if reply.started:
         return  # returning without the last chunk makes the server close the connection: a visible break

@@ -6,8 +6,9 @@ They are what the client sent, what is changed in its body, what was predicted, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +36,9 @@ RESPONSE_PATH = RESPONSES + "/"
 RESPONSE_ACTIONS = frozenset({"render", "input_tokens", "compact"})  # what stands in place of an id there
 
 CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every event
+
+# Milliseconds between a request's arrival and its answer's head, except for those in which it waited.
+OWN_TIME = b"x-seamark-overhead-ms"
 
 # In `vllm_xargs`, beside the hint, which is replaced.
 NOT_FROM_CLIENTS = frozenset({PIN, *TRANSFERS})
@@ -203,32 +207,6 @@ class Choice(NamedTuple):
     held: int = 0  # tokens of the prompt that the worker holds, guesses included: for load, nothing else
 
 
-class Reply:
-    """The way of an answer to its client, an ASGI `send`: what goes through it says how the request ended."""
-
-    __slots__ = ("_begun_as", "_send", "failure", "started")
-
-    def __init__(self, send: asgi.Send) -> None:
-        self._send = send
-        self._begun_as = 0
-        self.started = False
-        self.failure = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
-
-    async def __call__(self, message: asgi.Scope) -> None:
-        if message["type"] == "http.response.start":
-            self._begun_as, self.started = message["status"], True
-        await self._send(message)
-
-    @property
-    def status(self) -> int:
-        """What the request counts as: HTTP's status, or 499 if the client left; 0 while there is none."""
-        return self.failure or self._begun_as
-
-    def failed(self, status: int) -> None:
-        """It counts as `status`, whatever it has begun with."""
-        self.failure = status
-
-
 @dataclass(slots=True)
 class Timings:
     """`time.perf_counter()` unless a field says otherwise."""
@@ -239,7 +217,55 @@ class Timings:
     leased: float = 0.0  # it was given to its worker
     first_byte: float | None = None
     is_stream: bool = False  # `first_byte` is that of a stream's first event
+    arrived: float = field(default_factory=time.perf_counter)
+    waited_seconds: float = 0.0  # for workers, and for a slot
     was_alone: bool = False  # no other request was at its worker between `leased` and `first_byte`
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What passes inside is not the gateway's own time."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - began
+
+    @property
+    def own_milliseconds(self) -> float:
+        """That the gateway itself has taken by now."""
+        return max(0.0, time.perf_counter() - self.arrived - self.waited_seconds) * 1e3
+
+
+class Reply:
+    """The way of an answer to its client, an ASGI `send`: what goes through it says how the request ended.
+
+    The answer's head tells the gateway's own time.
+    """
+
+    __slots__ = ("_begun_as", "_send", "_timings", "failure", "started")
+
+    def __init__(self, send: asgi.Send, timings: Timings) -> None:
+        self._send = send
+        self._timings = timings
+        self._begun_as = 0
+        self.started = False
+        self.failure = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
+
+    async def __call__(self, message: asgi.Scope) -> None:
+        if message["type"] == "http.response.start":
+            self._begun_as, self.started = message["status"], True
+            own = (OWN_TIME, f"{self._timings.own_milliseconds:.1f}".encode())
+            message = {**message, "headers": [*message["headers"], own]}
+        await self._send(message)
+
+    @property
+    def status(self) -> int:
+        """What the request counts as: HTTP's status, or 499 if the client left; 0 while there is none."""
+        return self.failure or self._begun_as
+
+    def failed(self, status: int) -> None:
+        """It counts as `status`, whatever it has begun with."""
+        self.failure = status
 
 
 class Report(NamedTuple):
@@ -376,7 +402,8 @@ def request_of(
         key,
         time.perf_counter(),
     )
-    return ProxiedRequest(client, RequestBody(raw), Reply(send or _nowhere), request_id)
+    timings = Timings(arrived=client.arrived)
+    return ProxiedRequest(client, RequestBody(raw), Reply(send or _nowhere, timings), request_id, timings=timings)
 
 
 async def _nowhere(message: asgi.Scope) -> None:

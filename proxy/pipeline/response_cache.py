@@ -308,8 +308,10 @@ class Execution:
     async def _pass_on(
         self, reader: _Reader, request: ProxiedRequest, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
-        while (head := self._head) is None:
-            await self._next()
+        with request.timings.waiting() if request is not self._request else contextlib.nullcontext():
+            while self._head is None:
+                await self._next()
+        head = self._head
         if not reader.begun:
             reader.begun = True
             headers = head["headers"]
