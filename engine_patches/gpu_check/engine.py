@@ -118,7 +118,7 @@ class Engine:
         if self.checkpoints is None:
             raise RuntimeError("this engine runs without the patches: it keeps no states to ask for")
         held = self.checkpoints
-        return Geometry(held.block_size, held.alignment, self.budget, held.ahead)
+        return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead)
 
 
 def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:
@@ -159,10 +159,10 @@ def planted(scheduler: Any, defect: str) -> Iterator[None]:
 def _wrong_state(pool: Any, checkpoints: Checkpoints, request: Any, hit: int, group: int, defect: str) -> Any:
     from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
-    unit = checkpoints.match_unit
+    unit = checkpoints.grid.unit
     cached = pool.cached_block_hash_to_block
     if defect == EARLY_STATE:
-        early = hit - checkpoints.alignment
+        early = hit - checkpoints.grid.alignment
         return cached.get_one_block(key_at(request, early, unit, group)) if early > 0 else None
     own = set(request.block_hashes)
     others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)

@@ -31,9 +31,9 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
     if they are; most carry no more.
     """
     carrier: dict[str, int] = stats.waiting_lora_adapters
-    carrier[PREFIX + "match_unit"] = checkpoints.alignment  # what a hit is a multiple of
+    carrier[PREFIX + "match_unit"] = checkpoints.grid.alignment  # what a hit is a multiple of
     carrier[PREFIX + "block_size"] = checkpoints.block_size
-    carrier[PREFIX + "ahead"] = checkpoints.ahead if checkpoints.enabled else 0
+    carrier[PREFIX + "ahead"] = checkpoints.grid.ahead if checkpoints.enabled else 0
     if checkpoints.refusal is not None:
         carrier[f"{PREFIX}{REFUSED}/{checkpoints.refusal.cause}"] = 0
     counters, events = checkpoints.counters, checkpoints.state_events

@@ -124,8 +124,8 @@ def _avoids_unwritten_rows(manager: Any, request: Any, blocks: Any, hit: int) ->
             continue
         if hit <= checkpoints.unwritten.get(copied[-1].block_id, hit):
             continue
-        reached = hit + checkpoints.drop_in(attention)
-        key = key_at(request, reached, checkpoints.match_unit, attention.kv_cache_group_id)
+        reached = hit + checkpoints.grid.drop_in(attention)
+        key = key_at(request, reached, checkpoints.grid.unit, attention.kv_cache_group_id)
         written = _block_other_than(manager.block_pool, key, checkpoints.unwritten)
         if written is None:
             return False

@@ -17,6 +17,7 @@ from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import (
     EDGE,
     EXPECTED,
@@ -61,16 +62,13 @@ class StateStore(Protocol):
 class Checkpoints:
     """Lengths in tokens."""
 
-    match_unit: int
+    grid: Grid
     block_size: int
     enabled: bool = False  # the model has recurrent layers, and their states can be found
     writes_in_forward: bool = False  # states are written inside a pass; if not, chunks are cut for them
     refusal: Refusal | None = None  # why the hints of all requests are ignored
     block_sizes: dict[int, int] = field(default_factory=dict)  # by recurrent cache group
     attention_managers: Sequence[Any] = ()
-    alignment: int = 0  # states are placed on multiples of it; the match unit if a kernel asks for no more
-    drop: int = 0  # past a state, up to which attention keys have to reach: vLLM takes so much off again
-    ahead: int = 0  # past a state, up to which a prefix has to be shared
     verified: int = 1  # of one request in a step of generation, at most: itself and its drafts
     counters: Counters = field(default_factory=Counters)
     step_time: StepTime = field(default_factory=StepTime)
@@ -86,16 +84,10 @@ class Checkpoints:
     _held: list[Any] = field(default_factory=list)  # blocks written in the running step
 
     def __post_init__(self) -> None:
-        self.alignment = self.alignment or self.match_unit
-        self.outcomes = Outcomes(self.match_unit, self.alignment, self.drop)
+        self.outcomes = Outcomes(self.grid)
         self.seen = SeenPrefixes()
         self.turn_value = TurnValue()
         self.expected_junctions = ExpectedJunctions()
-
-    def place_states_on(self, alignment: int) -> None:
-        """States are placed on multiples of so many tokens, themselves a multiple of the match unit."""
-        self.alignment = alignment
-        self.outcomes = Outcomes(self.match_unit, alignment, self.drop)
 
     @property
     def recurrent_groups(self) -> Iterable[int]:
@@ -129,38 +121,38 @@ class Checkpoints:
         ignore = self.counters.hint_ignored
         if state.hinted and refusal is None:
             state.resolved = hints.resolve(hint, request.prompt_token_ids, request.num_prompt_tokens, ignore)
-            state.hinted_positions = hints.usable_positions(state.resolved, self.alignment, ignore, self.ahead)
-            state.turn_end = self._aligned(hints.turn_end(hint, state.resolved) - self.ahead)
+            state.hinted_positions = hints.usable_positions(state.resolved, self.grid, ignore)
+            state.turn_end = self.grid.usable(hints.turn_end(hint, state.resolved))
         # Of a prompt that goes on arriving, only what is there now is looked up and remembered.
-        units = request.num_prompt_tokens // self.match_unit
-        state.shared = self.seen.deepest(request.block_hashes[:units]) * self.match_unit
+        units = request.num_prompt_tokens // self.grid.unit
+        state.shared = self.seen.deepest(request.block_hashes[:units]) * self.grid.unit
         state.learned = self._learned_position(request, state)
         if self.writes_in_forward:  # else each costs a pass
             places = self.expected_junctions.places(_salt_of(request), state.shared, request.num_prompt_tokens)
-            state.expected = tuple(self._aligned(place - self.drop) for place in places)
+            state.expected = tuple(self.grid.deliverable(place, request.num_prompt_tokens) for place in places)
         state.worthless_turn = self._worthless_turn(request, state)
         return state
 
     def _worthless_turn(self, request: Any, state: RequestState) -> int:
         """The end of a request's turn if nobody is going to come back to it; 0 if somebody may."""
-        hashes, units = request.block_hashes, state.shared // self.match_unit
+        hashes, units = request.block_hashes, state.shared // self.grid.unit
         # The end of the turn before is as far from what is shared as a hint may be, and rounded down to the alignment.
-        reach = math.ceil((TURN_REACH + self.alignment + self.ahead) / self.match_unit)
+        reach = math.ceil((TURN_REACH + self.grid.alignment + self.grid.ahead) / self.grid.unit)
         self.turn_value.came_back(hashes[max(units - reach, 0) : units])
         targets = [target for target in self.targets(request, state) if target.kind != EXPECTED]
         if not targets or state.pin:
             return 0
         end = targets[-1].position
-        if end > len(hashes) * self.match_unit:
+        if end > len(hashes) * self.grid.unit:
             return 0
         heads = [position for position in state.positions if position < end - TURN_REACH]
         if heads and self._ends_a_turn(state, targets[-1]):
-            start, head = heads[0], hashes[heads[0] // self.match_unit - 1]
+            start, head = heads[0], self.grid.hash_of(request, heads[0])
         elif state.positions == (end,) == (state.turn_end,):
             start, head = 0, HEADLESS + _salt_of(request)
         else:
             return 0
-        key = hashes[end // self.match_unit - 1]
+        key = self.grid.hash_of(request, end)
         if self.turn_value.worth_a_state(head, key, end - start, self.step_time.tokens_per_pass):
             return 0
         if end in state.hinted_positions:
@@ -170,17 +162,13 @@ class Checkpoints:
 
     def _learned_position(self, request: Any, state: RequestState) -> int:
         """Where a request leaves the prompts before it, if that is worth a state and none of its hint serves."""
-        tail: int = (request.num_prompt_tokens - 1) // self.match_unit * self.match_unit
+        tail: int = (request.num_prompt_tokens - 1) // self.grid.unit * self.grid.unit
         shared = min(state.shared, tail)  # the same prompt again can use no more
-        hinted_there = any(shared <= position < shared + NEAR_UNITS * self.match_unit for position in state.resolved)
-        position = self._aligned(min(state.shared - self.drop, request.num_prompt_tokens - max(self.ahead, 1)))
-        if shared < max(MIN_SHARED, self.alignment) or hinted_there or position in state.hinted_positions:
+        hinted_there = any(shared <= position < shared + NEAR_UNITS * self.grid.unit for position in state.resolved)
+        position = self.grid.deliverable(state.shared, request.num_prompt_tokens)
+        if shared < max(MIN_SHARED, self.grid.alignment) or hinted_there or position in state.hinted_positions:
             return 0
         return position
-
-    def _aligned(self, num_tokens: int) -> int:
-        """The last position up to `num_tokens` on which a state can be placed, 0 if there is none."""
-        return max(num_tokens, 0) // self.alignment * self.alignment
 
     def targets(self, request: Any, state: RequestState | None = None) -> list[CheckpointTarget]:
         """Positions of a request whose states are to be kept, ascending."""
@@ -190,10 +178,9 @@ class Checkpoints:
         wanted = checkpoint_targets(
             request,
             state.hinted_positions,
-            self.alignment,
+            self.grid,
             self.block_size,
             state.learned,
-            self.ahead,
             state.expected,
             state.prompt_tokens,
         )
@@ -202,16 +189,12 @@ class Checkpoints:
     def is_cached(self, pool: Any, request: Any, position: int) -> bool:
         """Whether a request's state at `position` is in the cache, in every recurrent group."""
         cached = pool.cached_block_hash_to_block
-        keys = (key_at(request, position, self.match_unit, group) for group in self.recurrent_groups)
+        keys = (key_at(request, position, self.grid.unit, group) for group in self.recurrent_groups)
         return all(cached.get_one_block(key) is not None for key in keys)
-
-    def drop_in(self, manager: Any) -> int:
-        """Tokens that vLLM takes off a match in an attention manager's group: only where a draft head has its rows."""
-        return self.drop if getattr(manager, "use_eagle", True) else 0
 
     def positions_with_keys(self, state: RequestState, manager: Any, num_tokens: int) -> list[int]:
         """Positions up to `num_tokens` at which the request's blocks in an attention manager carry keys of ours."""
-        drop = self.drop_in(manager)
+        drop = self.grid.drop_in(manager)
         positions = state.states if self.writes_in_forward else state.positions
         return [position + drop for position in positions if position + drop <= num_tokens]
 
@@ -279,7 +262,7 @@ class Checkpoints:
         """Whether a state serves one conversation, rather than whoever shares its prefix, as far as is known."""
         if target.kind == LEARNED:
             # Just behind a state: more likely the template's own words after a turn than what others share.
-            return state.resumed_at > 0 and target.position - state.resumed_at <= NEAR_UNITS * self.match_unit
+            return state.resumed_at > 0 and target.position - state.resumed_at <= NEAR_UNITS * self.grid.unit
         hinted = state.hinted_positions
         return target.kind in (TAIL, EDGE, EXPECTED) or (len(hinted) > 1 and target.position == hinted[-1])
 
@@ -298,10 +281,9 @@ class Checkpoints:
 
     def _pin(self, request: Any) -> str:
         pins, events = self.pins, self.state_events
-        units = request.num_prompt_tokens // self.match_unit
-        if pins is None or events is None or not units:
+        if pins is None or events is None or request.num_prompt_tokens < self.grid.unit:
             return NOT_CACHED
-        prompt: bytes = request.block_hashes[units - 1]
+        prompt = self.grid.hash_of(request, request.num_prompt_tokens)
         state = self.state_of(request)
         if not state.pin:
             return pins.release(prompt)
@@ -325,9 +307,9 @@ class Checkpoints:
             )
             return
         reason = self.outcomes.reason_for(request, state, hit_tokens)
-        shared = state.shared + (self.ahead - self.drop if state.shared else 0)  # a hash may cover more than its unit
+        shared = self.grid.shared(state.shared)
         self.counters.request_admitted(AdmittedRequest(request.request_id, reason, hit_tokens, shared, state.resolved))
-        key = key_at(request, hit_tokens, self.match_unit, self.recurrent_group) if hit_tokens else b""
+        key = key_at(request, hit_tokens, self.grid.unit, self.recurrent_group) if hit_tokens else b""
         was_expected = self.expected_junctions.is_expected(key)
         self._learn_junction(request, state, reason, was_expected=was_expected)
         if not hit_tokens:
@@ -338,7 +320,7 @@ class Checkpoints:
         if self.retention is not None:
             self.retention.resumed(key, shared=was_expected)
             passed = (position for position in state.positions if position < hit_tokens)
-            self.retention.refresh(key_at(request, p, self.match_unit, self.recurrent_group) for p in passed)
+            self.retention.refresh(key_at(request, p, self.grid.unit, self.recurrent_group) for p in passed)
 
     def _learn_junction(self, request: Any, state: RequestState, reason: str, *, was_expected: bool) -> None:
         """Whether a state at first sight would have helped an admitted request; `was_expected`: it did."""
@@ -349,8 +331,8 @@ class Checkpoints:
         if was_expected:
             resumed = max((position for position in state.hinted_positions if position < resumed), default=0)
         # What was evicted was there, and would have been evicted at any other place, too.
-        leaves = state.shared >= max(MIN_SHARED, self.alignment) and reason != EVICTED
-        junction = request.block_hashes[state.shared // self.match_unit - 1] if leaves else None
+        leaves = state.shared >= max(MIN_SHARED, self.grid.alignment) and reason != EVICTED
+        junction = self.grid.hash_of(request, state.shared) if leaves else None
         length, rate = request.num_prompt_tokens, self.step_time.tokens_per_pass
         self.expected_junctions.add(_salt_of(request), junction, state.shared, length, resumed, rate)
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState
 
 
-def run_to_the_budget(request: Any, start: int, num_new_tokens: int, alignment: int) -> int:
+def run_to_the_budget(request: Any, start: int, num_new_tokens: int, grid: Grid) -> int:
     """Tokens of a chunk that begins at `start`, at most `num_new_tokens`.
 
-    A chunk that does not reach the prompt's end ends at a multiple of `alignment`, if the budget allows it: the next
-    chunk can then write states anywhere, and a kernel that scans in chunks sees the same ones in any number of passes.
+    A chunk that does not reach the prompt's end ends where a state can lie, if the budget allows it: the next chunk can
+    then write states anywhere, and a kernel that scans in chunks sees the same ones in any number of passes.
     """
     end = start + num_new_tokens
     if end < max(request.num_prompt_tokens, request.num_tokens - 1):
-        aligned = end // alignment * alignment
+        aligned = grid.floor(end)
         if aligned > start:
             return aligned - start
     return num_new_tokens
@@ -71,7 +72,7 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         if checkpoints.writes_in_forward:
             if start < request.num_prompt_tokens:
                 checkpoints.expect_states(request, start)
-            tokens = run_to_the_budget(request, start, num_new_tokens, checkpoints.alignment)
+            tokens = run_to_the_budget(request, start, num_new_tokens, checkpoints.grid)
             return no_short_replay(request, start, tokens, checkpoints.verified)
 
         def split() -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_patches.scheduler.forecast import Engine, Job, first_tokens
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import StepTime
 
@@ -71,11 +72,8 @@ class Wait:
 class PrefillGate:
     """Knows what running requests will write, and which requests wait for it. One per scheduler."""
 
-    def __init__(
-        self, step_time: StepTime, match_unit: int, clock: Callable[[], float] = time.monotonic, drop: int = 0
-    ) -> None:
-        """`drop`: tokens past a state that a prefix has to share to be found."""
-        self._step_time, self._unit, self._clock, self._drop = step_time, match_unit, clock, drop
+    def __init__(self, step_time: StepTime, grid: Grid, clock: Callable[[], float] = time.monotonic) -> None:
+        self._step_time, self._grid, self._clock = step_time, grid, clock
         self._expected: dict[bytes, ExpectedState] = {}  # by the hash of the prefix
         self._positions: list[int] | None = []  # of all expected, deepest first; None: to be sorted
         self._paused_until = 0.0
@@ -85,11 +83,11 @@ class PrefillGate:
     def expect(self, request: Any, start: int, positions: Iterable[int]) -> None:
         """`request` is about to run from token `start` and to write states at `positions`."""
         for state in positions:
-            position = state + self._drop
-            key = request.block_hashes[position // self._unit - 1]
+            position = state + self._grid.drop
+            key = self._grid.hash_of(request, position)
             known = self._expected.get(key)
             if state > start and (known is None or not _is_coming(known)):
-                self._expected[key] = ExpectedState(request, position, start, self._drop)
+                self._expected[key] = ExpectedState(request, position, start, self._grid.drop)
                 self._positions = None
 
     def drop_gone(self, requests: Container[str]) -> None:
@@ -115,8 +113,8 @@ class PrefillGate:
         if self._positions is None:
             self._positions = sorted({known.position for known in self._expected.values()}, reverse=True)
         for position in self._positions:
-            if _can_resume(request, position, self._drop):
-                known = self._expected.get(request.block_hashes[position // self._unit - 1])
+            if self._can_resume(request, position):
+                known = self._expected.get(self._grid.hash_of(request, position))
                 if known is not None and known.leader is not request and _is_coming(known):
                     yield known
 
@@ -145,7 +143,7 @@ class PrefillGate:
         budget = max(scheduler.max_num_scheduled_tokens - decoding * scheduler.seamark.verified, 1)
         chunk = scheduler.scheduler_config.long_prefill_token_threshold or budget
         slots = scheduler.max_num_running_reqs - decoding
-        engine = Engine(budget, chunk, scheduler.seamark.alignment, slots, tokens_per_pass)
+        engine = Engine(budget, chunk, self._grid.alignment, slots, tokens_per_pass)
         missing = expected.position - expected.leader.num_computed_tokens
         held, along = (first_tokens(jobs, running, leader, missing, engine, hold) for hold in (True, False))
         return held <= along
@@ -163,17 +161,20 @@ class PrefillGate:
             jobs.append(Job(left))
         running = len(jobs)
         held = (scheduler.requests[name] for name in self.waiting if name in scheduler.requests)
-        key = expected.leader.block_hashes[expected.position // self._unit - 1]
+        key = self._grid.hash_of(expected.leader, expected.position)
         line = itertools.islice(itertools.chain(held, scheduler.waiting), MAX_LINE)
         for request in {request.request_id: request for request in line}.values():
-            hashes = request.block_hashes
-            long_enough = _can_resume(request, expected.position, expected.drop)
-            if long_enough and hashes[expected.position // self._unit - 1] == key:
+            long_enough = self._can_resume(request, expected.position)
+            if long_enough and self._grid.hash_of(request, expected.position) == key:
                 jobs.append(Job(request.num_tokens - expected.start, expected.saved))
             else:
                 cached = scheduler.seamark.state_of(request).shared  # at most
                 jobs.append(Job(max(_left(request) - cached, 1)))
         return jobs, running, leader
+
+    def _can_resume(self, request: Any, position: int) -> bool:
+        """Whether a request is long enough to resume from an expected state whose keys reach up to `position`."""
+        return position - self._grid.drop <= self._grid.resumable(request.num_tokens)
 
     def hold(self, request: Any, expected: ExpectedState) -> bool:
         """Hold `request` back for an expected state; False once it has waited too long."""
@@ -205,11 +206,6 @@ class PrefillGate:
 def _left(request: Any) -> int:
     """Tokens that a request has yet to compute before it gives one; 1 if it generates already."""
     return int(request.num_tokens - request.num_computed_tokens)
-
-
-def _can_resume(request: Any, shared: int, drop: int) -> bool:
-    """Whether a request has `shared` tokens, and one more than the state that lies `drop` tokens before them."""
-    return bool(request.num_tokens >= shared + (drop == 0))
 
 
 def _is_coming(expected: ExpectedState) -> bool:

@@ -19,6 +19,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from engine_patches.scheduler.grid import Grid
+
 FIELD = "seamark_boundaries"
 
 # From the gateway alone, which takes it out of what clients send. 1: the prompt stays in the cache; 0: no longer.
@@ -242,30 +244,24 @@ def _rarest(pattern: list[int]) -> tuple[int, int]:
     return rare, pattern.index(rare)
 
 
-def usable_positions(
-    resolved: Sequence[int], alignment: int, ignore: Callable[[str], None], ahead: int = 0
-) -> tuple[int, ...]:
-    """Positions (tokens, ascending, multiples of `alignment`) at which states are kept for a resolved hint.
+def usable_positions(resolved: Sequence[int], grid: Grid, ignore: Callable[[str], None]) -> tuple[int, ...]:
+    """Positions (tokens, ascending) at which states are kept for a resolved hint.
 
-    Who resumes from a state has to share `ahead` tokens more. `ignore` is called with `below_unit` for each that is too
-    short. Several positions in one unit become one, and none of them counts as dropped.
+    `ignore` is called with `below_unit` for each that is too short. Several entries of one position become one, and
+    none of them counts as dropped.
     """
-    positions = set()
-    for position in resolved:
-        if position - ahead >= alignment:
-            positions.add((position - ahead) // alignment * alignment)
-        elif position:
-            ignore("below_unit")
-    return tuple(sorted(positions))
+    positions = [grid.usable(position) for position in resolved if position]
+    for _ in range(positions.count(0)):
+        ignore("below_unit")
+    return tuple(sorted({*positions} - {0}))
 
 
 def checkpoint_targets(
     request: Any,
     hinted: Sequence[int],
-    match_unit: int,
+    grid: Grid,
     block_size: int,
     learned: int = 0,
-    ahead: int = 0,
     expected: Sequence[int] = (),
     prompt_tokens: int = 0,
 ) -> list[CheckpointTarget]:
@@ -279,30 +275,30 @@ def checkpoint_targets(
     Without a position of either kind the tail is kept only in prompts longer than a block; then, too, the junction, the
     end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
     """
-    # The last token is always computed, for its logits; the same prompt again shares no more than all of it.
-    last = max((prompt_tokens or request.num_prompt_tokens) - max(ahead, 1), 0)
+    last = grid.resumable(prompt_tokens or request.num_prompt_tokens)
+    near = NEAR_UNITS * grid.alignment
     kinds: dict[int, str] = {}
-    tail = last // match_unit * match_unit
+    tail = grid.floor(last)
     known = (*hinted, learned) if learned else tuple(hinted)
-    edge = last // block_size * block_size // match_unit * match_unit
+    edge = grid.floor(last // block_size * block_size)
     if edge < min(known, default=last + 1) and not any(position < tail - TURN_REACH for position in known):
         kinds[edge] = EDGE
     near_tail = any(tail - TURN_REACH <= position <= tail for position in known)
     if not near_tail and (hinted or last >= block_size):
         kinds[tail] = TAIL
     if not known:  # the sender of a hint, and the longest shared beginning, say more than what vLLM infers
-        junction = request.shared_prefix_boundary // match_unit * match_unit
+        junction = grid.floor(request.shared_prefix_boundary)
         if junction <= last:
             kinds[junction] = JUNCTION
     if learned:
         # The next prompt may leave a little earlier. vLLM alone keeps the whole block before such a place.
-        before = learned // block_size * block_size // match_unit * match_unit
-        if learned - before >= NEAR_UNITS * match_unit:
+        before = grid.floor(learned // block_size * block_size)
+        if learned - before >= near:
             kinds.setdefault(before, EDGE)
         kinds[learned] = LEARNED
     kinds.update(dict.fromkeys(hinted, HINTED))
     for position in expected:
-        if position <= last and not any(position - NEAR_UNITS * match_unit < other <= position for other in kinds):
+        if position <= last and not any(position - near < other <= position for other in kinds):
             kinds[position] = EXPECTED
     kinds.pop(0, None)
     return [CheckpointTarget(position, kinds[position]) for position in sorted(kinds)]

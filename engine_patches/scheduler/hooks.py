@@ -9,10 +9,11 @@ from typing import Any
 from engine_patches import kv_connectors, ledger, settings
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.kv_connectors import Lane
+from engine_patches.kv_connectors import Decision, Lane
 from engine_patches.scheduler import pins, preflight, refusals, transfers
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import HINTED, LEARNED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
 from engine_patches.scheduler.pins import Pins
@@ -33,19 +34,21 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
         original(self, *args, **kwargs)
-        # vLLM 0.32 takes a unit off what a draft head may use; 0.33 has hashes that cover what the head reads instead.
-        drop = self.hash_block_size if self.use_eagle_block_drop else 0
-        self.seamark = checkpoints = Checkpoints(
-            match_unit=self.hash_block_size,
-            block_size=self.block_size,
-            drop=drop,
-            ahead=drop or getattr(self, "num_hash_lookahead_tokens", 0),
-            verified=1 + self.num_spec_tokens,
-        )
-        checkpoints.weights = Weights.of(self.vllm_config)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
-        checkpoints.refusal = refusal = _refusal(self, recurrent) if recurrent else None
+        refusal = _refusal(self, recurrent) if recurrent else None
+        groups = self.kv_cache_manager.kv_cache_config.kv_cache_groups
+        specs = [groups[manager.kv_cache_group_id].kv_cache_spec for manager in recurrent if refusal is None]
+        connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
+        in_pass = bool(specs) and connector.lane is Lane.INSIDE and all(map(is_promised, specs))
+        self.seamark = checkpoints = Checkpoints(
+            grid=_grid(self, specs if in_pass else ()),
+            block_size=self.block_size,
+            writes_in_forward=in_pass,
+            refusal=refusal,
+            verified=1 + self.num_spec_tokens,
+            weights=Weights.of(self.vllm_config),
+        )
         if refusal is not None:
             logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
         elif recurrent:
@@ -55,7 +58,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             if refusals.finds_whole_blocks(self):
                 # vLLM rounds what it caches down to whole blocks, and we could not tell at which of them a chunk ends.
                 self.kv_cache_manager.coordinator.enable_partial_hash_hits = True
-            _set_up_states(self, checkpoints)
+            _set_up_states(self, checkpoints, connector)
             transfers.introduce(self, checkpoints)
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
@@ -71,6 +74,15 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             self.mamba_has_prefill_checkpoint_blocks = False
 
     return __init__
+
+
+def _grid(scheduler: Any, written: Sequence[Any]) -> Grid:
+    """Where states lie whose layers, by their specs `written`, write them inside a pass; else on any match unit."""
+    unit = scheduler.hash_block_size
+    alignment = state_alignment(written, scheduler.vllm_config, unit) if written else unit
+    # vLLM 0.32 takes a unit off what a draft head may use; 0.33 has hashes that cover what the head reads instead.
+    drop = unit if scheduler.use_eagle_block_drop else 0
+    return Grid(unit, alignment, drop, drop or getattr(scheduler, "num_hash_lookahead_tokens", 0))
 
 
 def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
@@ -98,37 +110,33 @@ def warn_of_narrow_states(specs: Iterable[Any]) -> None:
         )
 
 
-def _set_up_states(scheduler: Any, checkpoints: Checkpoints) -> None:
-    pool = scheduler.kv_cache_manager.block_pool
+def _set_up_states(scheduler: Any, checkpoints: Checkpoints, connector: Decision) -> None:
+    pool, grid = scheduler.kv_cache_manager.block_pool, checkpoints.grid
     checkpoints.state_events = StateEvents(
         pool,
-        checkpoints.match_unit,
+        grid.unit,
         checkpoints.recurrent_groups,
         checkpoints.attention_managers,
-        [checkpoints.drop_in(manager) for manager in checkpoints.attention_managers],
+        [grid.drop_in(manager) for manager in checkpoints.attention_managers],
     )
     setattr(pool, WATCHERS, (checkpoints.state_events.keys_removed, checkpoints.counters.keys_removed))
     checkpoints.pins = Pins(pool, pins.limit(scheduler, settings.pin_share()))
     groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     recurrent = [groups[group] for group in checkpoints.recurrent_groups]
-    specs = [group.kv_cache_spec for group in recurrent]
     checkpoints.counters.state_bytes = sum(
         group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in recurrent
     )
-    connector = kv_connectors.decide(scheduler.vllm_config)
-    checkpoints.writes_in_forward = connector.lane is Lane.INSIDE and all(map(is_promised, specs))
-    warn_of_narrow_states(specs)
+    warn_of_narrow_states(group.kv_cache_spec for group in recurrent)
     if checkpoints.writes_in_forward:
-        checkpoints.place_states_on(state_alignment(specs, scheduler.vllm_config, checkpoints.match_unit))
         checkpoints.retention = Retention(pool, settings.state_share())
         if settings.fan_out():
-            checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.match_unit, drop=checkpoints.drop)
+            checkpoints.gate = PrefillGate(checkpoints.step_time, grid)
         checkpoints.give_back = lambda blocks: _give_back_after_their_step(scheduler, blocks)
     logger.info(
         "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
         "inside the pass" if checkpoints.writes_in_forward else "at the ends of chunks, one pass each",
-        checkpoints.alignment,
-        checkpoints.match_unit,
+        grid.alignment,
+        grid.unit,
         checkpoints.block_size,
         f"; KV connector {', '.join(connector.names)}" if connector.names else "",
         f": {connector.reason}" if connector.reason else "",

@@ -302,13 +302,13 @@ def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., No
         blocks = settings.kv_events()
         if blocks == settings.OFF:
             return
-        unit = checkpoints.match_unit
+        unit = checkpoints.grid.unit
         attention = [
             AttentionGroup(
                 manager.kv_cache_group_id,
                 manager.block_size,
                 unit if blocks == settings.UNITS else manager.block_size,
-                checkpoints.drop_in(manager),
+                checkpoints.grid.drop_in(manager),
             )
             for manager in checkpoints.attention_managers
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState
 
 # The reasons an engine can tell, out of the closed set that the whole product uses.
@@ -25,19 +26,13 @@ MAX_COMPUTED = 65_536
 class Outcomes:
     """Remembers which prefixes that were to have a state were computed before, and what became of their states."""
 
-    def __init__(self, match_unit: int, alignment: int | None = None, drop: int = 0) -> None:
-        """`alignment`: states are placed on multiples of it (tokens), of the match unit if None.
-
-        `drop`: tokens that a prefix has to share past its state, and by which it is named.
-        """
-        self._unit = match_unit
-        self._alignment = alignment or match_unit
-        self._drop = drop
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
         self._misses: OrderedDict[bytes, str] = OrderedDict()  # prefix hash -> what a miss of it means
 
     def computed(self, request: Any, position: int, miss: str) -> None:
         """A prefix that is to have a state was computed; a later miss of it means `miss`."""
-        key = request.block_hashes[(position + self._drop) // self._unit - 1]
+        key = self._grid.hash_of(request, position + self._grid.drop)
         self._misses[key] = miss
         self._misses.move_to_end(key)
         if len(self._misses) > MAX_COMPUTED:
@@ -52,11 +47,11 @@ class Outcomes:
         hinted = state.hinted_positions
         if getattr(request, "skip_reading_prefix_cache", False):  # prompt logprobs need every token computed
             return HINT_IGNORED
-        last = request.num_tokens - max(self._drop, 1)  # its last token is always computed
-        reachable = max(min(state.shared - self._drop, last), 0) // self._alignment * self._alignment
+        last = self._grid.resumable(request.num_tokens)
+        reachable = self._grid.deliverable(state.shared, request.num_tokens)
         deepest = max((position for position in hinted if position <= last), default=0)
-        for position in range(max(deepest, reachable), hit_tokens, -self._unit):
-            miss = self._misses.get(request.block_hashes[(position + self._drop) // self._unit - 1])
+        for position in range(max(deepest, reachable), hit_tokens, -self._grid.unit):
+            miss = self._misses.get(self._grid.hash_of(request, position + self._grid.drop))
             if miss is not None:
                 return miss
         if hit_tokens:
@@ -67,4 +62,4 @@ class Outcomes:
         """The reason for a request that hit nothing, and whose hint names no usable position."""
         if not state.hinted:
             return NO_BOUNDARY
-        return BELOW_UNIT if request.num_prompt_tokens <= self._unit else HINT_IGNORED
+        return BELOW_UNIT if request.num_prompt_tokens <= self._grid.unit else HINT_IGNORED

@@ -109,7 +109,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
         checkpoints.state_of(request).states.update(positions)
         for manager in checkpoints.attention_managers:
             # Keys past this chunk come with the chunk that computes their rows.
-            reached = (position + checkpoints.drop_in(manager) for position in positions)
+            reached = (position + checkpoints.grid.drop_in(manager) for position in positions)
             keep_attention_keys(manager, request, (position for position in reached if position <= end))
         if checkpoints.store is not None:
             for position in positions:

@@ -57,7 +57,7 @@ class Transfers:
 
         Who loads the state can then keep it, and so can this worker: it is where the next turn resumes.
         """
-        checkpoints, unit = self.checkpoints, self.checkpoints.match_unit
+        checkpoints, unit = self.checkpoints, self.checkpoints.grid.unit
         state = checkpoints.state_of(request)
         if not checkpoints.writes_in_forward or checkpoints.verified > 1 or request.num_output_tokens:
             return
@@ -139,7 +139,7 @@ class Transfers:
 
         if not weights:
             return ""
-        unit = self.checkpoints.match_unit
+        unit = self.checkpoints.grid.unit
         whole = num_tokens // unit
         start = whole * unit
         parent: bytes = request.block_hashes[whole - 1] if whole else b""
@@ -226,7 +226,7 @@ def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> 
 
     checkpoints: Checkpoints = scheduler.seamark
     state = checkpoints.state_of(request)
-    if not start or start != state.loaded or start % checkpoints.alignment:
+    if not start or start != state.loaded or start != checkpoints.grid.floor(start):
         return False
     if checkpoints.is_cached(scheduler.kv_cache_manager.block_pool, request, start):
         return True

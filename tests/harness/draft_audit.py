@@ -121,7 +121,7 @@ class DraftCore(Core):
     def _found(self, block_hashes: Any, most: int) -> int:
         # By a prompt that shares no more than it takes: a longer one may enter a group by a later key. vLLM 0.31 looks
         # no further than it is asked to, and takes a unit off that.
-        reached = most + self.scheduler.seamark.drop
+        reached = most + self.scheduler.seamark.grid.drop
         looks_past = hasattr(kv_cache_coordinator, "eagle_proof_margin")
         return super()._found(list(block_hashes)[: reached // UNIT], most if looks_past else reached)
 

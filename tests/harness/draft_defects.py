@@ -26,8 +26,10 @@ def plant(defect: str) -> None:
     if defect == ADMITTED_ALONE:
         from engine_patches.scheduler import hooks
         from engine_patches.scheduler.checkpoints import Checkpoints
+        from engine_patches.scheduler.grid import Grid
 
-        hooks.Checkpoints = lambda match_unit, block_size, **_: Checkpoints(match_unit, block_size)
+        hooks.Grid = lambda unit, alignment, *_: Grid(unit, alignment)
+        hooks.Checkpoints = lambda verified, **more: Checkpoints(**more)
     elif defect == A_UNIT_EARLY:
         _write_a_unit_early()
     elif defect == ACCEPTED_IGNORED:
@@ -66,7 +68,7 @@ def _write_a_unit_early() -> None:
     plan = state_writes._plan_writes
 
     def early(scheduler: Any, output: Any) -> Any:
-        unit = scheduler.seamark.alignment
+        unit = scheduler.seamark.grid.alignment
         return {
             name: [write._replace(offset=max(write.offset - unit, 1)) for write in writes]
             for name, writes in plan(scheduler, output).items()

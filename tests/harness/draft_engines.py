@@ -242,7 +242,7 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
         "held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "refused": checkpoints.refusal.reason if checkpoints is not None and checkpoints.refusal else None,
         "writes_in_forward": checkpoints.writes_in_forward if checkpoints is not None else False,
-        "ahead": checkpoints.ahead if checkpoints is not None else 0,
+        "ahead": checkpoints.grid.ahead if checkpoints is not None else 0,
         "said": said,
         "ignored": dict(checkpoints.counters.counts.ignored) if checkpoints is not None else {},
     }

@@ -107,7 +107,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         "family": name,
         "refused": checkpoints.refusal.cause if checkpoints.refusal is not None else None,
         "block": checkpoints.block_size,
-        "unit": checkpoints.match_unit,
+        "unit": checkpoints.grid.unit,
         "hits": {
             length: [hit for (_, hint), (hit, _) in zip(prompts, hits, strict=True) if hint == length]
             for length in heads

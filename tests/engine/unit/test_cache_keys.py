@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_patches.scheduler.cache_keys import avoid_unwritten_rows, keep_hinted_keys, key_at
+from engine_patches.scheduler.grid import Grid
 
 UNIT, HIT = 16, 80  # tokens
 
@@ -22,8 +23,7 @@ def found_after(groups, copied, unwritten, cached):
     keys = {key_at(request, HIT, UNIT, group): entry for group, entry in cached.items()}
     manager = SimpleNamespace(
         seamark=SimpleNamespace(
-            match_unit=UNIT,
-            drop_in=lambda manager: 0,
+            grid=Grid(UNIT, UNIT),
             unwritten=unwritten,
             attention_managers=[
                 SimpleNamespace(kv_cache_group_id=group, block_size=size) for group, size in groups.items()

@@ -11,12 +11,15 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import EDGE, EXPECTED, FIELD, HINTED, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY
 from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.retention import Retention
 
 UNIT = 16
+
+GRID = Grid(UNIT, UNIT)
 
 
 def request(tokens, hint=None, salt="", name="r", hashed=None, **more) -> Any:
@@ -44,7 +47,7 @@ HEAD = own(0, 200)
 
 @pytest.fixture
 def checkpoints() -> Checkpoints:
-    return Checkpoints(match_unit=UNIT, block_size=512, enabled=True, block_sizes={0: 512})
+    return Checkpoints(GRID, 512, enabled=True, block_sizes={0: 512})
 
 
 def test_the_second_request_learns_where_it_leaves_the_first(checkpoints):
@@ -140,7 +143,7 @@ def test_a_pooling_request_has_no_hint_and_is_looked_at_all_the_same(checkpoints
 
 
 def test_learned_positions_stand_where_kernels_allow_states():
-    checkpoints = Checkpoints(match_unit=UNIT, block_size=512, enabled=True, alignment=64)
+    checkpoints = Checkpoints(Grid(UNIT, 64), 512, enabled=True)
     checkpoints.state_of(request(HEAD + own(1, 300)))
     assert checkpoints.state_of(request(HEAD + own(2, 300))).learned == 192
     checkpoints.state_of(request(HEAD[:190] + own(3, 300)))
@@ -148,7 +151,7 @@ def test_learned_positions_stand_where_kernels_allow_states():
 
 
 def test_an_engine_without_checkpoints_looks_at_nothing():
-    checkpoints = Checkpoints(match_unit=UNIT, block_size=512, refusal=Refusal("speculative", "drafts"))
+    checkpoints = Checkpoints(GRID, 512, refusal=Refusal("speculative", "drafts"))
     assert checkpoints.state_of(request(HEAD, ["last:7"])).hinted
     assert checkpoints.counters.counts.ignored == {"speculative": 1}
     assert len(checkpoints.seen) == 0 and checkpoints.state_of(request(HEAD)).shared == 0
@@ -273,7 +276,7 @@ def test_a_conversation_that_goes_on_brings_the_ends_of_turns_back(checkpoints):
 
 
 def test_it_does_where_states_lie_farther_apart_than_a_turn_reaches():
-    singles = Singles(Checkpoints(UNIT, 512, enabled=True, block_sizes={0: 512}, alignment=128))
+    singles = Singles(Checkpoints(Grid(UNIT, 128), 512, enabled=True, block_sizes={0: 512}))
     for _ in range(9):
         prompt, positions = singles.ask(310)  # hinted: 506 of 510, so the state is at 384
         singles.now += 100.0
@@ -318,7 +321,7 @@ def test_prompts_that_share_nothing_keep_the_ends_of_their_turns(checkpoints):
 @pytest.fixture
 def writing() -> Checkpoints:
     """Before an engine that writes states inside a pass."""
-    return Checkpoints(match_unit=UNIT, block_size=512, enabled=True, block_sizes={0: 512}, writes_in_forward=True)
+    return Checkpoints(GRID, 512, enabled=True, block_sizes={0: 512}, writes_in_forward=True)
 
 
 def admit(checkpoints: Checkpoints, number: int, question: int, hit: int = 0, **more) -> list[CheckpointTarget]:

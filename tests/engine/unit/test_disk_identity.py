@@ -26,6 +26,7 @@ from engine_patches.reporting.events_api import Feed
 from engine_patches.reporting.metrics import EngineMetrics
 from engine_patches.reporting.stats_channel import attach
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.grid import Grid
 from tests.harness.damaged_files import DAMAGES
 
 ROWS, ROW = 10, 8192
@@ -108,7 +109,7 @@ class Engine:
 
     def tell(self) -> None:
         """As at the end of a step."""
-        checkpoints = Checkpoints(match_unit=16, block_size=384)
+        checkpoints = Checkpoints(Grid(16, 16), 384)
         checkpoints.counters.disk_used(*self.tier.take_counts(), self.tier.bytes_held)
         stats = SimpleNamespace(waiting_lora_adapters={})
         attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))

@@ -14,9 +14,12 @@ from engine_patches.scheduler.fan_out import (
     PrefillGate,
     hold_followers,
 )
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16
+
+GRID = Grid(UNIT, UNIT)
 
 START = 100.0  # seconds; a machine's clock does not begin at 0
 
@@ -46,7 +49,7 @@ def gate(clock):
     for _ in range(8):  # a pass costs 0.4 s, a token 0.5 ms
         step_time.step_took(1, 0.4005)
         step_time.step_took(1000, 0.9)
-    return PrefillGate(step_time, UNIT, clock)
+    return PrefillGate(step_time, GRID, clock)
 
 
 def scheduler(running=(), waiting=(), budget=8192, slots=256, held=(), seen=0):
@@ -57,7 +60,7 @@ def scheduler(running=(), waiting=(), budget=8192, slots=256, held=(), seen=0):
         max_num_scheduled_tokens=budget,
         max_num_running_reqs=slots,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-        seamark=SimpleNamespace(alignment=UNIT, verified=1, state_of=lambda request: SimpleNamespace(shared=seen)),
+        seamark=SimpleNamespace(verified=1, state_of=lambda request: SimpleNamespace(shared=seen)),
     )
 
 
@@ -114,7 +117,7 @@ def test_a_leader_that_lacks_its_last_token_is_in_the_line(clock):
         step_time.step_took(1, 0.0005)
         step_time.step_took(1000, 0.5)
     assert step_time.tokens_per_pass == 0
-    gate = PrefillGate(step_time, UNIT, clock)
+    gate = PrefillGate(step_time, GRID, clock)
     leader = request("leader", tokens=3600, status=RequestStatus.RUNNING, computed=3599)
     assert gate.pays(ExpectedState(leader, 3600, 0), scheduler([leader], [request("follower")]))
 
@@ -125,7 +128,7 @@ def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, foll
     for _ in range(8):  # 10 us a token
         step_time.step_took(1, 0.00101)
         step_time.step_took(1001, 0.01101)
-    gate = PrefillGate(step_time, UNIT, clock)
+    gate = PrefillGate(step_time, GRID, clock)
     leading(gate)
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
 
@@ -188,7 +191,7 @@ def test_a_fast_engine_shares_what_many_wait_for(clock):
     for _ in range(8):  # a pass costs 1 ms, a token 0.01 ms
         fast.step_took(1, 0.00101)
         fast.step_took(1000, 0.011)
-    gate = PrefillGate(fast, UNIT, clock)
+    gate = PrefillGate(fast, GRID, clock)
     leading(gate)
     assert pays(gate, *(request(f"follower {number}") for number in range(31)))
 
@@ -295,7 +298,7 @@ def test_no_request_waits_while_states_find_no_room(gate, clock):
 
 
 def test_patience_has_a_least(clock):
-    gate = PrefillGate(StepTime(), UNIT, clock)
+    gate = PrefillGate(StepTime(), GRID, clock)
     leading(gate)
     expected = deepest(gate, request("follower"))
     clock.now = START + 100.0
@@ -305,7 +308,7 @@ def test_patience_has_a_least(clock):
 
 
 def test_beside_a_draft_head_a_follower_has_to_share_a_unit_more_than_it_saves(clock):
-    gate = PrefillGate(StepTime(), UNIT, clock, drop=UNIT)
+    gate = PrefillGate(StepTime(), Grid(UNIT, UNIT, UNIT, UNIT), clock)
     leading(gate, 3584)
     assert deepest(gate, request("other", shared="t")) is None
     (expected,) = gate.expected_in(request("follower"))

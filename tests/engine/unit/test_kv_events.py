@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from engine_patches import settings
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.kv_events import AttentionGroup, ResumableBlocks, announce_resumable_blocks
 from tests.harness.kv_event_index import KvEventIndex
 
@@ -313,10 +314,9 @@ def started(pool: BlockPool, events: bool, enabled: bool = True) -> None:
     manager = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
     checkpoints = SimpleNamespace(
         enabled=enabled,
-        match_unit=UNIT,
+        grid=Grid(UNIT, UNIT),
         recurrent_groups=RECURRENT,
         attention_managers=[manager],
-        drop_in=lambda manager: 0,
     )
 
     def init(self) -> None:

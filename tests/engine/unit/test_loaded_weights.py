@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from engine_patches.forward import loaded_weights, weight_files
 from engine_patches.forward.loaded_weights import COLUMNS, ROWS, Weights
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hooks import forget_weights_that_may_change
 from tests.harness.changed_weights import CHANGES, change
 
@@ -119,7 +120,7 @@ def test_weights_of_which_a_part_is_not_known_have_no_name_and_say_why(unknown):
 @pytest.mark.parametrize("method", ["reload_weights", "update_weights", lambda worker: None])
 def test_weights_that_may_be_changed_while_the_engine_runs_are_no_longer_known(method):
     closed: list[str] = []
-    checkpoints = Checkpoints(match_unit=16, block_size=384, weights=Weights("w", "", "cut", "sampled"))
+    checkpoints = Checkpoints(Grid(16, 16), 384, weights=Weights("w", "", "cut", "sampled"))
     checkpoints.store = SimpleNamespace(close=closed.append)
     core = SimpleNamespace(scheduler=SimpleNamespace(seamark=checkpoints))
     call = forget_weights_that_may_change(lambda *arguments, **more: (arguments, more))

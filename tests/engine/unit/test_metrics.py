@@ -13,6 +13,7 @@ from engine_patches.reporting.metrics import EngineMetrics, families
 from engine_patches.reporting.stats_channel import attach
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.state_events import StateEvicted
 
@@ -69,7 +70,7 @@ def test_why_hints_are_refused_is_told_as_the_engine_core_tells_it(feed, monkeyp
     logger = EngineMetrics(off)
     note()
     for refusal in (Refusal("no_states", "a layer has a window, or two"), None):
-        checkpoints = Checkpoints(match_unit=16, block_size=384, refusal=refusal)
+        checkpoints = Checkpoints(Grid(16, 16), 384, refusal=refusal)
         stats = SimpleNamespace(waiting_lora_adapters={})
         attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
         logger.record(stats, None)
@@ -95,7 +96,7 @@ def test_a_step_that_has_nothing_to_report_is_none_of_the_feeds_business(feed, m
 
 
 def test_the_head_of_an_answer_finds_its_outcome_while_the_rest_can_wait(feed):
-    checkpoints = Checkpoints(match_unit=16, block_size=384, state_events=Evicted())
+    checkpoints = Checkpoints(Grid(16, 16), 384, state_events=Evicted())
     checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
     stats = SimpleNamespace(waiting_lora_adapters={})
     attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
@@ -122,7 +123,7 @@ class Evicted:
 
 
 def test_requests_and_states_arrive_where_a_gateway_reads_them(feed):
-    checkpoints = Checkpoints(match_unit=16, block_size=384, state_events=Evicted())
+    checkpoints = Checkpoints(Grid(16, 16), 384, state_events=Evicted())
     checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
     stats = SimpleNamespace(waiting_lora_adapters={"an adapter": 1})
     attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
@@ -134,7 +135,7 @@ def test_requests_and_states_arrive_where_a_gateway_reads_them(feed):
 
 
 def test_what_became_of_a_pin_arrives_with_the_outcome_of_its_request(feed):
-    checkpoints = Checkpoints(match_unit=16, block_size=384)
+    checkpoints = Checkpoints(Grid(16, 16), 384)
     counters = checkpoints.counters
     for name, fate in (("chatcmpl-a/b-00000000", "pinned"), ("chatcmpl-c-00000000", "no_room")):
         counters.request_admitted(AdmittedRequest(name, "cold", 0, 0, (163,)))

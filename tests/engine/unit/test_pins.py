@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.hooks import release_before_reset
 from engine_patches.scheduler.pins import NO_ROOM, NOT_CACHED, PINNED, RELEASED, Pins, limit
@@ -31,8 +32,8 @@ class Cache:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=UNIT)
         attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
         self.checkpoints = Checkpoints(
-            match_unit=UNIT,
-            block_size=BLOCK,
+            Grid(UNIT, UNIT),
+            BLOCK,
             enabled=True,
             block_sizes=dict.fromkeys(RECURRENT, BLOCK),
             attention_managers=[attention],

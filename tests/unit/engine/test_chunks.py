@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from engine_patches.scheduler.chunks import end_chunk, next_stop, no_short_replay, run_to_the_budget
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import EDGE, HINTED, JUNCTION, TAIL, checkpoint_targets
 from engine_patches.scheduler.request_state import RequestState
+
+GRID = Grid(16, 16)
 
 
 def request(prompt, junction=0, tokens=None):
@@ -14,22 +17,22 @@ def request(prompt, junction=0, tokens=None):
 
 
 def test_a_chunk_that_reaches_the_prompts_end_is_left_alone():
-    assert run_to_the_budget(request(250), 0, 250, 16) == 250
-    assert run_to_the_budget(request(250), 48, 202, 16) == 202
+    assert run_to_the_budget(request(250), 0, 250, GRID) == 250
+    assert run_to_the_budget(request(250), 48, 202, GRID) == 202
 
 
 def test_a_chunk_in_between_ends_where_a_state_could_be_placed():
-    assert run_to_the_budget(request(1000), 0, 100, 16) == 96
-    assert run_to_the_budget(request(1000), 96, 100, 64) == 96
+    assert run_to_the_budget(request(1000), 0, 100, GRID) == 96
+    assert run_to_the_budget(request(1000), 96, 100, Grid(16, 64)) == 96
 
 
 def test_a_budget_below_the_unit_still_makes_progress():
-    assert run_to_the_budget(request(1000), 0, 10, 16) == 10
-    assert run_to_the_budget(request(1000), 10, 10, 16) == 6
+    assert run_to_the_budget(request(1000), 0, 10, GRID) == 10
+    assert run_to_the_budget(request(1000), 10, 10, GRID) == 6
 
 
 def test_a_resumed_request_is_split_over_its_own_output_too():
-    assert run_to_the_budget(request(100, tokens=400), 0, 200, 16) == 192
+    assert run_to_the_budget(request(100, tokens=400), 0, 200, GRID) == 192
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_the_last_state_of_a_prompt_can_be_used_by_the_same_prompt():
         (161, 1, 160),
         (160, 1, 144),
     ):
-        (target,) = checkpoint_targets(request(length), (32,), 16, 384, ahead=ahead)[-1:]
+        (target,) = checkpoint_targets(request(length), (32,), Grid(16, 16, ahead=ahead), 384)[-1:]
         assert (target.position, target.kind) == (tail, TAIL)
 
 
@@ -83,36 +86,36 @@ def test_vllms_own_junction_stays_a_stop_floored_to_its_block():
 
 
 def test_without_a_hint_what_vllm_keeps_is_kept():
-    assert checkpoint_targets(request(1000), (), 16, 384) == [(768, EDGE), (992, TAIL)]
-    assert checkpoint_targets(request(1000, junction=500), (), 16, 384) == [(496, JUNCTION), (768, EDGE), (992, TAIL)]
-    assert checkpoint_targets(request(300), (), 16, 384) == []
-    assert checkpoint_targets(request(300, junction=100), (), 16, 384) == [(96, JUNCTION)]
-    assert checkpoint_targets(request(16), (), 16, 384) == []
+    assert checkpoint_targets(request(1000), (), GRID, 384) == [(768, EDGE), (992, TAIL)]
+    assert checkpoint_targets(request(1000, junction=500), (), GRID, 384) == [(496, JUNCTION), (768, EDGE), (992, TAIL)]
+    assert checkpoint_targets(request(300), (), GRID, 384) == []
+    assert checkpoint_targets(request(300, junction=100), (), GRID, 384) == [(96, JUNCTION)]
+    assert checkpoint_targets(request(16), (), GRID, 384) == []
 
 
 def test_a_turn_boundary_makes_the_tail_redundant():
-    assert checkpoint_targets(request(1000), (160, 976), 16, 384) == [(160, HINTED), (976, HINTED)]
-    assert checkpoint_targets(request(1000), (160,), 16, 384) == [(160, HINTED), (992, TAIL)]
+    assert checkpoint_targets(request(1000), (160, 976), GRID, 384) == [(160, HINTED), (976, HINTED)]
+    assert checkpoint_targets(request(1000), (160,), GRID, 384) == [(160, HINTED), (992, TAIL)]
 
 
 def test_a_position_at_the_very_end_does_not_serve_the_same_prompt_again():
-    assert checkpoint_targets(request(160), (160,), 16, 384) == [(144, TAIL), (160, HINTED)]
+    assert checkpoint_targets(request(160), (160,), GRID, 384) == [(144, TAIL), (160, HINTED)]
 
 
 def test_a_tail_within_reach_of_a_turn_is_not_kept_too():
     for position, kept in ((928, False), (912, True)):  # the tail is at 992: 64 and 80 tokens behind
-        kinds = [target.kind for target in checkpoint_targets(request(1000), (position,), 16, 384)]
+        kinds = [target.kind for target in checkpoint_targets(request(1000), (position,), GRID, 384)]
         assert (TAIL in kinds) is kept
 
 
 def test_without_a_hint_a_prompt_of_one_block_and_a_token_keeps_its_block():
-    assert checkpoint_targets(request(384), (), 16, 384) == []
-    assert checkpoint_targets(request(385), (), 16, 384) == [(384, TAIL)]
+    assert checkpoint_targets(request(384), (), GRID, 384) == []
+    assert checkpoint_targets(request(385), (), GRID, 384) == [(384, TAIL)]
 
 
 def test_a_junction_behind_the_last_computed_token_is_not_kept():
-    assert checkpoint_targets(request(97, junction=96), (), 16, 384) == [(96, JUNCTION)]
-    assert checkpoint_targets(request(96, junction=96), (), 16, 384) == []
+    assert checkpoint_targets(request(97, junction=96), (), GRID, 384) == [(96, JUNCTION)]
+    assert checkpoint_targets(request(96, junction=96), (), GRID, 384) == []
 
 
 def test_a_position_of_just_a_pass_is_worth_a_stop():

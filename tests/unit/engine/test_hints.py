@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_patches.scheduler import hints
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import (
     EDGE,
     HINTED,
@@ -37,7 +38,7 @@ def read(hint, prompt=1000, unit=16):
     def ignore(reason):
         ignored.update((reason,))
 
-    return usable_positions(resolve(hint, IDS[:prompt], prompt, ignore), unit, ignore), ignored
+    return usable_positions(resolve(hint, IDS[:prompt], prompt, ignore), Grid(unit, unit), ignore), ignored
 
 
 def resolved(hint, ids=IDS):
@@ -175,7 +176,8 @@ def test_a_pattern_of_common_tokens_ends_the_search_early():
 
 def kinds(prompt, hinted=(), learned=0, junction=0, block=512):
     request = SimpleNamespace(num_prompt_tokens=prompt, shared_prefix_boundary=junction)
-    return {target.position: target.kind for target in checkpoint_targets(request, hinted, 16, block, learned)}
+    targets = checkpoint_targets(request, hinted, Grid(16, 16), block, learned)
+    return {target.position: target.kind for target in targets}
 
 
 def test_without_a_hint_states_stand_where_vllm_stops():
@@ -233,12 +235,12 @@ def test_the_end_of_a_turn_is_what_a_hint_counts_from_the_prompts_end(hint, reso
 )
 def test_a_state_lies_where_those_who_share_the_boundary_can_use_it(boundary, ahead, alignment, position):
     ignored: list[str] = []
-    assert usable_positions([boundary], alignment, ignored.append, ahead) == (position,) and not ignored
+    assert usable_positions([boundary], Grid(16, alignment, ahead=ahead), ignored.append) == (position,) and not ignored
 
 
 def test_a_boundary_whose_state_would_lie_before_the_first_unit_is_too_short():
     ignored: list[str] = []
-    assert usable_positions([31, 32], 16, ignored.append, ahead=16) == (16,) and ignored == ["below_unit"]
+    assert usable_positions([31, 32], Grid(16, 16, ahead=16), ignored.append) == (16,) and ignored == ["below_unit"]
 
 
 def carried(*actions, xargs=None):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.reasons import (
     BELOW_UNIT,
     COLD,
@@ -28,7 +29,7 @@ def state(*positions, shared=0):
 
 
 def test_reasons():
-    outcomes = Outcomes(16)
+    outcomes = Outcomes(Grid(16, 16))
     assert outcomes.reason_for(request(), state(160), 0) == COLD
     outcomes.computed(request(), 160, EVICTED)
     assert outcomes.reason_for(request(), state(160, 320), 160) == HIT
@@ -41,7 +42,7 @@ def test_reasons():
 
 
 def test_requests_without_a_usable_hint():
-    outcomes = Outcomes(16)
+    outcomes = Outcomes(Grid(16, 16))
     assert outcomes.reason_for(request(), RequestState(), 0) == NO_BOUNDARY
     assert outcomes.reason_for(request(), RequestState(), 160) == HIT
     assert outcomes.reason_for(request(), state(), 0) == HINT_IGNORED
@@ -49,14 +50,14 @@ def test_requests_without_a_usable_hint():
 
 
 def test_memory_is_bounded():
-    outcomes = Outcomes(1)
+    outcomes = Outcomes(Grid(1, 1))
     for number in range(MAX_COMPUTED + 10):
         outcomes.computed(SimpleNamespace(block_hashes=[str(number)]), 1, EVICTED)
     assert len(outcomes._misses) == MAX_COMPUTED
 
 
 def test_a_hit_of_just_the_position_and_a_prompt_of_just_the_unit():
-    outcomes = Outcomes(16)
+    outcomes = Outcomes(Grid(16, 16))
     outcomes.computed(request(), 160, EVICTED)
     assert outcomes.reason_for(request(), state(160), 160) == HIT
     assert outcomes.reason_for(request(), state(160), 144) == EVICTED
@@ -68,12 +69,12 @@ def test_a_hit_of_just_the_position_and_a_prompt_of_just_the_unit():
 def test_a_prompt_that_is_not_looked_up_is_no_miss():
     unread = request()
     unread.skip_reading_prefix_cache = True
-    assert Outcomes(16).reason_for(unread, state(160, shared=160), 0) == HINT_IGNORED
-    assert Outcomes(16).reason_for(unread, RequestState(shared=160), 0) == HINT_IGNORED
+    assert Outcomes(Grid(16, 16)).reason_for(unread, state(160, shared=160), 0) == HINT_IGNORED
+    assert Outcomes(Grid(16, 16)).reason_for(unread, RequestState(shared=160), 0) == HINT_IGNORED
 
 
 def test_what_is_shared_decides_whether_a_hit_is_whole():
-    outcomes = Outcomes(16)
+    outcomes = Outcomes(Grid(16, 16))
     assert outcomes.reason_for(request(), state(160, shared=160), 160) == HIT
     assert outcomes.reason_for(request(), state(160, shared=176), 160) == COLD  # nobody kept a state at 176
     assert outcomes.reason_for(request(), state(160, 320, shared=160), 160) == HIT  # nobody has had what is behind
@@ -85,7 +86,7 @@ def test_what_is_shared_decides_whether_a_hit_is_whole():
 
 
 def test_the_deepest_cause_above_the_hit_is_named_wherever_its_state_stood():
-    outcomes = Outcomes(16)
+    outcomes = Outcomes(Grid(16, 16))
     outcomes.computed(request(), 96, NOT_WORTH_IT)
     outcomes.computed(request(), 256, EVICTED)
     assert outcomes.reason_for(request(), state(160, shared=320), 0) == EVICTED
@@ -95,13 +96,13 @@ def test_the_deepest_cause_above_the_hit_is_named_wherever_its_state_stood():
 
 
 def test_what_is_shared_inside_a_kernels_chunk_cannot_be_missed():
-    outcomes = Outcomes(16, alignment=64)
+    outcomes = Outcomes(Grid(16, 64))
     assert outcomes.reason_for(request(), state(128, shared=176), 128) == HIT
     assert outcomes.reason_for(request(), state(128, shared=192), 128) == COLD
 
 
 def test_beside_a_draft_head_a_prefix_goes_by_what_it_has_to_share():
-    outcomes = Outcomes(16, drop=16)
+    outcomes = Outcomes(Grid(16, 16, 16, 16))
     first = request()
     outcomes.computed(first, 144, EVICTED)
     shares = request()
@@ -112,4 +113,4 @@ def test_beside_a_draft_head_a_prefix_goes_by_what_it_has_to_share():
     assert outcomes.reason_for(shares_less, state(144, shared=144), 0) == COLD
     # All that it can have of 160 shared tokens; one unit less is not all.
     assert outcomes.reason_for(shares, state(shared=160), 144) == HIT
-    assert Outcomes(16, drop=16).reason_for(shares, state(shared=160), 128) == COLD
+    assert Outcomes(Grid(16, 16, 16, 16)).reason_for(shares, state(shared=160), 128) == COLD
