@@ -49,6 +49,7 @@ from engine_patches.scheduler.cache_keys import (
 )
 from engine_patches.scheduler.chunks import end_chunk
 from engine_patches.scheduler.fan_out import hold_followers
+from engine_patches.scheduler.held_keys import watch_removed_keys
 from engine_patches.scheduler.hooks import (
     count_hits,
     count_tail_states,
@@ -58,7 +59,6 @@ from engine_patches.scheduler.hooks import (
 )
 from engine_patches.scheduler.kv_events import announce_resumable_blocks
 from engine_patches.scheduler.match_unit import default_to_fine_unit
-from engine_patches.scheduler.state_events import watch_removed_keys
 from engine_patches.scheduler.state_writes import keep_only_true_states, learn_step_time, write_after_scheduling
 from engine_patches.scheduler.transfers import (
     load_what_was_computed,
@@ -403,7 +403,6 @@ PATCHES: tuple[Patch, ...] = (
             Shape(
                 f"{POOL}.emit_cached_block_events", "self, request, num_cached_blocks, block_size, kv_cache_group_id"
             ),
-            Shape(f"{POOL}._emit_block_removed_events", "self, block_hashes"),
             Shape(f"{POOL}.take_events", "self", mentions=("self.kv_event_queue = []",)),
             Shape(
                 f"{POOL}._build_block_stored_event",

@@ -99,9 +99,8 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def introduce(self, checkpoints: Checkpoints, pool: Any) -> None:
         """From now on states are stored and found. Without this call the connector does nothing."""
-        events = checkpoints.state_events
         known = {*checkpoints.recurrent_groups, *(each.kv_cache_group_id for each in checkpoints.attention_managers)}
-        if events is None or not checkpoints.writes_in_forward or known != self._groups.keys():
+        if not checkpoints.writes_in_forward or known != self._groups.keys():
             logger.warning("seamark: no states are kept on disk: this model's are not written inside a pass")
             return
         if not checkpoints.weights.name:
@@ -118,12 +117,12 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     def offer(self, request: Any, position: int, used: bool = True) -> None:
         """The request's state at `position` is in the cache; `used`: a request came back to it, or it is pinned."""
         checkpoints = self._checkpoints
-        if checkpoints is None or checkpoints.state_events is None or not (used or self._keep_all):
+        if checkpoints is None or checkpoints.keys is None or not (used or self._keep_all):
             return
         if not self._tier.usable or not _is_plain(request) or self._is_held(self._state_key(request, position)):
             return
         cached = self._pool.cached_block_hash_to_block
-        keys = sorted(checkpoints.state_events.keys_of(request, position), key=lambda key: key[_GROUP])
+        keys = sorted(checkpoints.keys.keys_of(request, position), key=lambda key: key[_GROUP])
         found = {key: cached.get_one_block(key) for key in keys if not self._is_held(key)}
         if found and all(block is not None for block in found.values()):
             self._pool.touch(list(found.values()))

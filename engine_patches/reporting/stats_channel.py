@@ -24,7 +24,7 @@ PIN = "pin"
 REFUSED = "refused"
 
 
-def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
+def attach(stats: Any, checkpoints: Checkpoints) -> None:
     """Put the counts since the last report, and the gauges, into a `SchedulerStats`.
 
     Every step carries the three lengths, which show the API server that the patches are live, and why hints are refused
@@ -41,7 +41,7 @@ def attach(stats: Any, checkpoints: Checkpoints, block_pool: Any) -> None:
         return
     counts = counters.take()
     report = {
-        "bytes": counters.bytes_held(block_pool),
+        "bytes": checkpoints.bytes_held,
         "hits": counts.hits,
         "hit_tokens": counts.hit_tokens,
         "saved_ns": round(counts.saved_seconds * 1e9),
@@ -128,7 +128,7 @@ def report_with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         stats = original(self, *args, **kwargs)
         if stats is not None:
-            attach(stats, self.seamark, self.kv_cache_manager.block_pool)
+            attach(stats, self.seamark)
         return stats
 
     return make_stats

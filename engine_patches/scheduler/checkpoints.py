@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import (
     EDGE,
     EXPECTED,
@@ -47,6 +49,9 @@ HEADLESS = b"headless "
 # Tokens that two prompts have to share before the engine by itself keeps a state where they part.
 MIN_SHARED = 128
 
+# States whose bytes are counted, and hits on them; an older one is forgotten. Real caches hold some hundreds.
+MAX_WRITTEN = 65_536
+
 
 class StateStore(Protocol):
     """What keeps states beyond the cache."""
@@ -74,12 +79,14 @@ class Checkpoints:
     step_time: StepTime = field(default_factory=StepTime)
     gate: PrefillGate | None = None  # holds followers back; None if fan-out is switched off
     retention: Retention | None = None  # None if vLLM keeps the states
-    state_events: StateEvents | None = None  # None without states
-    pins: Pins | None = None  # None without states
+    keys: HeldKeys | None = None  # None without states, as the next two
+    state_events: StateEvents | None = None
+    pins: Pins | None = None
     store: StateStore | None = None  # None without a directory for checkpoints
     weights: Weights = field(default_factory=Weights)  # that states are computed with
     pinning: set[str] = field(default_factory=set)  # requests that pin their prompts, or release them
     unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
+    state_bytes: int = 0  # of one state, all recurrent layers
     give_back: Callable[[list[Any]], None] | None = None  # frees blocks of states; None: the pool does, at once
     _held: list[Any] = field(default_factory=list)  # blocks written in the running step
 
@@ -88,6 +95,7 @@ class Checkpoints:
         self.seen = SeenPrefixes()
         self.turn_value = TurnValue()
         self.expected_junctions = ExpectedJunctions()
+        self._written = self.keys.watch() if self.keys is not None else None  # those that were counted
 
     @property
     def recurrent_groups(self) -> Iterable[int]:
@@ -186,11 +194,24 @@ class Checkpoints:
         )
         return [target for target in wanted if target.position != state.worthless_turn]
 
-    def is_cached(self, pool: Any, request: Any, position: int) -> bool:
+    def is_cached(self, request: Any, position: int) -> bool:
         """Whether a request's state at `position` is in the cache, in every recurrent group."""
-        cached = pool.cached_block_hash_to_block
-        keys = (key_at(request, position, self.grid.unit, group) for group in self.recurrent_groups)
-        return all(cached.get_one_block(key) is not None for key in keys)
+        return self.keys is not None and self.keys.is_cached(request, position)
+
+    def state_written(self, key: bytes, kind: str) -> None:
+        """A state of a kind was registered under `key`."""
+        self.counters.state_written(kind)
+        if self._written is not None:
+            self._written.add(key, (key,))
+            self._written.remove_oldest(MAX_WRITTEN)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the counted states that are still cached."""
+        if self._written is None:
+            return 0
+        self._written.lost()
+        return len(self._written) * self.state_bytes
 
     def positions_with_keys(self, state: RequestState, manager: Any, num_tokens: int) -> list[int]:
         """Positions up to `num_tokens` at which the request's blocks in an attention manager carry keys of ours."""
@@ -251,7 +272,7 @@ class Checkpoints:
                 replace_existing_hashes=True,  # it has none; vLLM 0.31 requires the argument at a block's edge
             )
         key = blocks[0].block_hash
-        self.counters.state_written(key, target.kind)
+        self.state_written(key, target.kind)
         if target.kind == EXPECTED:
             self.expected_junctions.written(key)
         if self.retention is not None:
@@ -280,8 +301,8 @@ class Checkpoints:
                     self.counters.prompt_pinned(name, self._pin(request))
 
     def _pin(self, request: Any) -> str:
-        pins, events = self.pins, self.state_events
-        if pins is None or events is None or request.num_prompt_tokens < self.grid.unit:
+        pins, held = self.pins, self.keys
+        if pins is None or held is None or request.num_prompt_tokens < self.grid.unit:
             return NOT_CACHED
         prompt = self.grid.hash_of(request, request.num_prompt_tokens)
         state = self.state_of(request)
@@ -289,11 +310,10 @@ class Checkpoints:
             return pins.release(prompt)
         # Sent again, it leaves the prompts before it at its own end: a state there serves the same prompt alone.
         wanted = state.hinted_positions or [target.position for target in self.targets(request)]
-        found = [position for position in wanted if events.is_found(request, position)]
-        keys = [key for position in found for key in events.keys_of(request, position)]
-        fate = pins.pin(prompt, keys, adapter_name(request))
+        found = {position: held.found(request, position) for position in wanted}
+        fate = pins.pin(prompt, itertools.chain(*found.values()), adapter_name(request))
         if fate == PINNED and self.store is not None:
-            for position in found:
+            for position in filter(found.get, found):
                 self.store.offer(request, position)
         return fate
 
@@ -314,7 +334,8 @@ class Checkpoints:
         self._learn_junction(request, state, reason, was_expected=was_expected)
         if not hit_tokens:
             return
-        self.counters.resumed(key, hit_tokens, self.step_time.seconds(hit_tokens), bool(loaded))
+        counted = bool(loaded) or (self._written is not None and key in self._written)
+        self.counters.resumed(hit_tokens, self.step_time.seconds(hit_tokens), counted)
         if self.store is not None and not loaded:
             self.store.offer(request, hit_tokens)
         if self.retention is not None:

@@ -1,15 +1,12 @@
-"""Counters of one scheduler, from report to report, and the gauge of bytes that states hold."""
+"""Counters of one scheduler, from report to report."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-# Keys remembered, 36 bytes each: for the gauge of bytes, and to tell a hit on a state from another.
-MAX_KNOWN_KEYS = 65_536
+from typing import NamedTuple
 
 # Seconds between two reports of nothing new.
 REPORT_INTERVAL = 1.0
@@ -54,25 +51,16 @@ class Counts:
 
 
 class Counters:
-    """Counts events until a report takes them. Remembers the keys of the states it has counted."""
+    """Counts events until a report takes them."""
 
     def __init__(self) -> None:
         self.counts = Counts()
-        self.state_bytes = 0  # of one state, all recurrent layers
         self.disk_bytes = 0  # of states in files
-        self._keys: dict[bytes, None] = {}
-        self._removed: set[bytes] = set()  # keys that one block has lost; another may carry them
-        self._cached: Any = None  # what the pool has cached, which is another object once it was emptied
         self._next_report = 0.0
 
-    def state_written(self, key: bytes, kind: str) -> None:
-        """A recurrent state was registered under `key`."""
+    def state_written(self, kind: str) -> None:
+        """A recurrent state was registered in the cache."""
         self.counts.written[kind] += 1
-        self._keys[key] = None
-        if len(self._keys) > MAX_KNOWN_KEYS:
-            oldest = next(iter(self._keys))
-            del self._keys[oldest]
-            self._removed.discard(oldest)
 
     def hint_ignored(self, reason: str) -> None:
         """One of a request's wishes has no effect, for one of `hints.IGNORED_REASONS`."""
@@ -87,10 +75,10 @@ class Counters:
         """What became of a request's wish to pin its prompt, or to release it: one of those in `pins`."""
         self.counts.pinned.append((request_id, fate))
 
-    def resumed(self, key: bytes, hit_tokens: int, saved_seconds: float, loaded: bool = False) -> None:
-        """A request resumes at `hit_tokens`; it is a hit on a state if that was registered under `key`, or loaded."""
+    def resumed(self, hit_tokens: int, saved_seconds: float, on_a_state: bool) -> None:
+        """A request resumes at `hit_tokens`, `on_a_state` that was counted or loaded."""
         self.counts.saved_seconds += saved_seconds
-        if loaded or key in self._keys:
+        if on_a_state:
             self.counts.hits += 1
             self.counts.hit_tokens += hit_tokens
 
@@ -118,23 +106,8 @@ class Counters:
         """Whether anything was counted, or the gauges are older than `REPORT_INTERVAL`."""
         return not self.counts.empty or time.monotonic() >= self._next_report
 
-    def keys_removed(self, keys: Iterable[bytes]) -> None:
-        """The pool has removed these keys of a block; some return at once, or stay under another block."""
-        self._removed.update(key for key in keys if key in self._keys)
-
-    def bytes_held(self, pool: Any) -> int:
-        """Bytes of the known states that are still cached, for a report."""
-        self._next_report = time.monotonic() + REPORT_INTERVAL
-        cached = pool.cached_block_hash_to_block
-        suspects = self._removed if cached is self._cached else list(self._keys)
-        for key in suspects:
-            if cached.get_one_block(key) is None:
-                self._keys.pop(key, None)
-        self._removed.clear()
-        self._cached = cached
-        return len(self._keys) * self.state_bytes
-
     def take(self) -> Counts:
-        """Everything counted since the last call."""
+        """Everything counted since the last call, for a report."""
+        self._next_report = time.monotonic() + REPORT_INTERVAL
         counts, self.counts = self.counts, Counts()
         return counts

@@ -14,12 +14,13 @@ from engine_patches.scheduler import pins, preflight, refusals, transfers
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import HINTED, LEARNED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
 from engine_patches.scheduler.pins import Pins
 from engine_patches.scheduler.refusals import NO_STATES, Refusal, refused
 from engine_patches.scheduler.retention import Retention
-from engine_patches.scheduler.state_events import WATCHERS, StateEvents
+from engine_patches.scheduler.state_events import StateEvents
 
 # Methods of vLLM's workers that can be called from outside and only read.
 LEAVE_WEIGHTS = ("compute_weight_checksums", "get_model_inspection", "synchronize_device")
@@ -41,9 +42,16 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         specs = [groups[manager.kv_cache_group_id].kv_cache_spec for manager in recurrent if refusal is None]
         connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
         in_pass = bool(specs) and connector.lane is Lane.INSIDE and all(map(is_promised, specs))
+        grid, keys = _grid(self, specs if in_pass else ()), None
+        if specs:
+            recurrent_groups = [manager.kv_cache_group_id for manager in recurrent]
+            attention = [manager for manager in managers if isinstance(manager, FullAttentionManager)]
+            keys = HeldKeys(self.kv_cache_manager.block_pool, grid, recurrent_groups, attention)
         self.seamark = checkpoints = Checkpoints(
-            grid=_grid(self, specs if in_pass else ()),
+            grid=grid,
             block_size=self.block_size,
+            enabled=keys is not None,
+            keys=keys,
             writes_in_forward=in_pass,
             refusal=refusal,
             verified=1 + self.num_spec_tokens,
@@ -51,14 +59,13 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         )
         if refusal is not None:
             logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
-        elif recurrent:
-            checkpoints.enabled = True
+        elif keys is not None:
             checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
-            checkpoints.attention_managers = [m for m in managers if isinstance(m, FullAttentionManager)]
+            checkpoints.attention_managers = attention
             if refusals.finds_whole_blocks(self):
                 # vLLM rounds what it caches down to whole blocks, and we could not tell at which of them a chunk ends.
                 self.kv_cache_manager.coordinator.enable_partial_hash_hits = True
-            _set_up_states(self, checkpoints, connector)
+            _set_up_states(self, checkpoints, keys, connector)
             transfers.introduce(self, checkpoints)
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
@@ -110,22 +117,13 @@ def warn_of_narrow_states(specs: Iterable[Any]) -> None:
         )
 
 
-def _set_up_states(scheduler: Any, checkpoints: Checkpoints, connector: Decision) -> None:
+def _set_up_states(scheduler: Any, checkpoints: Checkpoints, keys: HeldKeys, connector: Decision) -> None:
     pool, grid = scheduler.kv_cache_manager.block_pool, checkpoints.grid
-    checkpoints.state_events = StateEvents(
-        pool,
-        grid.unit,
-        checkpoints.recurrent_groups,
-        checkpoints.attention_managers,
-        [grid.drop_in(manager) for manager in checkpoints.attention_managers],
-    )
-    setattr(pool, WATCHERS, (checkpoints.state_events.keys_removed, checkpoints.counters.keys_removed))
+    checkpoints.state_events = StateEvents(keys)
     checkpoints.pins = Pins(pool, pins.limit(scheduler, settings.pin_share()))
     groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     recurrent = [groups[group] for group in checkpoints.recurrent_groups]
-    checkpoints.counters.state_bytes = sum(
-        group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in recurrent
-    )
+    checkpoints.state_bytes = sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in recurrent)
     warn_of_narrow_states(group.kv_cache_spec for group in recurrent)
     if checkpoints.writes_in_forward:
         checkpoints.retention = Retention(pool, settings.state_share())
@@ -169,7 +167,7 @@ def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.kv_cache_group_id == checkpoints.recurrent_group:
             state = checkpoints.state_of(request)
             kind = LEARNED if num_tokens == state.learned else TAIL
-            checkpoints.counters.state_written(key, HINTED if num_tokens in state.hinted_positions else kind)
+            checkpoints.state_written(key, HINTED if num_tokens in state.hinted_positions else kind)
         return key
 
     return _cache_partial_tail_block

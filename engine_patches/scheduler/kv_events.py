@@ -11,23 +11,14 @@ All of it happens where vLLM hands its events out, once a step, and only if even
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine_patches import settings
-from engine_patches.scheduler.cache_keys import key_at
+from engine_patches.scheduler.held_keys import HeldKeys
 
 logger = logging.getLogger("vllm.seamark")
-
-
-class AttentionGroup(NamedTuple):
-    """An attention cache group. Lengths in tokens."""
-
-    group: int
-    block_size: int  # of its cache
-    announced: int  # of the blocks that events name, a part of `block_size`
-    drop: int = 0  # past a state, up to which its keys have to reach
 
 
 @dataclass(slots=True)
@@ -38,36 +29,25 @@ class _Block:
     uses: int = 0  # announced blocks right behind it, and states in it or at its end
 
 
-class _Held(NamedTuple):
-    """A state that can be resumed."""
-
-    keys: tuple[bytes, ...]  # cache keys, all of which it needs
-    last: tuple[tuple[int, bytes | None], ...]  # by attention group: hash of the last block announced for it
-
-
 class ResumableBlocks:
     """The attention blocks of one scheduler's cache that are announced. Lengths in tokens."""
 
-    def __init__(
-        self, pool: Any, match_unit: int, recurrent: Iterable[int], attention: Sequence[AttentionGroup]
-    ) -> None:
+    def __init__(self, keys: HeldKeys, sizes: Mapping[int, int]) -> None:
+        """`sizes`: of the blocks that events name, by attention group: a part of its cache's blocks, in whole units."""
         from vllm.distributed.kv_events import BlockRemoved
         from vllm.v1.core import kv_cache_utils
 
-        self._pool = pool
-        self._unit = match_unit
-        self._recurrent = tuple(recurrent)
-        self._attention = tuple(attention)
-        self._drop = max((each.drop for each in attention), default=0)
+        self._keys = keys
+        self._pool = pool = keys.pool
+        self._unit = keys.grid.unit
+        self._sizes = sizes
         # How far a key of a cache group lies past the state that it makes findable.
-        self._past = dict.fromkeys(self._recurrent, 0) | {each.group: each.drop for each in attention}
-        self._announced: dict[int, dict[bytes, _Block]] = {each.group: {} for each in attention}
-        self._held: dict[bytes, _Held] = {}  # by the key that finds it
-        self._needed_by: dict[bytes, set[bytes]] = {}
-        self._removed: set[bytes] = set()  # needed keys that a block has lost; another one may carry them
+        self._past = dict.fromkeys(keys.recurrent, 0) | {each.group: each.drop for each in keys.attention}
+        self._announced: dict[int, dict[bytes, _Block]] = {group: {} for group in sizes}
+        self._states = keys.watch()  # those that can be resumed
+        self._last: dict[bytes, dict[int, bytes | None]] = {}  # of each, by group, the hash of its last announced block
         self._touched: dict[int, tuple[Any, set[int]]] = {}  # requests, and where they may have made a state findable
-        self._reports: list[tuple[Any, AttentionGroup, int]] = []  # requests that want what they found announced
-        self._cached = pool.cached_block_hash_to_block
+        self._reports: list[tuple[Any, int, int]] = []  # requests that want what they found of a group announced
         self._block_removed = BlockRemoved
         self._external = kv_cache_utils.maybe_convert_block_hash
         # vLLM 0.33 has methods for blocks whose hashes cover the tokens behind them.
@@ -80,7 +60,6 @@ class ResumableBlocks:
         self._cache_full_blocks, pool.cache_full_blocks = pool.cache_full_blocks, self.cache_full_blocks
         self._cache_partial_block, pool.cache_partial_block = pool.cache_partial_block, self.cache_partial_block
         self._emit_cached, pool.emit_cached_block_events = pool.emit_cached_block_events, self.emit_cached_block_events
-        self._emit_removed, pool._emit_block_removed_events = pool._emit_block_removed_events, self.keys_removed
         self._take, pool.take_events = pool.take_events, self.take_events
 
     def cache_full_blocks(
@@ -122,21 +101,15 @@ class ResumableBlocks:
         self, request: Any, num_cached_blocks: int, block_size: int, kv_cache_group_id: int
     ) -> None:
         """In place of the pool's: a request whose `kv_cache_report_mode` is "full" has found these blocks."""
-        for each in self._attention:
-            if each.group == kv_cache_group_id:
-                self._reports.append((request, each, num_cached_blocks * block_size))
+        if kv_cache_group_id in self._sizes:
+            self._reports.append((request, kv_cache_group_id, num_cached_blocks * block_size))
         if kv_cache_group_id not in self._past:
             self._emit_cached(request, num_cached_blocks, block_size, kv_cache_group_id)
-
-    def keys_removed(self, block_hashes: Sequence[bytes]) -> None:
-        """In place of the pool's: a block has lost these keys."""
-        self._emit_removed(block_hashes)
-        self._removed.update(key for key in block_hashes if key in self._needed_by)
 
     def take_events(self) -> list[Any]:
         """In place of the pool's: events since the last call, those of other cache groups first."""
         events = [event for event in self._take() if getattr(event, "group_idx", None) not in self._past]
-        if self._pool.cached_block_hash_to_block is not self._cached:  # emptied as a whole
+        if self._states.emptied:
             events = [*self._clear(), *events]  # an index may pass over AllBlocksCleared
         touched, self._touched = self._touched, {}
         # A state that comes may keep announced what another one leaves, so those that go come last.
@@ -144,9 +117,11 @@ class ResumableBlocks:
             for position in sorted(positions):
                 events += self._announce(request, position)
         reports, self._reports = self._reports, []
-        for request, each, num_tokens in reports:
-            events += self._report(request, each, num_tokens)
-        return events + self._withdraw()
+        for request, group, num_tokens in reports:
+            events += self._report(request, group, num_tokens)
+        for state in self._states.lost():
+            events += self._withdraw(state)
+        return events
 
     def _touch(self, request: Any, num_tokens: int, group: int) -> None:
         past = self._past.get(group)
@@ -155,37 +130,20 @@ class ResumableBlocks:
 
     def _announce(self, request: Any, position: int) -> list[Any]:
         """The events of a state at `position` that can be resumed; none if it cannot, or is announced already."""
-        reached = position + self._drop
-        if position <= 0 or reached > len(request.block_hashes) * self._unit:
+        if position <= 0 or position + self._keys.drop > len(request.block_hashes) * self._unit:
             return []
-        state = key_at(request, reached, self._unit, self._recurrent[0])
-        if state in self._held:
+        state = self._keys.name_of(request, position)
+        keys = () if state in self._states else self._keys.found(request, position)
+        if not keys:
             return []
-        keys = []
-        for key in self._keys_of(request, position):
-            if self._cached.get_one_block(key) is None:
-                return []
-            keys.append(key)
         events: list[Any] = []
-        last = tuple((each.group, self._store(request, each, position, events)) for each in self._attention)
-        self._held[state] = _Held(tuple(keys), last)
-        for key in keys:
-            self._needed_by.setdefault(key, set()).add(state)
+        self._last[state] = {group: self._store(request, group, position, events) for group in self._sizes}
+        self._states.add(state, keys)
         return events
 
-    def _keys_of(self, request: Any, position: int) -> Iterator[bytes]:
-        for group in self._recurrent:
-            yield key_at(request, position, self._unit, group)
-        for group, block_size, _, drop in self._attention:
-            reached = position + drop
-            for edge in range(block_size, reached + 1, block_size):
-                yield key_at(request, edge, self._unit, group)
-            if reached % block_size:
-                yield key_at(request, reached, self._unit, group)
-
-    def _store(self, request: Any, each: AttentionGroup, position: int, events: list[Any]) -> bytes | None:
+    def _store(self, request: Any, group: int, position: int, events: list[Any]) -> bytes | None:
         """Announce the blocks up to `position` that are not yet; the hash of the last, None if there is none."""
-        announced, hashes = self._announced[each.group], self._hashes(request, each, position // each.announced)
+        announced, hashes = self._announced[group], self._hashes(request, group, position)
         first = len(hashes)
         while first and hashes[first - 1] not in announced:
             first -= 1
@@ -198,25 +156,24 @@ class ResumableBlocks:
         if parent is not None:
             announced[parent].uses += 1
         if first < len(hashes):
-            events.append(self._stored(request, each, hashes, first))
+            events.append(self._stored(request, group, hashes, first))
         return parent
 
-    def _report(self, request: Any, each: AttentionGroup, num_tokens: int) -> list[Any]:
+    def _report(self, request: Any, group: int, num_tokens: int) -> list[Any]:
         """Announce once more what is announced of the first tokens of a request."""
-        whole = min(num_tokens, len(request.block_hashes) * self._unit) // each.announced
-        hashes = self._hashes(request, each, whole)
-        announced = self._announced[each.group]
-        known = next((index for index, each_hash in enumerate(hashes) if each_hash not in announced), whole)
-        return [self._stored(request, each, hashes[:known], 0)] if known else []
+        hashes = self._hashes(request, group, min(num_tokens, len(request.block_hashes) * self._unit))
+        announced = self._announced[group]
+        known = next((index for index, each in enumerate(hashes) if each not in announced), len(hashes))
+        return [self._stored(request, group, hashes[:known], 0)] if known else []
 
-    def _hashes(self, request: Any, each: AttentionGroup, number: int) -> list[bytes]:
-        """Hashes of the first blocks of a request, as long as those announced."""
-        units = each.announced // self._unit
-        return [request.block_hashes[units * index - 1] for index in range(1, number + 1)]
+    def _hashes(self, request: Any, group: int, num_tokens: int) -> list[bytes]:
+        """Hashes of the blocks in the first tokens of a request, as long as those announced."""
+        size = self._sizes[group]
+        return [self._keys.grid.hash_of(request, end) for end in range(size, num_tokens + 1, size)]
 
-    def _stored(self, request: Any, each: AttentionGroup, hashes: Sequence[bytes], first: int) -> Any:
+    def _stored(self, request: Any, group: int, hashes: Sequence[bytes], first: int) -> Any:
         """vLLM's event for all but the `first` blocks of `hashes`."""
-        size, extra_keys, feature = each.announced, [], 0
+        size, extra_keys, feature = self._sizes[group], [], 0
         for number in range(first, len(hashes)):
             keys, feature = self._extra_keys(request, number * size, (number + 1) * size, feature)
             extra_keys.append(keys)
@@ -232,30 +189,15 @@ class ResumableBlocks:
             start_token_idx=first * size,
             end_token_idx=len(hashes) * size,
             block_size=size,
-            kv_cache_group_id=each.group,
+            kv_cache_group_id=group,
             extra_keys_list=extra_keys,
             **options,
         )
 
-    def _withdraw(self) -> list[Any]:
-        """The events of states that can no longer be resumed."""
+    def _withdraw(self, state: bytes) -> list[Any]:
+        """The events of a state that can no longer be resumed."""
         events = []
-        removed, self._removed = self._removed, set()
-        for key in removed:
-            if self._cached.get_one_block(key) is None:
-                for state in list(self._needed_by.get(key, ())):
-                    events += self._forget(state)
-        return events
-
-    def _forget(self, state: bytes) -> list[Any]:
-        held = self._held.pop(state)
-        for key in held.keys:
-            states = self._needed_by[key]
-            states.discard(state)
-            if not states:
-                del self._needed_by[key]
-        events = []
-        for group, last in held.last:
+        for group, last in self._last.pop(state).items():
             announced, gone, block_hash = self._announced[group], [], last
             while block_hash is not None:
                 block = announced[block_hash]
@@ -274,11 +216,9 @@ class ResumableBlocks:
         for group, announced in self._announced.items():
             events += self._gone(group, list(reversed(announced)))
             announced.clear()
-        self._held.clear()
-        self._needed_by.clear()
-        self._removed.clear()
+        self._last.clear()
+        self._states.clear()
         self._reports.clear()
-        self._cached = self._pool.cached_block_hash_to_block
         return events
 
     def _gone(self, group: int, hashes: Sequence[bytes]) -> list[Any]:
@@ -295,28 +235,16 @@ def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., No
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         checkpoints = getattr(self, "seamark", None)
-        if checkpoints is None or not checkpoints.enabled or not self.enable_kv_cache_events:
-            return
-        if not checkpoints.attention_managers:
-            return
+        keys: HeldKeys | None = checkpoints.keys if checkpoints is not None else None
         blocks = settings.kv_events()
-        if blocks == settings.OFF:
+        if keys is None or not keys.attention or not self.enable_kv_cache_events or blocks == settings.OFF:
             return
-        unit = checkpoints.grid.unit
-        attention = [
-            AttentionGroup(
-                manager.kv_cache_group_id,
-                manager.block_size,
-                unit if blocks == settings.UNITS else manager.block_size,
-                checkpoints.grid.drop_in(manager),
-            )
-            for manager in checkpoints.attention_managers
-        ]
-        pool = self.kv_cache_manager.block_pool
-        ResumableBlocks(pool, unit, checkpoints.recurrent_groups, attention).take_over()
+        in_units = blocks == settings.UNITS
+        sizes = {each.group: keys.grid.unit if in_units else each.block_size for each in keys.attention}
+        ResumableBlocks(keys, sizes).take_over()
         logger.info(
             "seamark: KV events announce attention blocks up to held states, in blocks of %s tokens",
-            ", ".join(str(each.announced) for each in attention),
+            ", ".join(map(str, sizes.values())),
         )
 
     return __init__

@@ -1,17 +1,13 @@
-"""Which states of hinted requests can be found, and an event for each that comes or goes: what a gateway may count on.
-
-A state is found if the state of every recurrent cache group is cached, and all attention rows before it. Nothing is
-walked: the pool names the keys that it removes, and once per step only the states that need one of those are looked at.
-"""
+"""Which states of hinted requests can be found: an event for each that comes or goes, which a gateway may count on."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from engine_patches.scheduler.adapters import adapter_name
-from engine_patches.scheduler.cache_keys import key_at
+from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import CheckpointTarget
 from engine_patches.scheduler.request_state import RequestState
 
@@ -23,8 +19,6 @@ MAX_EVENTS = 4096
 
 # The part of vLLM's cache key (36 bytes) that names a state: long enough that two states of a cache never share it.
 NAME_BYTES = 8
-
-WATCHERS = "seamark_watchers"  # on a block pool: functions that are given the keys that it removes
 
 
 class StateStored(NamedTuple):
@@ -57,34 +51,15 @@ StateEvent = StateStored | StateEvicted | CacheCleared | AdapterReplaced
 class StateEvents:
     """The states of one scheduler's cache that its events have named. Lengths in tokens."""
 
-    def __init__(
-        self,
-        pool: Any,
-        match_unit: int,
-        recurrent_groups: Iterable[int],
-        attention_managers: Sequence[Any],
-        drops: Sequence[int] | None = None,
-    ) -> None:
-        """`drops`: of each attention manager, tokens past a state up to which its keys have to reach; None: 0."""
-        self._pool = pool
-        self._unit = match_unit
-        self._recurrent = tuple(recurrent_groups)
-        drops = drops or [0] * len(attention_managers)
-        self._attention = tuple(
-            (manager.kv_cache_group_id, manager.block_size, drop)
-            for manager, drop in zip(attention_managers, drops, strict=True)
-        )
-        self._drop = max(drops, default=0)
-        self._needs: dict[bytes, tuple[bytes, ...]] = {}  # all keys of a state, by the prefix that finds it
-        self._needed_by: dict[bytes, set[bytes]] = {}
+    def __init__(self, keys: HeldKeys) -> None:
+        self._keys = keys
+        self._states = keys.watch()
         self._adapter_of: dict[bytes, str] = {}  # of each state that a LoRA adapter has computed, its name
-        self._removed: set[bytes] = set()  # keys that one block has lost; another may carry them
-        self._cached = pool.cached_block_hash_to_block
         self._number = 0
         self._pending: deque[tuple[int, StateEvent]] = deque(maxlen=MAX_EVENTS)
 
     def __len__(self) -> int:
-        return len(self._needs)
+        return len(self._states)
 
     @property
     def pending(self) -> bool:
@@ -97,23 +72,12 @@ class StateEvents:
         self._pending.clear()
         return events
 
-    def keys_removed(self, keys: Iterable[bytes]) -> None:
-        """The pool has removed these keys of a block; some return at once, or stay under another block."""
-        for key in keys:
-            if key in self._needed_by:
-                self._removed.add(key)
-
     def emit_evictions(self) -> None:
         """A step is planned: emit an event for each state that can no longer be found."""
-        if self._pool.cached_block_hash_to_block is not self._cached:
-            self.clear()  # the pool was emptied as a whole
-        if self._removed:
-            removed, self._removed = self._removed, set()
-            for key in removed:
-                if self._cached.get_one_block(key) is None:
-                    for state in list(self._needed_by.get(key, ())):
-                        self._unwatch(state)
-                        self._emit(StateEvicted(_name(state)))
+        if self._states.emptied:
+            self.clear()
+        for state in self._states.lost():
+            self._evicted(state)
 
     def emit_stored(
         self, request: Any, state: RequestState, targets: Iterable[CheckpointTarget], start: int, end: int
@@ -123,7 +87,7 @@ class StateEvents:
         if start < reported:  # preempted: all of it is computed, or found, again
             reported = 0
         state.reported_to = end
-        positions = (target.position for target in targets if reported < target.position + self._drop <= end)
+        positions = (target.position for target in targets if reported < target.position + self._keys.drop <= end)
         states = tuple((position, self._watch(request, position)) for position in positions)
         if states or end >= request.num_prompt_tokens:
             self._emit(StateStored(request.request_id, end, states))
@@ -131,63 +95,33 @@ class StateEvents:
     def adapter_replaced(self, name: str) -> None:
         """The LoRA adapter `name` is another from now on: its states cannot be found."""
         for state in [state for state, adapter in self._adapter_of.items() if adapter == name]:
-            self._unwatch(state)
-            self._emit(StateEvicted(_name(state)))
+            self._states.remove(state)
+            self._evicted(state)
         self._emit(AdapterReplaced(name))
 
     def clear(self) -> None:
         """The cache was emptied."""
-        self._needs.clear()
-        self._needed_by.clear()
+        self._states.clear()
         self._adapter_of.clear()
-        self._removed.clear()
-        self._cached = self._pool.cached_block_hash_to_block
         self._emit(CacheCleared())
 
     def _watch(self, request: Any, position: int) -> str:
         """Name of the state at `position`, watched from now on; "" if it cannot be found."""
-        # Who shares the state alone, and not the tokens that lead to it, does not find it: those name it, too.
-        state = key_at(request, position + self._drop, self._unit, self._recurrent[0])
-        if state not in self._needs:
-            needs = tuple(self.keys_of(request, position))
-            if not self._has_all(needs):
+        state = self._keys.name_of(request, position)
+        if state not in self._states:
+            needs = self._keys.found(request, position)
+            if not needs:
                 return ""
-            self._needs[state] = needs
-            for key in needs:
-                self._needed_by.setdefault(key, set()).add(state)
+            self._states.add(state, needs)
             if (adapter := adapter_name(request)) is not None:
                 self._adapter_of[state] = adapter
-            if len(self._needs) > MAX_STATES:
-                oldest = next(iter(self._needs))
-                self._unwatch(oldest)
-                self._emit(StateEvicted(_name(oldest)))
+            if (oldest := self._states.remove_oldest(MAX_STATES)) is not None:
+                self._evicted(oldest)
         return _name(state)
 
-    def is_found(self, request: Any, position: int) -> bool:
-        """Whether a lookup finds the request's state at `position`."""
-        return self._has_all(self.keys_of(request, position))
-
-    def keys_of(self, request: Any, position: int) -> Iterator[bytes]:
-        """The keys that have to be cached for the request's state at `position` to be found."""
-        for group in self._recurrent:
-            yield key_at(request, position, self._unit, group)
-        for group, block_size, drop in self._attention:
-            reached = position + drop
-            for edge in range(block_size, reached + 1, block_size):
-                yield key_at(request, edge, self._unit, group)
-            if reached % block_size:
-                yield key_at(request, reached, self._unit, group)
-
-    def _has_all(self, keys: Iterable[bytes]) -> bool:
-        return all(self._cached.get_one_block(key) is not None for key in keys)
-
-    def _unwatch(self, state: bytes) -> None:
+    def _evicted(self, state: bytes) -> None:
         self._adapter_of.pop(state, None)
-        for key in self._needs.pop(state):
-            states = self._needed_by[key]
-            states.discard(state)
-            if not states:
-                del self._needed_by[key]
+        self._emit(StateEvicted(_name(state)))
 
     def _emit(self, event: StateEvent) -> None:
         self._number += 1
@@ -221,16 +155,3 @@ def emit_events(scheduler: Any, output: Any) -> None:
             if state.positions:
                 events.emit_stored(request, state, checkpoints.targets(request), start, end)
     events.emit_evictions()
-
-
-def watch_removed_keys(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `BlockPool._remove_cached_block_hashes`, through which every key leaves the cache."""
-
-    def _remove_cached_block_hashes(self: Any, block: Any) -> Any:
-        removed = original(self, block)
-        if removed:
-            for keys_removed in getattr(self, WATCHERS, ()):
-                keys_removed(removed)
-        return removed
-
-    return _remove_cached_block_hashes

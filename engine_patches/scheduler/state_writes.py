@@ -82,7 +82,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
         position = target.position
         if not start < position <= end:
             continue
-        if not checkpoints.is_cached(pool, request, position):
+        if not checkpoints.is_cached(request, position):
             miss = EVICTED
             if not checkpoints.worth_writing(checkpoints.state_of(request), target):
                 if target.kind == HINTED:

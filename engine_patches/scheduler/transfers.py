@@ -67,9 +67,7 @@ class Transfers:
             return
         if any(feature.mm_position.offset + feature.mm_position.length > position for feature in request.mm_features):
             return
-        if any(
-            checkpoints.is_cached(self._pool, request, end) for end in range(position, request.num_prompt_tokens, unit)
-        ):
+        if any(checkpoints.is_cached(request, end) for end in range(position, request.num_prompt_tokens, unit)):
             return  # a request computes at least one token, and would have to go back behind that state
         state.prompt_tokens = state.prompt_tokens or request.num_prompt_tokens
         if request.prompt_token_ids is not None:
@@ -228,7 +226,7 @@ def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> 
     state = checkpoints.state_of(request)
     if not start or start != state.loaded or start != checkpoints.grid.floor(start):
         return False
-    if checkpoints.is_cached(scheduler.kv_cache_manager.block_pool, request, start):
+    if checkpoints.is_cached(request, start):
         return True
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     recurrent = [managers[group] for group in checkpoints.recurrent_groups]

@@ -112,7 +112,7 @@ class Engine:
         checkpoints = Checkpoints(Grid(16, 16), 384)
         checkpoints.counters.disk_used(*self.tier.take_counts(), self.tier.bytes_held)
         stats = SimpleNamespace(waiting_lora_adapters={})
-        attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+        attach(stats, checkpoints)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(_api_process_count=1),
             cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),

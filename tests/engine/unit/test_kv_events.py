@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 
 import msgspec
@@ -19,12 +19,17 @@ from vllm.v1.request import Request
 
 from engine_patches import settings
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.kv_events import AttentionGroup, ResumableBlocks, announce_resumable_blocks
+from engine_patches.scheduler.held_keys import HeldKeys, watch_removed_keys
+from engine_patches.scheduler.kv_events import ResumableBlocks, announce_resumable_blocks
 from tests.harness.kv_event_index import KvEventIndex
 
 UNIT, BLOCK = 16, 64
 
 RECURRENT, ATTENTION, WINDOW = (0, 2), 1, 7
+
+GRID = Grid(UNIT, UNIT)
+
+DRAFTED = {ATTENTION: True}
 
 HEAD = list(range(1000, 1400))
 
@@ -32,11 +37,16 @@ HEAD = list(range(1000, 1400))
 class Cache:
     """A pool whose events are taken over, and an index that is built from them."""
 
-    def __init__(self, *attention: AttentionGroup) -> None:
+    def __init__(self, grid: Grid = GRID, size: int = UNIT, groups: Mapping[int, bool] = DRAFTED) -> None:
+        """`size`: of announced blocks; `groups`: the attention groups, and whether a draft head has rows there."""
         init_none_hash(sha256)
         self.pool = BlockPool(80, enable_caching=True, hash_block_size=UNIT, enable_kv_cache_events=True)
-        self.attention = attention or (AttentionGroup(ATTENTION, BLOCK, UNIT),)
-        ResumableBlocks(self.pool, UNIT, RECURRENT, self.attention).take_over()
+        managers = [
+            SimpleNamespace(kv_cache_group_id=group, block_size=BLOCK, use_eagle=use_eagle)
+            for group, use_eagle in groups.items()
+        ]
+        keys = HeldKeys(self.pool, grid, RECURRENT, managers)
+        ResumableBlocks(keys, {each.group: size for each in keys.attention}).take_over()
         self.index = KvEventIndex(UNIT)
         self.hasher = get_request_block_hasher(UNIT, sha256)
 
@@ -74,6 +84,12 @@ class Cache:
     def promised(self, request: Request) -> int:
         self.events()
         return self.index.promised(request.all_token_ids, request.cache_salt)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    patched = watch_removed_keys(BlockPool._remove_cached_block_hashes)
+    monkeypatch.setattr(BlockPool, "_remove_cached_block_hashes", patched)
 
 
 @pytest.fixture
@@ -246,7 +262,7 @@ def test_events_of_other_cache_groups_pass(cache):
 
 
 def test_whole_cache_blocks_up_to_the_edge_before_a_state():
-    cache = Cache(AttentionGroup(ATTENTION, BLOCK, BLOCK))
+    cache = Cache(size=BLOCK)
     request = cache.request()
     cache.rows(request, 0, 192)
     head = cache.state(request, 48)
@@ -260,7 +276,7 @@ def test_whole_cache_blocks_up_to_the_edge_before_a_state():
 
 
 def test_with_a_drop_the_rows_have_to_reach_further():
-    cache = Cache(AttentionGroup(ATTENTION, BLOCK, UNIT, UNIT), AttentionGroup(3, BLOCK, UNIT))
+    cache = Cache(Grid(UNIT, UNIT, UNIT, UNIT), groups={ATTENTION: True, 3: False})
     request = cache.request()
     for group in (ATTENTION, 3):
         cache.rows(request, 0, 64, group)
@@ -306,22 +322,16 @@ def test_nothing_is_kept_of_states_that_are_gone(cache):
     cache.evict(rows[0])
     cache.events()
     blocks = cache.pool.take_events.__self__
-    assert not blocks._held and not blocks._needed_by and blocks._announced == {ATTENTION: {}}
+    assert not blocks._last and not blocks._states and blocks._announced == {ATTENTION: {}}
 
 
 def started(pool: BlockPool, events: bool, enabled: bool = True) -> None:
     """A scheduler has been built around a pool."""
     manager = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-    checkpoints = SimpleNamespace(
-        enabled=enabled,
-        grid=Grid(UNIT, UNIT),
-        recurrent_groups=RECURRENT,
-        attention_managers=[manager],
-    )
+    checkpoints = SimpleNamespace(keys=HeldKeys(pool, GRID, RECURRENT, [manager]) if enabled else None)
 
     def init(self) -> None:
         self.seamark, self.enable_kv_cache_events = checkpoints, events
-        self.kv_cache_manager = SimpleNamespace(block_pool=pool)
 
     announce_resumable_blocks(init)(SimpleNamespace())
 

@@ -72,7 +72,7 @@ def test_why_hints_are_refused_is_told_as_the_engine_core_tells_it(feed, monkeyp
     for refusal in (Refusal("no_states", "a layer has a window, or two"), None):
         checkpoints = Checkpoints(Grid(16, 16), 384, refusal=refusal)
         stats = SimpleNamespace(waiting_lora_adapters={})
-        attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+        attach(stats, checkpoints)
         logger.record(stats, None)
         note()
     logger._hide()
@@ -99,7 +99,7 @@ def test_the_head_of_an_answer_finds_its_outcome_while_the_rest_can_wait(feed):
     checkpoints = Checkpoints(Grid(16, 16), 384, state_events=Evicted())
     checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
     stats = SimpleNamespace(waiting_lora_adapters={})
-    attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+    attach(stats, checkpoints)
     evicted = families().evicted._value.get
 
     async def scenario() -> None:
@@ -126,7 +126,7 @@ def test_requests_and_states_arrive_where_a_gateway_reads_them(feed):
     checkpoints = Checkpoints(Grid(16, 16), 384, state_events=Evicted())
     checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
     stats = SimpleNamespace(waiting_lora_adapters={"an adapter": 1})
-    attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+    attach(stats, checkpoints)
     EngineMetrics(served_by(1)).record(stats, None)
     answer = feed.after(0)
     assert [outcome[:3] for outcome in answer["outcomes"]] == [("a", "hit", 160)]
@@ -142,7 +142,7 @@ def test_what_became_of_a_pin_arrives_with_the_outcome_of_its_request(feed):
         counters.prompt_pinned(name, fate)
     counters.prompt_pinned("chatcmpl-unknown-00000000", "released")
     stats = SimpleNamespace(waiting_lora_adapters={})
-    attach(stats, checkpoints, SimpleNamespace(cached_block_hash_to_block={}))
+    attach(stats, checkpoints)
     EngineMetrics(served_by(1)).record(stats, None)
     headers = [outcome.header for name in ("a/b", "c") if (outcome := feed.take_latest(name)) is not None]
     assert headers == [b"cold,0,0,163,pinned", b"cold,0,0,163,no_room"]

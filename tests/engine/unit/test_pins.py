@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.hooks import release_before_reset
 from engine_patches.scheduler.pins import NO_ROOM, NOT_CACHED, PINNED, RELEASED, Pins, limit
@@ -31,14 +32,16 @@ class Cache:
         init_none_hash(sha256)
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=UNIT)
         attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
+        keys = HeldKeys(self.pool, Grid(UNIT, UNIT), RECURRENT, [attention])
         self.checkpoints = Checkpoints(
-            Grid(UNIT, UNIT),
+            keys.grid,
             BLOCK,
             enabled=True,
             block_sizes=dict.fromkeys(RECURRENT, BLOCK),
             attention_managers=[attention],
             pins=Pins(self.pool, 20),
-            state_events=StateEvents(self.pool, UNIT, RECURRENT, [attention]),
+            keys=keys,
+            state_events=StateEvents(keys),
         )
         self.scheduler = SimpleNamespace(
             seamark=self.checkpoints, requests={}, kv_cache_manager=SimpleNamespace(block_pool=self.pool)
@@ -101,9 +104,8 @@ class Cache:
     def found(self, prompt: int) -> list[int]:
         hashes = [b"%03d,%02d" % (prompt, unit) * 5 for unit in range(TOKENS // UNIT)]
         request = SimpleNamespace(block_hashes=hashes)
-        events = self.checkpoints.state_events
-        assert events is not None
-        return [position for position in (80, 144) if events.is_found(request, position)]
+        assert self.checkpoints.keys is not None
+        return [position for position in (80, 144) if self.checkpoints.keys.found(request, position)]
 
 
 @pytest.fixture

@@ -6,21 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.utils.hashing import sha256
-from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from engine_patches.scheduler import state_events
+from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.held_keys import HeldKeys, watch_removed_keys
 from engine_patches.scheduler.hints import HINTED, CheckpointTarget
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.state_events import (
-    WATCHERS,
     AdapterReplaced,
     CacheCleared,
     StateEvents,
     StateEvicted,
     StateStored,
     emit_events,
-    watch_removed_keys,
 )
 
 UNIT, BLOCK = 16, 64
@@ -34,8 +34,7 @@ class Cache:
     def __init__(self) -> None:
         init_none_hash(sha256)
         self.pool = BlockPool(40, enable_caching=True, hash_block_size=UNIT)
-        attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-        self.watch(StateEvents(self.pool, UNIT, RECURRENT, [attention]))
+        self.watch(Grid(UNIT, UNIT))
         hashes = [b"%02d" % number * 16 for number in range(10)]
         self.request = SimpleNamespace(
             request_id="r", block_hashes=hashes, all_token_ids=[0] * 160, num_prompt_tokens=160
@@ -46,9 +45,9 @@ class Cache:
             for group in (*RECURRENT, ATTENTION):
                 self.blocks[group, position] = self.cache(position, group)
 
-    def watch(self, events: StateEvents) -> None:
-        self.events = events
-        setattr(self.pool, WATCHERS, (events.keys_removed,))
+    def watch(self, grid: Grid) -> None:
+        attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
+        self.events = StateEvents(HeldKeys(self.pool, grid, RECURRENT, [attention]))
 
     def cache(self, position: int, group: int):
         (block,) = self.pool.get_new_blocks(1)
@@ -97,8 +96,7 @@ def test_a_preempted_request_emits_its_states_again(cache):
 
 
 def test_with_a_drop_a_state_is_told_apart_by_the_tokens_that_lead_to_it(cache):
-    attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-    cache.watch(StateEvents(cache.pool, UNIT, RECURRENT, [attention], [UNIT]))
+    cache.watch(Grid(UNIT, UNIT, UNIT, UNIT))
     proof = cache.cache(80 + UNIT, ATTENTION)
     cache.plan(0, 100)
     other = SimpleNamespace(**vars(cache.request))
@@ -152,7 +150,7 @@ def test_a_state_that_exists_twice_goes_with_the_second(cache):
 
 
 def test_blocks_that_no_state_needs_are_not_looked_at(cache, monkeypatch):
-    monkeypatch.setattr(StateEvents, "_has_all", lambda *_: pytest.fail("looked"))
+    monkeypatch.setattr(BlockHashToBlockMap, "get_one_block", lambda *_: pytest.fail("looked"))
     cache.pool.free_blocks(cache.blocks.values())
     cache.pool.get_new_blocks(39)
     cache.events.emit_evictions()
@@ -181,7 +179,6 @@ def test_watched_states_are_bounded_and_the_oldest_is_given_up(cache, monkeypatc
     cache.plan(0, 160)
     gone, came = sorted(cache.taken(), key=lambda event: isinstance(event, StateStored))
     assert gone == StateEvicted(came.states[0][1]) and len(cache.events) == 1
-    assert all(cache.events._needed_by.values())
 
 
 def test_states_cached_again_after_a_clear_can_be_evicted(cache):
@@ -263,7 +260,7 @@ def test_an_unwatched_state_leaves_the_keys_of_the_others(cache):
     cache.pool.evict_blocks({cache.blocks[ATTENTION, 64].block_id})
     cache.events.emit_evictions()
     assert sorted(cache.taken()) == sorted([StateEvicted(known[0]), StateEvicted(known[2])])
-    assert len(cache.events) == 0 and not cache.events._needed_by
+    assert len(cache.events) == 0
 
 
 def test_states_of_an_adapter_that_is_replaced_go_and_no_others(cache):
