@@ -31,6 +31,7 @@ from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
 from engine_patches.disk.tier import CheckedFiles
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.held_keys import HeldKeys
 
 # A request does not wait longer than this for a load to come: it is computed then. Seconds.
 PATIENCE = 5.0
@@ -83,6 +84,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     """The scheduler's half. Lengths in tokens."""
 
     manager: Any
+    _held_keys: HeldKeys  # from `introduce` on
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
@@ -99,30 +101,28 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def introduce(self, checkpoints: Checkpoints, pool: Any) -> None:
         """From now on states are stored and found. Without this call the connector does nothing."""
-        known = {*checkpoints.recurrent_groups, *(each.kv_cache_group_id for each in checkpoints.attention_managers)}
-        if not checkpoints.writes_in_forward or known != self._groups.keys():
+        states = checkpoints.states
+        if states is None or not states.in_pass or states.keys.groups != self._groups.keys():
             logger.warning("seamark: no states are kept on disk: this model's are not written inside a pass")
             return
         if not checkpoints.weights.name:
             logger.warning("seamark: no states are kept on disk: %s", checkpoints.weights.unknown)
             return
         self._checkpoints, self._pool = checkpoints, pool
-        if checkpoints.pins is not None:
-            pins = checkpoints.pins
-            self._tier.keys_in_use = lambda: pins.keys
-        checkpoints.store = self
+        self._held_keys, states.store = states.keys, self
+        self._tier.keys_in_use = lambda: states.pins.keys
 
     # What `Checkpoints` says.
 
     def offer(self, request: Any, position: int, used: bool = True) -> None:
         """The request's state at `position` is in the cache; `used`: a request came back to it, or it is pinned."""
         checkpoints = self._checkpoints
-        if checkpoints is None or checkpoints.keys is None or not (used or self._keep_all):
+        if checkpoints is None or not (used or self._keep_all):
             return
         if not self._tier.usable or not _is_plain(request) or self._is_held(self._state_key(request, position)):
             return
         cached = self._pool.cached_block_hash_to_block
-        keys = sorted(checkpoints.keys.keys_of(request, position), key=lambda key: key[_GROUP])
+        keys = sorted(self._held_keys.keys_of(request, position), key=lambda key: key[_GROUP])
         found = {key: cached.get_one_block(key) for key in keys if not self._is_held(key)}
         if found and all(block is not None for block in found.values()):
             self._pool.touch(list(found.values()))
@@ -269,7 +269,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     def _keys(self, request: Any, local: int, position: int) -> Iterator[Any]:
         """Keys that have to be loaded for a request to go on at `position`, where blocks up to `local` are there."""
         unit = self.config.tokens_per_hash
-        recurrent = set(self._checkpoints.recurrent_groups) if self._checkpoints is not None else set()
+        recurrent = self._held_keys.recurrent
         for group, config in self._groups.items():
             if group not in recurrent:
                 size = config.tokens_per_block
@@ -279,8 +279,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                 yield key_at(request, position, unit, group)
 
     def _state_key(self, request: Any, position: int) -> bytes:
-        assert self._checkpoints is not None  # noqa: S101  # for the type checker
-        return key_at(request, position, self.config.tokens_per_hash, self._checkpoints.recurrent_group)
+        return self._held_keys.state_key(request, position)
 
     def _is_held(self, key: bytes) -> bool:
         """Whether a key's block is in host memory or on disk."""

@@ -143,7 +143,7 @@ def planted(scheduler: Any, defect: str) -> Iterator[None]:
     def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:  # vLLM 0.33 bounds the hit here
         computed = original(request, *args, **kwargs)
         blocks, hit = computed[0], computed[1]
-        for group in checkpoints.recurrent_groups if hit else ():
+        for group in scheduler.seamark.states.keys.recurrent if hit else ():
             wrong = _wrong_state(manager.block_pool, checkpoints, request, hit, group, defect)
             if wrong is not None:
                 blocks.blocks[group][-1] = wrong

@@ -33,15 +33,15 @@ def attach(stats: Any, checkpoints: Checkpoints) -> None:
     carrier: dict[str, int] = stats.waiting_lora_adapters
     carrier[PREFIX + "match_unit"] = checkpoints.grid.alignment  # what a hit is a multiple of
     carrier[PREFIX + "block_size"] = checkpoints.block_size
-    carrier[PREFIX + "ahead"] = checkpoints.grid.ahead if checkpoints.enabled else 0
+    carrier[PREFIX + "ahead"] = checkpoints.grid.ahead if checkpoints.states is not None else 0
     if checkpoints.refusal is not None:
         carrier[f"{PREFIX}{REFUSED}/{checkpoints.refusal.cause}"] = 0
-    counters, events = checkpoints.counters, checkpoints.state_events
-    if not (counters.report_due or (events is not None and events.pending)):
+    counters, states = checkpoints.counters, checkpoints.states
+    if not (counters.report_due or (states is not None and states.events.pending)):
         return
     counts = counters.take()
     report = {
-        "bytes": checkpoints.bytes_held,
+        "bytes": states.bytes_held if states is not None else 0,
         "hits": counts.hits,
         "hit_tokens": counts.hit_tokens,
         "saved_ns": round(counts.saved_seconds * 1e9),
@@ -56,13 +56,13 @@ def attach(stats: Any, checkpoints: Checkpoints) -> None:
         "file_bytes": counts.file_bytes,
         "disk_bytes": counters.disk_bytes,
         "loads_declined": counts.loads_declined,
-        "pinned_blocks": checkpoints.pins.num_blocks if checkpoints.pins is not None else 0,
+        "pinned_blocks": states.pins.num_blocks if states is not None else 0,
         **{f"{REQUEST}/{encode_request(request)}": request.hit_tokens for request in counts.requests},
     }
     # Behind the outcomes, which they add to.
     report |= {f"{PIN}/{fate}/{request_id}": 0 for request_id, fate in counts.pinned}
-    if events is not None:
-        report |= {f"{EVENT}/{number}/{encode_event(event)}": 0 for number, event in events.take()}
+    if states is not None:
+        report |= {f"{EVENT}/{number}/{encode_event(event)}": 0 for number, event in states.events.take()}
     carrier.update((PREFIX + name, count) for name, count in report.items())
 
 

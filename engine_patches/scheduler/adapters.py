@@ -261,8 +261,9 @@ def _loaded(engine: Any, request: Any) -> Adapter | None:
 
 def _tell(engine: Any, adapter: Adapter | None) -> None:
     checkpoints = getattr(engine.scheduler, "seamark", None)
-    if adapter is not None and _adapters(engine).has_changed(adapter) and checkpoints is not None:
-        checkpoints.adapter_replaced(adapter.name)
+    states = checkpoints.states if checkpoints is not None else None
+    if adapter is not None and _adapters(engine).has_changed(adapter) and states is not None:
+        states.adapter_replaced(adapter.name)
 
 
 def look_up_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:

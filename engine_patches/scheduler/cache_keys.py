@@ -52,7 +52,7 @@ def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, request: Any, num_tokens: int, retention_interval: Any = None, *, replay_boundaries: Any
     ) -> None:
         checkpoints = getattr(self, "seamark", None)
-        if checkpoints is None or not checkpoints.enabled:
+        if checkpoints is None or checkpoints.states is None:
             original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
             return
         full_before = self.num_cached_block.get(request.request_id, 0)
@@ -66,7 +66,7 @@ def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
         blocks = self.req_to_blocks[request.request_id]
         # This step has yet to compute the rows from `start` on, and all rows of a private copy.
         for block in blocks[start // self.block_size :]:
-            checkpoints.unwritten[block.block_id] = 0 if block.block_id in copies else start
+            checkpoints.states.unwritten[block.block_id] = 0 if block.block_id in copies else start
 
         def needs_key(position: int) -> bool:
             index = position // self.block_size
@@ -76,7 +76,7 @@ def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
             # This step's copies fill a private copy; a request that finds it in this very step would copy it empty.
             return position == num_tokens or blocks[index].block_id not in copies
 
-        positions = checkpoints.positions_with_keys(state, self, num_tokens)
+        positions = checkpoints.states.positions_with_keys(state, self, num_tokens)
         keep_attention_keys(self, request, filter(needs_key, positions))
 
     return cache_blocks
@@ -116,17 +116,15 @@ def avoid_unwritten_rows_with_a_connector(original: Callable[..., Any]) -> Calla
 def _avoids_unwritten_rows(manager: Any, request: Any, blocks: Any, hit: int) -> bool:
     """Whether all attention rows of a hit (tokens) are written, after unwritten blocks were replaced by others."""
     checkpoints = getattr(manager, "seamark", None)
-    if not hit or checkpoints is None:
+    if not hit or checkpoints is None or checkpoints.states is None:
         return True
-    for attention in checkpoints.attention_managers:
-        copied = blocks.blocks[attention.kv_cache_group_id]
-        if not copied or hit % attention.block_size == 0:
+    unwritten = checkpoints.states.unwritten
+    for group, block_size, drop in checkpoints.states.keys.attention:
+        copied = blocks.blocks[group]
+        if not copied or hit % block_size == 0 or hit <= unwritten.get(copied[-1].block_id, hit):
             continue
-        if hit <= checkpoints.unwritten.get(copied[-1].block_id, hit):
-            continue
-        reached = hit + checkpoints.grid.drop_in(attention)
-        key = key_at(request, reached, checkpoints.grid.unit, attention.kv_cache_group_id)
-        written = _block_other_than(manager.block_pool, key, checkpoints.unwritten)
+        key = key_at(request, hit + drop, checkpoints.grid.unit, group)
+        written = _block_other_than(manager.block_pool, key, unwritten)
         if written is None:
             return False
         copied[-1] = written

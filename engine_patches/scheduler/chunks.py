@@ -46,9 +46,10 @@ def next_stop(state: RequestState, start: int, block_size: int, tokens_per_pass:
     has to be as far behind `start`, where a state is found already. vLLM's own junction stays a candidate, floored to
     the cache block as vLLM floors it.
     """
-    candidates = [position for position in state.hinted_positions if position > start and position >= tokens_per_pass]
-    if state.learned > start and state.learned - start >= tokens_per_pass:
-        candidates.append(state.learned)
+    wish = state.wish
+    candidates = [position for position in wish.hinted_positions if position > start and position >= tokens_per_pass]
+    if wish.learned > start and wish.learned - start >= tokens_per_pass:
+        candidates.append(wish.learned)
     junction = start + (state.upstream_junction - start) // block_size * block_size
     if junction > start:
         candidates.append(junction)
@@ -78,7 +79,7 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         def split() -> int:
             return original(self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
 
-        if start >= request.num_prompt_tokens or not state.positions:
+        if start >= request.num_prompt_tokens or not state.wish.positions:
             return split()
         if request.shared_prefix_boundary != state.own_junction:  # vLLM has looked the prefix up since the last call
             state.upstream_junction = request.shared_prefix_boundary
@@ -87,7 +88,7 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         request.shared_prefix_boundary = state.own_junction = stop
         # Only a hinted or learned position may end a chunk inside a block; without one vLLM splits as it does alone.
         upstream_flag = self.mamba_shared_prefix_checkpoint
-        self.mamba_shared_prefix_checkpoint = checkpoints.enabled
+        self.mamba_shared_prefix_checkpoint = checkpoints.states is not None
         try:
             return split()
         finally:

@@ -168,7 +168,7 @@ class PrefillGate:
             if long_enough and self._grid.hash_of(request, expected.position) == key:
                 jobs.append(Job(request.num_tokens - expected.start, expected.saved))
             else:
-                cached = scheduler.seamark.state_of(request).shared  # at most
+                cached = scheduler.seamark.state_of(request).wish.shared  # at most
                 jobs.append(Job(max(_left(request) - cached, 1)))
         return jobs, running, leader
 

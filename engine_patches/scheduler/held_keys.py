@@ -26,16 +26,17 @@ class AttentionGroup(NamedTuple):
 class HeldKeys:
     """The cache keys of one vLLM `BlockPool`. Positions in tokens."""
 
-    def __init__(self, pool: Any, grid: Grid, recurrent_groups: Iterable[int], attention: Iterable[Any]) -> None:
-        """`attention`: vLLM's managers of attention cache groups."""
+    def __init__(self, pool: Any, grid: Grid, recurrent: Iterable[Any], attention: Iterable[Any]) -> None:
+        """`recurrent`, `attention`: vLLM's managers of cache groups."""
         self.pool = pool
         self.grid = grid
-        self.recurrent = tuple(recurrent_groups)
+        self.recurrent = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}  # by group
         self.attention = tuple(
             AttentionGroup(manager.kv_cache_group_id, manager.block_size, grid.drop_in(manager))
             for manager in attention
         )
         self.drop = max((each.drop for each in self.attention), default=0)  # past a state, up to which it is named
+        self.groups = {*self.recurrent, *(each.group for each in self.attention)}
         setattr(pool, WATCHES, [])
 
     def watch(self) -> Watch:
@@ -49,7 +50,11 @@ class HeldKeys:
 
         Who shares the state alone, and not what lies past it, does not find it, and has another name for it.
         """
-        return key_at(request, position + self.drop, self.grid.unit, self.recurrent[0])
+        return self.state_key(request, position + self.drop)
+
+    def state_key(self, request: Any, position: int) -> bytes:
+        """The key of the request's state at `position` that stands for all recurrent groups: the first one's."""
+        return key_at(request, position, self.grid.unit, next(iter(self.recurrent)))
 
     def keys_of(self, request: Any, position: int) -> Iterator[bytes]:
         """The keys that have to be cached for the request's state at `position` to be found."""

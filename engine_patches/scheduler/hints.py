@@ -1,4 +1,4 @@
-"""The hint of a request, and the positions at which its recurrent states are kept.
+"""The hint of a request, and the exact positions that it names.
 
 A hint is a list of at most 16 entries, in any order. Each names one position in the prompt, in tokens from its start:
 
@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-from engine_patches.scheduler.grid import Grid
+from typing import Any
 
 FIELD = "seamark_boundaries"
 
@@ -37,13 +35,6 @@ MAX_PATTERN = 128  # token ids
 # Places at which one pattern is compared, and all patterns of a hint. Common tokens must not hold up a scheduler.
 MAX_COMPARED, MAX_COMPARED_OF_HINT = 4096, 16_384
 
-# A hinted position at most this many tokens before the prompt's tail also serves the next turn: it is the end of the
-# turn, before the words that ask for an answer.
-TURN_REACH = 64
-
-# Two states are not kept so near each other (match units).
-NEAR_UNITS = 2
-
 IGNORED_REASONS = (
     "malformed",
     "out_of_range",
@@ -59,10 +50,6 @@ IGNORED_REASONS = (
     "single_token",  # a step over one token writes no state
 )
 
-# Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine, an expected one where a
-# later prompt is likely to leave this one.
-HINTED, LEARNED, EXPECTED, TAIL, EDGE, JUNCTION = "hinted", "learned", "expected", "tail", "edge", "junction"
-
 # A request without a hint; None is a hint, a malformed one.
 NONE = object()
 
@@ -74,13 +61,6 @@ _PATTERN = re.compile(
 
 # The end of a prompt is searched in slices, since a list has no search from its end. Most patterns are near the end.
 _FIRST_SLICE, _LARGEST_SLICE = 512, 32_768  # tokens
-
-
-class CheckpointTarget(NamedTuple):
-    """A position (tokens from the start of the prompt, a multiple of the match unit) whose state is to be kept."""
-
-    position: int
-    kind: str
 
 
 def hint_in(request: Any) -> Any:
@@ -242,63 +222,3 @@ def _rarest(pattern: list[int]) -> tuple[int, int]:
     """The id that is likely the rarest, and where it stands: vocabularies end with rare merges and control tokens."""
     rare = max(pattern)
     return rare, pattern.index(rare)
-
-
-def usable_positions(resolved: Sequence[int], grid: Grid, ignore: Callable[[str], None]) -> tuple[int, ...]:
-    """Positions (tokens, ascending) at which states are kept for a resolved hint.
-
-    `ignore` is called with `below_unit` for each that is too short. Several entries of one position become one, and
-    none of them counts as dropped.
-    """
-    positions = [grid.usable(position) for position in resolved if position]
-    for _ in range(positions.count(0)):
-        ignore("below_unit")
-    return tuple(sorted({*positions} - {0}))
-
-
-def checkpoint_targets(
-    request: Any,
-    hinted: Sequence[int],
-    grid: Grid,
-    block_size: int,
-    learned: int = 0,
-    expected: Sequence[int] = (),
-    prompt_tokens: int = 0,
-) -> list[CheckpointTarget]:
-    """Where the states of a vLLM `Request` are kept, in ascending order. `prompt_tokens`: of its prompt before a cut.
-
-    `hinted` are the positions of its hint, `learned` is where it leaves an earlier prompt, 0 if that is not to be kept;
-    `expected`, where a later one is likely to leave it, each kept unless another state is as good.
-    Beside them the prompt's tail, if none of them is near it. The end of a turn says nothing of what others share: if
-    no position lies clearly before the tail, the last whole block before them all is kept too, where vLLM itself stops;
-    so is the one before a learned position.
-    Without a position of either kind the tail is kept only in prompts longer than a block; then, too, the junction, the
-    end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
-    """
-    last = grid.resumable(prompt_tokens or request.num_prompt_tokens)
-    near = NEAR_UNITS * grid.alignment
-    kinds: dict[int, str] = {}
-    tail = grid.floor(last)
-    known = (*hinted, learned) if learned else tuple(hinted)
-    edge = grid.floor(last // block_size * block_size)
-    if edge < min(known, default=last + 1) and not any(position < tail - TURN_REACH for position in known):
-        kinds[edge] = EDGE
-    near_tail = any(tail - TURN_REACH <= position <= tail for position in known)
-    if not near_tail and (hinted or last >= block_size):
-        kinds[tail] = TAIL
-    if not known:  # the sender of a hint, and the longest shared beginning, say more than what vLLM infers
-        junction = grid.floor(request.shared_prefix_boundary)
-        if junction <= last:
-            kinds[junction] = JUNCTION
-    if learned:
-        # The next prompt may leave a little earlier. vLLM alone keeps the whole block before such a place.
-        before = grid.floor(learned // block_size * block_size)
-        if learned - before >= near:
-            kinds.setdefault(before, EDGE)
-        kinds[learned] = LEARNED
-    kinds.update(dict.fromkeys(hinted, HINTED))
-    for position in expected:
-        if position <= last and not any(position - near < other <= position for other in kinds):
-            kinds[position] = EXPECTED
-    kinds.pop(0, None)
-    return [CheckpointTarget(position, kinds[position]) for position in sorted(kinds)]

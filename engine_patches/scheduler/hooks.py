@@ -15,12 +15,12 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.hints import HINTED, LEARNED, TAIL
 from engine_patches.scheduler.match_unit import state_alignment
 from engine_patches.scheduler.pins import Pins
+from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL
 from engine_patches.scheduler.refusals import NO_STATES, Refusal, refused
 from engine_patches.scheduler.retention import Retention
-from engine_patches.scheduler.state_events import StateEvents
+from engine_patches.scheduler.states import States
 
 # Methods of vLLM's workers that can be called from outside and only read.
 LEAVE_WEIGHTS = ("compute_weight_checksums", "get_model_inspection", "synchronize_device")
@@ -32,55 +32,43 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement of `Scheduler.__init__`: every scheduler and its cache managers share one `Checkpoints`."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
+        from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
         original(self, *args, **kwargs)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
         refusal = _refusal(self, recurrent) if recurrent else None
-        groups = self.kv_cache_manager.kv_cache_config.kv_cache_groups
-        specs = [groups[manager.kv_cache_group_id].kv_cache_spec for manager in recurrent if refusal is None]
-        connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
-        in_pass = bool(specs) and connector.lane is Lane.INSIDE and all(map(is_promised, specs))
-        grid, keys = _grid(self, specs if in_pass else ()), None
-        if specs:
-            recurrent_groups = [manager.kv_cache_group_id for manager in recurrent]
-            attention = [manager for manager in managers if isinstance(manager, FullAttentionManager)]
-            keys = HeldKeys(self.kv_cache_manager.block_pool, grid, recurrent_groups, attention)
-        self.seamark = checkpoints = Checkpoints(
-            grid=grid,
-            block_size=self.block_size,
-            enabled=keys is not None,
-            keys=keys,
-            writes_in_forward=in_pass,
-            refusal=refusal,
-            verified=1 + self.num_spec_tokens,
-            weights=Weights.of(self.vllm_config),
-        )
         if refusal is not None:
             logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
-        elif keys is not None:
-            checkpoints.block_sizes = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}
-            checkpoints.attention_managers = attention
-            if refusals.finds_whole_blocks(self):
-                # vLLM rounds what it caches down to whole blocks, and we could not tell at which of them a chunk ends.
-                self.kv_cache_manager.coordinator.enable_partial_hash_hits = True
-            _set_up_states(self, checkpoints, keys, connector)
-            transfers.introduce(self, checkpoints)
+        specs = [_group_of(self, manager).kv_cache_spec for manager in recurrent if refusal is None]
+        connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
+        in_pass = bool(specs) and connector.lane is Lane.INSIDE and all(map(is_promised, specs))
+        self.seamark = checkpoints = Checkpoints(
+            grid=_grid(self, specs if in_pass else ()),
+            block_size=self.block_size,
+            refusal=refusal,
+            weights=Weights.of(self.vllm_config),
+            verified=1 + self.num_spec_tokens,
+        )
+        if specs:
+            checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
+            if in_pass and settings.fan_out():
+                checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
+            _tell_vllm(self, recurrent, in_pass)
+            warn_of_narrow_states(specs)
+            _say_where_states_lie(checkpoints, connector, in_pass)
+            transfers.introduce(self, checkpoints, states)
+            introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
+            if introduce is not None:
+                introduce(checkpoints, states.keys.pool)
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
-        introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
-        if introduce is not None and checkpoints.enabled:
-            introduce(checkpoints, self.kv_cache_manager.block_pool)
-        for manager in recurrent if checkpoints.enabled else ():
-            if checkpoints.writes_in_forward:  # vLLM's own export would write into blocks that we hide
-                manager.has_prefill_checkpoint_blocks = False
-            else:
-                manager.shared_prefix_checkpoint = True
-        if checkpoints.writes_in_forward:
-            self.mamba_has_prefill_checkpoint_blocks = False
 
     return __init__
+
+
+def _group_of(scheduler: Any, manager: Any) -> Any:
+    return scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
 
 
 def _grid(scheduler: Any, written: Sequence[Any]) -> Grid:
@@ -117,24 +105,46 @@ def warn_of_narrow_states(specs: Iterable[Any]) -> None:
         )
 
 
-def _set_up_states(scheduler: Any, checkpoints: Checkpoints, keys: HeldKeys, connector: Decision) -> None:
-    pool, grid = scheduler.kv_cache_manager.block_pool, checkpoints.grid
-    checkpoints.state_events = StateEvents(keys)
-    checkpoints.pins = Pins(pool, pins.limit(scheduler, settings.pin_share()))
-    groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
-    recurrent = [groups[group] for group in checkpoints.recurrent_groups]
-    checkpoints.state_bytes = sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in recurrent)
-    warn_of_narrow_states(group.kv_cache_spec for group in recurrent)
-    if checkpoints.writes_in_forward:
-        checkpoints.retention = Retention(pool, settings.state_share())
-        if settings.fan_out():
-            checkpoints.gate = PrefillGate(checkpoints.step_time, grid)
-        checkpoints.give_back = lambda blocks: _give_back_after_their_step(scheduler, blocks)
+def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool) -> States:
+    """Those of a scheduler whose `recurrent` managers keep them."""
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    manager = scheduler.kv_cache_manager
+    attention = [each for each in manager.coordinator.single_type_managers if isinstance(each, FullAttentionManager)]
+    groups = [_group_of(scheduler, each) for each in recurrent]
+    pool = manager.block_pool
+    states = States(
+        HeldKeys(pool, grid, recurrent, attention),
+        Pins(pool, pins.limit(scheduler, settings.pin_share())),
+        in_pass,
+        num_bytes=sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups),
+    )
+    if in_pass:
+        states.retention = Retention(pool, settings.state_share())
+        states.give_back = lambda blocks: _give_back_after_their_step(scheduler, blocks)
+    return states
+
+
+def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
+    """Have vLLM find states at any match unit, and leave to us those that are written inside a pass."""
+    if refusals.finds_whole_blocks(scheduler):
+        # vLLM rounds what it caches down to whole blocks, and we could not tell at which of them a chunk ends.
+        scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits = True
+    for manager in recurrent:
+        if in_pass:  # vLLM's own export would write into blocks that we hide
+            manager.has_prefill_checkpoint_blocks = False
+        else:
+            manager.shared_prefix_checkpoint = True
+    if in_pass:
+        scheduler.mamba_has_prefill_checkpoint_blocks = False
+
+
+def _say_where_states_lie(checkpoints: Checkpoints, connector: Decision, in_pass: bool) -> None:
     logger.info(
         "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
-        "inside the pass" if checkpoints.writes_in_forward else "at the ends of chunks, one pass each",
-        grid.alignment,
-        grid.unit,
+        "inside the pass" if in_pass else "at the ends of chunks, one pass each",
+        checkpoints.grid.alignment,
+        checkpoints.grid.unit,
         checkpoints.block_size,
         f"; KV connector {', '.join(connector.names)}" if connector.names else "",
         f": {connector.reason}" if connector.reason else "",
@@ -161,13 +171,13 @@ def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
         if checkpoints is not None and checkpoints.writes_in_forward:
             return None
         key = original(self, request, num_tokens, retention_interval)
-        if key is None or checkpoints is None or not checkpoints.enabled:
+        if key is None or checkpoints is None or checkpoints.states is None:
             return key
         # All recurrent groups register the same position; one of them speaks for all.
-        if self.kv_cache_group_id == checkpoints.recurrent_group:
-            state = checkpoints.state_of(request)
-            kind = LEARNED if num_tokens == state.learned else TAIL
-            checkpoints.state_written(key, HINTED if num_tokens in state.hinted_positions else kind)
+        if self.kv_cache_group_id == next(iter(checkpoints.states.keys.recurrent)):
+            wish = checkpoints.state_of(request).wish
+            kind = LEARNED if num_tokens == wish.learned else TAIL
+            checkpoints.state_written(key, HINTED if num_tokens in wish.hinted_positions else kind)
         return key
 
     return _cache_partial_tail_block
@@ -179,7 +189,7 @@ def count_hits(original: Callable[..., None]) -> Callable[..., None]:
     def record_prefix_cache_stats(self: Any, request: Any, num_hits: int) -> None:
         original(self, request, num_hits)
         checkpoints = getattr(self, "seamark", None)
-        if checkpoints is not None and checkpoints.enabled:
+        if checkpoints is not None and checkpoints.states is not None:
             loaded = getattr(request, "seamark_loaded", 0)
             checkpoints.admitted(request, num_hits + loaded, loaded)
 
@@ -191,17 +201,19 @@ def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
-        checkpoints.before_reset(self.kv_cache_manager.block_pool)
-        held = checkpoints.pins
-        released = held.let_go() if held is not None else {}
+        checkpoints.before_reset()
+        states = checkpoints.states
+        if states is None:
+            return original(self, *args, **kwargs)
+        released = states.pins.let_go()
         emptied = False
         try:
             emptied = original(self, *args, **kwargs)
         finally:
-            if held is not None and not emptied:
-                held.take_again(released)
-        if emptied and checkpoints.state_events is not None:
-            checkpoints.state_events.clear()
+            if not emptied:
+                states.pins.take_again(released)
+        if emptied:
+            states.events.clear()
         return emptied
 
     return reset_prefix_cache

@@ -235,7 +235,8 @@ def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., No
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         checkpoints = getattr(self, "seamark", None)
-        keys: HeldKeys | None = checkpoints.keys if checkpoints is not None else None
+        states = checkpoints.states if checkpoints is not None else None
+        keys: HeldKeys | None = states.keys if states is not None else None
         blocks = settings.kv_events()
         if keys is None or not keys.attention or not self.enable_kv_cache_events or blocks == settings.OFF:
             return

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.request_state import Wish
 
 # The reasons an engine can tell, out of the closed set that the whole product uses.
 HIT, COLD, BELOW_UNIT, NOT_WORTH_IT, EVICTED, NO_BOUNDARY, HINT_IGNORED = (
@@ -38,17 +38,17 @@ class Outcomes:
         if len(self._misses) > MAX_COMPUTED:
             self._misses.popitem(last=False)
 
-    def reason_for(self, request: Any, state: RequestState, hit_tokens: int) -> str:
+    def reason_for(self, request: Any, wish: Wish, hit_tokens: int) -> str:
         """The reason for a request that starts with `hit_tokens` from the cache.
 
         All that it shares with an earlier prompt is a hit. If it got less, the deepest cause above the hit counts; if
         none is known, nobody had kept a state there. What the engine has never seen cannot be missed.
         """
-        hinted = state.hinted_positions
+        hinted = wish.hinted_positions
         if getattr(request, "skip_reading_prefix_cache", False):  # prompt logprobs need every token computed
             return HINT_IGNORED
         last = self._grid.resumable(request.num_tokens)
-        reachable = self._grid.deliverable(state.shared, request.num_tokens)
+        reachable = self._grid.deliverable(wish.shared, request.num_tokens)
         deepest = max((position for position in hinted if position <= last), default=0)
         for position in range(max(deepest, reachable), hit_tokens, -self._grid.unit):
             miss = self._misses.get(self._grid.hash_of(request, position + self._grid.drop))
@@ -56,10 +56,10 @@ class Outcomes:
                 return miss
         if hit_tokens:
             return HIT if hit_tokens >= reachable else COLD
-        return COLD if hinted else self._without_hint(request, state)
+        return COLD if hinted else self._without_hint(request, wish)
 
-    def _without_hint(self, request: Any, state: RequestState) -> str:
+    def _without_hint(self, request: Any, wish: Wish) -> str:
         """The reason for a request that hit nothing, and whose hint names no usable position."""
-        if not state.hinted:
+        if not wish.hinted:
             return NO_BOUNDARY
         return BELOW_UNIT if request.num_prompt_tokens <= self._grid.unit else HINT_IGNORED

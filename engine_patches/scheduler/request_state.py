@@ -1,6 +1,6 @@
-"""What the scheduler knows of one request: its hint, and how far it has come.
+"""What the scheduler knows of one request: what it wishes to have kept, and how far it has come.
 
-The object hangs on vLLM's `Request` as `request.seamark`, so it lives as long as the request: through preemption and
+The state hangs on vLLM's `Request` as `request.seamark`, so it lives as long as the request: through preemption and
 resumption, and no longer.
 """
 
@@ -9,20 +9,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
-class RequestState:
-    """Positions and lengths in tokens."""
+@dataclass(frozen=True)
+class Wish:
+    """What a request's hint, and prompts before it, say of it at first sight. Positions and lengths in tokens."""
 
     hinted_positions: tuple[int, ...] = ()  # usable positions of its hint, ascending
     hinted: bool = False  # it came with a hint, usable or not
     resolved: tuple[int, ...] = ()  # what each entry of its hint names, in the hint's order, exact; 0: not there
     turn_end: int = 0  # usable position that its hint counts from the prompt's end; 0: none
-    shared: int = 0  # a prompt seen before begins like its own up to here, whole match units
+    shared: int = 0  # its hashes match those of a prompt seen before up to here, whole match units
     learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
     expected: tuple[int, ...] = ()  # where later prompts are likely to leave it, ascending
-    begun: bool = False  # it was admitted before
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
     pin: bool | None = None  # its prompt is to be pinned, or released; None: neither
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Positions of which a state is wanted because others share them, ascending."""
+        if not self.learned:
+            return self.hinted_positions
+        return tuple(sorted((*self.hinted_positions, self.learned)))
+
+
+@dataclass(slots=True)
+class RequestState:
+    """How far a request has come. Positions and lengths in tokens."""
+
+    wish: Wish = Wish()
+    begun: bool = False  # it was admitted before
     prompt_tokens: int = 0  # of its prompt as it came, if only its beginning is computed here; 0: all of it is
     loaded: int = 0  # tokens that another worker has computed, and that are loaded
     resumed_at: int = 0  # its state was found there when it was admitted
@@ -33,10 +47,3 @@ class RequestState:
     gave_up_on: str | None = None  # id of the leader it has waited for long enough
     upstream_junction: int = 0  # the shared prefix that vLLM itself found
     own_junction: int = -1  # what `end_chunk` last wrote over it
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """Positions of which a state is wanted because others share them, ascending."""
-        if not self.learned:
-            return self.hinted_positions
-        return tuple(sorted((*self.hinted_positions, self.learned)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from engine_patches.scheduler.adapters import adapter_name
 from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.hints import CheckpointTarget
+from engine_patches.scheduler.planner import CheckpointTarget
 from engine_patches.scheduler.request_state import RequestState
 
 # States watched; an older one is forgotten, with an event as if it were evicted. Real caches hold some hundreds.
@@ -142,7 +142,7 @@ def only_generates(output: Any) -> bool:
 def emit_events(scheduler: Any, output: Any) -> None:
     """A step is planned to its end: emit the states that came with it, and those that went."""
     checkpoints = scheduler.seamark
-    events: StateEvents = checkpoints.state_events
+    events: StateEvents = checkpoints.states.events
     events.emit_evictions()  # nothing may be reported as stored in a pool that was emptied since
     if only_generates(output) and not output.scheduled_new_reqs:
         return
@@ -152,6 +152,6 @@ def emit_events(scheduler: Any, output: Any) -> None:
         start = end - num_tokens
         if start < request.num_prompt_tokens:
             state = checkpoints.state_of(request)
-            if state.positions:
+            if state.wish.positions:
                 events.emit_stored(request, state, checkpoints.targets(request), start, end)
     events.emit_evictions()

@@ -13,7 +13,7 @@ from typing import Any
 from engine_patches.forward.step_writes import WRITES, Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.hints import HINTED
+from engine_patches.scheduler.planner import HINTED
 from engine_patches.scheduler.reasons import EVICTED, HINT_IGNORED, NOT_WORTH_IT
 from engine_patches.scheduler.state_events import emit_events, only_generates
 from engine_patches.scheduler.transfers import keep_loaded_state
@@ -24,13 +24,13 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
-        checkpoints.begin_step(self.kv_cache_manager.block_pool, self.requests)
+        checkpoints.begin_step(self.requests)
         output = original(self, *args, **kwargs)
         if checkpoints.writes_in_forward:
             setattr(output, WRITES, _plan_writes(self, output))
         if checkpoints.pinning:
             checkpoints.pin_prompts(self.requests)
-        if checkpoints.state_events is not None:
+        if checkpoints.states is not None:
             emit_events(self, output)
         output.seamark_planned_at = time.monotonic()
         self._seamark_last_planned = output
@@ -52,8 +52,10 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if num_tokens:
             self.seamark.step_time.step_took(num_tokens, now - began, prefill=not only_generates(scheduler_output))
-        if scheduler_output is getattr(self, "_seamark_last_planned", None):  # perhaps no further step follows
-            self.seamark.release(self.kv_cache_manager.block_pool)
+        states = self.seamark.states
+        # Perhaps no further step follows.
+        if states is not None and scheduler_output is getattr(self, "_seamark_last_planned", None):
+            states.release()
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
 
     return update_from_output
@@ -75,16 +77,16 @@ def _plan_writes(scheduler: Any, output: Any) -> dict[str, list[Write]]:
 def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = False) -> list[Write]:
     """The states of one chunk, at positions in (start, end]. `kept`: the one at `start`, too, has just been kept."""
     checkpoints: Checkpoints = scheduler.seamark
-    pool = scheduler.kv_cache_manager.block_pool
+    states, state = scheduler.seamark.states, checkpoints.state_of(request)
     planned: list[Write] = []
     positions: list[int] = [start] if kept else []
     for target in checkpoints.targets(request):
         position = target.position
         if not start < position <= end:
             continue
-        if not checkpoints.is_cached(request, position):
+        if not states.keys.is_cached(request, position):
             miss = EVICTED
-            if not checkpoints.worth_writing(checkpoints.state_of(request), target):
+            if not checkpoints.worth_writing(state, target):
                 if target.kind == HINTED:
                     checkpoints.counters.hint_ignored(NOT_WORTH_IT)
                 miss = NOT_WORTH_IT
@@ -93,27 +95,26 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
                 # which runs no layer in segments.
                 checkpoints.counters.hint_ignored("single_token")
                 miss = HINT_IGNORED
-            elif (blocks := checkpoints.reserve(pool, request, target)) is None:
+            elif (blocks := checkpoints.reserve(request, target)) is None:
                 checkpoints.counters.hint_ignored("no_room")
                 miss = HINT_IGNORED
                 if checkpoints.gate is not None:
                     checkpoints.gate.pause()
             else:
-                groups = zip(checkpoints.recurrent_groups, blocks, strict=True)
+                groups = zip(states.keys.recurrent, blocks, strict=True)
                 planned.append(Write(position - start, {group: block.block_id for group, block in groups}))
                 positions.append(position)
             checkpoints.outcomes.computed(request, position, miss)
         else:
             positions.append(position)
     if positions:
-        checkpoints.state_of(request).states.update(positions)
-        for manager in checkpoints.attention_managers:
+        state.states.update(positions)
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        for group, _, drop in states.keys.attention:
             # Keys past this chunk come with the chunk that computes their rows.
-            reached = (position + checkpoints.grid.drop_in(manager) for position in positions)
-            keep_attention_keys(manager, request, (position for position in reached if position <= end))
-        if checkpoints.store is not None:
-            for position in positions:
-                checkpoints.store.offer(request, position, used=False)
+            reached = (position + drop for position in positions)
+            keep_attention_keys(managers[group], request, (position for position in reached if position <= end))
+        states.kept(request, positions)
     return planned
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.hints import HINTED, TAIL, CheckpointTarget
+from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
+from engine_patches.scheduler.states import States
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -45,10 +46,9 @@ CANNOT_COMPARE = "they are cut for another number of ranks, and not in files on 
 class Transfers:
     """The transfers of one scheduler, in both directions."""
 
-    def __init__(self, checkpoints: Checkpoints, pool: Any) -> None:
-        """`pool`: the scheduler's vLLM `BlockPool`."""
+    def __init__(self, checkpoints: Checkpoints, states: States) -> None:
         self.checkpoints = checkpoints
-        self._pool = pool
+        self._states = states
         self._taken: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._warned: set[str] = set()
 
@@ -59,7 +59,7 @@ class Transfers:
         """
         checkpoints, unit = self.checkpoints, self.checkpoints.grid.unit
         state = checkpoints.state_of(request)
-        if not checkpoints.writes_in_forward or checkpoints.verified > 1 or request.num_output_tokens:
+        if not self._states.in_pass or checkpoints.verified > 1 or request.num_output_tokens:
             return
         targets = checkpoints.targets(request)
         position = targets[-1].position if targets else 0
@@ -67,7 +67,7 @@ class Transfers:
             return
         if any(feature.mm_position.offset + feature.mm_position.length > position for feature in request.mm_features):
             return
-        if any(checkpoints.is_cached(request, end) for end in range(position, request.num_prompt_tokens, unit)):
+        if any(self._states.keys.is_cached(request, end) for end in range(position, request.num_prompt_tokens, unit)):
             return  # a request computes at least one token, and would have to go back behind that state
         state.prompt_tokens = state.prompt_tokens or request.num_prompt_tokens
         if request.prompt_token_ids is not None:
@@ -147,13 +147,13 @@ class Transfers:
         return hashlib.sha256(parent + repr(rest).encode(errors="surrogatepass")).hexdigest()[:32]
 
 
-def introduce(scheduler: Any, checkpoints: Checkpoints) -> None:
+def introduce(scheduler: Any, checkpoints: Checkpoints, states: States) -> None:
     """Give NIXL's half in a vLLM `Scheduler`, alone or inside a MultiConnector, a `Transfers`."""
     connector = scheduler.connector
     for each in (connector, *getattr(connector, "_connectors", ())):
         half = getattr(each, "connector_scheduler", None)
         if half is not None:
-            half.seamark = Transfers(checkpoints, scheduler.kv_cache_manager.block_pool)
+            half.seamark = Transfers(checkpoints, states)
 
 
 def read_hint_of_the_whole_prompt(original: Callable[..., None]) -> Callable[..., None]:
@@ -223,20 +223,20 @@ def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> 
     from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
     checkpoints: Checkpoints = scheduler.seamark
-    state = checkpoints.state_of(request)
+    keys, state = scheduler.seamark.states.keys, checkpoints.state_of(request)
     if not start or start != state.loaded or start != checkpoints.grid.floor(start):
         return False
-    if checkpoints.is_cached(request, start):
+    if keys.is_cached(request, start):
         return True
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    recurrent = [managers[group] for group in checkpoints.recurrent_groups]
+    recurrent = [managers[group] for group in keys.recurrent]
     sources = [m.req_to_blocks[request.request_id][(start - 1) // m.block_size] for m in recurrent]
     copies = list(output.kv_cache_block_copies or ())
     written = {copy.dst_block_id for copy in copies}  # by this step's copies: it holds a state that was found here
     if any(block.is_null or block.block_id in written for block in sources):
         return False
-    target = CheckpointTarget(start, HINTED if start in state.hinted_positions else TAIL)
-    blocks = checkpoints.reserve(scheduler.kv_cache_manager.block_pool, request, target)
+    target = CheckpointTarget(start, HINTED if start in state.wish.hinted_positions else TAIL)
+    blocks = checkpoints.reserve(request, target)
     if blocks is None:
         checkpoints.counters.hint_ignored("no_room")
         return False

@@ -297,7 +297,7 @@ def _audit(model: str, options: dict[str, Any], wanted: dict[str, Any]) -> dict[
         if core.blocks_in_use():
             core.errors.append(f"{core.blocks_in_use()} blocks are held without a request")
         found["errors"] += [f"{where}: {error}" for error in core.errors[:3]]
-        found["enabled"] = found["enabled"] and core.scheduler.seamark.enabled
+        found["enabled"] = found["enabled"] and core.scheduler.seamark.states is not None
         found["lookahead"] = getattr(core.scheduler, "num_hash_lookahead_tokens", 0)  # from vLLM 0.33 on
 
     for seed in wanted.get("seeds", ()):

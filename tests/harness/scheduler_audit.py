@@ -263,8 +263,8 @@ class Core:
 
     def _check_events(self) -> None:
         """vLLM's own lookup finds the states that events say can be found, and no state that they say was evicted."""
-        events = self.scheduler.seamark.state_events
-        for _, event in events.take() if events is not None else ():
+        states = self.scheduler.seamark.states
+        for _, event in states.events.take() if states is not None else ():
             match event:
                 case StateStored(name, end, states):
                     request = self.scheduler.requests[name]

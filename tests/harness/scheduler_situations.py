@@ -210,7 +210,7 @@ def entries_of_all_kinds(core):
         request = core.request(f"r{number}", tokens, hint, salt=str(number))
         core.run()
         shown.append(core.written[request.request_id])
-        resolved.append(request.seamark.resolved)
+        resolved.append(request.seamark.wish.resolved)
     return {"written": shown, "resolved": resolved, "ignored": dict(core.scheduler.seamark.counters.counts.ignored)}
 
 
@@ -220,8 +220,8 @@ def a_prefix_is_shared_and_no_hint_says_so(core):
     prompts = [(HEAD[:150] + own(number, 300), None) for number in (1, 2, 3)]
     other = _run_all(core, [prompts[0]], first=3, salt="other")
     requests = _run_all(core, prompts) + other
-    states = [request.seamark for request in requests]
-    return {**shown(core, *requests), "shared": [state.shared for state in states]}
+    wishes = [request.seamark.wish for request in requests]
+    return {**shown(core, *requests), "shared": [wish.shared for wish in wishes]}
 
 
 @situation()

@@ -8,6 +8,7 @@ import pytest
 
 from engine_patches.scheduler.cache_keys import avoid_unwritten_rows, keep_hinted_keys, key_at
 from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.held_keys import AttentionGroup
 
 UNIT, HIT = 16, 80  # tokens
 
@@ -24,10 +25,10 @@ def found_after(groups, copied, unwritten, cached):
     manager = SimpleNamespace(
         seamark=SimpleNamespace(
             grid=Grid(UNIT, UNIT),
-            unwritten=unwritten,
-            attention_managers=[
-                SimpleNamespace(kv_cache_group_id=group, block_size=size) for group, size in groups.items()
-            ],
+            states=SimpleNamespace(
+                unwritten=unwritten,
+                keys=SimpleNamespace(attention=[AttentionGroup(group, size, 0) for group, size in groups.items()]),
+            ),
         ),
         block_pool=SimpleNamespace(cached_block_hash_to_block=SimpleNamespace(_cache=keys)),
         empty_kv_cache_blocks="none",
@@ -56,7 +57,7 @@ def test_rows_before_the_hit_are_enough():
     assert found_after({1: 64}, {1: 7}, {7: HIT - 1}, {}) is None
 
 
-@pytest.mark.parametrize("checkpoints", [{}, {"seamark": SimpleNamespace(enabled=False)}], ids=["before", "attention"])
+@pytest.mark.parametrize("checkpoints", [{}, {"seamark": SimpleNamespace(states=None)}], ids=["before", "attention"])
 def test_a_cache_without_states_is_left_to_vllm(checkpoints):
     cached = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,17 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
+from engine_patches.scheduler import states
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.hints import EDGE, EXPECTED, FIELD, HINTED, LEARNED, TAIL, CheckpointTarget
+from engine_patches.scheduler.held_keys import HeldKeys
+from engine_patches.scheduler.hints import FIELD
+from engine_patches.scheduler.pins import Pins
+from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY
 from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.retention import Retention
+from engine_patches.scheduler.states import States
 
 UNIT = 16
 
@@ -45,14 +51,22 @@ def own(number, length):
 HEAD = own(0, 200)
 
 
+def made(grid: Grid = GRID, *, in_pass: bool = False) -> Checkpoints:
+    """Of a scheduler with one recurrent cache group."""
+    init_none_hash(sha256)
+    pool = BlockPool(64, enable_caching=True, hash_block_size=UNIT)
+    recurrent = SimpleNamespace(kv_cache_group_id=0, block_size=512)
+    return Checkpoints(grid, 512, States(HeldKeys(pool, grid, [recurrent], []), Pins(pool, 0), in_pass))
+
+
 @pytest.fixture
 def checkpoints() -> Checkpoints:
-    return Checkpoints(GRID, 512, enabled=True, block_sizes={0: 512})
+    return made()
 
 
 def test_the_second_request_learns_where_it_leaves_the_first(checkpoints):
-    first = checkpoints.state_of(request(HEAD + own(1, 300)))
-    second = checkpoints.state_of(request(HEAD + own(2, 300)))
+    first = checkpoints.state_of(request(HEAD + own(1, 300))).wish
+    second = checkpoints.state_of(request(HEAD + own(2, 300))).wish
     assert (first.shared, first.learned, second.shared, second.learned) == (0, 0, 192, 192)
     assert second.positions == (192,) and not second.hinted
 
@@ -60,7 +74,7 @@ def test_the_second_request_learns_where_it_leaves_the_first(checkpoints):
 def test_a_request_is_looked_at_once(checkpoints):
     again = request(HEAD)
     assert checkpoints.state_of(again) is checkpoints.state_of(again)
-    assert checkpoints.state_of(again).shared == 0
+    assert checkpoints.state_of(again).wish.shared == 0
 
 
 @pytest.mark.parametrize("hint", [None, [64]])
@@ -74,19 +88,20 @@ def test_targets_follow_a_prompt_that_grows_and_a_junction_that_moves(checkpoint
     growing.shared_prefix_boundary = 320
     moved = [target.position for target in checkpoints.targets(growing)]
     assert (320 in moved) is (hint is None)
-    checkpoints.state_of(growing).worthless_turn = 896
+    state = checkpoints.state_of(growing)
+    state.wish = replace(state.wish, worthless_turn=896)
     assert checkpoints.targets(growing)[-1].position < 896
 
 
 def test_little_in_common_is_shared_but_not_kept(checkpoints):
     checkpoints.state_of(request(HEAD[:120] + own(1, 300)))
-    assert checkpoints.state_of(request(HEAD[:120] + own(2, 300))).shared == 112
-    assert checkpoints.state_of(request(HEAD[:120] + own(3, 300))).learned == 0
+    assert checkpoints.state_of(request(HEAD[:120] + own(2, 300))).wish.shared == 112
+    assert checkpoints.state_of(request(HEAD[:120] + own(3, 300))).wish.learned == 0
 
 
 def test_at_least_128_tokens_are_kept(checkpoints):
     checkpoints.state_of(request(HEAD[:128] + own(1, 300)))
-    assert checkpoints.state_of(request(HEAD[:128] + own(2, 300))).learned == 128
+    assert checkpoints.state_of(request(HEAD[:128] + own(2, 300))).wish.learned == 128
 
 
 @pytest.mark.parametrize(
@@ -104,69 +119,68 @@ def test_at_least_128_tokens_are_kept(checkpoints):
 )
 def test_a_hinted_position_at_the_parting_serves_in_its_place(checkpoints, hint, learned):
     checkpoints.state_of(request(HEAD + own(1, 300)))
-    assert checkpoints.state_of(request(HEAD + own(2, 300), hint)).learned == learned
+    assert checkpoints.state_of(request(HEAD + own(2, 300), hint)).wish.learned == learned
 
 
 def test_other_salts_share_nothing(checkpoints):
     checkpoints.state_of(request(HEAD, salt="one"))
-    assert checkpoints.state_of(request(HEAD, salt="another")).shared == 0
+    assert checkpoints.state_of(request(HEAD, salt="another")).wish.shared == 0
 
 
 def test_the_same_prompt_again_is_kept_where_it_can_resume(checkpoints):
     checkpoints.state_of(request(HEAD[:160]))
-    again = checkpoints.state_of(request(HEAD[:160]))
+    again = checkpoints.state_of(request(HEAD[:160])).wish
     assert (again.shared, again.learned) == (160, 144)  # its last token is always computed
 
 
 def test_a_prompt_that_goes_on_arriving_is_known_as_far_as_it_is_hashed(checkpoints):
     checkpoints.state_of(request(HEAD, hashed=144))
-    assert checkpoints.state_of(request(HEAD)).shared == 144
+    assert checkpoints.state_of(request(HEAD)).wish.shared == 144
 
 
 def test_hashes_of_an_answer_are_not_of_the_prompt(checkpoints):
     resumed = request(HEAD)
     resumed.num_prompt_tokens = 150
     checkpoints.state_of(resumed)
-    assert checkpoints.state_of(request(HEAD)).shared == 144
+    assert checkpoints.state_of(request(HEAD)).wish.shared == 144
 
 
 def test_a_prompt_below_the_unit_shares_nothing(checkpoints):
     for _ in range(2):
-        assert checkpoints.state_of(request(HEAD[:9], [4])).shared == 0
+        assert checkpoints.state_of(request(HEAD[:9], [4])).wish.shared == 0
 
 
 def test_a_pooling_request_has_no_hint_and_is_looked_at_all_the_same(checkpoints):
     pooled = request(HEAD)
     pooled.sampling_params = None
-    assert not checkpoints.state_of(pooled).hinted
-    assert checkpoints.state_of(request(HEAD)).shared == 192
+    assert not checkpoints.state_of(pooled).wish.hinted
+    assert checkpoints.state_of(request(HEAD)).wish.shared == 192
 
 
 def test_learned_positions_stand_where_kernels_allow_states():
-    checkpoints = Checkpoints(Grid(UNIT, 64), 512, enabled=True)
+    checkpoints = made(Grid(UNIT, 64))
     checkpoints.state_of(request(HEAD + own(1, 300)))
-    assert checkpoints.state_of(request(HEAD + own(2, 300))).learned == 192
+    assert checkpoints.state_of(request(HEAD + own(2, 300))).wish.learned == 192
     checkpoints.state_of(request(HEAD[:190] + own(3, 300)))
-    assert checkpoints.state_of(request(HEAD[:190] + own(4, 300), [128])).learned == 0  # both are 128
+    assert checkpoints.state_of(request(HEAD[:190] + own(4, 300), [128])).wish.learned == 0  # both are 128
 
 
 def test_an_engine_without_checkpoints_looks_at_nothing():
     checkpoints = Checkpoints(GRID, 512, refusal=Refusal("speculative", "drafts"))
-    assert checkpoints.state_of(request(HEAD, ["last:7"])).hinted
+    assert checkpoints.state_of(request(HEAD, ["last:7"])).wish.hinted
     assert checkpoints.counters.counts.ignored == {"speculative": 1}
-    assert len(checkpoints.seen) == 0 and checkpoints.state_of(request(HEAD)).shared == 0
+    assert len(checkpoints.seen) == 0 and checkpoints.state_of(request(HEAD)).wish.shared == 0
 
 
 def test_turns_end_at_the_tail_and_at_the_last_of_several_hinted_positions(checkpoints):
-    state = checkpoints.state_of(request(own(1, 600), [160, -20]))
+    wish = checkpoints.state_of(request(own(1, 600), [160, -20])).wish
 
-    def ends_a_turn(position, kind):
-        return checkpoints._ends_a_turn(state, CheckpointTarget(position, kind))
+    def ends_a_turn(position, kind, resumed_at=0):
+        return checkpoints.planner.ends_a_turn(wish, CheckpointTarget(position, kind), resumed_at)
 
     assert [ends_a_turn(576, HINTED), ends_a_turn(592, TAIL), ends_a_turn(512, EDGE)] == [True] * 3
     assert not ends_a_turn(160, HINTED) and not ends_a_turn(320, LEARNED)
-    state.resumed_at = 288
-    assert ends_a_turn(320, LEARNED) and not ends_a_turn(336, LEARNED)
+    assert ends_a_turn(320, LEARNED, 288) and not ends_a_turn(336, LEARNED, 288)
 
 
 class Kept:
@@ -194,12 +208,28 @@ class Kept:
     ],
 )
 def test_a_state_is_kept_as_what_it_serves(checkpoints, position, kind, turn):
-    init_none_hash(sha256)
-    pool = BlockPool(8, enable_caching=True, hash_block_size=UNIT)
-    checkpoints.retention = kept = Kept()
+    checkpoints.states.retention = kept = Kept()
     written = request(own(1, 600), [160, -20], all_token_ids=own(1, 600))
-    (block,) = checkpoints.reserve(pool, written, CheckpointTarget(position, kind))
+    (block,) = checkpoints.reserve(written, CheckpointTarget(position, kind))
     assert kept.turns == [turn] and block.block_hash is not None
+
+
+def test_bytes_are_those_of_counted_states_that_are_still_cached(checkpoints):
+    checkpoints.states.num_bytes, pool = 100, checkpoints.states.keys.pool
+    written = request(own(1, 600), all_token_ids=own(1, 600))
+    blocks = [checkpoints.reserve(written, CheckpointTarget(position, TAIL))[0] for position in (160, 320)]
+    assert checkpoints.states.bytes_held == 200
+    checkpoints.states.release()
+    pool.reset_prefix_cache()
+    assert checkpoints.states.bytes_held == 0 and not checkpoints.states.is_written(blocks[0].block_hash)
+
+
+def test_the_oldest_of_too_many_states_is_counted_no_more(checkpoints, monkeypatch):
+    monkeypatch.setattr(states, "MAX_WRITTEN", 2)
+    for key in (b"a", b"b", b"c"):
+        checkpoints.state_written(key, TAIL)
+    assert [checkpoints.states.is_written(key) for key in (b"a", b"b", b"c")] == [False, True, True]
+    assert checkpoints.counters.counts.written == {TAIL: 3}
 
 
 def test_a_learned_state_has_to_add_to_the_one_that_was_found(checkpoints):
@@ -276,7 +306,7 @@ def test_a_conversation_that_goes_on_brings_the_ends_of_turns_back(checkpoints):
 
 
 def test_it_does_where_states_lie_farther_apart_than_a_turn_reaches():
-    singles = Singles(Checkpoints(Grid(UNIT, 128), 512, enabled=True, block_sizes={0: 512}))
+    singles = Singles(made(Grid(UNIT, 128)))
     for _ in range(9):
         prompt, positions = singles.ask(310)  # hinted: 506 of 510, so the state is at 384
         singles.now += 100.0
@@ -321,7 +351,7 @@ def test_prompts_that_share_nothing_keep_the_ends_of_their_turns(checkpoints):
 @pytest.fixture
 def writing() -> Checkpoints:
     """Before an engine that writes states inside a pass."""
-    return Checkpoints(GRID, 512, enabled=True, block_sizes={0: 512}, writes_in_forward=True)
+    return made(in_pass=True)
 
 
 def admit(checkpoints: Checkpoints, number: int, question: int, hit: int = 0, **more) -> list[CheckpointTarget]:
@@ -371,16 +401,14 @@ def test_what_was_evicted_would_have_been_evicted_there_too(writing):
 
 
 def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to_count(writing):
-    init_none_hash(sha256)
     documents(writing)
-    pool = BlockPool(64, enable_caching=True, hash_block_size=UNIT)
-    writing.retention = retention = Retention(pool)
+    writing.states.retention = retention = Retention(writing.states.keys.pool)
     for number in range(200, 200 + 10 * 300, 10):  # more than are weighed at once
         first = request(own(number, 640) + own(number + 1, 60), name="first", all_token_ids=own(number, 640))
         (target,) = [target for target in writing.targets(first) if target.kind == EXPECTED]
-        (block,) = writing.reserve(pool, first, target)
+        (block,) = writing.reserve(first, target)
         writing.admitted(first, 0)
-        writing.release(pool)
+        writing.states.release()
         assert block.block_hash in retention._turns
         admit(writing, number, 2, hit=640)
         assert block.block_hash in retention._kept

@@ -15,6 +15,7 @@ from engine_patches.scheduler.fan_out import (
     hold_followers,
 )
 from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.request_state import RequestState, Wish
 from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16
@@ -60,7 +61,7 @@ def scheduler(running=(), waiting=(), budget=8192, slots=256, held=(), seen=0):
         max_num_scheduled_tokens=budget,
         max_num_running_reqs=slots,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-        seamark=SimpleNamespace(verified=1, state_of=lambda request: SimpleNamespace(shared=seen)),
+        seamark=SimpleNamespace(verified=1, state_of=lambda request: RequestState(Wish(shared=seen))),
     )
 
 
@@ -283,7 +284,7 @@ def test_a_request_whose_states_are_loaded_from_elsewhere_does_not_wait(gate, tr
     follower.kv_transfer_params, follower.skip_reading_prefix_cache = transfer, False
     engine = scheduler([leader], [follower])
     engine.seamark.gate, engine.seamark.counters = gate, Counters()
-    state = SimpleNamespace(shared=0, gave_up_on=None, not_held=False)
+    state = RequestState()
     engine.seamark.state_of = lambda _: state
     assert hold_followers(lambda *_: True)(engine, follower) is begins
 

@@ -29,6 +29,8 @@ RECURRENT, ATTENTION, WINDOW = (0, 2), 1, 7
 
 GRID = Grid(UNIT, UNIT)
 
+STATES = [SimpleNamespace(kv_cache_group_id=group, block_size=BLOCK) for group in RECURRENT]
+
 DRAFTED = {ATTENTION: True}
 
 HEAD = list(range(1000, 1400))
@@ -45,7 +47,7 @@ class Cache:
             SimpleNamespace(kv_cache_group_id=group, block_size=BLOCK, use_eagle=use_eagle)
             for group, use_eagle in groups.items()
         ]
-        keys = HeldKeys(self.pool, grid, RECURRENT, managers)
+        keys = HeldKeys(self.pool, grid, STATES, managers)
         ResumableBlocks(keys, {each.group: size for each in keys.attention}).take_over()
         self.index = KvEventIndex(UNIT)
         self.hasher = get_request_block_hasher(UNIT, sha256)
@@ -328,7 +330,8 @@ def test_nothing_is_kept_of_states_that_are_gone(cache):
 def started(pool: BlockPool, events: bool, enabled: bool = True) -> None:
     """A scheduler has been built around a pool."""
     manager = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-    checkpoints = SimpleNamespace(keys=HeldKeys(pool, GRID, RECURRENT, [manager]) if enabled else None)
+    states = SimpleNamespace(keys=HeldKeys(pool, GRID, STATES, [manager])) if enabled else None
+    checkpoints = SimpleNamespace(states=states)
 
     def init(self) -> None:
         self.seamark, self.enable_kv_cache_events = checkpoints, events

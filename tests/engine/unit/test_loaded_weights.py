@@ -121,7 +121,7 @@ def test_weights_of_which_a_part_is_not_known_have_no_name_and_say_why(unknown):
 def test_weights_that_may_be_changed_while_the_engine_runs_are_no_longer_known(method):
     closed: list[str] = []
     checkpoints = Checkpoints(Grid(16, 16), 384, weights=Weights("w", "", "cut", "sampled"))
-    checkpoints.store = SimpleNamespace(close=closed.append)
+    checkpoints.states = SimpleNamespace(store=SimpleNamespace(close=closed.append))
     core = SimpleNamespace(scheduler=SimpleNamespace(seamark=checkpoints))
     call = forget_weights_that_may_change(lambda *arguments, **more: (arguments, more))
     call(core, "compute_weight_checksums")

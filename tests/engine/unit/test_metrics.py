@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_a_step_that_has_nothing_to_report_is_none_of_the_feeds_business(feed, m
 
 
 def test_the_head_of_an_answer_finds_its_outcome_while_the_rest_can_wait(feed):
-    checkpoints = Checkpoints(Grid(16, 16), 384, state_events=Evicted())
+    checkpoints = Checkpoints(Grid(16, 16), 384, losing_a_state())
     checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
     stats = SimpleNamespace(waiting_lora_adapters={})
     attach(stats, checkpoints)
@@ -113,17 +114,14 @@ def test_the_head_of_an_answer_finds_its_outcome_while_the_rest_can_wait(feed):
     asyncio.run(scenario())
 
 
-class Evicted:
-    """A scheduler's events: one state that can no longer be found."""
-
-    pending = True
-
-    def take(self) -> list:
-        return [(1, StateEvicted("5c"))]
+def losing_a_state() -> Any:
+    """The states of a scheduler, one of which can no longer be found."""
+    events = SimpleNamespace(pending=True, take=lambda: [(1, StateEvicted("5c"))])
+    return SimpleNamespace(events=events, bytes_held=0, pins=SimpleNamespace(num_blocks=0))
 
 
 def test_requests_and_states_arrive_where_a_gateway_reads_them(feed):
-    checkpoints = Checkpoints(Grid(16, 16), 384, state_events=Evicted())
+    checkpoints = Checkpoints(Grid(16, 16), 384, losing_a_state())
     checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
     stats = SimpleNamespace(waiting_lora_adapters={"an adapter": 1})
     attach(stats, checkpoints)

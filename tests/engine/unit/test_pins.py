@@ -16,7 +16,7 @@ from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.hooks import release_before_reset
 from engine_patches.scheduler.pins import NO_ROOM, NOT_CACHED, PINNED, RELEASED, Pins, limit
-from engine_patches.scheduler.state_events import StateEvents
+from engine_patches.scheduler.states import States
 
 UNIT, BLOCK, BLOCKS = 16, 64, 60
 
@@ -31,26 +31,15 @@ class Cache:
     def __init__(self) -> None:
         init_none_hash(sha256)
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=UNIT)
-        attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-        keys = HeldKeys(self.pool, Grid(UNIT, UNIT), RECURRENT, [attention])
-        self.checkpoints = Checkpoints(
-            keys.grid,
-            BLOCK,
-            enabled=True,
-            block_sizes=dict.fromkeys(RECURRENT, BLOCK),
-            attention_managers=[attention],
-            pins=Pins(self.pool, 20),
-            keys=keys,
-            state_events=StateEvents(keys),
+        *recurrent, attention = (
+            SimpleNamespace(kv_cache_group_id=group, block_size=BLOCK) for group in (*RECURRENT, ATTENTION)
         )
+        self.pins = Pins(self.pool, 20)
+        self.states = States(HeldKeys(self.pool, Grid(UNIT, UNIT), recurrent, [attention]), self.pins)
+        self.checkpoints = Checkpoints(Grid(UNIT, UNIT), BLOCK, self.states)
         self.scheduler = SimpleNamespace(
             seamark=self.checkpoints, requests={}, kv_cache_manager=SimpleNamespace(block_pool=self.pool)
         )
-
-    @property
-    def pins(self) -> Pins:
-        assert self.checkpoints.pins is not None
-        return self.checkpoints.pins
 
     def compute(
         self,
@@ -104,8 +93,7 @@ class Cache:
     def found(self, prompt: int) -> list[int]:
         hashes = [b"%03d,%02d" % (prompt, unit) * 5 for unit in range(TOKENS // UNIT)]
         request = SimpleNamespace(block_hashes=hashes)
-        assert self.checkpoints.keys is not None
-        return [position for position in (80, 144) if self.checkpoints.keys.found(request, position)]
+        return [position for position in (80, 144) if self.states.keys.found(request, position)]
 
 
 @pytest.fixture
@@ -181,8 +169,6 @@ def test_what_is_no_pin_pins_nothing(cache, pin):
 
 def test_a_prompt_of_which_nothing_is_cached_is_not_pinned(cache):
     assert cache.compute(1, positions=()) == NOT_CACHED
-    cache.checkpoints.pins = None
-    assert cache.compute(1) == NOT_CACHED
 
 
 def test_a_request_that_is_gone_before_its_prompt_is_computed_is_forgotten(cache):

@@ -12,8 +12,8 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from engine_patches.scheduler import state_events
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys, watch_removed_keys
-from engine_patches.scheduler.hints import HINTED, CheckpointTarget
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.planner import HINTED, CheckpointTarget
+from engine_patches.scheduler.request_state import RequestState, Wish
 from engine_patches.scheduler.state_events import (
     AdapterReplaced,
     CacheCleared,
@@ -46,8 +46,10 @@ class Cache:
                 self.blocks[group, position] = self.cache(position, group)
 
     def watch(self, grid: Grid) -> None:
-        attention = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-        self.events = StateEvents(HeldKeys(self.pool, grid, RECURRENT, [attention]))
+        *recurrent, attention = (
+            SimpleNamespace(kv_cache_group_id=group, block_size=BLOCK) for group in (*RECURRENT, ATTENTION)
+        )
+        self.events = StateEvents(HeldKeys(self.pool, grid, recurrent, [attention]))
 
     def cache(self, position: int, group: int):
         (block,) = self.pool.get_new_blocks(1)
@@ -223,14 +225,14 @@ class Step:
         self.scheduled_spec_decode_tokens: dict[str, list[int]] = {}
         requests = {}
         for name, (_, computed) in tokens.items():
-            state = RequestState(() if name.startswith("plain") else (80,))
+            state = RequestState(Wish(() if name.startswith("plain") else (80,)))
             requests[name] = SimpleNamespace(
                 **{**vars(cache.request), "request_id": name}, num_computed_tokens=computed, seamark=state
             )
         self._scheduler = SimpleNamespace(
             requests=requests,
             seamark=SimpleNamespace(
-                state_events=cache.events,
+                states=SimpleNamespace(events=cache.events),
                 state_of=lambda request: request.seamark,
                 targets=lambda request: [CheckpointTarget(80, HINTED)],
             ),

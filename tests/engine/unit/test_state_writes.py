@@ -18,14 +18,14 @@ class Scheduler:
         self.steps: list[tuple[int, float, bool]] = []
         self.released = 0
         monkeypatch.setattr(state_writes.time, "monotonic", lambda: self.now)
-        self.kv_cache_manager = SimpleNamespace(block_pool=None)
-        self.seamark = SimpleNamespace(step_time=SimpleNamespace(step_took=self._took), release=self._release)
+        states = SimpleNamespace(release=self._release)
+        self.seamark = SimpleNamespace(step_time=SimpleNamespace(step_took=self._took), states=states)
         self._update = learn_step_time(lambda *_: "outputs")
 
     def _took(self, num_tokens, seconds, prefill):
         self.steps.append((num_tokens, pytest.approx(seconds), prefill))
 
-    def _release(self, pool):
+    def _release(self):
         self.released += 1
 
     def plan(self, drafts=(), **tokens):

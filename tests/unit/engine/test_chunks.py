@@ -1,4 +1,4 @@
-"""Where a prefill chunk ends, and which states of a request are wanted."""
+"""Where a prefill chunk ends."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,7 @@ import pytest
 
 from engine_patches.scheduler.chunks import end_chunk, next_stop, no_short_replay, run_to_the_budget
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.hints import EDGE, HINTED, JUNCTION, TAIL, checkpoint_targets
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.request_state import RequestState, Wish
 
 GRID = Grid(16, 16)
 
@@ -53,73 +52,27 @@ def test_a_replay_beside_drafts_is_no_shorter_than_a_row_of_drafts(start, wanted
     assert no_short_replay(request(100, tokens=400), start, wanted, verified=1) == wanted
 
 
-def test_the_last_state_of_a_prompt_can_be_used_by_the_same_prompt():
-    for length, ahead, tail in (
-        (163, 0, 160),
-        (160, 0, 144),
-        (163, 16, 144),
-        (160, 16, 144),
-        (161, 1, 160),
-        (160, 1, 144),
-    ):
-        (target,) = checkpoint_targets(request(length), (32,), Grid(16, 16, ahead=ahead), 384)[-1:]
-        assert (target.position, target.kind) == (tail, TAIL)
-
-
 def test_a_cut_is_made_at_the_next_position_that_is_worth_a_pass():
-    hint = RequestState((160, 464))
+    hint = RequestState(Wish((160, 464)))
     stops = [next_stop(hint, start, 384, tokens_per_pass=100) for start in (0, 159, 160, 463, 464, 900)]
     assert stops == [160, 160, 464, 464, 0, 0]
     assert next_stop(hint, 0, 384, tokens_per_pass=200) == 464
 
 
 def test_a_cut_at_a_learned_position_has_to_save_a_pass_beyond_where_the_chunk_starts():
-    learned = RequestState((464,), learned=160)
+    learned = RequestState(Wish((464,), learned=160))
     stops = [next_stop(learned, start, 384, tokens_per_pass=100) for start in (0, 48, 64, 160)]
     assert stops == [160, 160, 464, 464]
 
 
 def test_vllms_own_junction_stays_a_stop_floored_to_its_block():
-    hint = RequestState((464,), upstream_junction=400)
+    hint = RequestState(Wish((464,)), upstream_junction=400)
     assert next_stop(hint, 0, 384, 0) == 384
     assert next_stop(hint, 384, 384, 0) == 464
 
 
-def test_without_a_hint_what_vllm_keeps_is_kept():
-    assert checkpoint_targets(request(1000), (), GRID, 384) == [(768, EDGE), (992, TAIL)]
-    assert checkpoint_targets(request(1000, junction=500), (), GRID, 384) == [(496, JUNCTION), (768, EDGE), (992, TAIL)]
-    assert checkpoint_targets(request(300), (), GRID, 384) == []
-    assert checkpoint_targets(request(300, junction=100), (), GRID, 384) == [(96, JUNCTION)]
-    assert checkpoint_targets(request(16), (), GRID, 384) == []
-
-
-def test_a_turn_boundary_makes_the_tail_redundant():
-    assert checkpoint_targets(request(1000), (160, 976), GRID, 384) == [(160, HINTED), (976, HINTED)]
-    assert checkpoint_targets(request(1000), (160,), GRID, 384) == [(160, HINTED), (992, TAIL)]
-
-
-def test_a_position_at_the_very_end_does_not_serve_the_same_prompt_again():
-    assert checkpoint_targets(request(160), (160,), GRID, 384) == [(144, TAIL), (160, HINTED)]
-
-
-def test_a_tail_within_reach_of_a_turn_is_not_kept_too():
-    for position, kept in ((928, False), (912, True)):  # the tail is at 992: 64 and 80 tokens behind
-        kinds = [target.kind for target in checkpoint_targets(request(1000), (position,), GRID, 384)]
-        assert (TAIL in kinds) is kept
-
-
-def test_without_a_hint_a_prompt_of_one_block_and_a_token_keeps_its_block():
-    assert checkpoint_targets(request(384), (), GRID, 384) == []
-    assert checkpoint_targets(request(385), (), GRID, 384) == [(384, TAIL)]
-
-
-def test_a_junction_behind_the_last_computed_token_is_not_kept():
-    assert checkpoint_targets(request(97, junction=96), (), GRID, 384) == [(96, JUNCTION)]
-    assert checkpoint_targets(request(96, junction=96), (), GRID, 384) == []
-
-
 def test_a_position_of_just_a_pass_is_worth_a_stop():
-    state = RequestState((160, 464))
+    state = RequestState(Wish((160, 464)))
     assert next_stop(state, 0, 384, tokens_per_pass=160) == 160
     assert next_stop(state, 0, 384, tokens_per_pass=161) == 464
 
@@ -130,7 +83,7 @@ class Scheduler:
     def __init__(self, *, enabled: bool, positions: tuple[int, ...] = (), error: Exception | None = None) -> None:
         self.seamark = SimpleNamespace(
             writes_in_forward=False,
-            enabled=enabled,
+            states=SimpleNamespace() if enabled else None,
             step_time=SimpleNamespace(tokens_per_pass=0.0),
             state_of=lambda request: request.seamark,
         )
@@ -140,7 +93,7 @@ class Scheduler:
             num_computed_tokens=0,
             num_prompt_tokens=1000,
             shared_prefix_boundary=400,
-            seamark=RequestState(positions, hinted=True),
+            seamark=RequestState(Wish(positions, hinted=True)),
         )
         self.seen: list[tuple[bool, int]] = []
         self._error = error

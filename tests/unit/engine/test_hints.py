@@ -9,25 +9,19 @@ import pytest
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import (
-    EDGE,
-    HINTED,
     IGNORED_REASONS,
-    JUNCTION,
-    LEARNED,
     MAX_COMPARED,
     MAX_COMPARED_OF_HINT,
     MAX_ENTRIES,
     MAX_PATTERN,
     NONE,
-    TAIL,
-    checkpoint_targets,
     first_end,
     hint_in,
     last_end,
     resolve,
     turn_end,
-    usable_positions,
 )
+from engine_patches.scheduler.planner import Planner
 
 IDS = list(range(1, 1001))  # the token 500 is the 500th
 
@@ -38,7 +32,8 @@ def read(hint, prompt=1000, unit=16):
     def ignore(reason):
         ignored.update((reason,))
 
-    return usable_positions(resolve(hint, IDS[:prompt], prompt, ignore), Grid(unit, unit), ignore), ignored
+    exact = resolve(hint, IDS[:prompt], prompt, ignore)
+    return Planner(Grid(unit, unit), 384).usable_positions(exact, ignore), ignored
 
 
 def resolved(hint, ids=IDS):
@@ -174,40 +169,6 @@ def test_a_pattern_of_common_tokens_ends_the_search_early():
     assert Counted.comparisons < 2 * MAX_COMPARED_OF_HINT
 
 
-def kinds(prompt, hinted=(), learned=0, junction=0, block=512):
-    request = SimpleNamespace(num_prompt_tokens=prompt, shared_prefix_boundary=junction)
-    targets = checkpoint_targets(request, hinted, Grid(16, 16), block, learned)
-    return {target.position: target.kind for target in targets}
-
-
-def test_without_a_hint_states_stand_where_vllm_stops():
-    assert kinds(1500) == {1024: EDGE, 1488: TAIL}
-    assert kinds(1500, junction=700) == {688: JUNCTION, 1024: EDGE, 1488: TAIL}
-    assert kinds(500) == {}
-
-
-def test_a_position_that_others_share_replaces_the_last_whole_block():
-    assert kinds(1500, (160,)) == {160: HINTED, 1488: TAIL}
-    assert kinds(1500, learned=160) == {160: LEARNED, 1488: TAIL}
-    assert kinds(1500, learned=160, junction=700) == {160: LEARNED, 1488: TAIL}
-
-
-def test_the_end_of_a_turn_alone_leaves_the_last_whole_block():
-    assert kinds(1500, (1472,)) == {1024: EDGE, 1472: HINTED}
-    assert kinds(1500, (160, 1472)) == {160: HINTED, 1472: HINTED}
-    assert kinds(1540, (1520,)) == {1520: HINTED}  # a block that ends behind the turn is of no use to others
-    assert kinds(500, (480,)) == {480: HINTED}
-
-
-def test_a_learned_position_joins_those_of_a_hint():
-    assert kinds(1500, (1472,), learned=704) == {512: EDGE, 704: LEARNED, 1472: HINTED}
-    assert kinds(1500, (512, 1472), learned=704) == {512: HINTED, 704: LEARNED, 1472: HINTED}
-    assert kinds(1500, (1472,), learned=1024) == {1024: LEARNED, 1472: HINTED}
-    assert kinds(1500, (1472,), learned=1040) == {1040: LEARNED, 1472: HINTED}  # too near
-    assert kinds(1500, learned=1488) == {1024: EDGE, 1488: LEARNED}
-    assert kinds(400, learned=160) == {160: LEARNED}
-
-
 @pytest.mark.parametrize(
     ("hint", "resolved", "end"),
     [
@@ -220,27 +181,6 @@ def test_a_learned_position_joins_those_of_a_hint():
 )
 def test_the_end_of_a_turn_is_what_a_hint_counts_from_the_prompts_end(hint, resolved, end):
     assert turn_end(hint, resolved) == end
-
-
-@pytest.mark.parametrize(
-    ("boundary", "ahead", "alignment", "position"),
-    [
-        (163, 16, 16, 144),
-        (160, 16, 16, 144),
-        (163, 1, 16, 160),
-        (160, 1, 16, 144),
-        (163, 16, 64, 128),
-        (160, 0, 16, 160),
-    ],
-)
-def test_a_state_lies_where_those_who_share_the_boundary_can_use_it(boundary, ahead, alignment, position):
-    ignored: list[str] = []
-    assert usable_positions([boundary], Grid(16, alignment, ahead=ahead), ignored.append) == (position,) and not ignored
-
-
-def test_a_boundary_whose_state_would_lie_before_the_first_unit_is_too_short():
-    ignored: list[str] = []
-    assert usable_positions([31, 32], Grid(16, 16, ahead=16), ignored.append) == (16,) and ignored == ["below_unit"]
 
 
 def carried(*actions, xargs=None):

@@ -14,7 +14,7 @@ from engine_patches.scheduler.reasons import (
     NOT_WORTH_IT,
     Outcomes,
 )
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.request_state import Wish
 
 
 def request(tokens=400, name="a"):
@@ -25,7 +25,7 @@ def request(tokens=400, name="a"):
 
 def state(*positions, shared=0):
     """Of a request with a hint."""
-    return RequestState(hinted_positions=positions, hinted=True, shared=shared)
+    return Wish(hinted_positions=positions, hinted=True, shared=shared)
 
 
 def test_reasons():
@@ -43,8 +43,8 @@ def test_reasons():
 
 def test_requests_without_a_usable_hint():
     outcomes = Outcomes(Grid(16, 16))
-    assert outcomes.reason_for(request(), RequestState(), 0) == NO_BOUNDARY
-    assert outcomes.reason_for(request(), RequestState(), 160) == HIT
+    assert outcomes.reason_for(request(), Wish(), 0) == NO_BOUNDARY
+    assert outcomes.reason_for(request(), Wish(), 160) == HIT
     assert outcomes.reason_for(request(), state(), 0) == HINT_IGNORED
     assert outcomes.reason_for(request(tokens=10), state(), 0) == BELOW_UNIT
 
@@ -70,7 +70,7 @@ def test_a_prompt_that_is_not_looked_up_is_no_miss():
     unread = request()
     unread.skip_reading_prefix_cache = True
     assert Outcomes(Grid(16, 16)).reason_for(unread, state(160, shared=160), 0) == HINT_IGNORED
-    assert Outcomes(Grid(16, 16)).reason_for(unread, RequestState(shared=160), 0) == HINT_IGNORED
+    assert Outcomes(Grid(16, 16)).reason_for(unread, Wish(shared=160), 0) == HINT_IGNORED
 
 
 def test_what_is_shared_decides_whether_a_hit_is_whole():
@@ -79,10 +79,10 @@ def test_what_is_shared_decides_whether_a_hit_is_whole():
     assert outcomes.reason_for(request(), state(160, shared=176), 160) == COLD  # nobody kept a state at 176
     assert outcomes.reason_for(request(), state(160, 320, shared=160), 160) == HIT  # nobody has had what is behind
     assert outcomes.reason_for(request(), state(160, shared=160), 192) == HIT
-    assert outcomes.reason_for(request(), RequestState(shared=320), 160) == COLD
-    assert outcomes.reason_for(request(), RequestState(shared=320), 0) == NO_BOUNDARY
-    assert outcomes.reason_for(request(), RequestState(shared=320, learned=320), 0) == NO_BOUNDARY
-    assert outcomes.reason_for(request(tokens=320), RequestState(shared=320), 304) == HIT  # the last token is computed
+    assert outcomes.reason_for(request(), Wish(shared=320), 160) == COLD
+    assert outcomes.reason_for(request(), Wish(shared=320), 0) == NO_BOUNDARY
+    assert outcomes.reason_for(request(), Wish(shared=320, learned=320), 0) == NO_BOUNDARY
+    assert outcomes.reason_for(request(tokens=320), Wish(shared=320), 304) == HIT  # the last token is computed
 
 
 def test_the_deepest_cause_above_the_hit_is_named_wherever_its_state_stood():
@@ -92,7 +92,7 @@ def test_the_deepest_cause_above_the_hit_is_named_wherever_its_state_stood():
     assert outcomes.reason_for(request(), state(160, shared=320), 0) == EVICTED
     assert outcomes.reason_for(request(), state(160, shared=320), 240) == EVICTED
     assert outcomes.reason_for(request(), state(160, shared=320), 256) == COLD
-    assert outcomes.reason_for(request(), RequestState(shared=240), 0) == NOT_WORTH_IT
+    assert outcomes.reason_for(request(), Wish(shared=240), 0) == NOT_WORTH_IT
 
 
 def test_what_is_shared_inside_a_kernels_chunk_cannot_be_missed():

@@ -1,0 +1,165 @@
+"""Which states of a request are wanted, from the grid, its hint, and what was seen of earlier prompts: pure functions.
+
+A hint's positions are wanted for whoever shares them, a learned one where the prompt leaves an earlier one. Beside
+them stand those that serve the same prompt again, its next turn, and those who share what nobody has told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.hints import turn_end
+from engine_patches.scheduler.request_state import Wish
+
+# A hit below this share of a pass is not felt, and its state takes as much room as any other.
+WORTH_OF_A_PASS = 0.05
+
+# Tokens that two prompts have to share before the engine by itself keeps a state where they part.
+MIN_SHARED = 128
+
+# A hinted position at most this many tokens before the prompt's tail also serves the next turn: it is the end of the
+# turn, before the words that ask for an answer.
+TURN_REACH = 64
+
+# Two states are not kept so near each other, in steps of what they are placed on. And so few match units behind a state
+# or a prefix are its own: the end of a turn, the rounding of a hint.
+NEAR = 2
+
+# Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine, an expected one where a
+# later prompt is likely to leave this one.
+HINTED, LEARNED, EXPECTED, TAIL, EDGE, JUNCTION = "hinted", "learned", "expected", "tail", "edge", "junction"
+
+
+class CheckpointTarget(NamedTuple):
+    """A position (tokens from the start of the prompt, where the grid allows a state) whose state is to be kept."""
+
+    position: int
+    kind: str
+
+
+class Turn(NamedTuple):
+    """The last turn of a prompt, in tokens."""
+
+    start: int  # where what its conversation shares with others ends; 0: it shares nothing
+    end: int
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What one engine keeps of which prompt. Positions and lengths in tokens."""
+
+    grid: Grid
+    block_size: int  # of a cache block
+
+    def wish(
+        self,
+        hint: Any,
+        resolved: tuple[int, ...],
+        prompt_tokens: int,
+        shared: int,
+        places: Iterable[int],
+        ignore: Callable[[str], None],
+    ) -> Wish:
+        """What a request wishes whose hint was `resolved`; `ignore` is called for each entry that is too short.
+
+        `shared`: its hashes match an earlier prompt's up to here; `places`: later ones are likely to leave it there.
+        """
+        hinted = self.usable_positions(resolved, ignore)
+        return Wish(
+            hinted_positions=hinted,
+            resolved=resolved,
+            turn_end=self.grid.usable(turn_end(hint, resolved)),
+            shared=shared,
+            learned=self._learned_position(resolved, hinted, shared, prompt_tokens),
+            expected=tuple(self.grid.deliverable(place, prompt_tokens) for place in places),
+        )
+
+    def usable_positions(self, resolved: Sequence[int], ignore: Callable[[str], None]) -> tuple[int, ...]:
+        """Positions, ascending, at which states are kept for a resolved hint.
+
+        `ignore` is called with `below_unit` for each that is too short. Several entries of one position become one, and
+        none of them counts as dropped.
+        """
+        positions = [self.grid.usable(position) for position in resolved if position]
+        for _ in range(positions.count(0)):
+            ignore("below_unit")
+        return tuple(sorted({*positions} - {0}))
+
+    def is_worth_learning(self, shared: int) -> bool:
+        """Whether a state is kept where a prompt leaves an earlier one, of which it shares so much."""
+        return shared >= max(MIN_SHARED, self.grid.alignment)
+
+    def _learned_position(self, resolved: Sequence[int], hinted: Sequence[int], shared: int, prompt_tokens: int) -> int:
+        """Where a prompt leaves those before it, if that is worth a state and none of its hint serves."""
+        unit = self.grid.unit
+        position = self.grid.deliverable(shared, prompt_tokens)
+        shared = min(shared, (prompt_tokens - 1) // unit * unit)  # the same prompt again can use no more
+        hinted_there = any(shared <= entry < shared + NEAR * unit for entry in resolved)
+        return 0 if hinted_there or position in hinted or not self.is_worth_learning(shared) else position
+
+    def targets(self, wish: Wish, request: Any, prompt_tokens: int = 0) -> list[CheckpointTarget]:
+        """Where the states of a vLLM `Request` are kept, ascending. `prompt_tokens`: of its prompt before a cut.
+
+        Beside what it wishes, the prompt's tail, if no such position is near it. The end of a turn says nothing of what
+        others share: if no position lies clearly before the tail, the last whole block before them all is kept too,
+        where vLLM itself stops; so is the one before a learned position. An expected one is kept unless another state
+        is as good.
+        Without a position of either kind the tail is kept only in prompts longer than a block; then, too, the junction,
+        the end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
+        """
+        floor, size, near = self.grid.floor, self.block_size, NEAR * self.grid.alignment
+        last = self.grid.resumable(prompt_tokens or request.num_prompt_tokens)
+        kinds: dict[int, str] = {}
+        tail, edge, known = floor(last), floor(last // size * size), wish.positions
+        if edge < min(known, default=last + 1) and not any(position < tail - TURN_REACH for position in known):
+            kinds[edge] = EDGE
+        near_tail = any(tail - TURN_REACH <= position <= tail for position in known)
+        if not near_tail and (wish.hinted_positions or last >= size):
+            kinds[tail] = TAIL
+        if not known:  # the sender of a hint, and the longest shared beginning, say more than what vLLM infers
+            junction = floor(request.shared_prefix_boundary)
+            if junction <= last:
+                kinds[junction] = JUNCTION
+        if wish.learned:
+            # The next prompt may leave a little earlier. vLLM alone keeps the whole block before such a place.
+            before = floor(wish.learned // size * size)
+            if wish.learned - before >= near:
+                kinds.setdefault(before, EDGE)
+            kinds[wish.learned] = LEARNED
+        kinds.update(dict.fromkeys(wish.hinted_positions, HINTED))
+        for position in wish.expected:
+            if position <= last and not any(position - near < other <= position for other in kinds):
+                kinds[position] = EXPECTED
+        wanted = sorted(kinds.keys() - {0, wish.worthless_turn})
+        return [CheckpointTarget(position, kinds[position]) for position in wanted]
+
+    def last_turn(self, wish: Wish, request: Any) -> Turn | None:
+        """The turn that a request ends with, if it has a state at its end."""
+        targets = [target for target in self.targets(wish, request) if target.kind != EXPECTED]
+        if not targets:
+            return None
+        end = targets[-1].position
+        heads = [position for position in wish.positions if position < end - TURN_REACH]
+        if heads and self.ends_a_turn(wish, targets[-1]):
+            return Turn(heads[0], end)
+        return Turn(0, end) if wish.positions == (end,) == (wish.turn_end,) else None
+
+    def ends_a_turn(self, wish: Wish, target: CheckpointTarget, resumed_at: int = 0) -> bool:
+        """Whether a state serves one conversation, rather than whoever shares its prefix, as far as is known."""
+        if target.kind == LEARNED:
+            # Just behind a state: more likely the template's own words after a turn than what others share.
+            return resumed_at > 0 and target.position - resumed_at <= NEAR * self.grid.unit
+        hinted = wish.hinted_positions
+        return target.kind in (TAIL, EDGE, EXPECTED) or (len(hinted) > 1 and target.position == hinted[-1])
+
+    def worth_writing(self, target: CheckpointTarget, resumed_at: int, tokens_per_pass: float) -> bool:
+        """Whether a hit at a target would be felt: more than a small part of a pass.
+
+        Of a learned one that is what it adds to the state that the request itself resumed from: the next turn of a
+        conversation also repeats the first words of the template's answer, a few tokens behind the last turn's state.
+        """
+        saved = target.position - (resumed_at if target.kind == LEARNED else 0)
+        return saved >= tokens_per_pass * WORTH_OF_A_PASS
