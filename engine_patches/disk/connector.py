@@ -29,6 +29,7 @@ from engine_patches.disk.flags import ALL, USED
 from engine_patches.disk.identity import identity_of
 from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
 from engine_patches.disk.tier import CheckedFiles
+from engine_patches.footprint import DECLINED, LOADED, LOCAL_HIT
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.held_keys import HeldKeys
@@ -143,7 +144,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """vLLM's: how much more than `num_computed_tokens` can be loaded; None: to be asked again."""
-        request.seamark_loaded = 0
+        setattr(request, LOADED, 0)
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens, max_num_new_tokens
         )
@@ -153,7 +154,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         """vLLM's: a request has blocks, and so many tokens are going to be loaded into them."""
         self._forget(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        request.seamark_loaded = num_external_tokens
+        setattr(request, LOADED, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
         """vLLM's: a request ends."""
@@ -224,7 +225,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         if self._checkpoints is None or not _is_plain(request) or request.request_id in self._gave_up:
             return 0
         local = req_status.num_locally_computed_tokens
-        hit = max(local, getattr(request, "seamark_local_hit", 0))
+        hit = max(local, getattr(request, LOCAL_HIT, 0))
         end = request.num_prompt_tokens - 1
         if max_num_new_tokens is not None:
             end = min(end, local + max_num_new_tokens)
@@ -293,8 +294,8 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         saved = step_time.seconds(gained) if step_time.known else gained * ASSUMED_TOKEN_SECONDS
         if self._tier.cost.pays(on_disk * self._tier.block_size_bytes, saved):
             return True
-        if not getattr(request, "seamark_declined", False):
-            request.seamark_declined = True
+        if not getattr(request, DECLINED, False):
+            setattr(request, DECLINED, True)
             self._checkpoints.counters.load_declined()
         return False
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from engine_patches.footprint import RUNNING
 from engine_patches.forward.step_writes import PrefillRow
 from engine_patches.ledger import Function
 
@@ -43,20 +44,16 @@ def kernel_runs(bounds: Sequence[int], row_of: Sequence[int]) -> list[KernelRun]
     return runs
 
 
-_next: tuple[Sequence[KernelRun], Keep] | None = None  # how the kernel that is called next has to run
-
-
 def scan_in_runs(scan: Callable[[], Any], runs: Sequence[KernelRun], keep: Keep) -> Any:
     """What `scan()` returns, a scan of vLLM's; `keep` is called for each chunk, in order."""
-    global _next
-    _next = runs, keep
+    RUNNING.kernel = runs, keep
     try:
         result = scan()
-        if _next is not None:
+        if RUNNING.kernel is not None:
             raise RuntimeError("seamark: vLLM's scan on a CPU no longer calls its kernel by its name")
         return result
     finally:
-        _next = None
+        RUNNING.kernel = None
 
 
 def kernel_in_runs(original: Function) -> Function:
@@ -65,11 +62,10 @@ def kernel_in_runs(original: Function) -> Function:
     def mamba_chunk_scan_fwd_cpu(
         out: Any, row_states: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, cu_seqlens: Any
     ) -> None:
-        global _next
-        if _next is None:
+        if RUNNING.kernel is None:
             original(out, row_states, x, dt, A, B, C, D, z, cu_seqlens)
             return
-        (runs, keep), _next = _next, None
+        (runs, keep), RUNNING.kernel = RUNNING.kernel, None
         for run in runs:
             part, states = run.tokens, row_states[run.rows]
             part_of_z = None if z is None else z[part]

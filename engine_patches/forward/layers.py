@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from engine_patches import ledger, speculation
-from engine_patches.forward.scan_states import SCAN_STATES, run_layer
-from engine_patches.forward.segments import SEGMENTS, Segment
+from engine_patches.footprint import SCAN_STATES, SEGMENTS
+from engine_patches.forward.scan_states import run_layer
+from engine_patches.forward.segments import Segment
 from engine_patches.forward.step_writes import writes_nothing, wrote_states
 from engine_patches.ledger import Function
 

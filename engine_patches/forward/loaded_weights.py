@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from engine_patches import kv_connectors
+from engine_patches.footprint import WEIGHTS
 from engine_patches.forward import weight_files
 
 # A row of so many words of 32 bits is multiplied by its own number; a step reads so many rows, 16 MiB.
@@ -36,7 +37,7 @@ class Weights(NamedTuple):
     @classmethod
     def of(cls, vllm_config: Any) -> Weights:
         """Those of the engine that a `VllmConfig` belongs to, as far as its workers have told."""
-        found: Weights = getattr(vllm_config, "seamark_weights", cls())
+        found: Weights = getattr(vllm_config, WEIGHTS, cls())
         return found
 
 
@@ -132,7 +133,7 @@ def read_what_was_loaded(original: Callable[..., None]) -> Callable[..., None]:
 
         config = get_current_vllm_config_or_none()
         if config is None or kv_connectors.needs_weights(config):
-            model.seamark_weights = _try_name_of(model)
+            setattr(model, WEIGHTS, _try_name_of(model))
         original(model, model_config, target_device)
 
     return process_weights_after_loading
@@ -155,7 +156,8 @@ def ask_workers(original: Callable[..., Any]) -> Callable[..., Any]:
     def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
         caches = original(self, vllm_config)
         if kv_connectors.needs_weights(vllm_config):
-            vllm_config.seamark_weights = _together(self.model_executor.collective_rpc(names_in), vllm_config)
+            names = self.model_executor.collective_rpc(names_in)
+            setattr(vllm_config, WEIGHTS, _together(names, vllm_config))
         return caches
 
     return _initialize_kv_caches
@@ -164,7 +166,7 @@ def ask_workers(original: Callable[..., Any]) -> Callable[..., Any]:
 def names_in(worker: Any) -> list[str]:
     """Names of what a vLLM worker has loaded: its model, and its draft model; "" if not known, or if there is none."""
     models = (getattr(worker, ask, lambda: None)() for ask in ("get_model", "get_draft_model"))
-    return [getattr(model, "seamark_weights", "") for model in models]
+    return [getattr(model, WEIGHTS, "") for model in models]
 
 
 def _together(names: Sequence[Sequence[str]], vllm_config: Any) -> Weights:

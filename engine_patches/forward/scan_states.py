@@ -20,12 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from engine_patches.footprint import RUNNING, SCAN_STATES
 from engine_patches.forward.cpu_scan import CpuScanPlan, CpuScanStates, plan_cpu_scan
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
 from engine_patches.forward.step_writes import PrefillRow, Write, running_step, upload
 from engine_patches.ledger import Function
-
-SCAN_STATES = "seamark_scan_states"  # on the metadata of a Mamba2 layer: what to keep of the step's scan
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,6 @@ class ScanStates(NamedTuple):
 
 AnyScanStates = ScanStates | CpuScanStates  # of a device that scans in chunks, or of a CPU
 
-_scan: tuple[AnyScanStates, Any] | None = None  # of the layer that runs now, and its cache
-
 
 def plan_scan_states(original: Function) -> Function:
     """Replacement of `build` of the Mamba2 backend's metadata builder."""
@@ -183,9 +180,9 @@ def scan_with_states(original: Function) -> Function:
     """Replacement of `mamba_chunk_scan_combined_varlen`: while a layer runs that has states to keep, keeps them."""
 
     def mamba_chunk_scan_combined_varlen(*inputs: Any, **options: Any) -> Any:
-        if _scan is None:
+        if RUNNING.scan is None:
             return original(*inputs, **options)
-        states, ssm_state = _scan
+        states, ssm_state = RUNNING.scan
         return states.scan(original, ssm_state, inputs, options)
 
     return mamba_chunk_scan_combined_varlen
@@ -193,7 +190,6 @@ def scan_with_states(original: Function) -> Function:
 
 def run_layer(layer: Any, core: Function, states: AnyScanStates, metadata: Any, projected_states: Any) -> None:
     """Run `core()`, a Mamba2 layer's convolution and scan, and keep the states of it."""
-    global _scan
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     inputs = projected_states.narrow(0, metadata.num_decode_tokens, metadata.num_prefill_tokens)
@@ -201,11 +197,11 @@ def run_layer(layer: Any, core: Function, states: AnyScanStates, metadata: Any, 
     conv_state, ssm_state = layer.kv_cache[:2]
     conv_state = conv_state if is_conv_state_dim_first() else conv_state.transpose(-1, -2)
     states.keep_conv(inputs, conv_state.narrow(-1, 0, layer.conv_kernel_size - 1))
-    _scan = states, ssm_state
+    RUNNING.scan = states, ssm_state
     try:
         core()
     finally:
-        _scan = None
+        RUNNING.scan = None
 
 
 def _planned(

@@ -21,12 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from engine_patches.footprint import PLAN, SEGMENTS
 from engine_patches.forward.step_writes import Write, running_step, upload
 from engine_patches.ledger import Function
-
-SEGMENTS = "seamark_segments"  # on the metadata of a recurrent layer: how its tokens are run
-
-_PLAN = "seamark_plan"  # on the metadata of a recurrent layer: what other cache groups need to make their segments
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def plan_segments_of_group(original: Function) -> Function:
 
     def update_block_table(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         updated = original(self, metadata, *args, **kwargs)
-        plan: _Plan | None = getattr(metadata, _PLAN, None)
+        plan: _Plan | None = getattr(metadata, PLAN, None)
         if plan is not None:
             levels = [(level, updated if level.whole else part) for level, part in plan.levels]
             _attach(updated, plan._replace(levels=levels), self.layer_names[0])
@@ -208,7 +205,7 @@ def _attach(metadata: Any, plan: _Plan, layer: str) -> None:
                 own = _with_drafting_rows(own, metadata, level.rows, plan.drafting)
         segments.append(Segment(tokens, own, sources, targets))
     setattr(metadata, SEGMENTS, segments)
-    setattr(metadata, _PLAN, plan)
+    setattr(metadata, PLAN, plan)
 
 
 def _tokens(level: _Level, device: Any) -> Any:

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from engine_patches.footprint import GROUPS, RUNNING, WRITES
 from engine_patches.ledger import Function
 
 WHAT_NOW = (
     "Their keys are registered, so the engine stops before anybody resumes from them. "
     "SEAMARK_ENGINE=0 runs vLLM without Seamark; please report vLLM's version and flags."
 )
-
-WRITES = "seamark_writes"  # on a scheduler's output: the states that the step has to write
 
 
 class StatesNotWritten(RuntimeError):
@@ -72,43 +71,42 @@ class Step:
             raise StatesNotWritten(f"seamark: {', '.join(sorted(missing))} kept no states in this step. {WHAT_NOW}")
 
 
-_step: Step | None = None
-
-
 def wrote_states(layer: str) -> None:
     """A layer of the running step has written its part of all states."""
-    if _step is not None:
-        _step.wrote(layer)
+    step = running_step()
+    if step is not None:
+        step.wrote(layer)
 
 
 def running_step() -> Step | None:
     """The step that runs now; None outside of one, and if the scheduler leaves the states to vLLM."""
-    return _step
+    step: Step | None = RUNNING.step
+    return step
 
 
 def writes_nothing() -> bool:
     """Whether a step runs that has no states to write, as most have none."""
-    return _step is not None and not _step.writes
+    step = running_step()
+    return step is not None and not step.writes
 
 
 def track_steps(original: Function) -> Function:
     """Replacement of a model runner's `execute_model`: makes the step's writes known to the layers."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        global _step
         writes = getattr(scheduler_output, WRITES, None)
         if writes is None:
             return original(self, scheduler_output, *args, **kwargs)
-        _step = Step(writes, _groups_of_layers(self))
+        RUNNING.step = step = Step(writes, _groups_of_layers(self))
         batch = getattr(self, "input_batch", None)
         if batch is not None:  # model runner V1: the batch outlives the step, its list of requests is kept up to date
-            _step.req_ids = batch.req_ids
+            step.req_ids = batch.req_ids
         try:
             result = original(self, scheduler_output, *args, **kwargs)
-            _step.check()
+            step.check()
             return result
         finally:
-            _step = None
+            RUNNING.step = None
 
     return execute_model
 
@@ -118,8 +116,8 @@ def track_batch(original: Function) -> Function:
 
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(self, *args, **kwargs)
-        if _step is not None:
-            _step.req_ids = batch.req_ids
+        if RUNNING.step is not None:
+            RUNNING.step.req_ids = batch.req_ids
         return batch
 
     return prepare_inputs
@@ -129,17 +127,18 @@ def skip_vllm_exports(original: Function) -> Function:
     """Replacement of `MambaPrefillCheckpointBuilder.build`: no export of vLLM's own while Seamark writes the states."""
 
     def build(self: Any, m: Any, request_rows: Any) -> Any:
-        return None if _step is not None else original(self, m, request_rows)
+        return None if RUNNING.step is not None else original(self, m, request_rows)
 
     return build
 
 
 def _groups_of_layers(runner: Any) -> Mapping[str, int]:
     config = runner.kv_cache_config
-    known = getattr(runner, "_seamark_groups", None)
+    known = getattr(runner, GROUPS, None)
     if known is None or known[0] is not config:
         groups = {name: gid for gid, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
-        known = runner._seamark_groups = (config, groups)
+        known = (config, groups)
+        setattr(runner, GROUPS, known)
     of_layers: Mapping[str, int] = known[1]
     return of_layers
 

@@ -17,15 +17,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from engine_patches.footprint import ADAPTER, ADAPTERS, TAG
+
 logger = logging.getLogger("vllm.seamark")
 
 CONFIG = "adapter_config.json"
 
 # vLLM loads the first that is there.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-
-# On a vLLM `Request`: the `Adapter` that computes it, None if that is not certain; and the tag that its hashes hold.
-ADAPTER, TAG = "seamark_adapter", "seamark_adapter_tag"
 
 # Name, path, and tag of the contents.
 Key = tuple[str, str, str]
@@ -171,7 +170,7 @@ _asked: ContextVar[Adapters] = ContextVar("asked")  # by the engine whose reques
 
 
 def _adapters(engine: Any) -> Adapters:
-    adapters: Adapters = engine.__dict__.setdefault("seamark_adapters", Adapters())
+    adapters: Adapters = engine.__dict__.setdefault(ADAPTERS, Adapters())
     return adapters
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Container, Iterable
 from functools import cache
 from typing import Any
 
+from engine_patches.footprint import LOCAL_HIT
+
 
 def key_at(request: Any, position: int, match_unit: int, group: int) -> bytes:
     """vLLM's cache key of a request's first `position` tokens (a multiple of `match_unit`) in a cache group."""
@@ -94,7 +96,7 @@ def avoid_unwritten_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         found = original(self, request, *args, **kwargs)
         if not _avoids_unwritten_rows(self, request, *found[:2]):
             found = self.empty_kv_cache_blocks, 0, 0
-        request.seamark_local_hit = found[1]  # vLLM tells connectors of whole blocks only
+        setattr(request, LOCAL_HIT, found[1])
         return found
 
     return get_computed_blocks

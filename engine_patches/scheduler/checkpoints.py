@@ -45,6 +45,8 @@ class Checkpoints:
     counters: Counters = field(default_factory=Counters)
     step_time: StepTime = field(default_factory=StepTime)
     pinning: set[str] = field(default_factory=set)  # requests that pin their prompts, or release them
+    last_planned: Any = None  # vLLM's `SchedulerOutput` of the step that was planned last
+    step_ended: float = 0.0  # when the output of a step came last, by the monotonic clock
 
     def __post_init__(self) -> None:
         self.planner = Planner(self.grid, self.block_size)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from engine_patches.footprint import WATCHES
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.grid import Grid
-
-WATCHES = "seamark_watches"  # on a block pool: those that are given the keys that it removes
 
 
 class AttentionGroup(NamedTuple):

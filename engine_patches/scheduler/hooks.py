@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine_patches import kv_connectors, ledger, settings
+from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import Decision, Lane
@@ -190,7 +191,7 @@ def count_hits(original: Callable[..., None]) -> Callable[..., None]:
         original(self, request, num_hits)
         checkpoints = getattr(self, "seamark", None)
         if checkpoints is not None and checkpoints.states is not None:
-            loaded = getattr(request, "seamark_loaded", 0)
+            loaded = getattr(request, LOADED, 0)
             checkpoints.admitted(request, num_hits + loaded, loaded)
 
     return record_prefix_cache_stats

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine_patches.forward.step_writes import WRITES, Write
+from engine_patches.footprint import PLANNED_AT, WRITES
+from engine_patches.forward.step_writes import Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.planner import HINTED
@@ -32,8 +33,8 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
             checkpoints.pin_prompts(self.requests)
         if checkpoints.states is not None:
             emit_events(self, output)
-        output.seamark_planned_at = time.monotonic()
-        self._seamark_last_planned = output
+        setattr(output, PLANNED_AT, time.monotonic())
+        checkpoints.last_planned = output
         return output
 
     return schedule
@@ -47,15 +48,14 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         now = time.monotonic()
         # A step may be planned before the last one is done; then it began when the last one ended.
-        began = max(getattr(scheduler_output, "seamark_planned_at", now), getattr(self, "_seamark_step_end", 0.0))
-        self._seamark_step_end = now
+        checkpoints: Checkpoints = self.seamark
+        began = max(getattr(scheduler_output, PLANNED_AT, now), checkpoints.step_ended)
+        checkpoints.step_ended = now
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if num_tokens:
-            self.seamark.step_time.step_took(num_tokens, now - began, prefill=not only_generates(scheduler_output))
-        states = self.seamark.states
-        # Perhaps no further step follows.
-        if states is not None and scheduler_output is getattr(self, "_seamark_last_planned", None):
-            states.release()
+            checkpoints.step_time.step_took(num_tokens, now - began, prefill=not only_generates(scheduler_output))
+        if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
+            checkpoints.states.release()  # perhaps no further step follows
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
 
     return update_from_output

@@ -31,7 +31,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from engine_patches import ledger, settings
-from engine_patches.forward.step_writes import WRITES
+from engine_patches.footprint import WRITES
 from engine_patches.patches import PATCHES
 from tests.harness import draft_defects
 from tests.harness.draft_cores import BESIDE_THE_TARGET, NOWHERE, OWN_GROUP, OWN_SHAPE, OWN_WINDOW, UNKNOWN

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from engine_patches.forward import step_writes
+from engine_patches.footprint import RUNNING
 from engine_patches.forward.layers import GDN, MAMBA2
 from engine_patches.forward.step_writes import Step, Write
 from engine_patches.ledger import MARK, exists, resolve
@@ -311,14 +311,14 @@ class Bench:
         patched = writes is not None
         if writes is not None:
             of_rows = {name: [Write(*write) for write in of_row] for name, of_row in writes.items()}
-            step_writes._step = Step(of_rows, LAYERS, [row.name for row in rows])
+            RUNNING.step = Step(of_rows, LAYERS, [row.name for row in rows])
         try:
             metadata = self._metadata(rows, patched, shifted)
             outputs = [self._run(group, metadata[group], inputs, patched) for group in groups]
-            if step_writes._step is not None:
-                step_writes._step.check()
+            if RUNNING.step is not None:
+                RUNNING.step.check()
         finally:
-            step_writes._step = None
+            RUNNING.step = None
         return outputs
 
     def _run(self, group: int, metadata: Any, inputs: Tensors, patched: bool) -> torch.Tensor:

@@ -48,9 +48,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_patches import ledger, settings
+from engine_patches.footprint import WRITES
 from engine_patches.forward.layers import promise
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.forward.step_writes import WRITES
 from engine_patches.patches import PATCHES
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
 from tests.harness.kv_event_index import KvEventIndex

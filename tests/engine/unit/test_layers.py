@@ -16,9 +16,10 @@ from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from engine_patches.forward import segments, step_writes
+from engine_patches.footprint import RUNNING, SEGMENTS
+from engine_patches.forward import segments
 from engine_patches.forward.layers import _ran_in_segments, is_promised, promise, require_promise_of_all
-from engine_patches.forward.segments import SEGMENTS, Segment
+from engine_patches.forward.segments import Segment
 from engine_patches.forward.step_writes import Step, Write
 
 
@@ -99,7 +100,7 @@ GROUP = 1  # a cache group with one layer
 
 def planned(monkeypatch, step: Step | None) -> SimpleNamespace:
     """Metadata of a step with two prompts, of 4 and 3 tokens, whose states run in the blocks 5 and 6."""
-    monkeypatch.setattr(step_writes, "_step", step)
+    monkeypatch.setattr(RUNNING, "step", step)
     metadata = SimpleNamespace(state_indices_tensor_d=None, state_indices_tensor_p=torch.tensor([5, 6]))
     batch = SimpleNamespace(
         num_reqs=2,
@@ -166,7 +167,7 @@ PROMPTS = CommonAttentionMetadata(
 )
 def test_each_cache_group_runs_the_same_segments_on_blocks_of_its_own(monkeypatch, row, offset, tokens, seq_lens, rows):
     step = Step({row: [Write(offset, {0: 8, 1: 18})]}, LAYERS, ["a", "b"])
-    monkeypatch.setattr(step_writes, "_step", step)
+    monkeypatch.setattr(RUNNING, "step", step)
     build = segments.plan_segments(lambda self, _, common: Metadata.of(common))
     first = build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS)
     update = segments.plan_segments_of_group(
@@ -186,7 +187,7 @@ def test_each_cache_group_runs_the_same_segments_on_blocks_of_its_own(monkeypatc
 
 def test_tokens_that_follow_each_other_are_read_without_a_copy(monkeypatch):
     step = Step({"b": [Write(1, {0: 8})]}, LAYERS, ["a", "b"])
-    monkeypatch.setattr(step_writes, "_step", step)
+    monkeypatch.setattr(RUNNING, "step", step)
     build = segments.plan_segments(lambda self, _, common: Metadata.of(common))
     made = getattr(build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS), SEGMENTS)
     assert [segment.tokens for segment in made] == [slice(0, 5), slice(5, 7)]

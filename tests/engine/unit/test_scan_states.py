@@ -12,11 +12,10 @@ import vllm.platforms
 from vllm import forward_context
 from vllm.model_executor.layers.mamba import mamba_utils
 
-from engine_patches.forward import step_writes
+from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
 from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.forward.layers import mamba2_with_states
-from engine_patches.forward.scan_states import SCAN_STATES, plan_scan_states, scan_with_states, states_of_group
-from engine_patches.forward.segments import SEGMENTS
+from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
 from engine_patches.forward.step_writes import Step, Write
 
 CHUNK = 8  # tokens
@@ -169,7 +168,7 @@ def run(
         for row, offsets in writes.items()
     }
     lengths = [1] * decodes + [tokens for _, tokens in rows]
-    monkeypatch.setattr(step_writes, "_step", Step(of_rows, {"layers.0": 0}, [str(n) for n in range(len(lengths))]))
+    monkeypatch.setattr(RUNNING, "step", Step(of_rows, {"layers.0": 0}, [str(n) for n in range(len(lengths))]))
     starts = torch.tensor([0, *itertools.accumulate(lengths)])
     common = SimpleNamespace(
         num_reqs=len(lengths),
@@ -259,7 +258,7 @@ def test_a_step_that_is_divided_otherwise_runs_in_segments(monkeypatch):
         return metadata
 
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setattr(step_writes, "_step", Step({"0": [Write(30, {0: 10})]}, {"layers.0": 0}, ["0"]))
+    monkeypatch.setattr(RUNNING, "step", Step({"0": [Write(30, {0: 10})]}, {"layers.0": 0}, ["0"]))
     starts = torch.tensor([0, 30])
     common = SimpleNamespace(
         num_reqs=1, query_start_loc=starts, query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=torch.tensor([30])

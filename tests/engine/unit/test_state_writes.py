@@ -19,7 +19,8 @@ class Scheduler:
         self.released = 0
         monkeypatch.setattr(state_writes.time, "monotonic", lambda: self.now)
         states = SimpleNamespace(release=self._release)
-        self.seamark = SimpleNamespace(step_time=SimpleNamespace(step_took=self._took), states=states)
+        learner = SimpleNamespace(step_took=self._took)
+        self.seamark = SimpleNamespace(step_time=learner, states=states, step_ended=0.0, last_planned=None)
         self._update = learn_step_time(lambda *_: "outputs")
 
     def _took(self, num_tokens, seconds, prefill):
@@ -29,13 +30,13 @@ class Scheduler:
         self.released += 1
 
     def plan(self, drafts=(), **tokens):
-        self._seamark_last_planned = SimpleNamespace(
+        self.seamark.last_planned = SimpleNamespace(
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_spec_decode_tokens={name: [-1] * count for name, count in drafts},
             seamark_planned_at=self.now,
         )
-        return self._seamark_last_planned
+        return self.seamark.last_planned
 
     def output(self, planned):
         assert self._update(self, planned, None) == "outputs"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine_patches.footprint import WRITES
 from engine_patches.forward.step_writes import (
-    WRITES,
     StatesNotWritten,
     Step,
     Write,

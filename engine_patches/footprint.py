@@ -1,0 +1,57 @@
+"""All that Seamark leaves on vLLM's objects and in globals of the forward pass: what is not named here is not there.
+
+What hangs on an object goes with it. Beside these names some of vLLM's own fields are set to other values:
+
+    Scheduler          mamba_has_prefill_checkpoint_blocks, mamba_shared_prefix_checkpoint
+    its coordinator    enable_partial_hash_hits
+    MambaManager       has_prefill_checkpoint_blocks, shared_prefix_checkpoint
+    CacheConfig        prefix_match_unit, block_size
+    MambaSpec          shapes: equal, with the promise of a layer (`forward.layers`)
+    BlockPool          four methods, if KV events are ours (`scheduler.kv_events`); the order of blocks that are free
+    Request            shared_prefix_boundary; lora_request; the end of a prompt that is prefilled for another worker
+    SchedulerOutput    kv_cache_block_copies
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# On a Scheduler and its cache managers, as attribute `seamark`: `scheduler.checkpoints.Checkpoints`. On NIXL's half in
+# a scheduler: `scheduler.transfers.Transfers`. On a Request: `scheduler.request_state.RequestState`.
+
+# On a Request.
+ADAPTER = "seamark_adapter"  # `scheduler.adapters.Adapter` that computes it, None if that is not certain
+TAG = "seamark_adapter_tag"  # of the contents of its adapter, in its hashes
+LOCAL_HIT = "seamark_local_hit"  # tokens found in the cache: vLLM tells connectors of whole blocks only
+LOADED = "seamark_loaded"  # tokens loaded from a disk
+DECLINED = "seamark_declined"  # it was counted as one that computes what a disk holds
+
+# On a SchedulerOutput.
+WRITES = "seamark_writes"  # the states that the step has to write: by request, `forward.step_writes.Write`
+PLANNED_AT = "seamark_planned_at"  # when the step was planned, by the monotonic clock
+
+WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.held_keys.Watch` of those that are told which keys it removes
+
+ADAPTERS = "seamark_adapters"  # on an EngineCore: `scheduler.adapters.Adapters`
+
+WEIGHTS = "seamark_weights"  # on a model: the name of its weights; on a VllmConfig: `forward.loaded_weights.Weights`
+
+GROUPS = "_seamark_groups"  # on a model runner: the cache group of each layer, and of which configuration that is
+
+# On a recurrent layer's metadata.
+SCAN_STATES = "seamark_scan_states"  # what to keep of the step's scan
+SEGMENTS = "seamark_segments"  # how its tokens are run
+PLAN = "seamark_plan"  # what other cache groups need to make their segments
+
+
+@dataclass
+class Running:
+    """What the forward pass of this process is at; None outside of it."""
+
+    step: Any = None  # `forward.step_writes.Step`; None, too, if the scheduler leaves the states to vLLM
+    scan: Any = None  # `forward.scan_states.AnyScanStates` of the layer that runs now, and its cache
+    kernel: Any = None  # `forward.cpu_scan.KernelRun`s of the kernel that is called next, and who keeps its states
+
+
+RUNNING = Running()
