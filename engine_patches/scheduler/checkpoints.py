@@ -18,6 +18,7 @@ from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.pins import NOT_CACHED
 from engine_patches.scheduler.planner import EXPECTED, TURN_REACH, CheckpointTarget, Planner
 from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.refusals import Refusal
@@ -166,10 +167,11 @@ class Checkpoints:
 
     def _pin(self, states: States, request: Any) -> str:
         wish = self.state_of(request).wish
-        if not wish.pin:
-            return states.unpin(request)
+        if request.num_prompt_tokens < self.grid.unit:
+            return NOT_CACHED
         # Sent again, it leaves the prompts before it at its own end: a state there serves the same prompt alone.
-        return states.pin(request, wish.hinted_positions or [target.position for target in self.targets(request)])
+        wanted = wish.hinted_positions or [target.position for target in self.targets(request)]
+        return states.pin(request, wanted) if wish.pin else states.unpin(request)
 
     def admitted(self, request: Any, hit_tokens: int, loaded: int = 0) -> None:
         """A request starts with `hit_tokens`, 0 for none; the last `loaded` of them do not come from the cache."""

@@ -1,7 +1,7 @@
 """Which states of a request are wanted, from the grid, its hint, and what was seen of earlier prompts: pure functions.
 
-A hint's positions are wanted for whoever shares them, a learned one where the prompt leaves an earlier one. Beside
-them stand those that serve the same prompt again, its next turn, and those who share what nobody has told.
+Those of a hint are wanted for whoever shares them, a learned one since the prompt leaves an earlier one there. Others
+serve the same prompt again, its next turn, or who shares what nobody has named.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MIN_SHARED = 128
 # turn, before the words that ask for an answer.
 TURN_REACH = 64
 
-# Two states are not kept so near each other, in steps of what they are placed on. And so few match units behind a state
-# or a prefix are its own: the end of a turn, the rounding of a hint.
+# So many steps of the alignment apart, two states are too near each other. So many match units behind a turn's state
+# are the template's words, and a hint so few behind a shared prefix means its end.
 NEAR = 2
 
 # Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine, an expected one where a

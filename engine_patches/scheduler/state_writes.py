@@ -114,7 +114,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             # Keys past this chunk come with the chunk that computes their rows.
             reached = (position + drop for position in positions)
             keep_attention_keys(managers[group], request, (position for position in reached if position <= end))
-        states.kept(request, positions)
+        states.offer(request, positions, used=False)
     return planned
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine_patches.scheduler.adapters import adapter_name
 from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.pins import NOT_CACHED, PINNED, Pins
+from engine_patches.scheduler.pins import PINNED, Pins
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.state_events import StateEvents
@@ -107,39 +107,34 @@ class States:
         positions = state.states if self.in_pass else state.wish.positions
         return [position + drop for position in positions if position + drop <= num_tokens]
 
-    def kept(self, request: Any, positions: Collection[int]) -> None:
-        """A step is planned to its end that writes, or has found, the request's states at `positions`."""
+    def offer(self, request: Any, positions: Iterable[int], used: bool = True) -> None:
+        """The request's states at `positions` are cached, as `StateStore.offer` is told."""
         if self.store is not None:
             for position in positions:
-                self.store.offer(request, position, used=False)
+                self.store.offer(request, position, used)
 
     def resumed(self, request: Any, position: int, passed: Sequence[int], *, shared: bool, loaded: bool) -> None:
         """A request resumes from its state at `position`, behind those it has `passed`.
 
         `shared`: that shows that others share it; `loaded`: it does not come from the cache.
         """
-        if self.store is not None and not loaded:
-            self.store.offer(request, position)
+        if not loaded:
+            self.offer(request, [position])
         if self.retention is not None:
             self.retention.resumed(self.keys.state_key(request, position), shared)
             self.retention.refresh(self.keys.state_key(request, each) for each in passed)
 
     def pin(self, request: Any, positions: Sequence[int]) -> str:
         """Pin a prompt's states at those of `positions` where they are found; what became of it, one of `pins`."""
-        if request.num_prompt_tokens < self.keys.grid.unit:
-            return NOT_CACHED
-        prompt = self.keys.grid.hash_of(request, request.num_prompt_tokens)
         found = {position: keys for position in positions if (keys := self.keys.found(request, position))}
+        prompt = self.keys.grid.hash_of(request, request.num_prompt_tokens)
         fate = self.pins.pin(prompt, itertools.chain(*found.values()), adapter_name(request))
-        if fate == PINNED and self.store is not None:
-            for position in found:
-                self.store.offer(request, position)
+        if fate == PINNED:
+            self.offer(request, found)
         return fate
 
     def unpin(self, request: Any) -> str:
         """Release a prompt that was pinned."""
-        if request.num_prompt_tokens < self.keys.grid.unit:
-            return NOT_CACHED
         return self.pins.release(self.keys.grid.hash_of(request, request.num_prompt_tokens))
 
     def adapter_replaced(self, name: str) -> None:
