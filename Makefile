@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-disk test-clients test-chart
+.PHONY: demo test test-fast test-all lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-disk test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -23,16 +23,22 @@ test: lint
 	@./set-up.sh tests
 	@.venv/bin/python -m pytest -n 2 $(ARGS)
 
+# The same and what takes long: before a change is sent, its rooms' part of it (`make test-all ARGS=tests/engine/drafts`;
+# tests/README.md says which). All of it before a release.
+test-all: lint
+	@./set-up.sh tests
+	@.venv/bin/python -m pytest -n 2 -m "not on_request" $(ARGS)
+
 # What of a GPU's path takes minutes on a CPU: the kernels of more versions and dtypes in Triton's interpreter, model
 # runner V2, vLLM 0.33 as an engine. Fetches two wheels (some 700 MB) into .cache once.
 test-gpu-path:
 	@./set-up.sh
-	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/gpu_path $(ARGS)
+	@.venv/bin/python -m pytest -n 2 -m "on_request or thorough or not thorough" tests/engine/gpu_path $(ARGS)
 
 # Engines that draft tokens: both families, and vLLM 0.33 as an engine. Fetches a wheel (some 400 MB) into .cache once.
 test-drafts:
 	@./set-up.sh
-	@.venv/bin/python -m pytest -n 2 -m "on_request or not on_request" tests/engine/drafts $(ARGS)
+	@.venv/bin/python -m pytest -n 2 -m "on_request or thorough or not thorough" tests/engine/drafts $(ARGS)
 
 # Engines beside each kind of KV connector, and two that hand states over: prefill and decode apart. Fetches NIXL (some
 # 70 MB) into .cache once.

@@ -142,6 +142,7 @@ def test_other_weights_in_the_same_files_are_told_apart_and_the_first_ones_again
     assert found.differing(chats.right_first) == 0 and found.hits > before.hits
 
 
+@pytest.mark.thorough
 def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_used(fleet, model, chats, tmp_path):
     folder = tmp_path / "states"
     worker = start(fleet, model, "worker", folder)
@@ -182,6 +183,7 @@ def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_used(fle
     assert declined >= 15 and computed.hits < twice.hits
 
 
+@pytest.mark.thorough
 def test_an_engine_serves_on_without_a_directory_that_it_can_use(fleet, model, chats, tmp_path):
     (tmp_path / "taken").write_text("a file, where a directory is wanted")
     server = start(fleet, model, "without", tmp_path / "taken")
@@ -193,6 +195,7 @@ def test_an_engine_serves_on_without_a_directory_that_it_can_use(fleet, model, c
     assert log.count("the checkpoint directory cannot be read") == 1 and "cannot be written" not in log
 
 
+@pytest.mark.thorough
 def test_an_engine_serves_on_when_the_disk_is_full(fleet, model, chats, tmp_path):
     folder = tmp_path / "states"
     server = start(fleet, model, "full", folder, *KEEP_ALL, **plugin(tmp_path, "full"))

@@ -59,6 +59,7 @@ def ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         yield servers, [first, *others]
 
 
+@pytest.mark.thorough
 async def test_each_rank_is_a_worker_whose_states_only_it_has(ranks, family):
     servers, workers = ranks
     gateway = servers.gateway(*workers)

@@ -74,6 +74,7 @@ def rehearsal(engines, patch, model, tmp_path_factory) -> Report:
     return run(tmp_path_factory.mktemp("rehearsal"))
 
 
+@pytest.mark.thorough
 def test_nothing_is_wrong_on_a_cpu_and_the_report_can_be_given_to_others(rehearsal):
     assert rehearsal.status == rehearsal.written["exit"] == 0, rehearsal.printed
     assert {name: check["verdict"] for name, check in rehearsal.checks.items()} == dict.fromkeys(CHECKS, "ok")
@@ -87,6 +88,7 @@ def test_nothing_is_wrong_on_a_cpu_and_the_report_can_be_given_to_others(rehears
     assert platform.node() not in text and str(Path.home()) not in text and tempfile.gettempdir() not in text
 
 
+@pytest.mark.thorough
 def test_most_answers_come_from_the_cache_and_are_exact_in_one_pass(rehearsal):
     numbers = rehearsal.checks["exactness"]["numbers"]
     assert numbers["answers"] > 25 and numbers["from_cache"] > numbers["answers"] / 2
@@ -98,6 +100,7 @@ def test_most_answers_come_from_the_cache_and_are_exact_in_one_pass(rehearsal):
     assert len(passes["vLLM alone, its crash cured"]) == 4
 
 
+@pytest.mark.thorough
 def test_speed_stands_beside_that_of_vllm_alone(rehearsal):
     """Which one is faster, nobody can say here; what each found in its cache is certain."""
     numbers = rehearsal.checks["speed"]["numbers"]
@@ -110,6 +113,7 @@ def test_speed_stands_beside_that_of_vllm_alone(rehearsal):
     assert numbers["pace"]["floor"] > 0 and numbers["pace"]["token"] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_an_engine_with_a_planted_defect_is_found_wrong(rehearsal, engines, monkeypatch, tmp_path, defect):
     """What the engine answered while it had the defect, taken for what it always answers."""

@@ -113,6 +113,7 @@ def answers(pair: Pair, tokenizer) -> list[Answer]:
     return asyncio.run(send_all(pair, tokenizer))
 
 
+@pytest.mark.thorough
 def test_what_is_predicted_is_delivered(pair: Pair, answers, capsys):
     wrong = [answer for answer in answers if answer.predicted != answer.cached]
     share = 1 - len(wrong) / len(answers)
@@ -126,6 +127,7 @@ def test_what_is_predicted_is_delivered(pair: Pair, answers, capsys):
     assert share >= 0.95
 
 
+@pytest.mark.thorough
 def test_no_hit_is_longer_than_what_is_shared(answers):
     for answer in answers:
         prefix = answer.ids[: answer.cached]

@@ -9,6 +9,7 @@ import signal
 import time
 
 import httpx
+import pytest
 
 from proxy.bench.harness.client import Messages, open_client, status_of, tokens_of
 from proxy.bench.harness.prompts import prose
@@ -94,6 +95,7 @@ async def until(condition, seconds: float) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.thorough
 async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
     model = generated_model(print)
     first, second = fleet.engine("first", model, flags=FLAGS), fleet.engine("second", model, flags=FLAGS)

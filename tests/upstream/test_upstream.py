@@ -17,6 +17,8 @@ import pytest
 
 from tests.upstream.preloaded import CURED, UNTOUCHED
 
+pytestmark = pytest.mark.thorough
+
 HERE = Path(__file__).parent
 
 ENVIRONMENT = {

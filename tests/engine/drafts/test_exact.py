@@ -146,6 +146,7 @@ def test_the_newest_vllm_has_hashes_that_cover_what_a_head_reads(family):
         assert found[name]["ahead"] == ahead and found[name]["writes_in_forward"] and not found[name]["held"]
 
 
+@pytest.mark.thorough
 @FAMILIES
 def test_a_prompt_takes_no_more_passes_than_with_vllm_alone(family):
     for traffic in (PAIRS, BURSTS):
@@ -165,6 +166,7 @@ def test_a_hit_leaves_the_heads_own_drafts_as_they_are(family):
         assert no_drop != ours  # the last row of a hit is made with another prompt's token
 
 
+@pytest.mark.thorough
 @FAMILIES
 def test_answers_that_cross_a_blocks_edge_are_exact_and_their_next_turns_hit(family):
     found = run(family, EDGES_AND_DEFECTS)
@@ -173,6 +175,7 @@ def test_answers_that_cross_a_blocks_edge_are_exact_and_their_next_turns_hit(fam
         assert sum(hits(found[name])) > 5000 and not found[name]["held"]
 
 
+@pytest.mark.thorough
 @FAMILIES
 def test_bursts_with_little_room_are_exact(family):
     found = run(family, BURSTS)
@@ -198,6 +201,7 @@ LACKING = tuple(
 )
 
 
+@pytest.mark.thorough
 @FAMILIES
 @pytest.mark.parametrize("defect", [engine.name for engine in PLANTED])
 def test_each_defect_is_seen(family, defect):

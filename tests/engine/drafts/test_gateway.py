@@ -37,6 +37,8 @@ STAND_INS = {"seamark_draft_kernels": "tests.harness.draft_kernels:register"}
 STARTED_ALL_THE_SAME = """
 import sys
 from engine_patches.commands import worker
+
+pytestmark = pytest.mark.thorough
 worker.cannot_draft = lambda *_: None
 sys.exit(worker.main(sys.argv[1:]))
 """

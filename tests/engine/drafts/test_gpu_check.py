@@ -18,6 +18,8 @@ from engine_patches.gpu_check.questions import DEFECTS, EXACT
 from engine_patches.gpu_check.runner import Runner
 from proxy.bench.harness.servers import NEMOTRON_H, generated_model
 
+pytestmark = pytest.mark.thorough
+
 SECONDS = 900.0  # for all engines of the lane
 
 LANE = next(lane for lane in lanes_of("cpu", quick=False) if lane.drafts is not None)

@@ -60,13 +60,16 @@ def check_exact(found: dict[str, dict[str, dict[str, int]]]) -> None:
         }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "dtype", "cache", "version"), CASES)
 def test_states_outputs_and_running_states_are_bit_equal(family, dtype, cache, version):
     source = source_of(version) if version else None
     check_exact(interpreted("gpu_kernels", family, dtype, cache, source=source))
 
 
-@pytest.mark.parametrize(("family", "dtype"), [(MAMBA2, "float32"), (GDN, "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [(MAMBA2, "float32"), pytest.param(GDN, "bfloat16", marks=pytest.mark.thorough)]
+)
 def test_with_a_float32_cache_they_are_equal_and_every_planted_defect_is_seen(family, dtype):
     found = interpreted("gpu_kernels", family, dtype, "float32", "defects")
     check_exact(found)

@@ -16,6 +16,7 @@ NEWEST = "0.33.0"
 LOGPROB_BOUND = 1e-4  # as of all exactness checks in float32
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("version", [None, pytest.param(NEWEST, marks=pytest.mark.on_request)])
 def test_runner_v2_with_async_scheduler_hits_and_is_exact(model, version):
     source = engine_of(version) if version else None

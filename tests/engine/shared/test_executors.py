@@ -25,6 +25,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield started
 
 
+@pytest.mark.thorough
 async def test_tensor_parallel_workers_write_the_same_states(engine: Server, servers: SharedServers):
     async with open_client(300) as client:
         prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(400, 120)}])

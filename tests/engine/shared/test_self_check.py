@@ -33,7 +33,10 @@ def watched(servers: SharedServers, fleet: Servers) -> Server:
     return gateway
 
 
-@pytest.mark.parametrize("defect", planted.DEFECTS)
+@pytest.mark.parametrize(
+    "defect",
+    [pytest.param(each, marks=pytest.mark.thorough if number else ()) for number, each in enumerate(planted.DEFECTS)],
+)
 def test_a_planted_defect_is_found_and_turns_hints_off(servers: SharedServers, watched: Server, defect):
     phase = asyncio.run(watch(servers.seamark, watched, servers.planted, defect, PATIENCE))
     assert phase.held, phase
@@ -55,6 +58,7 @@ def told(url: str, messages: list[dict], **fields) -> tuple[int, list[float]]:
     return answer.cached_tokens, [step.top[step.token] for step in answer.steps]
 
 
+@pytest.mark.thorough
 def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_does(
     servers: SharedServers, watched: Server
 ):
@@ -94,6 +98,7 @@ def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_do
     assert cached and logprobs == pytest.approx(anew(longer), abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_honest_answers_are_never_called_different(servers: SharedServers, watched: Server):
     phase = asyncio.run(watch(servers.seamark, watched, servers.planted, "none", PATIENCE, CHECKS))
     assert phase.held and sum(phase.results.values()) >= CHECKS, phase

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from proxy.bench.harness import planted
 from tests.bench import soak
 from tests.bench.soak import Subject, drive_all, judge_all
@@ -16,6 +18,7 @@ EVENTS = 120
 DEFECTIVE_EVENTS = 80
 
 
+@pytest.mark.thorough
 async def test_random_traffic_leaves_nothing_behind(servers: SharedServers):
     subjects = [
         Subject("room", servers.seamark, servers.gateway),
