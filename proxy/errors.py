@@ -1,6 +1,13 @@
 """Every error that a client can get, each with its HTTP status, in OpenAI's error envelope; and `SettingsError`.
 
-A name that nobody knows is answered with those that read like it.
+GatewayError 500
+    ClientError 400
+        BadRequest 400: TooComplex, InvalidHttp
+        Unauthorized 401, Forbidden 403, NotFound 404, TooSlow 408, PinRefused 409, BodyTooLarge 413,
+        UnreadableCoding 415, NoWebSockets 426, HeadTooLarge 431
+    KeyBusy 429
+    WorkerError 502: WorkerFailed, AdapterNotEverywhere, WorkerSilent 504
+    Unavailable 503: NoWorker, Overloaded, Stopping
 """
 
 from __future__ import annotations
@@ -30,10 +37,14 @@ class GatewayError(Exception):
         return {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
 
 
-class BadRequest(GatewayError):
+class ClientError(GatewayError):
+    """The request cannot be served as it is."""
+
     status = 400
     type = "invalid_request_error"
 
+
+class BadRequest(ClientError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
@@ -49,53 +60,53 @@ class InvalidHttp(BadRequest):
     code = "invalid_http"
 
 
-class Unauthorized(GatewayError):
+class Unauthorized(ClientError):
     status = 401
-    type = "invalid_request_error"
     code = "invalid_api_key"
 
 
-class Forbidden(GatewayError):
+class Forbidden(ClientError):
     """The key is known, but does not allow this."""
 
     status = 403
-    type = "invalid_request_error"
     code = "forbidden"
 
 
-class NotFound(GatewayError):
+class NotFound(ClientError):
     status = 404
-    type = "invalid_request_error"
     code = "not_found"
 
 
-class TooSlow(GatewayError):
+class TooSlow(ClientError):
     """A head or a body did not come in time."""
 
     status = 408
-    type = "invalid_request_error"
     code = "request_timeout"
 
 
-class BodyTooLarge(GatewayError):
+class PinRefused(ClientError):
+    """The engines' share of pinned prompts is full."""
+
+    status = 409
+    code = "no_room"
+
+
+class BodyTooLarge(ClientError):
     status = 413
-    type = "invalid_request_error"
     code = "request_too_large"
 
 
-class UnreadableCoding(GatewayError):
+class UnreadableCoding(ClientError):
     """The body is compressed, and vLLM reads none that is."""
 
     status = 415
-    type = "invalid_request_error"
     code = "unsupported_content_encoding"
 
 
-class NoWebSockets(GatewayError):
+class NoWebSockets(ClientError):
     """The client wants to go on in another protocol than HTTP."""
 
     status = 426
-    type = "invalid_request_error"
     code = "no_websockets"
 
 
@@ -108,57 +119,57 @@ class KeyBusy(GatewayError):
     retry_after = RETRY_AFTER_SECONDS
 
 
-class HeadTooLarge(GatewayError):
+class HeadTooLarge(ClientError):
     status = 431
-    type = "invalid_request_error"
     code = "headers_too_large"
 
 
-class WorkerFailed(GatewayError):
-    """A worker broke off after it had received the request, so the request was not sent again."""
+class WorkerError(GatewayError):
+    """A worker's fault."""
 
     status = 502
     type = "upstream_error"
+
+
+class WorkerFailed(WorkerError):
+    """A worker broke off after it had received the request, so the request was not sent again."""
+
     code = "worker_failed"
 
 
-class AdapterNotEverywhere(GatewayError):
+class AdapterNotEverywhere(WorkerError):
     """Some workers have not loaded, or unloaded, what they were to; the message says which, and why."""
 
-    status = 502
-    type = "upstream_error"
     code = "adapter_not_everywhere"
 
 
-class NoWorker(GatewayError):
+class WorkerSilent(WorkerError):
+    status = 504
+    code = "worker_silent"
+
+
+class Unavailable(GatewayError):
+    """The same request may be served later."""
+
     status = 503
     type = "service_unavailable"
-    code = "no_worker"
     retry_after = RETRY_AFTER_SECONDS
 
 
-class Overloaded(GatewayError):
+class NoWorker(Unavailable):
+    code = "no_worker"
+
+
+class Overloaded(Unavailable):
     """Every worker has as many requests as it may, and the queue is full or the wait was too long."""
 
-    status = 503
-    type = "service_unavailable"
     code = "overloaded"
-    retry_after = RETRY_AFTER_SECONDS
 
 
-class Stopping(GatewayError):
+class Stopping(Unavailable):
     """The gateway stops, and the answer was not complete when the time to finish was over."""
 
-    status = 503
-    type = "service_unavailable"
     code = "stopping"
-    retry_after = RETRY_AFTER_SECONDS
-
-
-class WorkerSilent(GatewayError):
-    status = 504
-    type = "upstream_error"
-    code = "worker_silent"
 
 
 class SettingsError(Exception):

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from proxy.chat.chat import CHAT
 from proxy.config_files import WatchedFile
-from proxy.errors import BadRequest, GatewayError, NotFound, SettingsError
+from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.warmup import WarmupRequest, replay_all
@@ -364,14 +364,6 @@ class PinnedPrompts(Part):
         if self._prompts.get(prompt.name) is prompt:
             return prompt.fate(worker)
         return PINNED if prompt.fate(worker) == PINNED else RELEASED
-
-
-class PinRefused(GatewayError):
-    """The engines' share of pinned prompts is full."""
-
-    status = 409
-    type = "invalid_request_error"
-    code = "no_room"
 
 
 def _prompt_tokens(answer: bytes) -> int:
