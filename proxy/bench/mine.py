@@ -24,6 +24,7 @@ from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError, did_you_mean
+from proxy.fleet.probe import models_in
 
 LENGTHS = (500, 2000, 6000)  # tokens of shared system prompts
 
@@ -138,10 +139,7 @@ class Stack:
             raise self._unreachable(error) from None
         if answer.status_code in (401, 403):
             raise self._refused(answer.status_code)
-        try:
-            entries = [entry for entry in answer.json()["data"] if isinstance(entry["id"], str)]
-        except (ValueError, KeyError, TypeError):
-            entries = []
+        entries = models_in(answer.content) or []
         self._models = [entry["id"] for entry in entries]
         if not self.model and not self._models:
             raise Unusable(

@@ -5,16 +5,14 @@ The cures are lines for the way in which vLLM is run: `cures` words them, `ways`
 
 from __future__ import annotations
 
-import errno
-import socket
-import ssl
+import asyncio
+import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-
-import httpx
 
 from proxy.chat.chat import CHAT, COMPLETIONS
 from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures
@@ -23,19 +21,24 @@ from proxy.commands.ways import DEFAULT_PORT, LOOPBACK, Found, Way, find, surrou
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
+from proxy.fleet.probe import MODELS, NO_HTTP, Probe, Unwell, gateway_id, models_in, read_metrics
 from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
+from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import HINT, XARGS
 from proxy.observability.shadow import CURED
 from proxy.routing.engine_events import PATH as EVENTS
+from proxy.settings import Settings
+
+DEFAULTS = Settings.model_validate({})  # of a gateway
 
 CONNECT_SECONDS, ANSWER_SECONDS, COMPLETION_SECONDS = 2.0, 10.0, 120.0
 
-TIMEOUT = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-
 REPORT_SECONDS = 2.0  # that an engine may take to count a refused hint, after its answer
 
-NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)
+NO_ANSWER = (Unreachable, Broken)
+
+STATUS = "/seamark/status"
 
 KEY_FLAG, GATEWAY_KEY_FLAG = "--worker-api-key-file FILE", "--gateway-key-file FILE"
 
@@ -140,20 +143,41 @@ def _key(setting: str, path: Path | None) -> str | None:
     return read_secret(setting, path) if path else None
 
 
-def _client(api_key: str | None) -> httpx.Client:
-    """Without proxies of the environment: the gateway uses none, either."""
-    headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
-    return httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=False)
+@asynccontextmanager
+async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Probe]:
+    """Questions to a worker or a gateway. Raises `Unanswered`, also where one of the questions inside has no answer.
+
+    The words do not hold a password of the URL.
+    """
+    try:
+        shown, userinfo = without_credentials(url)
+        parts = urlsplit(shown)
+        has_port = parts.port is not None
+    except ValueError:
+        raise Unanswered(_no_url(url)) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise Unanswered(f"no {what} answers at {shown}: no URL of http:// or https://")
+    upstream = Upstream(CONNECT_SECONDS, DEFAULTS.max_header_bytes, api_key)
+    upstream.trust(shown, userinfo)
+    try:
+        yield Probe(upstream, shown, ANSWER_SECONDS)
+    except (Unreachable, Broken) as error:
+        raise Unanswered(f"no {what} answers at {shown}: {_why_not(error, has_port)}") from None
+    except Unwell as error:
+        raise Unanswered(f"{shown} is {error}") from None
+    finally:
+        await upstream.aclose()
 
 
 def examine(url: str, api_key: str | None = None, found: Found = PIP) -> Examination:
     """What is right and wrong with the worker at `url`. Sends it one request for one token."""
+
+    async def examination() -> Examination:
+        async with _asking(url, api_key, "server") as worker:
+            return await _examine(worker, api_key is not None, found)
+
     try:
-        shown, _ = without_credentials(url)
-        with _client(api_key) as client:
-            return _examine(client, url, shown, api_key is not None, found)
-    except ValueError:  # of urlsplit
-        return _unreachable(_no_url(url))
+        return asyncio.run(examination())
     except Unanswered as error:
         return _unreachable(str(error))
 
@@ -166,46 +190,39 @@ def _unreachable(why: str) -> Examination:
     return Examination(f"not reachable: {why}", [Diagnosis(False, f"no vLLM could be asked: {why}")])
 
 
-def _examine(client: httpx.Client, url: str, shown: str, has_key: bool, found: Found) -> Examination:
-    health = _get(client, url, "/health", shown)
-    if is_gateway(health):
+async def _examine(worker: Probe, has_key: bool, found: Found) -> Examination:
+    shown = worker.url
+    if gateway_id((await worker.get("/health"))[1]) is not None:
         return Examination(
             f"a gateway, not a worker: {shown}",
-            [Diagnosis(False, f"{shown} is a Seamark gateway; ask {_workers_of(client, url)}")],
+            [Diagnosis(False, f"{shown} is a Seamark gateway; ask {await _workers_of(worker)}")],
         )
-    models = _get(client, url, "/v1/models", shown)
-    if refusal := _why_refused(models, shown, has_key, KEY_FLAG, "vLLM's --api-key"):
-        return _unreachable(refusal)
-    if models.status_code >= 500:
-        raise Unanswered(f"{shown} is not well: /v1/models answers {models.status_code}")
-    try:
-        entry = models.json()["data"][0]
-        model = str(entry["id"])
-    except (ValueError, KeyError, TypeError, IndexError):
-        raise Unanswered(f"{shown} is not vLLM: /v1/models lists no models (status {models.status_code})") from None
-    parts = urlsplit(url)
-    cures = Cures(found, str(entry.get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
-    if why := _why_asleep(client, url, shown):
+    status, answer = await worker.get(MODELS)
+    if refusal := _why_refused(status, shown, has_key, KEY_FLAG, "vLLM's --api-key"):
+        raise Unanswered(refusal)
+    if status >= 500:
+        raise Unanswered(f"{shown} is not well: {MODELS} answers {status}")
+    if not (models := models_in(answer)):
+        raise Unanswered(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
+    model, parts = models[0]["id"], urlsplit(shown)
+    cures = Cures(found, str(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
+    levels = read_metrics(worker_metrics.read, await worker.metrics()).sleep_levels
+    if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         return Examination(f"cannot hit: {shown} is {why}", [Diagnosis(False, f"{shown} is {why}")])
-    details = _details(client, url, model, cures)  # first: an engine's metrics are certain once it has run a step
-    try:
-        text = _get(client, url, "/metrics", shown).text
-        engine = worker_metrics.read(text).engine
-        setup = worker_metrics.read_setup(text)
-    except (ValueError, KeyError, TypeError):
-        raise Unanswered(f"{shown} is not vLLM: its /metrics cannot be read") from None
-    version = _version(client, url)
+    details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
+    text = await worker.metrics()
+    engine, setup = read_metrics(worker_metrics.read, text).engine, read_metrics(worker_metrics.read_setup, text)
     diagnoses = [
         Diagnosis(True, f"serves {model}"),
-        _vllm_version(version),
+        _vllm_version(await worker.version()),
         *_engine(engine, setup, cures),
         *_caching(setup, cures),
-        *_drafts(client, url, model, engine, setup, cures),
+        *await _drafts(worker, model, engine, setup, cures),
         *_connector(setup, cures),
-        *([_events(client, url, cures)] if engine is not None else []),
+        *([await _events(worker, cures)] if engine is not None else []),
         details,
-        _render(client, url, model, cures),
-        *_tools(client, url, model, cures),
+        await _render(worker, model, cures),
+        *await _tools(worker, model, cures),
     ]
     fatal = next((diagnosis.fatal for diagnosis in diagnoses if diagnosis.fatal), None)
     if fatal is not None:
@@ -215,98 +232,38 @@ def _examine(client: httpx.Client, url: str, shown: str, has_key: bool, found: F
     return Examination(f"will hit: {shown} serves {model}{more}", diagnoses)
 
 
-def _get(client: httpx.Client, url: str, path: str, shown: str) -> httpx.Response:
-    """The answer. Raises `Unanswered`, whose words do not hold a password of the URL."""
-    try:
-        return client.get(url + path)
-    except NO_ANSWER as error:
-        raise Unanswered(f"no server answers at {shown}: {why_not(error)}{_port_hint(url, error)}") from None
-
-
-def _port_hint(url: str, error: Exception) -> str:
-    if not isinstance(error, httpx.ConnectError) or urlsplit(url).port is not None:
-        return ""
-    return f" (the URL has no port; vLLM's is {DEFAULT_PORT})"
-
-
-def why_not(error: Exception) -> str:
-    """Why a request got no answer, in the words of an operator."""
-    if isinstance(error, (httpx.InvalidURL, httpx.UnsupportedProtocol)):
-        return "no URL of http:// or https://"
-    if isinstance(error, httpx.ConnectTimeout):
-        return f"no connection within {CONNECT_SECONDS:g} s: another address, or a firewall between"
-    if isinstance(error, httpx.TimeoutException):
+def _why_not(error: Unreachable | Broken, has_port: bool) -> str:
+    """Why a question got no answer, with what a person at a prompt can try."""
+    if isinstance(error, Silent):
         return f"it takes the connection and says nothing for {ANSWER_SECONDS:g} s"
-    for cause in _causes(error):
-        if isinstance(cause, ssl.SSLError):
-            return "TLS fails: http:// instead of https://, or a certificate that is not trusted here"
-        if isinstance(cause, socket.gaierror):
-            return "its host name is not known here"
-        if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
-            return "connection refused: nothing listens there, or not yet"
-    if isinstance(error, httpx.RemoteProtocolError):
-        return "what answers there does not speak HTTP: https:// instead of http://?"
-    return str(error).lower() or type(error).__name__
+    if isinstance(error, Broken):
+        return NO_HTTP
+    if isinstance(error.__cause__, TimeoutError):
+        return f"{error}: another address, or a firewall between"
+    return f"{error}" if has_port else f"{error} (the URL has no port; vLLM's is {DEFAULT_PORT})"
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def is_gateway(health: httpx.Response) -> bool:
-    """Whether this answer to /health is a Seamark gateway's; vLLM's is empty."""
-    try:
-        return "gateway" in health.json()
-    except (ValueError, TypeError):
-        return False
-
-
-def _workers_of(client: httpx.Client, url: str) -> str:
+async def _workers_of(gateway: Probe) -> str:
     """What to ask in place of a gateway."""
     try:
-        workers = client.get(url + "/seamark/status").json()["workers"]
+        workers = json.loads((await gateway.get(STATUS))[1])["workers"]
         names = [without_credentials(str(worker["url"]))[0] for worker in workers]
     except (*NO_ANSWER, ValueError, KeyError, TypeError):
         names = []
     return ", ".join(f"--worker {name}" for name in names) or "the vLLM behind it, with --worker"
 
 
-def _why_refused(answer: httpx.Response, shown: str, has_key: bool, flag: str, whose: str) -> str | None:
-    if answer.status_code not in (401, 403):
+def _why_refused(status: int, shown: str, has_key: bool, flag: str, whose: str) -> str | None:
+    if status not in (401, 403):
         return None
-    said = f"(status {answer.status_code})"
+    said = f"(status {status})"
     if has_key:
         return f"{shown} refuses the key in {flag} {said}: it is not {whose}"
     return f"{shown} wants an API key {said}, and none was given: {flag}, with {whose} in it"
 
 
-def _why_asleep(client: httpx.Client, url: str, shown: str) -> str:
-    """Why its engine computes nothing, in words, as a gateway says it; empty if it does."""
-    try:
-        levels = worker_metrics.read(_get(client, url, "/metrics", shown).text).sleep_levels
-    except (ValueError, KeyError, TypeError):
-        return ""
-    answers = EngineAnswers(url)
-    for path in tuple(answers.said) if levels else ():
-        try:
-            answer = client.get(url + path)
-        except NO_ANSWER:
-            continue
-        answers.take(path, answer.status_code, answer.content)
-    return answers.why_asleep(levels)
-
-
-def _version(client: httpx.Client, url: str) -> str | None:
-    try:
-        return str(client.get(url + "/version").json()["version"])
-    except (*NO_ANSWER, ValueError, KeyError, TypeError):
-        return None
-
-
-def _vllm_version(version: str | None) -> Diagnosis:
-    return Diagnosis(version is not None, f"vLLM {version}" if version else "/version gives no vLLM version")
+def _vllm_version(version: str) -> Diagnosis:
+    return Diagnosis(bool(version), f"vLLM {version}" if version else "/version gives no vLLM version")
 
 
 def _engine(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
@@ -339,8 +296,8 @@ def _caching(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
     return [Diagnosis(False, off, cure, fatal=off)]
 
 
-def _drafts(
-    client: httpx.Client, url: str, model: str, info: EngineInfo | None, setup: EngineSetup, cures: Cures
+async def _drafts(
+    worker: Probe, model: str, info: EngineInfo | None, setup: EngineSetup, cures: Cures
 ) -> list[Diagnosis]:
     """Speculative decoding, and whether hints are used beside it."""
     if not setup.drafts:
@@ -353,7 +310,7 @@ def _drafts(
     if info.refused:
         cure = cures.drafts() if "SEAMARK_DRAFTS" in info.refused else None
         return [Diagnosis(False, "speculative decoding is on, without hints", cure)]
-    if setup.hints_refused or _refuses_hints(client, url, model):
+    if setup.hints_refused or await _refuses_hints(worker, model):
         fatal = (
             "speculative decoding is on, and the plugin refuses hints beside it; SEAMARK_DRAFTS=1 in vLLM's "
             "environment makes it use them, unless its log names another reason"
@@ -382,41 +339,39 @@ def _connector(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
     return [Diagnosis(True, f"{name}: {LANES.get(setup.lane, setup.lane)}")]
 
 
-def _refuses_hints(client: httpx.Client, url: str, model: str) -> bool:
+async def _refuses_hints(worker: Probe, model: str) -> bool:
     """Whether the engine counts a hint as refused. One that it takes has no effect: it is for a single token."""
     request = _one_token(model) | {XARGS: {HINT: [1]}}
     until = time.monotonic() + REPORT_SECONDS
     try:
-        client.post(url + COMPLETIONS, json=request, timeout=_PATIENT)
+        await worker.post(COMPLETIONS, request, COMPLETION_SECONDS)
         while time.monotonic() < until:
-            if worker_metrics.read_setup(client.get(url + "/metrics").text).hints_refused:
+            if read_metrics(worker_metrics.read_setup, await worker.metrics()).hints_refused:
                 return True
-            time.sleep(0.1)
-    except (*NO_ANSWER, ValueError):
+            await asyncio.sleep(0.1)
+    except (*NO_ANSWER, Unwell):
         pass
     return False
-
-
-_PATIENT = httpx.Timeout(COMPLETION_SECONDS, connect=CONNECT_SECONDS)
 
 
 def _one_token(model: str) -> dict[str, Any]:
     return {"model": model, "prompt": "Seamark", "max_tokens": 1}
 
 
-def _events(client: httpx.Client, url: str, cures: Cures) -> Diagnosis:
-    fine = _is_open(client, "GET", url + EVENTS)
+async def _events(worker: Probe, cures: Cures) -> Diagnosis:
+    fine = await _is_open(worker.get(EVENTS))
     text = f"the engine's decisions are {'' if fine else 'not '}reported"
     return Diagnosis(fine, text, None if fine else cures.flag(EVENTS_FLAG, "without it, no evictions and no reasons"))
 
 
-def _details(client: httpx.Client, url: str, model: str, cures: Cures) -> Diagnosis:
+async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
     status = "no answer"
     try:
-        answer = client.post(url + COMPLETIONS, json=_one_token(model), timeout=_PATIENT)
-        status = f"status {answer.status_code}"
-        answer.raise_for_status()
-        reported = answer.json()["usage"].get("prompt_tokens_details") is not None
+        code, answer = await worker.post(COMPLETIONS, _one_token(model), COMPLETION_SECONDS)
+        status = f"status {code}"
+        if code // 100 != 2:
+            raise ValueError(status)
+        reported = json.loads(answer)["usage"].get("prompt_tokens_details") is not None
     except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
         fatal = f"it does not answer a completion of one token ({status})"
         return Diagnosis(False, f"does not answer a completion of one token ({status})", fatal=fatal)
@@ -425,33 +380,33 @@ def _details(client: httpx.Client, url: str, model: str, cures: Cures) -> Diagno
     return Diagnosis(reported, text, None if reported else cure)
 
 
-def _render(client: httpx.Client, url: str, model: str, cures: Cures) -> Diagnosis:
+async def _render(worker: Probe, model: str, cures: Cures) -> Diagnosis:
     request = {"model": model, "messages": [{"role": "user", "content": "Seamark"}]}
-    opened = _is_open(client, "POST", url + CHAT + "/render", request)
+    opened = await _is_open(worker.post(CHAT + "/render", request))
     # /tokenize renders nearly everything alike, so a closed route is mentioned and is no error.
     cure = cures.flag("--enable-scale-out", "without it, the gateway falls back to /tokenize")
     return Diagnosis(True, f"render route {'open' if opened else 'closed'}", None if opened else cure)
 
 
-def _tools(client: httpx.Client, url: str, model: str, cures: Cures) -> list[Diagnosis]:
+async def _tools(worker: Probe, model: str, cures: Cures) -> list[Diagnosis]:
     """Whether an agent's first request will be refused; nothing if that cannot be told."""
     tool = {"type": "function", "function": {"name": "seamark", "parameters": {"type": "object", "properties": {}}}}
     chat = {"messages": [{"role": "user", "content": "Seamark"}], "tools": [tool], "tool_choice": "auto"}
     try:
-        answer = client.post(url + CHAT, json={"model": model, "max_tokens": 1, **chat}, timeout=_PATIENT)
+        status, answer = await worker.post(CHAT, {"model": model, "max_tokens": 1, **chat}, COMPLETION_SECONDS)
     except NO_ANSWER:
         return []
-    if answer.status_code == 200:
+    if status == 200:
         return [Diagnosis(True, "takes tools, as agents send them")]
-    if answer.status_code != 400 or TOOL_FLAG not in answer.text:
+    if status != 400 or TOOL_FLAG.encode() not in answer:
         return []
     # Hits do not depend on it, so it is mentioned and is no error.
     return [Diagnosis(True, "takes no tools: agents will get 400", cures.tools())]
 
 
-def _is_open(client: httpx.Client, method: str, url: str, body: dict[str, Any] | None = None) -> bool:
+async def _is_open(asked: Awaitable[tuple[int, bytes]]) -> bool:
     try:
-        return client.request(method, url, json=body).status_code == 200
+        return (await asked)[0] == 200
     except NO_ANSWER:
         return False
 
@@ -461,22 +416,19 @@ HOUR = 3600.0
 
 def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
     """What a gateway has seen lost, as lines for people. Raises `Unanswered` if it cannot be asked."""
-    try:
-        shown, _ = without_credentials(gateway)
-    except ValueError:
-        raise Unanswered(_no_url(gateway)) from None
-    try:
-        with _client(api_key) as client:
-            answer = client.get(gateway + "/seamark/status")
-    except NO_ANSWER as error:
-        raise Unanswered(f"no gateway answers at {shown}: {why_not(error)}") from None
-    refusal = _why_refused(answer, f"the gateway {shown}", api_key is not None, GATEWAY_KEY_FLAG, "an admin's key")
+
+    async def ask() -> tuple[str, int, bytes]:
+        async with _asking(gateway, api_key, "gateway") as asked:
+            return asked.url, *await asked.get(STATUS)
+
+    shown, status, answer = asyncio.run(ask())
+    refusal = _why_refused(status, f"the gateway {shown}", api_key is not None, GATEWAY_KEY_FLAG, "an admin's key")
     if refusal is not None:
         raise Unanswered(refusal)
-    if answer.status_code == 404:
-        raise Unanswered(f"{shown} does not show /seamark/status: a gateway with admin_port does so there; is it one?")
+    if status == 404:
+        raise Unanswered(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
     try:
-        return shadow_lines(answer.json()["shadow"])
+        return shadow_lines(json.loads(answer)["shadow"])
     except (ValueError, KeyError, TypeError):
         raise Unanswered(f"{shown} is not a Seamark gateway") from None
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+MOST_NAMES = 4  # of models, in a line of the log or an error: adapters may be many
+
 
 class ListedNames(NamedTuple):
     """The names in one worker's list."""
@@ -59,3 +61,9 @@ def chosen_for(name: str, models: Iterable[str]) -> str:
     """The one of several models that takes the requests for a name which none of them has: the same one each time."""
     seed = xxh3_64_intdigest(name.encode(errors="surrogatepass"))
     return min(models, key=lambda model: xxh3_64_intdigest(model.encode(errors="surrogatepass"), seed))
+
+
+def some_of(names: Sequence[str]) -> str:
+    """A list of names, or its beginning and how many there are beside."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -16,25 +17,17 @@ from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import BadRequest, NoWorker
-from proxy.fleet import worker_metrics
-from proxy.fleet.model_names import chosen_for, listed_names, name_keys
+from proxy.fleet.model_names import chosen_for, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
-from proxy.fleet.sleep import ASLEEP, EngineAnswers
+from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
+from proxy.fleet.sleep import ASLEEP
 from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import WorkerMetrics
-from proxy.http.client import Broken, Exhausted, Malformed, Silent, Unreachable, Upstream
+from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.workers")
-
-# Seconds for each question of a probe; a worker busy with a long prefill still answers, its API server is another
-# process.
-PROBE_TIMEOUT = 5.0
-
-# Seconds for the question whether the engine sleeps, which it answers between two steps.
-SLEEP_TIMEOUT = 1.0
 
 # Seconds that a worker which has booted is given to render the small chats that teach its template, before it gets
 # requests. Learning goes on after that.
@@ -42,18 +35,8 @@ FACTS_SECONDS = 5.0
 
 MOST_CAUSES = 3  # of workers that are down, in what a client reads
 
-MOST_NAMES = 4  # of models, in a line of the log or an error: adapters may be many
-
 # Seconds from one question after a name that no worker lists to the next, and that its request waits for the answers.
 ASK_NAMES_SECONDS, NAMES_SECONDS = 1.0, 1.0
-
-MODELS = "/v1/models"
-
-LOOP = "this is the gateway itself: --worker must name a vLLM server"
-
-
-class Unwell(Exception):
-    """A worker answered, and cannot be used; the message says why."""
 
 
 class WorkerPool:
@@ -104,7 +87,7 @@ class WorkerPool:
     async def exposition(self, worker: Worker) -> str:
         """A worker's own metrics, in Prometheus' text format; empty if it does not give them."""
         try:
-            status, text = await self._get(worker, "/metrics")
+            status, text = await self._probe_of(worker).get("/metrics")
         except (Unreachable, Broken):
             return ""
         return text.decode(errors="replace") if status == 200 else ""
@@ -122,7 +105,7 @@ class WorkerPool:
         """
         if not isinstance(model, str):  # said once: this runs for every request, over all workers
             return []
-        serving = [worker for worker in self.workers if worker.up and model in worker.model_ids]
+        serving = [worker for worker in self.workers if worker.up and model in worker.probed.names.templates]
         return serving or self._taking(model)
 
     def for_model(self, model: Any) -> list[Worker]:
@@ -139,7 +122,7 @@ class WorkerPool:
         if served_by or not (up := self.up):
             raise no_worker("No worker is ready for this model.", served_by or self.workers)
         if model == "" and len(models := self.base_models()) > 1:
-            named = _some(models)
+            named = some_of(models)
             raise BadRequest(f"This request names no model, and several are served here: {named}.", param="model")
         return _fit(up)
 
@@ -200,12 +183,9 @@ class WorkerPool:
 
     async def ask_models(self, worker: Worker) -> None:
         """Ask a worker which models it has now, out of turn. Nothing is learnt from one that does not answer."""
-        try:
-            status, answer = await self._get(worker, MODELS)
-        except (Unreachable, Broken):
-            return
-        if status == 200 and (models := _models_in(answer)) is not None:
-            self._list(worker, models)
+        with suppress(Unreachable, Broken, Unwell):
+            models = await self._probe_of(worker).models()
+            self._note(worker, replace(worker.probed, models=models))
 
     def answered_name(self, worker: Worker, model: Any, *, taken: bool) -> None:
         """A worker took a request for `model`, or said that there is no such model."""
@@ -225,12 +205,10 @@ class WorkerPool:
         if worker.boot == boot and not worker.serves(model):
             worker.takes_any_name = True
 
-    def _list(self, worker: Worker, models: list[dict[str, Any]]) -> None:
-        """The worker has these models now."""
-        worker.models = models
-        names = listed_names(models, one_engine=worker.is_vllm)
-        if names != worker.names:
-            worker.names, worker.model_ids = names, frozenset(names.templates)
+    def _note(self, worker: Worker, probed: Probed) -> None:
+        """The worker has said this of itself."""
+        names, worker.probed = worker.names, probed
+        if probed.names != names:
             self._name_keys = name_keys(each.names for each in self.workers)
 
     async def watch(self) -> None:
@@ -312,7 +290,8 @@ class WorkerPool:
 
     def _new(self, url: str) -> Worker:
         settings = self._settings
-        worker = Worker(url, WorkerRenderer(self._upstream, url, settings.render_timeout, self._metrics.renders))
+        renderer = WorkerRenderer(self._upstream, url, settings.render_timeout, self._metrics.renders)
+        worker = Worker(url, renderer, in_shadow=settings.shadow)
         self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.is_sound)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
@@ -327,13 +306,11 @@ class WorkerPool:
             up, words = worker.up, worker.words
         except Broken as error:  # gone, or too busy for a probe: then its answers speak for it
             up = worker.up and time.monotonic() - worker.answered_at < 2 * self._settings.health_interval
-            words = worker.words if up else _why_broken(error, worker)
+            words = worker.words if up else why_broken(error, bool(worker.boot))
         except Unreachable as error:
             words = str(error) or "no connection"
         except Unwell as error:
-            words = str(error)
-        except (ValueError, KeyError, TypeError):
-            words = "not vLLM: its /metrics cannot be read"
+            words = self._why_unwell(worker, error)
         except Exception as error:  # whatever stands at that address, the watch over the others goes on
             logger.error("worker %s: %s", worker.name, type(error).__name__)
             words = f"its health check fails ({type(error).__name__})"
@@ -342,7 +319,6 @@ class WorkerPool:
 
     async def _prepare(self, worker: Worker) -> None:
         """Warm the worker up, within `replay_seconds`."""
-        worker.warming = True
         try:
             async with asyncio.timeout(self._settings.replay_seconds):
                 if worker.engine is not None:
@@ -358,107 +334,38 @@ class WorkerPool:
             self._changed()
 
     async def _probe(self, worker: Worker) -> str:
-        """Ask the worker for its health, metrics and models, and note them; returns what it serves, in words.
+        """Ask the worker what it is, and note it; returns what it serves, in words.
 
         Raises `Unwell` if it answers and cannot be used.
         """
-        status, health = await self._get(worker, "/health")
-        gateway_id = _gateway_id(health)
-        if gateway_id == self.gateway_id:
-            raise Unwell(LOOP)
-        if status != 200:
-            raise Unwell(self._why_refused(worker, "/health", status))
-        probed_at = time.perf_counter()
-        exposition = await self._metrics_of(worker)
-        status, answer = await self._get(worker, MODELS)
-        models = _models_in(answer)
-        if models is None:
-            raise Unwell(self._why_refused(worker, MODELS, status))
-        await self._idle.lull(SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
-        found = worker_metrics.read(exposition.decode(errors="replace"))
-        boot = f"{worker.url}#{found.boot}"
-        worker.is_vllm = gateway_id is None and (found.engine is not None or bool(worker.vllm))
-        self._list(worker, models)
-        if why := await self._why_asleep(worker, boot, found.sleep_levels):
-            raise Unwell(why)
-        worker.engine = None if self._settings.shadow else found.engine  # then it is treated as one without the plugin
-        worker.refused = found.engine.refused if found.engine is not None else ""
-        worker.drafts = found.drafts and found.engine is None
-        if found.step_times.known or found.engine is None:
-            worker.step_times = found.step_times  # a restarted engine learns them again: until then, the old ones stand
-        if boot != worker.boot:
-            worker.boot = boot
-            worker.breaker.reset()
-            worker.cache.restarted()
-            if self._settings.replay_seconds:
-                self._spawn(self._prepare(worker))
+        last, asked = worker.probed, self._probe_of(worker)
+        of_plugin = worker.engine is not None
+        probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=self._lull)
+        self._note(worker, probed)
+        if probed.asleep:
+            raise Unwell(probed.asleep)
+        if probed.boot != last.boot:
             self._stop_learning(worker)
             for renderer_id in worker.renderer_ids.values():
                 self._facts.forget(renderer_id)
-            worker.renderer_ids.clear()
-            worker.mute_models.clear()
-            worker.renderer.forget_routes()
-            worker.hits_before = found.hits
-            worker.takes_any_name = None
-            worker.vllm = await self._vllm_version(worker) if found.engine is None else ""
-        if found.engine is not None:
-            worker.vllm = found.engine.vllm
-        if worker.vllm and not worker.is_vllm and gateway_id is None:
-            worker.is_vllm = True
-            self._list(worker, models)
-        worker.cache_tokens, worker.hits, worker.probed_at = found.cache_tokens, found.hits, probed_at
+            worker.restarted()
+            if self._settings.replay_seconds:
+                worker.warming = True
+                self._spawn(self._prepare(worker))
         if worker in self.workers:  # else it was removed meanwhile, with its series
-            self._metrics.engine_patched.labels(worker.name).set(found.engine is not None)
+            self._metrics.engine_patched.labels(worker.name).set(probed.metrics.engine is not None)
         if worker.engine is not None:
             await self._learn_templates(worker)
-        return _what_it_is(worker, found, is_gateway=gateway_id is not None)
+        return probed.words
 
-    async def _metrics_of(self, worker: Worker) -> bytes:
-        """The metrics that are read here. A worker without the plugin, or with an older one, gives all it has."""
-        if worker.engine is not None:
-            status, some = await self._get(worker, worker_metrics.OF_PLUGIN)
-            if status == 200 and worker_metrics.ENGINE.encode() in some:
-                return some
-        _, exposition = await self._get(worker, "/metrics")
-        return exposition
-
-    async def _why_asleep(self, worker: Worker, boot: str, levels: Sequence[int | None]) -> str:
-        """Why it computes nothing, in words; empty if it does. `levels`: of sleep, as its metrics tell."""
-        if not levels:  # not vLLM, or none that sleeps
-            return ""
-        if worker.answers.boot != boot:
-            worker.answers = EngineAnswers(boot)
-
-        async def ask(path: str) -> None:
-            try:
-                answers.take(path, *await self._get(worker, path, SLEEP_TIMEOUT))
-            except (Unreachable, Broken):
-                answers.none(path)
-
-        answers = worker.answers
-        await asyncio.gather(*map(ask, tuple(answers.said)))
-        return answers.why_asleep(levels)
-
-    def _why_refused(self, worker: Worker, path: str, status: int) -> str:
-        """Why a worker answers `path` with `status`, or with nothing that vLLM would say."""
-        if status in (401, 403):
-            if worker.has_credentials:
-                return f"refuses the user and password in its URL ({path} answers {status})"
-            if self._settings.worker_api_key_file is not None:
-                return f"refuses the key in --worker-api-key-file ({path} answers {status})"
-            return "wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"
-        if status >= 500:
-            return f"not well: {path} answers {status}"
-        return f"not vLLM: {path} {'lists no models' if status == 200 else f'answers {status}'}"
-
-    async def _vllm_version(self, worker: Worker) -> str:
-        """As it says itself; with the plugin, its metrics do."""
-        try:
-            _, answer = await self._get(worker, "/version")
-            version = json.loads(answer)["version"]
-        except (Unreachable, Broken, ValueError, KeyError, TypeError):
-            return ""
-        return version if isinstance(version, str) and version.isprintable() else ""
+    def _why_unwell(self, worker: Worker, error: Unwell) -> str:
+        if error.status not in (401, 403):
+            return str(error)
+        if worker.has_credentials:
+            return f"refuses the user and password in its URL ({error.path} answers {error.status})"
+        if self._settings.worker_api_key_file is not None:
+            return f"refuses the key in --worker-api-key-file ({error.path} answers {error.status})"
+        return "wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"
 
     async def _learn_templates(self, worker: Worker) -> None:
         """Learn the templates of its models, so that their first requests go out with a whole hint.
@@ -482,8 +389,11 @@ class WorkerPool:
         if task is not None:
             task.cancel()
 
-    async def _get(self, worker: Worker, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes]:
-        return await self._upstream.fetch("GET", worker.url + path, timeout=timeout)
+    async def _lull(self) -> None:
+        await self._idle.lull(SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
+
+    def _probe_of(self, worker: Worker) -> Probe:
+        return Probe(self._upstream, worker.url)
 
     def _set_up(self, worker: Worker, up: bool, words: str) -> None:
         """`words`: what it serves, or why it is down. They are logged when they change, not with each health check."""
@@ -513,52 +423,6 @@ def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
     return NoWorker(f"{lead} Worker {'; '.join(causes[:MOST_CAUSES])}{more}.")
 
 
-def _why_broken(error: Broken, worker: Worker) -> str:
-    if isinstance(error, Silent):
-        return f"no answer within {PROBE_TIMEOUT:g} s"
-    if isinstance(error, Malformed):
-        return "what answers there does not speak HTTP: https:// instead of http://?"
-    # One that has answered has the right address: it stops, or this gateway does.
-    return "it closes the connection without an answer" + ("" if worker.boot else ": https:// instead of http://?")
-
-
-def _gateway_id(health: bytes) -> str | None:
-    """What a Seamark gateway says of itself at /health; vLLM's answer is empty."""
-    try:
-        return str(json.loads(health)["gateway"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _models_in(answer: bytes) -> list[dict[str, Any]] | None:
-    """The models of a list as OpenAI's API answers it, None if it is none."""
-    try:
-        return [entry for entry in json.loads(answer)["data"] if isinstance(entry["id"], str)]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _some(names: Sequence[str]) -> str:
-    """A list of names, or its beginning and how many there are beside."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
-
-
-def _what_it_is(worker: Worker, found: WorkerMetrics, is_gateway: bool) -> str:
-    models = _some(sorted(worker.model_ids)) or "no model"
-    if is_gateway:
-        return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
-    if found.engine is not None:
-        patched = f"patched (Seamark {found.engine.version}, match unit {found.engine.match_unit} tokens)"
-        if found.engine.refused:
-            patched += f", but it gets no hints: {found.engine.refused}"
-        return f"serves {models}; vLLM {worker.vllm}; {patched}"
-    if not worker.vllm and found.hits is None:
-        return f"serves {models}; not vLLM, as far as it shows: requests pass through without hints"
-    patched = f"not patched, so it gets no hints: seamark doctor --worker {worker.url}"
-    return f"serves {models}; vLLM {worker.vllm or 'of unknown version'}; {patched}"
-
-
 def _fit(workers: list[Worker]) -> list[Worker]:
     """Those that do not fail, or one that is to be tried again. If all fail, all: some requests may still succeed."""
     sound = [worker for worker in workers if not worker.breaker.is_open]
@@ -568,9 +432,9 @@ def _fit(workers: list[Worker]) -> list[Worker]:
     return sound if trial is None else [trial]
 
 
-def union_of_models(workers: Sequence[Worker]) -> list[dict[str, Any]]:
+def union_of_models(workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
     """Models of all workers, each once, as the first worker that has it describes it."""
-    union: dict[Any, dict[str, Any]] = {}
+    union: dict[Any, Mapping[str, Any]] = {}
     for worker in workers:
         for entry in worker.models:
             union.setdefault(entry.get("id"), entry)

@@ -175,7 +175,8 @@ class SelfCheck(Part):
 
     def _allowance(self, worker: Worker) -> float:
         """Tokens that may be recomputed between two requests of clients."""
-        return worker.cache_tokens * CACHE_SHARE if worker.cache_tokens else float("inf")
+        tokens = worker.probed.metrics.cache_tokens
+        return tokens * CACHE_SHARE if tokens else float("inf")
 
     async def _check(self, worker: Worker, watched: _Watched) -> None:
         """Judge one prompt, unless a client's request comes meanwhile."""

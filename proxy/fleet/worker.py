@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from proxy.boundaries.resolve import Entry
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
 from proxy.fleet.model_names import ListedNames
-from proxy.fleet.sleep import ASLEEP, EngineAnswers
-from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes
+from proxy.fleet.probe import Probed
+from proxy.fleet.sleep import ASLEEP
+from proxy.fleet.worker_metrics import EngineInfo, StepTimes
 
 # Different requests in a row that a worker took and failed. One that fails wherever it goes counts once.
 BREAKER_FAILURES = 3
@@ -163,31 +164,18 @@ class Worker:
 
     has_credentials: bool = False  # user and password, in the URL that the operator gave
 
-    # What the last probe found.
-    up: bool = False
-    words: str = ""  # what it serves if it is up, else why it is down; empty: not known yet
-    vllm: str = ""  # version of vLLM; empty: it does not say
-    is_vllm: bool = False  # and no gateway before one
-    boot: str = ""
-    engine: EngineInfo | None = None  # None: no plugin, the plugin left vLLM untouched, or shadow mode
-    refused: str = ""  # why its plugin keeps no state for any hint, in shadow mode, too; empty if hints count
-    drafts: bool = False  # speculative decoding is on, and no plugin says what it makes of hints beside it
-    answers: EngineAnswers = field(default_factory=lambda: EngineAnswers(""))
-    step_times: StepTimes = UNKNOWN
-    # Prompt tokens that its prefix cache gave since its start, as vLLM counts, and how many of them before the gateway
-    # first saw it; None: it does not say.
-    hits: int | None = None
-    hits_before: int | None = None
-    cache_tokens: int = 0  # that fit into its cache; 0: it does not say
-    probed_at: float = 0.0  # time.perf_counter() before it was asked for these
-    models: list[dict[str, Any]] = field(default_factory=list)
-    names: ListedNames = field(default_factory=ListedNames)  # those in `models`
-    model_ids: frozenset[str] = frozenset()  # the same, adapters included
+    in_shadow: bool = False  # it is treated as one without the plugin
+
+    probed: Probed = field(default_factory=Probed)  # what it said of itself when it was last asked
+
+    # What it showed beside probes, since it started.
     takes_any_name: bool | None = None  # what it said of a name that it does not list; None: it was not asked yet
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by the base model whose template it is
     mute_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
 
     # What the gateway makes of it.
+    up: bool = False
+    words: str = ""  # what it serves if it is up, else why it is down; empty: not known yet
     cache: CacheQuarantine = field(default_factory=CacheQuarantine)
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     warming: bool = False  # prefixes are replayed on it; it gets requests only if no other worker can take them
@@ -201,6 +189,47 @@ class Worker:
     def name(self) -> str:
         """Label in metrics and headers: host and port, and the path if it has one."""
         return self.url.split("://", 1)[-1]
+
+    @property
+    def boot(self) -> str:
+        """Its identity as it runs now; empty: not known yet."""
+        return self.probed.boot
+
+    @property
+    def engine(self) -> EngineInfo | None:
+        """None: no plugin, the plugin left vLLM untouched, or shadow mode."""
+        return None if self.in_shadow else self.probed.metrics.engine
+
+    @property
+    def refused(self) -> str:
+        """Why its plugin keeps no state for any hint, in shadow mode, too; empty if hints count."""
+        engine = self.probed.metrics.engine
+        return engine.refused if engine is not None else ""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether speculative decoding is on, and no plugin says what it makes of hints beside it."""
+        return self.probed.metrics.drafts and self.probed.metrics.engine is None
+
+    @property
+    def step_times(self) -> StepTimes:
+        """How long its engine's steps take."""
+        return self.probed.metrics.step_times
+
+    @property
+    def models(self) -> Sequence[Mapping[str, Any]]:
+        """As it lists them."""
+        return self.probed.models
+
+    @property
+    def names(self) -> ListedNames:
+        """Those in `models`."""
+        return self.probed.names
+
+    @property
+    def model_ids(self) -> Collection[str]:
+        """The same, adapters included."""
+        return self.probed.names.templates.keys()
 
     @property
     def why_down(self) -> str:
@@ -237,6 +266,15 @@ class Worker:
     def is_sound(self) -> bool:
         """Whether it answers health checks, and requests as well."""
         return self.up and not self.breaker.is_open
+
+    def restarted(self) -> None:
+        """What it held and what it showed before is gone."""
+        self.breaker.reset()
+        self.cache.restarted()
+        self.renderer_ids.clear()
+        self.mute_models.clear()
+        self.renderer.forget_routes()
+        self.takes_any_name = None
 
     def answered(self) -> None:
         """It began to answer a request."""

@@ -136,7 +136,7 @@ class Shadow(Part):
             self._knowledge_of(request.worker).hits_reported += request.cached
         if request.chat is None:
             return
-        if request.cached is None and request.worker.hits is None:
+        if request.cached is None and request.worker.probed.metrics.hits is None:
             self._count("no_usage")
             return
         if request.cached is not None and request.prompt is not None and request.seconds is not None:
@@ -252,16 +252,16 @@ class Shadow(Part):
     async def _counted_since(self, request: AnsweredRequest) -> bool:
         """Wait until the worker has counted its hits after this request; False if it does not, or has restarted."""
         worker = request.worker
-        while worker.probed_at <= request.at and worker.boot == request.boot:
+        while worker.probed.at <= request.at and worker.boot == request.boot:
             if time.perf_counter() > request.at + self._patience:
                 return False
             await asyncio.sleep(POLL_SECONDS)
-        return worker.boot == request.boot and worker.hits is not None
+        return worker.boot == request.boot and worker.probed.metrics.hits is not None
 
     def _hits_of(self, request: AnsweredRequest, found: Found, prompt: int | None) -> int:
         """The hits that this request can have had, tokens, among those of its worker that no answer has reported."""
         known, worker = self._knowledge_of(request.worker), request.worker
-        hits = worker.hits or 0
+        hits = worker.probed.metrics.hits or 0
         most = max(
             _tokens(self._prefix_index.sent(found.prefixes, self._boots())),
             _tokens(self._prefix_index.ever_sent(found.prefixes)),
@@ -305,7 +305,7 @@ class Shadow(Part):
     def _knowledge_of(self, worker: Worker) -> _WorkerKnowledge:
         known = self._known.get(worker.name)
         if known is None or known.boot != worker.boot:
-            known = self._known[worker.name] = _WorkerKnowledge(worker.boot, worker.hits_before or 0)
+            known = self._known[worker.name] = _WorkerKnowledge(worker.boot, worker.probed.hits_before or 0)
         return known
 
     def _price(self, worker: Worker) -> None:

@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
 from proxy.errors import Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
-from proxy.fleet.pool import MODELS, no_worker, union_of_models
+from proxy.fleet.pool import no_worker, union_of_models
+from proxy.fleet.probe import MODELS
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
 from proxy.observability.exposition import exposition, merged

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import httpx
 
+from proxy.fleet.probe import gateway_id, version_in
+
 ANSWER_SECONDS = 1.0
 
 # In /proc/net/tcp and /proc/net/tcp6.
@@ -38,9 +40,9 @@ def _process_at(port: int) -> str:
 def _server_at(host: str, port: int) -> str:
     """What its answers show it to be; empty if it is none that Seamark knows."""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    failures = httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError
-    with suppress(*failures), httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client:
-        if b'"gateway"' in client.get(url + "/health").content:
+    with suppress(httpx.HTTPError, httpx.InvalidURL), httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client:
+        if gateway_id(client.get(url + "/health").content) is not None:
             return "a Seamark gateway"
-        return f"vLLM {client.get(url + '/version').json()['version']}"
+        if version := version_in(client.get(url + "/version").content):
+            return f"vLLM {version}"
     return ""

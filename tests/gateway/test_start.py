@@ -149,7 +149,7 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_why_a_worker_does_not_answer_is_logged_once_and_told_to_clients(fleet, cause):
     if cause == "silent":
-        fleet.constants["proxy.fleet.pool.PROBE_TIMEOUT"] = 0.3
+        fleet.constants["proxy.fleet.probe.PROBE_TIMEOUT"] = 0.3
     place, words = CAUSES[cause]
     with place() as found:
         gateway = started(fleet, "--worker", found.url, *PROBES)

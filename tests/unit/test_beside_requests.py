@@ -32,6 +32,7 @@ from proxy.routing.engine_events import STEP_EVENTS, EngineEvents, _Feed
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
+from tests.harness.probed import probed
 
 PROXY = Path(__file__).parents[2] / "proxy"
 
@@ -210,7 +211,7 @@ def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):
 
     monkeypatch.setattr(HeldStates, "apply", apply)
     index = PrefixIndex(10**6)
-    feed, worker = _Feed(HeldStates(index, lambda *_: None)), Worker("http://w", None, boot="w#1")
+    feed, worker = _Feed(HeldStates(index, lambda *_: None)), Worker("http://w", None, probed=probed("w#1"))
     events = EngineEvents(SimpleNamespace(), index, IdleWork(), Shelf(Metrics()))  # type: ignore[arg-type]
     told = {"boot": "b", "cursor": 1, "reset": False, "states": [["gone", str(i)] for i in range(1000)]}
     told["outcomes"] = [[str(i), "hit", 0] for i in range(1000)]

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from proxy.boundaries.boundary import Boundary, Found
+from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Load, Worker
-from proxy.fleet.worker_metrics import EngineInfo
+from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.routing.held_states import HeldStates
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import PrefixIndex
@@ -190,7 +191,8 @@ class Seamark(Policy):
         del seed  # nothing is drawn
         engine = EngineInfo(version(), "simulated", MATCH_UNIT, BLOCK)
         # Each boots as the number by which the fleet knows it.
-        self.workers = [Worker(f"http://worker-{at}", None, boot=str(at), engine=engine) for at in range(workers)]
+        found = [Probed(boot=str(at), metrics=WorkerMetrics(engine=engine)) for at in range(workers)]
+        self.workers = [Worker(f"http://worker-{each.boot}", None, probed=each) for each in found]
         for worker in self.workers:
             worker.renderer_ids[""] = b""  # one template, whose facts are known
         self.index = PrefixIndex(INDEX_BYTES)

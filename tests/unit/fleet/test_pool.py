@@ -7,19 +7,18 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
 
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.errors import NoWorker
-from proxy.fleet import pool as pool_module
 from proxy.fleet import worker_metrics
 from proxy.fleet.model_names import listed_names, name_keys
 from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
-from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
@@ -266,7 +265,7 @@ async def test_a_model_that_no_worker_ever_served_goes_to_any_and_one_whose_work
     pool = pool_of(servers, worker=(A, B))
     await pool.check_all()
     assert pool.for_model("other") == pool.workers
-    pool._list(pool.workers[1], [{"id": "n"}])
+    pool._note(pool.workers[1], replace(pool.workers[1].probed, models=[{"id": "n"}]))
     pool.mark_down(pool.workers[1])
     with pytest.raises(NoWorker):
         pool.for_model("n")
@@ -307,7 +306,7 @@ async def test_a_refusal_names_the_causes_of_the_workers_that_could_serve_the_mo
     with pytest.raises(NoWorker, match="It may still be loading"):
         pool.for_model("m")  # nothing is known yet
     await pool.check_all()
-    pool._list(pool.workers[1], [{"id": "n"}])
+    pool._note(pool.workers[1], replace(pool.workers[1].probed, models=[{"id": "n"}]))
     servers.boots[B] = Unreachable("connection refused")
     await pool.check_all()
     with pytest.raises(NoWorker, match=r"No worker is ready for this model\. Worker b:1: connection refused\.$"):
@@ -330,10 +329,3 @@ def test_names_are_of_one_model_if_a_worker_says_so_whatever_the_order_of_the_wo
         assert name_keys(order) == {"a": "a", "b": "a", "c": "a", "d": "d", "lora": "lora"}
     assert (listed[1].base, listed[1].templates["lora"]) == ("a", "a")
     assert len(set(name_keys([listed_names(cards[0], one_engine=False)]).values())) == 2  # a gateway has many models
-
-
-def test_models_without_end_are_counted_in_the_log():
-    pool = pool_of(Servers(A), worker=(A,))
-    pool.workers[0].model_ids = frozenset(f"m{number}" for number in range(9))
-    text = pool_module._what_it_is(pool.workers[0], WorkerMetrics(hits=0), is_gateway=False)
-    assert text.startswith("serves m0, m1, m2, m3 and 5 more; vLLM of unknown version; not patched")

@@ -22,6 +22,7 @@ from proxy.fleet.worker_metrics import EngineInfo
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
+from tests.harness.probed import probed
 
 SYSTEM = Boundary("system", b"system", "last:63")
 
@@ -71,8 +72,7 @@ def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
 @pytest.fixture
 def worker() -> Worker:
     engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384)
-    found = Worker("http://w", renderer=render, boot="w#1", engine=engine, up=True)
-    found.model_ids = frozenset({"m"})
+    found = Worker("http://w", renderer=render, probed=probed("w#1", engine, "m"), up=True)
     found.renderer_ids["m"] = RENDERER
     return found
 
@@ -121,7 +121,7 @@ async def test_the_hint_is_resolved_on_the_whole_prompt_and_cut_with_it(worker, 
     request = replay(b"first")
     request = request._replace(found=request.found._replace(boundaries=boundaries))
     for cache_tokens, hint in ((10**6, [7, 10, 24, 60]), (3 * 32 * 16, [7, 10, 24])):
-        worker.cache_tokens = cache_tokens
+        worker.probed = probed(worker.boot, worker.engine, "m", cache_tokens=cache_tokens)
         await judged(check_of(worker, engine, request), worker, request)
         asked = engine.asked[-1]
         assert asked["vllm_xargs"]["seamark_boundaries"] == hint
@@ -193,7 +193,8 @@ def is_due_after(check: SelfCheck, worker: Worker, **seen) -> bool:
 
 
 def test_an_idle_worker_is_checked_and_no_more_than_its_cache_and_its_turn_allow(worker, engine):
-    check, worker.cache_tokens = check_of(worker, engine), 16_000
+    check = check_of(worker, engine)
+    worker.probed = probed(worker.boot, worker.engine, "m", cache_tokens=16_000)
     most = self_check.MOST_IN_A_ROW
     assert is_due_after(check, worker)
     assert is_due_after(check, worker, in_a_row=most - 1) and not is_due_after(check, worker, in_a_row=most)
@@ -225,7 +226,7 @@ def test_a_removed_worker_is_forgotten(worker, engine):
 def test_a_restarted_worker_starts_without_the_noise_of_before(worker, engine):
     check = check_of(worker, engine)
     assert is_due_after(check, worker, checks=5, noises=deque([0.5]))
-    worker.boot = "w#2"
+    worker.probed = probed("w#2", worker.engine, "m")
     check._is_due(worker)
     watched = check._watched[worker.url]
     assert (watched.boot, watched.checks, list(watched.noises)) == ("w#2", 0, [])

@@ -14,6 +14,7 @@ from proxy.fleet.worker import (
     Worker,
 )
 from proxy.fleet.worker_metrics import EngineInfo
+from tests.harness.probed import probed
 
 BODY = {"model": "m"}
 
@@ -123,7 +124,7 @@ FOUND = Found((Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -
 
 def worker(version: str | None) -> Worker:
     engine = EngineInfo(version, "0.32.0", match_unit=16, block_size=384) if version is not None else None
-    return Worker("http://w", None, engine=engine, renderer_ids={"m": b"renderer"})
+    return Worker("http://w", None, probed=probed("w#1", engine), renderer_ids={"m": b"renderer"})
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,8 @@ def test_hints_are_for_a_worker_with_the_plugin_that_is_not_in_quarantine():
         raise NotImplementedError
 
     plain = Worker("http://w", renderer=render)
-    patched = Worker("http://w", renderer=render, engine=EngineInfo("0", "0", match_unit=16, block_size=384))
+    engine = EngineInfo("0", "0", match_unit=16, block_size=384)
+    patched = Worker("http://w", renderer=render, probed=probed("w#1", engine))
     assert (plain.takes_hints, patched.takes_hints) == (False, True)
     patched.cache.quarantine()
     assert not patched.takes_hints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from proxy.observability.request_diff import RequestMemory
 from proxy.observability.rolling_sums import Totals
 from proxy.observability.shadow import AnsweredRequest, ReadPrompt, Shadow
 from proxy.settings import Settings
+from tests.harness.probed import probed
 
 CHAT = chat_request({"model": "m", "messages": [{"role": "user", "content": "Tide?"}]})
 
@@ -28,7 +30,7 @@ class Scene:
     """A worker without the plugin, whose answers to prompts of 400 tokens with one head do not say what was cached."""
 
     def __init__(self) -> None:
-        self.worker = Worker("http://w", None, boot="w#1", model_ids=frozenset({"m"}), hits=0, hits_before=0)
+        self.worker = Worker("http://w", None, probed=replace(probed("w#1", None, "m", hits=0), hits_before=0))
         self.shadow = Shadow(Settings(), self.find, RequestMemory(0), Metrics(), IdleWork(), lambda: ["w#1"])
 
     async def find(self, chat: Chat, worker: Worker, size: int, memory: int, owner: str | None) -> ReadPrompt:
@@ -44,7 +46,8 @@ class Scene:
 
     def answered(self, hits: int, cached: int | None = None) -> None:
         at = time.perf_counter()
-        self.worker.hits, self.worker.probed_at = hits, at + 1
+        before = self.worker.probed.hits_before
+        self.worker.probed = replace(probed("w#1", None, "m", hits=hits), at=at + 1, hits_before=before)
         answer = AnsweredRequest(CHAT, self.worker, "w#1", "m", 100, 100, 400, cached, None, False, None, None, at)
         self.shadow.add(answer)
 
@@ -75,7 +78,7 @@ async def test_hits_of_nobody_known_are_no_later_requests(scene):
 
 
 async def test_hits_of_before_the_gateway_came_are_no_requests(scene):
-    scene.worker.hits_before, scene.worker.inflight = 5000, 1
+    scene.worker.probed, scene.worker.inflight = replace(scene.worker.probed, hits_before=5000), 1
     assert await scene.judge(5000, 5000, 5320) == [0, 320, 0]
 
 

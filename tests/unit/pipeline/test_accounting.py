@@ -28,6 +28,7 @@ from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, request_of
 from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
+from tests.harness.probed import probed
 
 FACTS = TemplateFacts({"user": 5}, {("user", False): Opener((4,)), ("first", False): Opener((1,))})
 
@@ -71,7 +72,7 @@ class Scene:
 
     def __init__(self, facts: TemplateFacts | None = FACTS, version: str = "0.3.0") -> None:
         engine = EngineInfo(version, "0.32.0", match_unit=16, block_size=384)
-        self.worker = Worker("http://w", None, boot="w#1", engine=engine, model_ids=frozenset({"m"}))
+        self.worker = Worker("http://w", None, probed=probed("w#1", engine, "m"))
         self.metrics, self.prefix_index = Metrics(), PrefixIndex(10**6)
         self.reader = PromptReader(Settings(), self.metrics, FactsLearner())
         self.events = Events()
@@ -214,7 +215,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted():
 
 @pytest.mark.parametrize(("model", "label"), [("m", "m"), ("lora", "lora"), ("other", "unknown"), (["m"], "unknown")])
 async def test_a_request_counts_for_its_model_if_any_worker_serves_it(model, label):
-    other = Worker("http://v", None, boot="v#1", model_ids=frozenset({"lora"}))
+    other = Worker("http://v", None, probed=probed("v#1", None, "lora"))
     for worker in (None, other):
         scene = Scene()
         scene.accounting._pool.workers.append(other)

@@ -23,6 +23,7 @@ from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.request import Prompt, ProxiedRequest, request_of
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.queue import AdmissionQueue
+from tests.harness.probed import probed
 
 SYSTEM = Boundary("system", b"s", "first:1", estimate=150)
 
@@ -71,7 +72,7 @@ class Scene:
 
     def __init__(self, *names: str) -> None:
         engine = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384)
-        self.workers = [Worker(f"http://{name}", None, boot=name, engine=engine, max_inflight=1) for name in names]
+        self.workers = [Worker(f"http://{name}", None, 1, probed=probed(name, engine)) for name in names]
         for worker in self.workers:
             worker.renderer_ids["m"] = RENDERER
         self.pool, self.events = Pool(*self.workers), Events()
@@ -280,17 +281,16 @@ async def test_the_hint_is_what_the_worker_takes_and_nothing_else_is_believed_to
     (worker,) = scene.workers
     async with scene.dispatcher.lease(scene.request()):
         assert scene.events.hints == [("first:1",)] and scene.prefix_index.holds(b"s", "a")
-    worker.boot = "older"
-    worker.engine = EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384)
+    worker.probed = probed("older", EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384))
     async with scene.dispatcher.lease(scene.request()):
         assert scene.events.hints[-1] == () and not scene.prefix_index.holds(b"s", "older")
-    worker.boot, worker.renderer_ids["m"] = "another template", b"another"
+    worker.probed, worker.renderer_ids["m"] = probed("another template", worker.engine), b"another"
     async with scene.dispatcher.lease(scene.request()):
         assert scene.events.hints[-1] == () and not scene.prefix_index.holds(b"s", "another template")
 
 
 @pytest.mark.parametrize(
-    ("engine", "quarantine", "refused", "failure"),
+    ("patched", "quarantine", "refused", "failure"),
     [
         (True, False, "", "no_facts"),
         (True, True, "", "hint_ignored"),
@@ -299,10 +299,11 @@ async def test_the_hint_is_what_the_worker_takes_and_nothing_else_is_believed_to
         (False, False, "a layer has a sliding window", "hint_ignored"),  # in shadow mode
     ],
 )
-async def test_why_no_hint_is_sent_is_the_workers_reason_first(engine, quarantine, refused, failure):
+async def test_why_no_hint_is_sent_is_the_workers_reason_first(patched, quarantine, refused, failure):
     scene = Scene("a")
     (worker,) = scene.workers
-    worker.engine, worker.refused = worker.engine if engine else None, refused
+    engine = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384, refused=refused)
+    worker.probed, worker.in_shadow = probed("a", engine if patched or refused else None), not patched
     if quarantine:
         worker.cache.quarantine()
     request = scene.request("no_facts")

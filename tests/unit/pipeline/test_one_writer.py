@@ -20,6 +20,8 @@ WRITERS = {
     "inflight": "Slot",
     "prefill_tokens": "Slot",
     "dispatched": "Slot",
+    "probed": "WorkerPool",  # what a worker says of itself
+    "up": "WorkerPool",
     "under_way": "Lease",  # of an API key
     "record": "Accounting",  # of the explanation
     "verdict": "Accounting",

@@ -20,6 +20,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline.prompt_reader import DATES_PER_KEY, DATES_PER_WORKER, TOKENS_PER_BYTE, PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.settings import Settings
+from tests.harness.probed import probed
 
 FACTS = TemplateFacts({"user": 5}, {("alone", False): Opener((3,)), ("user", False): Opener((4,))})
 
@@ -51,7 +52,7 @@ class Learner:
 
 def worker(name: str = "a", renderer_id: bytes | None = b"one", *, patched: bool = True) -> Worker:
     engine = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384) if patched else None
-    found = Worker(f"http://{name}", None, boot=name, engine=engine, model_ids=frozenset({"m"}))
+    found = Worker(f"http://{name}", None, probed=probed(name, engine, "m"))
     if renderer_id is not None:
         found.renderer_ids["m"] = renderer_id
     return found
@@ -215,7 +216,8 @@ async def test_a_worker_is_asked_for_the_tokens_before_a_few_dates_at_once(key, 
 
 async def test_an_older_plugin_is_asked_for_no_tokens():
     serving = worker()
-    serving.renderer, serving.engine = Tokenizer(), EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384)
+    serving.renderer = Tokenizer()
+    serving.probed = probed("a", EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384), "m")
     request = await read(Learner(one=FACTS), serving, messages=DATED)
     assert not serving.renderer.texts and "first" not in str(request.prompt.found.entries())
 

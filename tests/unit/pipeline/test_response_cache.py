@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.errors import KeyBusy, WorkerFailed
+from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
@@ -22,7 +23,7 @@ PIECE = b"x" * 1000
 @pytest.fixture
 def worker() -> Worker:
     made = Worker("http://a", None)  # type: ignore[arg-type]
-    made.up, made.boot, made.models = True, "1", [{"id": "m", "root": "/m", "created": 1}]
+    made.up, made.probed = True, Probed(boot="1", models=[{"id": "m", "root": "/m", "created": 1}])
     return made
 
 
@@ -74,10 +75,10 @@ def piece(last: bool = False) -> Any:
 @pytest.mark.parametrize(
     "change",
     [
-        {"boot": "2"},
+        {"probed": Probed(boot="2", models=[{"id": "m", "root": "/m"}])},
         {"up": False},
-        {"models": []},
-        {"models": [{"id": "m", "root": "/another"}]},
+        {"probed": Probed(boot="1")},
+        {"probed": Probed(boot="1", models=[{"id": "m", "root": "/another"}])},
         {"renderer_ids": {"m": b"another"}},
     ],
 )
@@ -85,7 +86,7 @@ def test_an_entry_is_void_with_the_worker_that_computed_it(worker, change):
     held = cache()
     worker.renderer_ids = {"m": b"template"}
     held.store(b"k", entry(worker))
-    worker.models = [{**worker.models[0], "created": 2}]  # vLLM says now each time it is asked
+    worker.probed = Probed(boot="1", models=[{**worker.models[0], "created": 2}])  # vLLM says now each time it is asked
     assert held.get(b"k", "m", None) is not None
     for name, value in change.items():
         setattr(worker, name, value)

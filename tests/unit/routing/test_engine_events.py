@@ -30,6 +30,7 @@ from proxy.routing.engine_events import (
     outcome_in,
 )
 from proxy.routing.prefix_index import PrefixIndex
+from tests.harness.probed import probed
 from tests.harness.virtual_time import VirtualTimeLoop
 
 
@@ -97,7 +98,7 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_events, "TIMEOUT", 30.0)
 
 
-WORKER = Worker("http://w", renderer=None, boot="w#1", engine=EngineInfo("0", "0", match_unit=16, block_size=384))
+WORKER = Worker("http://w", renderer=None, probed=probed("w#1", EngineInfo("0", "0", match_unit=16, block_size=384)))
 
 SYSTEM = Boundary("system", b"s", "first:1", tokens=163)
 

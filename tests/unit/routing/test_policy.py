@@ -6,16 +6,18 @@ import pytest
 
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.pool import union_of_models
+from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.pipeline.sse import usage_in_stream
 from proxy.routing.policy import LEAD_PRICE, LEAD_TOKENS, RECOMPUTE_PRICE, REQUEST_TOKENS, UNSEEN_TOKENS, choose
 from proxy.routing.prefix_index import Holding
+from tests.harness.probed import probed
 
 
 def worker(name: str, inflight: int = 0) -> Worker:
     engine = EngineInfo("0.1.0", "0.32.0", match_unit=16, block_size=384)
-    return Worker(f"http://{name}", renderer=None, boot=name, engine=engine, inflight=inflight)
+    return Worker(f"http://{name}", renderer=None, probed=probed(name, engine), inflight=inflight)
 
 
 def test_the_holder_of_the_longest_prefix_is_chosen():
@@ -160,6 +162,6 @@ def test_every_apis_spelling_of_usage_is_read(usage, read):
 
 def test_models_of_several_workers_are_listed_once():
     one, two = worker("a"), worker("b")
-    one.models = [{"id": "m", "max_model_len": 8192}]
-    two.models = [{"id": "m", "max_model_len": 4096}, {"id": "n"}]
+    one.probed = Probed(models=[{"id": "m", "max_model_len": 8192}])
+    two.probed = Probed(models=[{"id": "m", "max_model_len": 4096}, {"id": "n"}])
     assert union_of_models([one, two]) == [{"id": "m", "max_model_len": 8192}, {"id": "n"}]

@@ -1,0 +1,228 @@
+"""The one way to ask a worker what it is: for its health, metrics, models, sleep and version.
+
+What is found is one value that never changes: the next probe makes another one, and it takes the old one's place whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from proxy.fleet import worker_metrics
+from proxy.fleet.model_names import ListedNames, listed_names, some_of
+from proxy.fleet.sleep import EngineAnswers
+from proxy.fleet.worker_metrics import WorkerMetrics
+from proxy.http.client import Broken, Malformed, Silent, Unreachable, Upstream
+
+T = TypeVar("T")
+
+Lull = Callable[[], Awaitable[None]]
+
+# Seconds for each question of a probe; a worker busy with a long prefill still answers, its API server is another
+# process.
+PROBE_TIMEOUT = 5.0
+
+# Seconds for the question whether the engine sleeps, which it answers between two steps.
+SLEEP_TIMEOUT = 1.0
+
+MODELS = "/v1/models"
+
+NO_HTTP = "what answers there does not speak HTTP: https:// instead of http://?"
+
+
+class Unwell(Exception):
+    """A worker answered, and cannot be used; the message says why."""
+
+    def __init__(self, why: str, path: str = "", status: int = 0) -> None:
+        """`status`: of the answer at `path`, if that is why."""
+        super().__init__(why)
+        self.path, self.status = path, status
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a worker has said of itself. If it sleeps, all but the models is from before: it computes nothing."""
+
+    url: str = ""
+    at: float = 0.0  # time.perf_counter() before it was asked for its metrics
+    boot: str = ""  # changes when it restarts: what it held before is gone then
+    is_gateway: bool = False  # a Seamark gateway
+    is_vllm: bool = False  # and no gateway before one
+    vllm: str = ""  # version of vLLM; empty: it does not say
+    metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
+    hits_before: int | None = None  # of `metrics.hits`, those from before this boot was first seen
+    models: Sequence[Mapping[str, Any]] = ()
+    answers: EngineAnswers = field(default_factory=lambda: EngineAnswers(""))
+    asleep: str = ""  # why it computes nothing, in words; empty if it does
+
+    @cached_property
+    def names(self) -> ListedNames:
+        """Those in `models`."""
+        return listed_names(self.models, one_engine=self.is_vllm)
+
+    @property
+    def words(self) -> str:
+        """What it serves."""
+        models, engine = some_of(sorted(self.names.templates)) or "no model", self.metrics.engine
+        if self.is_gateway:
+            return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
+        if engine is not None:
+            patched = f"patched (Seamark {engine.version}, match unit {engine.match_unit} tokens)"
+            if engine.refused:
+                patched += f", but it gets no hints: {engine.refused}"
+            return f"serves {models}; vLLM {self.vllm}; {patched}"
+        if not self.vllm and self.metrics.hits is None:
+            return f"serves {models}; not vLLM, as far as it shows: requests pass through without hints"
+        patched = f"not patched, so it gets no hints: seamark doctor --worker {self.url}"
+        return f"serves {models}; vLLM {self.vllm or 'of unknown version'}; {patched}"
+
+
+class Probe:
+    """The questions to one worker. All raise `Unreachable` or `Broken` where nothing else is said."""
+
+    def __init__(self, upstream: Upstream, url: str, seconds: float | None = None) -> None:
+        """`seconds`: for each question, `PROBE_TIMEOUT` if they are not given."""
+        self._upstream, self.url = upstream, url
+        self._seconds = PROBE_TIMEOUT if seconds is None else seconds
+
+    async def get(self, path: str, seconds: float | None = None) -> tuple[int, bytes]:
+        """The status and the body of an answer."""
+        return await self._upstream.fetch("GET", self.url + path, timeout=seconds or self._seconds)
+
+    async def post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> tuple[int, bytes]:
+        """The status and the body of an answer."""
+        raw = json.dumps(body).encode()
+        return await self._upstream.fetch("POST", self.url + path, raw, timeout=seconds or self._seconds)
+
+    async def probe(self, last: Probed, *, own_id: str, of_plugin: bool, lull: Lull) -> Probed:
+        """All that it says of itself, if it can be used. Raises `Unwell`.
+
+        `last`: what it said before; `own_id`: what the gateway that asks says of itself; `of_plugin`: the worker is
+        known to have the plugin, which gives what is read here of its metrics alone; `lull` is awaited before all that
+        it has said is read.
+        """
+        status, health = await self.get("/health")
+        gateway = gateway_id(health)
+        if gateway == own_id:
+            raise Unwell("this is the gateway itself: --worker must name a vLLM server")
+        if status != 200:
+            raise _wrong("/health", status)
+        at = time.perf_counter()
+        exposition = await self._of_plugin() if of_plugin else None
+        if exposition is None:
+            exposition = await self.metrics()
+        models = await self.models()
+        await lull()
+        found = read_metrics(worker_metrics.read, exposition)
+        boot, engine, is_gateway = f"{self.url}#{found.boot}", found.engine, gateway is not None
+        vllm, hits_before = last.vllm if engine is None else engine.vllm, last.hits_before
+        answers = EngineAnswers(boot, dict(last.answers.said)) if last.answers.boot == boot else EngineAnswers(boot)
+        if asleep := await self.why_asleep(answers, found.sleep_levels):
+            is_vllm = not is_gateway and (engine is not None or bool(vllm))
+            return replace(last, models=models, is_vllm=is_vllm, answers=answers, asleep=asleep)
+        if boot != last.boot:
+            hits_before = found.hits
+            vllm = await self.version() if engine is None else vllm
+        if engine is not None and not found.step_times.known:
+            # A restarted engine learns them again: until then, the old ones stand.
+            found = found._replace(step_times=last.metrics.step_times)
+        is_vllm = not is_gateway and (engine is not None or bool(vllm))
+        return Probed(self.url, at, boot, is_gateway, is_vllm, vllm, found, hits_before, models, answers)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Its models, as OpenAI's API lists them. Raises `Unwell`."""
+        status, answer = await self.get(MODELS)
+        models = models_in(answer)
+        if models is None:
+            raise _wrong(MODELS, status)
+        return models
+
+    async def metrics(self) -> bytes:
+        """All of its metrics, as `read_metrics` takes them."""
+        return (await self.get("/metrics"))[1]
+
+    async def _of_plugin(self) -> bytes | None:
+        """Those of its metrics that are read here; None if it has no plugin any more, or an older one."""
+        status, some = await self.get(worker_metrics.OF_PLUGIN)
+        return some if status == 200 and worker_metrics.ENGINE.encode() in some else None
+
+    async def why_asleep(
+        self, answers: EngineAnswers, levels: Sequence[int | None], seconds: float = SLEEP_TIMEOUT
+    ) -> str:
+        """Why it computes nothing, in words; empty if it does. `levels`: of sleep, as its metrics tell.
+
+        What it says is added to `answers`; one that says nothing is no error here.
+        """
+        if not levels:  # not vLLM, or none that sleeps
+            return ""
+
+        async def ask(path: str) -> None:
+            try:
+                answers.take(path, *await self.get(path, seconds))
+            except (Unreachable, Broken):
+                answers.none(path)
+
+        await asyncio.gather(*map(ask, tuple(answers.said)))
+        return answers.why_asleep(levels)
+
+    async def version(self) -> str:
+        """Of its vLLM; empty if it does not say."""
+        try:
+            return version_in((await self.get("/version"))[1])
+        except (Unreachable, Broken):
+            return ""
+
+
+def gateway_id(health: bytes) -> str | None:
+    """What a Seamark gateway says of itself at /health; None for another server, vLLM's answer is empty."""
+    try:
+        return str(json.loads(health)["gateway"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def models_in(answer: bytes) -> list[dict[str, Any]] | None:
+    """The models of a list as OpenAI's API answers it, None if it is none."""
+    try:
+        return [entry for entry in json.loads(answer)["data"] if isinstance(entry["id"], str)]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def version_in(answer: bytes) -> str:
+    """What vLLM says at /version; empty for anything else."""
+    try:
+        version = json.loads(answer)["version"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return version if isinstance(version, str) and version.isprintable() else ""
+
+
+def read_metrics(read: Callable[[str], T], exposition: bytes) -> T:
+    """What `read` finds in a worker's metrics. Raises `Unwell` if it cannot read them."""
+    try:
+        return read(exposition.decode(errors="replace"))
+    except (ValueError, KeyError, TypeError):
+        raise Unwell("not vLLM: its /metrics cannot be read") from None
+
+
+def _wrong(path: str, status: int) -> Unwell:
+    """It answers `path` with `status`, or with nothing that vLLM would say."""
+    if status >= 500:
+        return Unwell(f"not well: {path} answers {status}", path, status)
+    return Unwell(f"not vLLM: {path} {'lists no models' if status == 200 else f'answers {status}'}", path, status)
+
+
+def why_broken(error: Broken, was_well: bool) -> str:
+    """Why a worker that takes connections gives no answer. `was_well`: it has answered a probe."""
+    if isinstance(error, Silent):
+        return f"no answer within {PROBE_TIMEOUT:g} s"
+    if isinstance(error, Malformed):
+        return NO_HTTP
+    # One that has answered has the right address: it stops, or this gateway does.
+    return "it closes the connection without an answer" + ("" if was_well else ": https:// instead of http://?")
