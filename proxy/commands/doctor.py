@@ -40,6 +40,8 @@ NO_ANSWER = (Unreachable, Broken)
 
 STATUS = "/seamark/status"
 
+SERVER, GATEWAY = "server", "gateway"  # what is asked
+
 KEY_FLAG, GATEWAY_KEY_FLAG = "--worker-api-key-file FILE", "--gateway-key-file FILE"
 
 EXIT_STATUSES = (
@@ -152,7 +154,7 @@ async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Pro
     try:
         shown, userinfo = without_credentials(url)
         parts = urlsplit(shown)
-        has_port = parts.port is not None
+        lacks_port = parts.port is None and what == SERVER
     except ValueError:
         raise Unanswered(_no_url(url)) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -162,7 +164,7 @@ async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Pro
     try:
         yield Probe(upstream, shown, ANSWER_SECONDS)
     except (Unreachable, Broken) as error:
-        raise Unanswered(f"no {what} answers at {shown}: {_why_not(error, has_port)}") from None
+        raise Unanswered(f"no {what} answers at {shown}: {_why_not(error, lacks_port)}") from None
     except Unwell as error:
         raise Unanswered(f"{shown} is {error}") from None
     finally:
@@ -173,7 +175,7 @@ def examine(url: str, api_key: str | None = None, found: Found = PIP) -> Examina
     """What is right and wrong with the worker at `url`. Sends it one request for one token."""
 
     async def examination() -> Examination:
-        async with _asking(url, api_key, "server") as worker:
+        async with _asking(url, api_key, SERVER) as worker:
             return await _examine(worker, api_key is not None, found)
 
     try:
@@ -232,7 +234,7 @@ async def _examine(worker: Probe, has_key: bool, found: Found) -> Examination:
     return Examination(f"will hit: {shown} serves {model}{more}", diagnoses)
 
 
-def _why_not(error: Unreachable | Broken, has_port: bool) -> str:
+def _why_not(error: Unreachable | Broken, lacks_port: bool) -> str:
     """Why a question got no answer, with what a person at a prompt can try."""
     if isinstance(error, Silent):
         return f"it takes the connection and says nothing for {ANSWER_SECONDS:g} s"
@@ -240,7 +242,7 @@ def _why_not(error: Unreachable | Broken, has_port: bool) -> str:
         return NO_HTTP
     if isinstance(error.__cause__, TimeoutError):
         return f"{error}: another address, or a firewall between"
-    return f"{error}" if has_port else f"{error} (the URL has no port; vLLM's is {DEFAULT_PORT})"
+    return f"{error} (the URL has no port; vLLM's is {DEFAULT_PORT})" if lacks_port else str(error)
 
 
 async def _workers_of(gateway: Probe) -> str:
@@ -418,7 +420,7 @@ def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
     """What a gateway has seen lost, as lines for people. Raises `Unanswered` if it cannot be asked."""
 
     async def ask() -> tuple[str, int, bytes]:
-        async with _asking(gateway, api_key, "gateway") as asked:
+        async with _asking(gateway, api_key, GATEWAY) as asked:
             return asked.url, *await asked.get(STATUS)
 
     shown, status, answer = asyncio.run(ask())

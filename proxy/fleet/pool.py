@@ -436,6 +436,6 @@ def union_of_models(workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
     """Models of all workers, each once, as the first worker that has it describes it."""
     union: dict[Any, Mapping[str, Any]] = {}
     for worker in workers:
-        for entry in worker.models:
+        for entry in worker.probed.models:
             union.setdefault(entry.get("id"), entry)
     return list(union.values())

@@ -21,8 +21,6 @@ from proxy.http.client import Broken, Malformed, Silent, Unreachable, Upstream
 
 T = TypeVar("T")
 
-Lull = Callable[[], Awaitable[None]]
-
 # Seconds for each question of a probe; a worker busy with a long prefill still answers, its API server is another
 # process.
 PROBE_TIMEOUT = 5.0
@@ -99,12 +97,12 @@ class Probe:
         raw = json.dumps(body).encode()
         return await self._upstream.fetch("POST", self.url + path, raw, timeout=seconds or self._seconds)
 
-    async def probe(self, last: Probed, *, own_id: str, of_plugin: bool, lull: Lull) -> Probed:
+    async def probe(self, last: Probed, *, own_id: str, of_plugin: bool, lull: Callable[[], Awaitable[None]]) -> Probed:
         """All that it says of itself, if it can be used. Raises `Unwell`.
 
         `last`: what it said before; `own_id`: what the gateway that asks says of itself; `of_plugin`: the worker is
-        known to have the plugin, which gives what is read here of its metrics alone; `lull` is awaited before all that
-        it has said is read.
+        known to have the plugin, which gives what is read here of its metrics alone; `lull` is awaited before its
+        answers are read.
         """
         status, health = await self.get("/health")
         gateway = gateway_id(health)
@@ -113,9 +111,7 @@ class Probe:
         if status != 200:
             raise _wrong("/health", status)
         at = time.perf_counter()
-        exposition = await self._of_plugin() if of_plugin else None
-        if exposition is None:
-            exposition = await self.metrics()
+        exposition = await self.metrics(of_plugin)
         models = await self.models()
         await lull()
         found = read_metrics(worker_metrics.read, exposition)
@@ -142,14 +138,13 @@ class Probe:
             raise _wrong(MODELS, status)
         return models
 
-    async def metrics(self) -> bytes:
-        """All of its metrics, as `read_metrics` takes them."""
+    async def metrics(self, of_plugin: bool = False) -> bytes:
+        """Its metrics, for `read_metrics`. `of_plugin`: those that are read here, unless it has an older plugin now."""
+        if of_plugin:
+            status, some = await self.get(worker_metrics.OF_PLUGIN)
+            if status == 200 and worker_metrics.ENGINE.encode() in some:
+                return some
         return (await self.get("/metrics"))[1]
-
-    async def _of_plugin(self) -> bytes | None:
-        """Those of its metrics that are read here; None if it has no plugin any more, or an older one."""
-        status, some = await self.get(worker_metrics.OF_PLUGIN)
-        return some if status == 200 and worker_metrics.ENGINE.encode() in some else None
 
     async def why_asleep(
         self, answers: EngineAnswers, levels: Sequence[int | None], seconds: float = SLEEP_TIMEOUT

@@ -209,7 +209,7 @@ class SelfCheck(Part):
 
     def _next(self, worker: Worker) -> WarmupRequest | None:
         """The prompt whose last check is the longest ago; of those never checked, the hottest."""
-        hottest = [replay for replay in self._warmup.hottest(worker.model_ids) if replay.found.boundaries]
+        hottest = [replay for replay in self._warmup.hottest(worker.names.templates) if replay.found.boundaries]
         checked = self._checked_at
         return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
 

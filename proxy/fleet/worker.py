@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -217,19 +217,9 @@ class Worker:
         return self.probed.metrics.step_times
 
     @property
-    def models(self) -> Sequence[Mapping[str, Any]]:
-        """As it lists them."""
-        return self.probed.models
-
-    @property
     def names(self) -> ListedNames:
-        """Those in `models`."""
+        """The names in its list of models."""
         return self.probed.names
-
-    @property
-    def model_ids(self) -> Collection[str]:
-        """The same, adapters included."""
-        return self.probed.names.templates.keys()
 
     @property
     def why_down(self) -> str:
@@ -282,11 +272,11 @@ class Worker:
 
     def serves(self, model: Any) -> bool:
         """Whether it lists `model`."""
-        return isinstance(model, str) and model in self.model_ids
+        return isinstance(model, str) and model in self.names.templates
 
     def listed(self, model: Any) -> str:
         """The name in its list that stands for `model`: that of its base model for one that it does not list."""
-        if isinstance(model, str) and (model in self.model_ids or not self.names.base):
+        if isinstance(model, str) and (model in self.names.templates or not self.names.base):
             return model
         return self.names.base
 

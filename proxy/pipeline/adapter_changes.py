@@ -153,7 +153,8 @@ def _is_done(request: ProxiedRequest, worker: Worker, status: int, told: bytes, 
         return status == 200
     asked = request.body.parsed  # under this name there may be another adapter
     return any(
-        card["id"] == asked.get("lora_name") and card.get("root") == asked.get("lora_path") for card in worker.models
+        card["id"] == asked.get("lora_name") and card.get("root") == asked.get("lora_path")
+        for card in worker.probed.models
     )
 
 

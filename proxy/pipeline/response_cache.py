@@ -53,7 +53,7 @@ class Source(NamedTuple):
     def of(cls, worker: Worker, model: Any) -> Source:
         """`worker` as it is now, for `model`."""
         name = worker.listed(model)
-        card = next((entry for entry in worker.models if entry.get("id") == name), None)
+        card = next((entry for entry in worker.probed.models if entry.get("id") == name), None)
         return cls(
             worker,
             worker.boot,
@@ -78,7 +78,7 @@ def has_fixed_weights(model: Any, workers: Iterable[Worker]) -> bool:
     """
     if not model:  # a worker's base model
         return True
-    cards = [entry for worker in workers for entry in worker.models if entry.get("id") == model]
+    cards = [entry for worker in workers for entry in worker.probed.models if entry.get("id") == model]
     return bool(cards) and not any(card.get("parent") for card in cards)
 
 

@@ -28,7 +28,9 @@ class WarmUp(Part):
 
     async def prepare(self, worker: Worker) -> None:
         if worker.takes_hints:
-            await replay_all(self._prefixes.hottest(worker.model_ids), lambda prompt: self._replay(prompt, worker))
+            await replay_all(
+                self._prefixes.hottest(worker.names.templates), lambda prompt: self._replay(prompt, worker)
+            )
 
     async def _replay(self, prompt: WarmupRequest, worker: Worker) -> None:
         try:

@@ -172,7 +172,7 @@ def _with_pages(
         await serving()
         await gateway.pool.look_for(name)
         for worker in gateway.pool.up:
-            for entry in worker.models:
+            for entry in worker.probed.models:
                 if entry["id"] == name:
                     return JSONResponse(entry, headers={"x-seamark-worker": worker.name, **_for_pages(request)})
         raise NotFound(f"The model `{name}` does not exist.")

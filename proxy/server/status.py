@@ -73,11 +73,11 @@ def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
         "boot": worker.boot,
         "inflight": worker.inflight,
         "prefill_tokens": worker.prefill_tokens,
-        "models": [entry.get("id") for entry in worker.models],
+        "models": [entry.get("id") for entry in worker.probed.models],
         "engine": asdict(worker.engine) if worker.engine is not None else None,
         "templates": {
             model: template_status(facts.facts(renderer_id) if (renderer_id := worker.renderer_id(model)) else None)
-            for model in sorted(worker.model_ids)
+            for model in sorted(worker.names.templates)
         },
     }
 

@@ -86,7 +86,9 @@ def test_an_entry_is_void_with_the_worker_that_computed_it(worker, change):
     held = cache()
     worker.renderer_ids = {"m": b"template"}
     held.store(b"k", entry(worker))
-    worker.probed = Probed(boot="1", models=[{**worker.models[0], "created": 2}])  # vLLM says now each time it is asked
+    worker.probed = Probed(
+        boot="1", models=[{**worker.probed.models[0], "created": 2}]
+    )  # vLLM says now each time it is asked
     assert held.get(b"k", "m", None) is not None
     for name, value in change.items():
         setattr(worker, name, value)
