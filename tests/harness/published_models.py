@@ -1,6 +1,6 @@
 """Hybrid models by their published figures, and what `seamark worker --explain` makes of them.
 
-`python -m tests.harness.published_models` writes the table in engine_patches/README.md of when moving a state pays.
+`python -m tests.harness.published_models` writes the table in engine_patches/HOW.md of when moving a state pays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from engine_patches.commands.explain import Cost, Family
 
-DOCUMENT = Path(__file__).parents[2] / "engine_patches" / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "engine_patches" / "HOW.md"
 
 BEGIN = "<!-- moving: `python -m tests.harness.published_models` writes this table -->\n"
 END = "<!-- /moving -->\n"

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[3]
 
 TABLE = (FOLDER / "README.md").read_text()
 
-DOCUMENTS = tuple(
-    ROOT / folder / "README.md" for folder in (".", "proxy", "engine_patches", "deploy", "grafana", "tests")
+DOCUMENTS = (
+    *(ROOT / folder / "README.md" for folder in (".", "proxy", "engine_patches", "deploy", "grafana", "tests")),
+    *(ROOT / folder / "HOW.md" for folder in ("proxy", "engine_patches")),
 )
 
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
@@ -65,7 +66,7 @@ def test_the_table_says_where_each_metric_is_shown_and_dashboards_ask_for_nothin
     assert {name: places for name, places in told.items() if places} == shown_in()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_name_no_metric_that_is_not_there(document):
     mentioned = set(re.findall(r"\b(seamark_[a-z_]+[a-z])\b", document.read_text())) - NO_METRICS
     assert {family_of(name) for name in mentioned} <= NAMES
