@@ -40,8 +40,8 @@ def definitions(file: str) -> set[str]:
 
 
 @pytest.mark.parametrize("heading", PATHS)
-def test_a_path_has_ten_steps(heading):
-    assert len(steps(heading)) == 10
+def test_a_path_has_at_most_eight_steps(heading):
+    assert 5 < len(steps(heading)) <= 8
 
 
 @pytest.mark.parametrize("step", [step for heading in PATHS for step in steps(heading)])
