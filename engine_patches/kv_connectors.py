@@ -18,7 +18,7 @@ from engine_patches import module_source
 from engine_patches.ledger import Shape, ShapeMismatch
 
 
-class Lane(enum.Enum):
+class ConnectorLane(enum.Enum):
     """How states are kept beside a connector, from the best to the worst."""
 
     INSIDE = "inside_pass"  # as without one
@@ -30,16 +30,16 @@ class Lane(enum.Enum):
 NIXL_THAT_PULLS = ("NixlConnector", "NixlPullConnector")  # one class by two names
 
 # By vLLM's names. Any other is `CHUNK_ENDS`: vLLM hands each state at a chunk's end to it by itself.
-CONNECTORS: Mapping[str, Lane] = {
-    **dict.fromkeys(NIXL_THAT_PULLS, Lane.INSIDE),
-    "NixlPushConnector": Lane.CHUNK_ENDS,
-    "DecodeBenchConnector": Lane.NO_HINTS,
+CONNECTORS: Mapping[str, ConnectorLane] = {
+    **dict.fromkeys(NIXL_THAT_PULLS, ConnectorLane.INSIDE),
+    "NixlPushConnector": ConnectorLane.CHUNK_ENDS,
+    "DecodeBenchConnector": ConnectorLane.NO_HINTS,
     # No `SupportsHMA`: vLLM turns its hybrid cache manager off, and then cannot lay the caches out.
-    "ExampleConnector": Lane.NOT_SERVED,
-    "FlexKVConnectorV1": Lane.NOT_SERVED,
-    "HF3FSKVConnector": Lane.NOT_SERVED,
-    "LMCacheConnectorV1": Lane.NOT_SERVED,
-    "LMCacheMPConnector": Lane.NOT_SERVED,  # vLLM's; LMCache may bring one that vLLM prefers
+    "ExampleConnector": ConnectorLane.NOT_SERVED,
+    "FlexKVConnectorV1": ConnectorLane.NOT_SERVED,
+    "HF3FSKVConnector": ConnectorLane.NOT_SERVED,
+    "LMCacheConnectorV1": ConnectorLane.NOT_SERVED,
+    "LMCacheMPConnector": ConnectorLane.NOT_SERVED,  # vLLM's; LMCache may bring one that vLLM prefers
 }
 
 # They copy by streams of a GPU, and end a CPU's engine with words of their own.
@@ -144,7 +144,7 @@ def hands_over() -> bool:
 class Decision(NamedTuple):
     """What a configuration's connectors mean for hints."""
 
-    lane: Lane = Lane.INSIDE
+    lane: ConnectorLane = ConnectorLane.INSIDE
     names: tuple[str, ...] = ()  # of the connectors; of a MultiConnector those inside it
     reason: str = ""  # why the lane is no better: half a sentence that begins with the connector's name
 
@@ -165,8 +165,10 @@ def decide_by(transfer: Mapping[str, Any], on_cpu: bool = True) -> Decision:
     children = list(_connectors_in(transfer))
     names = tuple(str(child["kv_connector"]) for child in children)
     found = [(_lane_of(child, on_cpu), name) for child, name in zip(children, names, strict=True)]
-    order = list(Lane)
-    (lane, reason), name = max(found, key=lambda each: order.index(each[0][0]), default=((Lane.INSIDE, ""), ""))
+    order = list(ConnectorLane)
+    (lane, reason), name = max(
+        found, key=lambda each: order.index(each[0][0]), default=((ConnectorLane.INSIDE, ""), "")
+    )
     return Decision(lane, names, f"{name} {reason}" if reason else "")
 
 
@@ -209,27 +211,27 @@ def _connectors_in(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield transfer
 
 
-def _lane_of(transfer: Mapping[str, Any], on_cpu: bool) -> tuple[Lane, str]:
+def _lane_of(transfer: Mapping[str, Any], on_cpu: bool) -> tuple[ConnectorLane, str]:
     """The lane of one connector, and why it is not a better one."""
     if transfer["kv_connector"] == OWN and transfer.get("kv_connector_module_path") == OWN_MODULE:
-        return Lane.INSIDE, ""
+        return ConnectorLane.INSIDE, ""
     # A module of one's own may hold a class of any name.
     known = None if transfer.get("kv_connector_module_path") else CONNECTORS.get(str(transfer["kv_connector"]))
-    if known is Lane.NOT_SERVED and not (transfer["kv_connector"] == LMCACHE_MP and _lmcache_has_its_own()):
+    if known is ConnectorLane.NOT_SERVED and not (transfer["kv_connector"] == LMCACHE_MP and _lmcache_has_its_own()):
         return known, "knows caches of one kind only, and vLLM cannot serve hybrid models through it"
-    if known is Lane.NO_HINTS:
+    if known is ConnectorLane.NO_HINTS:
         return known, "puts values into the cache that nobody has computed"
-    if known is not Lane.INSIDE:
-        return Lane.CHUNK_ENDS, UNKNOWN
+    if known is not ConnectorLane.INSIDE:
+        return ConnectorLane.CHUNK_ENDS, UNKNOWN
     if (transfer.get("kv_connector_extra_config") or {}).get("bidirectional_kv_xfer"):
-        return Lane.CHUNK_ENDS, f"with bidirectional_kv_xfer {UNKNOWN}"
+        return ConnectorLane.CHUNK_ENDS, f"with bidirectional_kv_xfer {UNKNOWN}"
     if transfer.get("kv_buffer_device") == "cpu" and not on_cpu:
-        return Lane.CHUNK_ENDS, f"with a buffer in the host's memory {UNKNOWN}"
+        return ConnectorLane.CHUNK_ENDS, f"with a buffer in the host's memory {UNKNOWN}"
     try:
         for shape in (*_SHOWN, *_HANDED_OVER):
             shape.check()
     except ShapeMismatch as error:
-        return Lane.CHUNK_ENDS, f"of this vLLM {UNKNOWN}: {error}"
+        return ConnectorLane.CHUNK_ENDS, f"of this vLLM {UNKNOWN}: {error}"
     return known, ""
 
 

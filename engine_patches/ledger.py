@@ -33,7 +33,7 @@ NAME = "__seamark_patch__"  # on a replacement: the name of its patch
 Function = Callable[..., Any]
 
 
-class Role(enum.Enum):
+class PatchRole(enum.Enum):
     """Why a patch exists: a `CURE` repairs an upstream defect, a `FEATURE` adds checkpoints."""
 
     CURE = "cure"
@@ -95,7 +95,7 @@ class Patch:
     why: str
     until: str
     build: Callable[[Function], Function]
-    role: Role = Role.FEATURE
+    role: PatchRole = PatchRole.FEATURE
     upstream: str = "none: depends on hints"
     parameters: str | None = None  # of the target, as in `Shape`
     mentions: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ def apply(patches: Sequence[Patch]) -> int:
         for module in list(_awaited):
             _awaited[module] = [patch for patch in _awaited[module] if patch not in missing]
         raise
-    _live = any(patch.role is Role.FEATURE for patch in wanted)
+    _live = any(patch.role is PatchRole.FEATURE for patch in wanted)
     return len(missing)
 
 

@@ -33,7 +33,7 @@ from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
 from engine_patches.forward.step_writes import skip_vllm_exports, track_batch, track_steps
-from engine_patches.ledger import Function, Patch, Role, Shape, exists
+from engine_patches.ledger import Function, Patch, PatchRole, Shape, exists
 from engine_patches.reporting.stats_channel import report_with_stats
 from engine_patches.scheduler.adapters import (
     admit_by_adapter,
@@ -176,7 +176,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "block-copy",
         "vllm.v1.worker.utils:copy_kv_cache_blocks_inplace",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="copy-on-write of a partial block copies only the shorter of two caches at one address: wrong tokens",
         upstream="PR vllm#55112; same text in 0.32 and 0.33",
         until="vLLM copies the widest view, or tells copied caches apart by address and size",
@@ -192,7 +192,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "cpu-checkpoint-scan",
         f"{LAYERS}.ops.ssd_combined:_mamba_chunk_scan_combined_fwd",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="the CPU scan cannot deliver the promised export: a prompt longer than a block kills the engine",
         upstream="unreported; 0.32 promises it, and no version can",
         until="vLLM's CPU scan returns intermediate states",
@@ -215,7 +215,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "cpu-checkpoint-kernel",
         "vllm._custom_ops:mamba_chunk_scan_fwd_cpu",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="the states that `cpu-checkpoint-scan` returns, and those that Seamark keeps, come from the CPU's kernel",
         upstream="as cpu-checkpoint-scan",
         until="never: Seamark copies its states between two runs of it",
@@ -226,7 +226,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "cpu-checkpoint-store",
         f"{LAYERS}.ops.ssd_checkpoint:store_prefill_checkpoint",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="the last step of the promised export is a Triton kernel, and a CPU has none",
         upstream="unreported; present in 0.32",
         until="vLLM stores checkpoints on a CPU",
@@ -238,7 +238,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "cpu-block-size",
         f"{CPU_PLATFORM}.check_and_update_config",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="the block size of a hybrid is reset after its cache was built: states under wrong keys, wrong tokens",
         upstream="repaired in 0.33; in 0.32 EngineCoreProc._perform_handshakes runs VllmConfig.__post_init__ again",
         until="vLLM leaves a block size alone that the cache was built with",
@@ -250,7 +250,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "block-edge-stop",
         f"{SCHEDULER}._mamba_block_aligned_split",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="a last chunk that starts inside a block runs past its edge: a state under the key of another position",
         upstream="unreported; same text in 0.32 and 0.33; needs a backend that exports states",
         until="vLLM keeps the stop at the block edge for chunks that start inside a block",
@@ -264,7 +264,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "preempted-keys",
         f"{SCHEDULER}._preempt_request",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="a request preempted in the step that was to compute it leaves keys of contents that nobody computes",
         upstream="vllm-project/vllm#57580",
         until="vLLM registers keys once a step is planned to its end, or takes them back",
@@ -274,7 +274,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "adapter-contents",
         "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="an adapter that is loaded again from its path is answered from what its old weights have computed",
         upstream=OLD_WEIGHTS,
         until=CONTENTS_HASHED,
@@ -297,7 +297,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "adapter-of-request",
         f"{CORE}.preprocess_add_request",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="a request is hashed by the contents that its engine has loaded",
         upstream=OLD_WEIGHTS,
         until=CONTENTS_HASHED,
@@ -308,7 +308,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "adapter-loads",
         f"{CORE}.add_lora",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="what a load has read is what the workers hold from then on",
         upstream=OLD_WEIGHTS,
         until=CONTENTS_HASHED,
@@ -330,7 +330,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "adapter-admission",
         f"{CORE}.add_request",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="a load may come between a request's hashes and its place in the queue, or with the request itself",
         upstream=OLD_WEIGHTS,
         until=CONTENTS_HASHED,
@@ -341,7 +341,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "adapter-lookup",
         f"{KV_CACHE_MANAGER}.get_computed_blocks",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="a load may come while a request waits, and before it is resumed",
         upstream=OLD_WEIGHTS,
         until=CONTENTS_HASHED,
@@ -351,7 +351,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "adapter-lookup-connector",
         f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
-        role=Role.CURE,
+        role=PatchRole.CURE,
         why="KV connectors look up in a way of their own",
         upstream=OLD_WEIGHTS,
         until=CONTENTS_HASHED,

@@ -26,7 +26,7 @@ def register() -> None:
     try:
         from engine_patches.patches import PATCHES
 
-        applied = ledger.apply([patch for patch in PATCHES if mode == FULL or patch.role is ledger.Role.CURE])
+        applied = ledger.apply([patch for patch in PATCHES if mode == FULL or patch.role is ledger.PatchRole.CURE])
     except Exception as error:
         logger.error("seamark: vLLM is left untouched, no checkpoints: %s", error)
         return

@@ -40,7 +40,7 @@ SHORT_PATIENCE_SECONDS = 0.05
 MAX_WAITING = 256
 
 
-class _Job(NamedTuple):
+class _Work(NamedTuple):
     """Work for which nobody waits."""
 
     steps: Steps[Any]
@@ -55,7 +55,7 @@ class IdleWork:
         self._now = now
         self._slice_seconds = slice_seconds
         self._lull_at = 0.0
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_Work] = deque()
         self._next: asyncio.Handle | None = None  # the next step, if one is to come
         self._hurry = 0  # so many wait for what has been added
 
@@ -76,7 +76,7 @@ class IdleWork:
 
     def add(self, steps: Steps[Any]) -> None:
         """Do this in a lull. A failure is logged by its kind."""
-        self._jobs.append(_Job(steps, self._now()))
+        self._jobs.append(_Work(steps, self._now()))
         if self._next is None:
             self._next = asyncio.get_running_loop().call_later(LULL_SECONDS, self._step)
 

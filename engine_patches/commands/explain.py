@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_patches import kv_connectors, plugin, settings, speculation
-from engine_patches.kv_connectors import WITHOUT, Decision, Lane
+from engine_patches.kv_connectors import WITHOUT, ConnectorLane, Decision
 from engine_patches.scheduler import refusals
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 from engine_patches.scheduler.refusals import Refusal
@@ -45,7 +45,7 @@ class CannotExplain(Exception):
     """vLLM does not know the model, or it has no recurrent states; the message is one sentence."""
 
 
-class Family(NamedTuple):
+class CacheFamily(NamedTuple):
     """Models whose recurrent layers are computed by the same kernels."""
 
     name: str
@@ -53,26 +53,26 @@ class Family(NamedTuple):
     in_segments: bool = False  # its states can be written inside a pass
 
 
-MAMBA2 = Family("Mamba2", "MAMBA2", in_segments=True)
+MAMBA2 = CacheFamily("Mamba2", "MAMBA2", in_segments=True)
 
-GDN = Family("gated delta net", "GDN_ATTN", in_segments=True)
+GDN = CacheFamily("gated delta net", "GDN_ATTN", in_segments=True)
 
 OTHERS = {  # by an attribute that only the family's configs have
-    "linear_attn_config": Family("KDA", "GDN_ATTN"),
-    "linear_num_value_heads": Family("gated delta net", "GDN_ATTN"),
-    "conv_L_cache": Family("short convolution", "SHORT_CONV"),
-    "mamba_dt_rank": Family("Mamba1", "MAMBA1"),
+    "linear_attn_config": CacheFamily("KDA", "GDN_ATTN"),
+    "linear_num_value_heads": CacheFamily("gated delta net", "GDN_ATTN"),
+    "conv_L_cache": CacheFamily("short convolution", "SHORT_CONV"),
+    "mamba_dt_rank": CacheFamily("Mamba1", "MAMBA1"),
 }
 
 
 @dataclass(frozen=True)
-class Cost:
+class StateCost:
     """What vLLM makes of one model, for each GPU (tensor-parallel rank). Bytes and tokens."""
 
     model: str
     recurrent_layers: int
     attention_layers: int
-    family: Family
+    family: CacheFamily
     state_types: tuple[str, ...]  # of the tensors that make up a state
     kv_type: str
     state_bytes: int  # of one state, all layers, as the layers read it
@@ -124,7 +124,7 @@ def configure(arguments: Sequence[str]) -> Any:
         raise CannotExplain(f"vLLM cannot configure {given.model}: {reason}") from error
 
 
-def cost_of(config: Any) -> Cost:
+def cost_of(config: Any) -> StateCost:
     """The cost of a state under a `VllmConfig`. Aligns its block size, as vLLM does once the layers are there.
 
     Raises `CannotExplain` if the model is no hybrid, or has layers of a kind that is not known here.
@@ -151,7 +151,7 @@ def cost_of(config: Any) -> Cost:
     cache = config.cache_config
     caches = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
     _, unit = kv_cache_utils.resolve_kv_cache_block_sizes(caches, config)
-    return Cost(
+    return StateCost(
         model=config.model_config.model,
         recurrent_layers=recurrent,
         attention_layers=attention,
@@ -250,7 +250,7 @@ def _stand_ins(config: Any, kinds: Sequence[str]) -> dict[str, Any]:
     return layers
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: Any) -> CacheFamily:
     """Which family's recurrent layers a text config describes; `CannotExplain` for one that is not known here."""
     if config.model_type.startswith(GDN_MODEL_TYPES):
         return GDN
@@ -318,7 +318,7 @@ def memory_for_cache(config: Any) -> tuple[int, str] | None:
 
 
 def report(
-    cost: Cost,
+    cost: StateCost,
     memory: tuple[int, str] | None,
     share: float,
     connector: Decision = WITHOUT,
@@ -354,7 +354,7 @@ def report(
         yield f"  * {line}"
 
 
-def advice(cost: Cost, kept: int) -> Iterator[str]:
+def advice(cost: StateCost, kept: int) -> Iterator[str]:
     """What to choose for this family and these types. `kept`: states that the cache may hold."""
     if not cost.family.in_segments:
         yield "states of this family cost a pass each: one is kept only if a hit on it is worth that"
@@ -366,9 +366,9 @@ def advice(cost: Cost, kept: int) -> Iterator[str]:
 
 def about(connector: Decision) -> Iterator[str]:
     """What configured KV connectors change."""
-    if connector.lane is Lane.NOT_SERVED:
+    if connector.lane is ConnectorLane.NOT_SERVED:
         yield connector.reason
-    elif connector.lane is Lane.CHUNK_ENDS:
+    elif connector.lane is ConnectorLane.CHUNK_ENDS:
         yield f"{connector.reason}: a state costs a pass; beside NixlConnector it costs none"
 
 

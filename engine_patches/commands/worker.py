@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from engine_patches.commands.port import port_of, why_taken
 from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
-from engine_patches.kv_connectors import Lane, decide_by, needs_a_gpu
+from engine_patches.kv_connectors import ConnectorLane, decide_by, needs_a_gpu
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 from engine_patches.settings import FULL, MODE_VARIABLE, OFF, REFERENCE
 
@@ -210,7 +210,7 @@ def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *,
     if on_cpu and (name := needs_a_gpu(transfer)):
         return f"{name} needs a GPU in vLLM; on a CPU --checkpoint-dir keeps states"
     decision = decide_by(transfer)
-    if decision.lane is not Lane.NOT_SERVED:
+    if decision.lane is not ConnectorLane.NOT_SERVED:
         return None
     from engine_patches.commands import explain
 

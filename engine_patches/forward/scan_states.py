@@ -234,7 +234,7 @@ def _chunk_ends(row: PrefillRow, chunk_size: int) -> list[int]:
     return [*range(first, row.tokens, chunk_size), row.tokens]
 
 
-class _State(NamedTuple):
+class _ScanState(NamedTuple):
     row: int
     end: int  # tokens of the row before it
     chunk: int  # last chunk that ends at or before it; the row's first if none does
@@ -249,14 +249,14 @@ def _plan_of(
     metadata: Any,
     group_of_layer: Mapping[str, int],
 ) -> ScanPlan:
-    at_ends: list[_State] = []
-    inside: list[_State] = []
+    at_ends: list[_ScanState] = []
+    inside: list[_ScanState] = []
     chunks_before = 0
     for number, (row, ends) in enumerate(zip(rows, bounds, strict=True)):
         for write in row.writes:
             ended = [index for index, end in enumerate(ends) if end <= write.offset]
             begin = ends[ended[-1]] if ended else 0
-            state = _State(number, write.offset, chunks_before + max(len(ended) - 1, 0), begin, write.blocks)
+            state = _ScanState(number, write.offset, chunks_before + max(len(ended) - 1, 0), begin, write.blocks)
             (at_ends if begin == write.offset else inside).append(state)
         chunks_before += len(ends)
     states = at_ends + inside
@@ -283,7 +283,7 @@ def _plan_of(
     )
 
 
-def _tails_of(inside: Sequence[_State], rows: Sequence[PrefillRow], device: Any) -> _Tails:
+def _tails_of(inside: Sequence[_ScanState], rows: Sequence[PrefillRow], device: Any) -> _Tails:
     import torch
 
     starts = [0, *itertools.accumulate(state.end - state.begin for state in inside)]

@@ -54,7 +54,7 @@ class _Level(NamedTuple):
     whole: bool  # all tokens of the step, in order
 
 
-class _Plan(NamedTuple):
+class _SegmentPlan(NamedTuple):
     """How a step is cut; every cache group makes its own segments of it."""
 
     levels: Sequence[tuple[_Level, Any]]  # with the metadata that the backend made for the level's tokens
@@ -78,7 +78,7 @@ def plan_segments(original: Function) -> Function:
                     options = _of_rows(kwargs, level.rows, drafting)
                     part = original(self, 0, _batch_of(level, common_attn_metadata), *args, **options)
                 levels.append((level, part))
-            _attach(metadata, _Plan(levels, step.group_of_layer, drafting), self.layer_names[0])
+            _attach(metadata, _SegmentPlan(levels, step.group_of_layer, drafting), self.layer_names[0])
         return metadata
 
     return build
@@ -89,7 +89,7 @@ def plan_segments_of_group(original: Function) -> Function:
 
     def update_block_table(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         updated = original(self, metadata, *args, **kwargs)
-        plan: _Plan | None = getattr(metadata, PLAN, None)
+        plan: _SegmentPlan | None = getattr(metadata, PLAN, None)
         if plan is not None:
             levels = [(level, updated if level.whole else part) for level, part in plan.levels]
             _attach(updated, plan._replace(levels=levels), self.layer_names[0])
@@ -187,7 +187,7 @@ def _batch_of(level: _Level, common: Any) -> Any:
     return common.replace(**{name: value for name, value in changes.items() if name in fields})
 
 
-def _attach(metadata: Any, plan: _Plan, layer: str) -> None:
+def _attach(metadata: Any, plan: _SegmentPlan, layer: str) -> None:
     """Put the segments of the cache group that `layer` is in on the group's metadata."""
     group = plan.group_of_layer[layer]
     running = running_blocks(metadata, plan.drafting)  # by row of the whole step

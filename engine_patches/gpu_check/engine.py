@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, Geometry, Wave
+from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, Geometry, QuestionWave
 from engine_patches.ledger import Function
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import FIELD
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine_patches.scheduler.checkpoints import Checkpoints  # needs vLLM, which the command's process never loads
 
 
-class Answer(NamedTuple):
+class CheckedAnswer(NamedTuple):
     """An engine's greedy answer to one question."""
 
     tokens: Sequence[int]
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     cached: int  # prompt tokens from the cache
 
 
-class Engine:
+class LaneEngine:
     """A running `vllm.LLM`. Its plugin keeps every state that is asked for, until `serve_as_usual`."""
 
     def __init__(self, arguments: Mapping[str, Any], flags: Sequence[str] = ()) -> None:
@@ -74,7 +74,7 @@ class Engine:
 
         return counted
 
-    def ask(self, wave: Wave, new_tokens: int = NEW_TOKENS) -> list[Answer]:
+    def ask(self, wave: QuestionWave, new_tokens: int = NEW_TOKENS) -> list[CheckedAnswer]:
         """Answers to questions asked at once."""
         from vllm import SamplingParams
 
@@ -94,7 +94,7 @@ class Engine:
         for request in self._llm.generate(prompts, parameters, use_tqdm=False):
             output = request.outputs[0]
             top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
-            answers.append(Answer(list(output.token_ids), top, request.num_cached_tokens or 0))
+            answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0))
         return answers
 
     @property

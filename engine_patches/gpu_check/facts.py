@@ -8,14 +8,14 @@ import subprocess
 from importlib import metadata
 from typing import Any
 
-from engine_patches.gpu_check.engine import Engine
+from engine_patches.gpu_check.engine import LaneEngine
 from engine_patches.ledger import patches_live
 from engine_patches.scheduler.match_unit import kernel_chunk
 
 PACKAGES = ("vllm-seamark", "transformers", "triton", "flashinfer-python")
 
 
-def facts_of(engine: Engine) -> dict[str, Any]:
+def facts_of(engine: LaneEngine) -> dict[str, Any]:
     """Facts of an engine and the machine it runs on; lengths in tokens, pages in bytes."""
     import torch
     import vllm

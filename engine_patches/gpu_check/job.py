@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_patches.gpu_check.draft_oracle import Oracle, Right
-from engine_patches.gpu_check.engine import Answer, Engine, planted
+from engine_patches.gpu_check.engine import CheckedAnswer, LaneEngine, planted
 from engine_patches.gpu_check.facts import facts_of
 from engine_patches.gpu_check.questions import (
     DEFECTS,
     SHARED_LENGTHS,
     TINY_IDS,
+    QuestionWave,
     TokenRange,
-    Wave,
     own_sections,
     sections,
 )
 from engine_patches.gpu_check.speed import (
     OWN_TOKENS,
     FirstTokens,
-    Pace,
-    Passes,
+    LanePasses,
+    MeasuredPace,
     count_passes,
     measure_pace,
     time_first_tokens,
@@ -46,13 +46,15 @@ FEW_LENGTHS = 2  # the shared lengths that are timed when there are to be fewer 
 ORDINARY_TOKENS = 1000  # the first ids of many vocabularies are special tokens, the last ones too
 
 
-class Job(NamedTuple):
+class LaneJob(NamedTuple):
     """What one engine has to do."""
 
     arguments: Mapping[str, Any]  # of `vllm.LLM`
     flags: Sequence[str] = ()  # as for `vllm serve`; those of its server have no effect
     own_model: bool = False  # the user's, not a tiny one: its own token ids and shared lengths
-    sections: Mapping[str, Sequence[Wave]] | None = None  # the questions; None: made for the engine's own geometry
+    sections: Mapping[str, Sequence[QuestionWave]] | None = (
+        None  # the questions; None: made for the engine's own geometry
+    )
     quick: bool = False  # makes fewer of them
     budget: int | None = None  # tokens of a step; None: as many as vLLM was given room for
     again: bool = False  # answer everything a second time, in other batches
@@ -63,25 +65,25 @@ class Job(NamedTuple):
 
 
 @dataclass
-class Result:
+class LaneResult:
     """The result of a job, as far as it has come; written again whenever something was added."""
 
     facts: dict[str, Any] = field(default_factory=dict)
-    sections: Mapping[str, Sequence[Wave]] = field(default_factory=dict)
-    answers: dict[str, list[Answer]] = field(default_factory=dict)  # by section, in the order of its questions
-    answers_again: dict[str, list[Answer]] = field(default_factory=dict)
-    passes: list[Passes] = field(default_factory=list)
+    sections: Mapping[str, Sequence[QuestionWave]] = field(default_factory=dict)
+    answers: dict[str, list[CheckedAnswer]] = field(default_factory=dict)  # by section, in the order of its questions
+    answers_again: dict[str, list[CheckedAnswer]] = field(default_factory=dict)
+    passes: list[LanePasses] = field(default_factory=list)
     first_tokens: list[FirstTokens] = field(default_factory=list)
-    pace: Pace | None = None
+    pace: MeasuredPace | None = None
     verified: dict[tuple[int, int], int] = field(default_factory=dict)  # rows by their drafts and the right ones
 
 
-def run(job: Job, save: Callable[[Result], None]) -> None:
+def run(job: LaneJob, save: Callable[[LaneResult], None]) -> None:
     """Do the job; `save` is called after each part of it."""
-    engine = Engine(job.arguments, job.flags)
+    engine = LaneEngine(job.arguments, job.flags)
     if job.budget is not None:
         engine.scheduler.max_num_scheduled_tokens = job.budget
-    result = Result(facts=facts_of(engine))
+    result = LaneResult(facts=facts_of(engine))
     save(result)
     ids = _ordinary_ids(engine.config.model_config.get_vocab_size()) if job.own_model else TINY_IDS
     wanted = SHARED_LENGTHS[: FEW_LENGTHS if job.quick else None]
@@ -126,8 +128,8 @@ def _ordinary_ids(vocabulary: int) -> TokenRange:
     return TokenRange(min(ORDINARY_TOKENS, vocabulary // 4), vocabulary // 2)
 
 
-def _ask_section(engine: Engine, name: str, waves: Sequence[Wave]) -> list[Answer]:
-    answers: list[Answer] = []
+def _ask_section(engine: LaneEngine, name: str, waves: Sequence[QuestionWave]) -> list[CheckedAnswer]:
+    answers: list[CheckedAnswer] = []
     for wave in waves:
         # Only an engine with checkpoints can resume from a wrong one; the reference answers as always.
         spoiled = name in DEFECTS and wave is waves[-1] and engine.checkpoints is not None
@@ -140,7 +142,7 @@ def main(argv: list[str]) -> int:
     asked = pickle.loads(Path(argv[0]).read_bytes())
     target = Path(argv[1])
 
-    def save(result: Result) -> None:
+    def save(result: LaneResult) -> None:
         unfinished = target.with_suffix(".new")
         unfinished.write_bytes(pickle.dumps(result))
         unfinished.replace(target)

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.engine import Answer
-from engine_patches.gpu_check.job import Result
+from engine_patches.gpu_check.engine import CheckedAnswer
+from engine_patches.gpu_check.job import LaneResult
 from engine_patches.gpu_check.questions import ALIGNED, DEFECTS, EXACT, RESEND
-from engine_patches.gpu_check.speed import WARM, FirstTokens, Passes
+from engine_patches.gpu_check.speed import WARM, FirstTokens, LanePasses
 
 OK, WRONG, NOT_RUN, LEFT_OUT = "ok", "WRONG", "not run", "left out"
 
@@ -52,7 +52,7 @@ class Check(NamedTuple):
     numbers: dict[str, Any] | None = None
 
 
-class Difference(NamedTuple):
+class Discrepancy(NamedTuple):
     """How an answer differs from the reference's."""
 
     token: int | None  # index of the first token that differs
@@ -66,34 +66,34 @@ class Difference(NamedTuple):
         return f"token {self.token} differs, and the reference prefers its own by {self.tie:.2g}; {logprobs}"
 
 
-class Rule(NamedTuple):
+class JudgeRule(NamedTuple):
     """What still counts as the same answer."""
 
     error: float = STRICT_BOUND
     tie: float = 0.0
     share: float = 0.0  # of the answers that may have another token
 
-    def accepts(self, difference: Difference) -> bool:
+    def accepts(self, difference: Discrepancy) -> bool:
         """Whether this one answer may pass."""
         return difference.error <= self.error and (difference.token is None or difference.tie < self.tie)
 
-    def accepts_all(self, differences: Sequence[Difference]) -> bool:
+    def accepts_all(self, differences: Sequence[Discrepancy]) -> bool:
         """Whether these answers may pass together."""
         return all(map(self.accepts, differences)) and _parted(differences) <= self.share * len(differences)
 
 
-STRICT = Rule()
+STRICT = JudgeRule()
 
 
-def compare(answer: Answer, reference: Answer) -> Difference:
+def compare(answer: CheckedAnswer, reference: CheckedAnswer) -> Discrepancy:
     """How `answer` differs from the reference's, which has the same length."""
     error = 0.0
     steps = zip(answer.tokens, answer.top, reference.tokens, reference.top, strict=True)
     for index, (token, top, wanted, wanted_top) in enumerate(steps):
         error = max(error, _error(top, wanted_top))
         if token != wanted:
-            return Difference(index, wanted_top[wanted] - wanted_top.get(token, -math.inf), error)
-    return Difference(None, 0.0, error)
+            return Discrepancy(index, wanted_top[wanted] - wanted_top.get(token, -math.inf), error)
+    return Discrepancy(None, 0.0, error)
 
 
 def _error(top: Mapping[int, float], wanted: Mapping[int, float]) -> float:
@@ -106,19 +106,19 @@ def _error(top: Mapping[int, float], wanted: Mapping[int, float]) -> float:
     return max(errors)
 
 
-def _compare_all(answers: Iterable[Answer], reference: Iterable[Answer]) -> list[Difference]:
+def _compare_all(answers: Iterable[CheckedAnswer], reference: Iterable[CheckedAnswer]) -> list[Discrepancy]:
     return [compare(answer, wanted) for answer, wanted in zip(answers, reference, strict=True)]
 
 
-def _parted(differences: Sequence[Difference]) -> int:
+def _parted(differences: Sequence[Discrepancy]) -> int:
     return sum(difference.token is not None for difference in differences)
 
 
-def rule_from(reference: Result) -> Rule:
+def rule_from(reference: LaneResult) -> JudgeRule:
     """The rule for kernels that round: the reference, without any cache, against itself asked a second time."""
     sections = reference.answers.items()
     own = [each for name, answers in sections for each in _compare_all(reference.answers_again[name], answers)]
-    return Rule(
+    return JudgeRule(
         error=max(TIE, SCATTER * max(difference.error for difference in own)),
         tie=max(TIE, SCATTER * max(difference.tie for difference in own)),
         share=min(1.0, max(LOOSE_SHARE, SCATTER * _parted(own) / len(own))),
@@ -128,7 +128,9 @@ def rule_from(reference: Result) -> Rule:
 class Judged:
     """Answers of some sections beside a reference's: which have another token or logprob, and which lack their hit."""
 
-    def __init__(self, names: Sequence[str], result: Result, reference: Result, rule: Rule, owed: bool = True) -> None:
+    def __init__(
+        self, names: Sequence[str], result: LaneResult, reference: LaneResult, rule: JudgeRule, owed: bool = True
+    ) -> None:
         """`owed`: whether the engine owes the hits that the questions name."""
         questions = [question for name in names for wave in result.sections[name] for question in wave]
         answers = [answer for name in names for answer in result.answers[name]]
@@ -174,7 +176,9 @@ class Judged:
         return Check(name, WRONG if not self.same else if_missed if self.missed else OK, self.says, self.numbers)
 
 
-def answers(lane: str, patched: Result, reference: Result, rule: Rule, own_model: bool = False) -> Iterator[Check]:
+def answers(
+    lane: str, patched: LaneResult, reference: LaneResult, rule: JudgeRule, own_model: bool = False
+) -> Iterator[Check]:
     """Exactness, the chunk-aligned case on its own, and whether the planted defects are noticed.
 
     Only answers that are not the reference's are wrong on a user's own model. A hit that is missing there, as where
@@ -199,7 +203,7 @@ def answers(lane: str, patched: Result, reference: Result, rule: Rule, own_model
     yield Check(f"the check can see, {lane}", verdict, says, largest)
 
 
-def drafts_alone(name: str, drafting: Result, without: Result, rule: Rule) -> Check:
+def drafts_alone(name: str, drafting: LaneResult, without: LaneResult, rule: JudgeRule) -> Check:
     """vLLM alone with drafts beside vLLM alone without drafts and cache: not ours, but no ground for hints."""
     judged = Judged([each for each in drafting.answers if each not in DEFECTS], drafting, without, rule, owed=False)
     says = f"{judged.says}; {_drafts_words(drafting.verified)}"
@@ -215,7 +219,7 @@ def not_ours(check: Check) -> Check:
     return check._replace(verdict=NOT_RUN, says=f"nothing is proven, since {VLLM_ITSELF}: {check.says}")
 
 
-def acceptance(lane: str, mine: Result, uncached: Result, cached: Result, own_model: bool) -> Check:
+def acceptance(lane: str, mine: LaneResult, uncached: LaneResult, cached: LaneResult, own_model: bool) -> Check:
     """Drafts must be right as often as those of vLLM alone without a cache: a hit may not make the head worse.
 
     Where none is right or none is wrong, rows never went on from different states, and the lane is blind.
@@ -253,7 +257,7 @@ def _drafted(verified: Mapping[tuple[int, int], int]) -> int:
     return sum(drafts * times for (drafts, _), times in verified.items())
 
 
-def passes(lane: str, results: dict[str, Result]) -> Check:
+def passes(lane: str, results: dict[str, LaneResult]) -> Check:
     """The patched engine, the first of `results`, takes no pass more than its tokens need; the others stand beside it.
 
     Where states are not written inside a pass, each costs one of its own: then the passes are only told.
@@ -266,14 +270,14 @@ def passes(lane: str, results: dict[str, Result]) -> Check:
     return Check(f"forward passes, {lane}", OK if right or not free else WRONG, says, numbers)
 
 
-def _passes_words(counted: Sequence[Passes]) -> str:
+def _passes_words(counted: Sequence[LanePasses]) -> str:
     pairs = zip(counted[::2], counted[1::2], strict=True)
     return ", ".join(
         f"{cold.passes} / {warm.passes} for {cold.prompt} tokens ({warm.cached} cached)" for cold, warm in pairs
     )
 
 
-def block_copy(name: str, untouched: Result, patched: Result, reference: Result, rule: Rule) -> Check:
+def block_copy(name: str, untouched: LaneResult, patched: LaneResult, reference: LaneResult, rule: JudgeRule) -> Check:
     """Whether vLLM's own copy of a partial block loses a part of it here; wrong only if the cure fails too."""
     alone, cured = (Judged([RESEND], result, reference, rule) for result in (untouched, patched))
     pages = untouched.facts["pages_at_one_address"]
@@ -289,7 +293,7 @@ def block_copy(name: str, untouched: Result, patched: Result, reference: Result,
     return Check(name, OK if cured.same and alone.hits else WRONG, says, numbers)
 
 
-def speed(lane: str, mine: Result, alone: Result, name: str) -> Check:
+def speed(lane: str, mine: LaneResult, alone: LaneResult, name: str) -> Check:
     """Seamark beside vLLM alone (`name`), for the record: speed is never wrong. Ratios above 1 are in its favour."""
     theirs = {(each.case, each.shared): each for each in alone.first_tokens}
     pairs = [(each, theirs[each.case, each.shared]) for each in mine.first_tokens if (each.case, each.shared) in theirs]

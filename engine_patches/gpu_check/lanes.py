@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.job import Job
+from engine_patches.gpu_check.job import LaneJob
 from engine_patches.gpu_check.questions import PARALLEL
 
 MAX_LENGTH = 4096  # tokens of a prompt and its answer
@@ -62,15 +62,15 @@ class Lane(NamedTuple):
             name += f", drafts ({drafts.get('method', '?')}, {drafts.get('num_speculative_tokens', '?')})"
         return name
 
-    def job(self, model: Path | str, prefix_caching: bool, drafting: bool = True) -> Job:
+    def job(self, model: Path | str, prefix_caching: bool, drafting: bool = True) -> LaneJob:
         """What an engine of this lane does, as far as all of them do the same."""
         own: dict[str, Any] = {"model": str(model), "enable_prefix_caching": prefix_caching}
         if self.drafts is not None and drafting:
             own["speculative_config"] = json.loads(self.drafts)
         if self.own_model:
-            return Job(own, self.flags, own_model=True, quick=self.few)
+            return LaneJob(own, self.flags, own_model=True, quick=self.few)
         arguments = {**ARGUMENTS, "dtype": self.dtype, "enforce_eager": self.eager, **own}
-        return Job(arguments, self.flags, quick=self.few, budget=BUDGET if prefix_caching else None)
+        return LaneJob(arguments, self.flags, quick=self.few, budget=BUDGET if prefix_caching else None)
 
 
 LANES = {

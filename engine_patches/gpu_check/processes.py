@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine_patches.commands.worker import vllm_environment
-from engine_patches.gpu_check.job import Job, Result
+from engine_patches.gpu_check.job import LaneJob, LaneResult
 from engine_patches.settings import MODE_VARIABLE
 
 MIN_SECONDS = 15.0  # no engine is started with less time left
@@ -29,10 +29,10 @@ ENVIRONMENT = {
 }
 
 
-class Outcome(NamedTuple):
+class ProcessEnd(NamedTuple):
     """The end of one engine's job."""
 
-    result: Result | None  # as far as it came; None if the engine never came up
+    result: LaneResult | None  # as far as it came; None if the engine never came up
     fault: str | None = None  # why it did not finish
     from_outside: bool = False  # the time was too short, or somebody killed it: no fault of what it ran
 
@@ -47,11 +47,11 @@ class Engines:
         hub = {"HF_HUB_OFFLINE": "1"} if offline else {}
         self._environment = {**vllm_environment(os.environ, on_cpu), **threads, **hub, **ENVIRONMENT}
 
-    def run(self, name: str, job: Job, mode: str, changes: Mapping[str, str] = {}) -> Outcome:
+    def run(self, name: str, job: LaneJob, mode: str, changes: Mapping[str, str] = {}) -> ProcessEnd:
         """Do one job in an engine with `SEAMARK_ENGINE=mode` and further `changes` of its environment."""
         left = self._deadline - time.monotonic()
         if left < MIN_SECONDS:
-            return Outcome(None, "no time was left to start the engine (more with --minutes)", from_outside=True)
+            return ProcessEnd(None, "no time was left to start the engine (more with --minutes)", from_outside=True)
         allowed = min(left, max(left / 2, FAIR_SECONDS))
         stem = self._folder / name.replace(" ", "-").replace("/", "-")
         job_file, result_file, log_file = (Path(f"{stem}{end}") for end in (".job", ".result", ".log"))
@@ -76,7 +76,7 @@ class Engines:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        return Outcome(pickle.loads(result_file.read_bytes()) if result_file.exists() else None, fault, from_outside)
+        return ProcessEnd(pickle.loads(result_file.read_bytes()) if result_file.exists() else None, fault, from_outside)
 
 
 def _command(job_file: Path, result_file: Path) -> list[str]:

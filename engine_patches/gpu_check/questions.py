@@ -45,7 +45,7 @@ class Question(NamedTuple):
     hit: int | None  # tokens that must come from the cache; None if that depends on the order of requests
 
 
-Wave = list[Question]  # asked at once; waves follow each other
+QuestionWave = list[Question]  # asked at once; waves follow each other
 
 
 class TokenRange(NamedTuple):
@@ -71,7 +71,7 @@ class Prompts:
         return self._draw.randint(low, high)
 
 
-def sections(geometry: Geometry, quick: bool, seed: int = 0) -> dict[str, list[Wave]]:
+def sections(geometry: Geometry, quick: bool, seed: int = 0) -> dict[str, list[QuestionWave]]:
     """All questions, by section; the last wave of a defect's section is the one to be asked with the defect."""
     prompts = Prompts(seed)
     exact = _edges(prompts, geometry, quick)
@@ -91,7 +91,7 @@ def length_section(shared: int) -> str:
     return f"{EXACT}, {shared} shared tokens"
 
 
-def own_sections(geometry: Geometry, lengths: Sequence[int], ids: TokenRange) -> dict[str, list[Wave]]:
+def own_sections(geometry: Geometry, lengths: Sequence[int], ids: TokenRange) -> dict[str, list[QuestionWave]]:
     """Questions for a user's own model, a section for each shared length, shortest first; then the planted defects."""
     prompts = Prompts(0, ids)
     asked = {length_section(shared): _shared(prompts, geometry, shared, 29, 3) for shared in sorted(lengths)}
@@ -102,7 +102,7 @@ def _floor(position: int, geometry: Geometry) -> int:
     return max(0, (position - geometry.ahead) // geometry.alignment * geometry.alignment)
 
 
-def _shared(prompts: Prompts, geometry: Geometry, shared: int, *ends: int) -> list[Wave]:
+def _shared(prompts: Prompts, geometry: Geometry, shared: int, *ends: int) -> list[QuestionWave]:
     """A cold prompt, warm ones that share a prefix with it and go on for `ends` tokens, and the first of them again."""
     prefix = prompts.tokens(shared)
     warm = [[*prefix, *prompts.tokens(end)] for end in ends]
@@ -114,7 +114,7 @@ def _shared(prompts: Prompts, geometry: Geometry, shared: int, *ends: int) -> li
     ]
 
 
-def _edges(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
+def _edges(prompts: Prompts, geometry: Geometry, quick: bool) -> list[QuestionWave]:
     """Cold, warm and resent prompts around the edges of units, blocks and passes."""
     unit, block, budget = geometry.alignment, geometry.block, geometry.budget
     lengths = {block - 1, block, block + 1}
@@ -132,7 +132,7 @@ def _edges(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
     return [[question for wave in together for question in wave] for together in zip(*waves, strict=True)]
 
 
-def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[Wave]:
+def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[QuestionWave]:
     """One request leaves four states; four others, sharing more and more, find one each."""
     unit, block = geometry.alignment, geometry.block
     whole = prompts.tokens(2 * block + unit + 7)
@@ -145,7 +145,7 @@ def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[Wave]:
     return [[Question("four boundaries", whole, hints, 0)], found]
 
 
-def _burst(prompts: Prompts, geometry: Geometry, size: int) -> list[Wave]:
+def _burst(prompts: Prompts, geometry: Geometry, size: int) -> list[QuestionWave]:
     """Prompts of all lengths at once, three times: cold, resent, and others with the same beginning."""
     shared = prompts.between(geometry.alignment, 2 * geometry.block)
     prefix = prompts.tokens(shared)
@@ -164,7 +164,7 @@ def _burst(prompts: Prompts, geometry: Geometry, size: int) -> list[Wave]:
     ]
 
 
-def _aligned(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
+def _aligned(prompts: Prompts, geometry: Geometry, quick: bool) -> list[QuestionWave]:
     """Prompts cut only at chunk ends of every kernel, and asked alone: nothing differs but the state's origin."""
     waves = []
     for shared in (SCAN_CHUNK,) if quick else (SCAN_CHUNK, 3 * SCAN_CHUNK):
@@ -175,14 +175,14 @@ def _aligned(prompts: Prompts, geometry: Geometry, quick: bool) -> list[Wave]:
     return waves
 
 
-def _resend(prompts: Prompts, geometry: Geometry, tenths: Sequence[int]) -> list[Wave]:
+def _resend(prompts: Prompts, geometry: Geometry, tenths: Sequence[int]) -> list[QuestionWave]:
     """Identical prompts that end inside their first block: vLLM alone, blind to hints, resumes there too."""
     drawn = [prompts.tokens(geometry.block * share // 10 + 5) for share in tenths]
     again = [Question(f"resent, {len(p)} tokens", p, [len(p) - 1], _floor(len(p) - 1, geometry)) for p in drawn]
     return [[Question(f"cold, {len(p)} tokens", p, [len(p) - 1], 0) for p in drawn], again]
 
 
-def _for_defect(prompts: Prompts, geometry: Geometry, count: int) -> list[Wave]:
+def _for_defect(prompts: Prompts, geometry: Geometry, count: int) -> list[QuestionWave]:
     """Requests that resume from a state with a neighbour one unit earlier."""
     unit = geometry.alignment
     shared = max(8 * unit, 160) // unit * unit

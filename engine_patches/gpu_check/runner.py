@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from engine_patches.gpu_check import judge
-from engine_patches.gpu_check.job import Job, Result
-from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, STRICT, WRONG, Check, Rule
+from engine_patches.gpu_check.job import LaneJob, LaneResult
+from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, STRICT, WRONG, Check, JudgeRule
 from engine_patches.gpu_check.lanes import Lane
-from engine_patches.gpu_check.processes import Outcome
+from engine_patches.gpu_check.processes import ProcessEnd
 from engine_patches.gpu_check.questions import EXACT, RESEND, SHARED_LENGTHS, Question, length_section
 from engine_patches.settings import DRAFTS, FULL, OFF, REFERENCE
 
@@ -27,18 +27,18 @@ BRIEF = {EXACT: [[Question("brief", range(100, 900), [], None)]] * 2}
 class Starts(Protocol):
     """What starts an engine and waits for its end."""
 
-    def run(self, name: str, job: Job, mode: str, changes: Mapping[str, str] = ..., /) -> Outcome: ...
+    def run(self, name: str, job: LaneJob, mode: str, changes: Mapping[str, str] = ..., /) -> ProcessEnd: ...
 
 
 class Truth(NamedTuple):
     """What other engines of the same model are held to."""
 
-    patched: Result
-    reference: Result
-    rule: Rule
+    patched: LaneResult
+    reference: LaneResult
+    rule: JudgeRule
 
 
-class _End(Exception):
+class _LaneEnd(Exception):
     """A lane cannot go on."""
 
     def __init__(self, check: Check) -> None:
@@ -57,7 +57,7 @@ class Runner:
         """All checks of one lane, each as soon as it is known."""
         try:
             yield from self._checks(lane, model)
-        except _End as end:
+        except _LaneEnd as end:
             yield end.check
 
     def _checks(self, lane: Lane, model: Path | str) -> Iterator[Check]:
@@ -67,10 +67,10 @@ class Runner:
         name = "vLLM alone, its crash cured" if lane.on_cpu else "vLLM alone"
         if lane.drafts is not None:
             mine, drafting = yield from self._drafts(lane, model, job, truth)
-            passes, alone = {"Seamark": mine, name: drafting}, Outcome(drafting)
+            passes, alone = {"Seamark": mine, name: drafting}, ProcessEnd(drafting)
         else:
             yield from judge.answers(lane.name, mine, reference, truth.rule, lane.own_model)
-            alone = self._alone(lane, "alone", job._replace(sections={})) if lane.timed else Outcome(None)
+            alone = self._alone(lane, "alone", job._replace(sections={})) if lane.timed else ProcessEnd(None)
             passes = {"Seamark": mine, "without a cache": reference}
             passes |= {} if alone.result is None else {name: alone.result}
         if mine.passes or not (patched.fault or lane.own_model):
@@ -84,7 +84,7 @@ class Runner:
         if patched.fault:
             yield _unfinished(f"all of it, {lane.name}", patched, NOT_RUN)
 
-    def _asked(self, lane: Lane, model: Path | str, job: Job) -> Generator[Check, None, tuple[Outcome, Truth]]:
+    def _asked(self, lane: Lane, model: Path | str, job: LaneJob) -> Generator[Check, None, tuple[ProcessEnd, Truth]]:
         """The end of the engine with the patches, and what it is held to."""
         changes = {} if lane.drafts is None else {DRAFTS: "1"}
         base, runner = lane._replace(other_runner=False).name, ""
@@ -108,7 +108,7 @@ class Runner:
         truth = self._truths[lane.name] = self._reference(lane, model, mine)
         return patched, truth
 
-    def _reference(self, lane: Lane, model: Path | str, mine: Result) -> Truth:
+    def _reference(self, lane: Lane, model: Path | str, mine: LaneResult) -> Truth:
         """The engine without a cache and drafts, asked what `mine` answered; twice, where kernels round."""
         strict = lane.on_cpu and mine.facts["dtype"] == "torch.float32"
         inside_chunks = mine.facts["alignment"] % mine.facts["chunk"] != 0
@@ -123,25 +123,25 @@ class Runner:
         reference = _finished(judge.EXACTNESS + lane.name, outcome, NOT_RUN, "the reference engine")
         return Truth(mine, reference, STRICT if strict else judge.rule_from(reference))
 
-    def _alone(self, lane: Lane, name: str, job: Job, changes: Mapping[str, str] = {}) -> Outcome:
+    def _alone(self, lane: Lane, name: str, job: LaneJob, changes: Mapping[str, str] = {}) -> ProcessEnd:
         """vLLM alone; on a CPU it dies of a prompt longer than a block unless that is cured."""
         return self._engines.run(f"{lane.name} {name}", job, REFERENCE if lane.on_cpu else OFF, changes)
 
-    def _fault_of(self, lane: Lane, model: Path | str, patched: Outcome, changes: Mapping[str, str]) -> _End:
+    def _fault_of(self, lane: Lane, model: Path | str, patched: ProcessEnd, changes: Mapping[str, str]) -> _LaneEnd:
         """The engine with the patches did not finish: does vLLM alone run and cache here at all?"""
         if patched.from_outside:
-            return _End(_unfinished(judge.EXACTNESS + lane.name, patched, NOT_RUN))
+            return _LaneEnd(_unfinished(judge.EXACTNESS + lane.name, patched, NOT_RUN))
         alone = self._alone(lane, "alone, brief", lane.job(model, True)._replace(sections=BRIEF), changes)
         if alone.result is None or alone.fault:
             seen = "was not seen to run" if alone.from_outside else "does not run"
             says = f"vLLM alone {seen} here like this: {alone.fault}; with the patches: {patched.fault}"
             return _not_run(lane, says)
         who = "vLLM alone runs here, but the engine with the patches"
-        return _End(_unfinished(judge.EXACTNESS + lane.name, patched, WRONG, who))
+        return _LaneEnd(_unfinished(judge.EXACTNESS + lane.name, patched, WRONG, who))
 
     def _drafts(
-        self, lane: Lane, model: Path | str, job: Job, truth: Truth
-    ) -> Generator[Check, None, tuple[Result, Result]]:
+        self, lane: Lane, model: Path | str, job: LaneJob, truth: Truth
+    ) -> Generator[Check, None, tuple[LaneResult, LaneResult]]:
         """First vLLM alone with drafts beside vLLM without; then Seamark beside vLLM alone with drafts: these two.
 
         Tiny models draft at random, so an oracle, which knows the answers without drafts, speaks for their heads.
@@ -149,7 +149,7 @@ class Runner:
         oracle = None if lane.own_model else _right(truth)
         job = job._replace(sections={name: truth.patched.sections[name] for name in truth.reference.answers})
         uncached = lane.job(model, False)._replace(sections=job.sections, oracle=oracle)
-        alone: list[Result] = []
+        alone: list[LaneResult] = []
         vllm_is_right = True
         for which, asked in (("cache off", uncached), ("cache on", job._replace(oracle=oracle))):
             name = f"{judge.DRAFTS_ALONE}{which}, {lane.name}"
@@ -179,7 +179,7 @@ class Runner:
         return judge.block_copy(name, untouched, truth.patched, truth.reference, truth.rule)
 
 
-def _answered(lane: Lane, result: Result) -> bool:
+def _answered(lane: Lane, result: LaneResult) -> bool:
     first = length_section(SHARED_LENGTHS[0]) if lane.own_model else EXACT
     return first in result.answers and (lane.own_model or result.answers.keys() == result.sections.keys())
 
@@ -211,7 +211,7 @@ def _right(truth: Truth) -> dict[tuple[int, ...], Sequence[int]]:
     }
 
 
-def _speed(lane: Lane, mine: Result, alone: Outcome, name: str) -> Check:
+def _speed(lane: Lane, mine: LaneResult, alone: ProcessEnd, name: str) -> Check:
     if alone.result is None or not alone.result.first_tokens:
         return _unfinished(judge.SPEED + lane.name, alone, NOT_RUN, "vLLM alone")
     if not mine.first_tokens:
@@ -219,7 +219,7 @@ def _speed(lane: Lane, mine: Result, alone: Outcome, name: str) -> Check:
     return judge.speed(lane.name, mine, alone.result, name)
 
 
-def _left_out(lane: Lane, mine: Result) -> Iterator[Check]:
+def _left_out(lane: Lane, mine: LaneResult) -> Iterator[Check]:
     """Which shared lengths were not checked, and why; too long for the model is no fault."""
     timed = {each.shared for each in mine.first_tokens}
     for shared in SHARED_LENGTHS:
@@ -235,18 +235,18 @@ def _left_out(lane: Lane, mine: Result) -> Iterator[Check]:
         yield Check(f"{shared:,} shared tokens, {lane.name}", verdict, says)
 
 
-def _not_run(lane: Lane, says: str) -> _End:
-    return _End(Check(judge.EXACTNESS + lane.name, NOT_RUN, says))
+def _not_run(lane: Lane, says: str) -> _LaneEnd:
+    return _LaneEnd(Check(judge.EXACTNESS + lane.name, NOT_RUN, says))
 
 
-def _finished(name: str, outcome: Outcome, verdict: str, who: str = "the engine with the patches") -> Result:
+def _finished(name: str, outcome: ProcessEnd, verdict: str, who: str = "the engine with the patches") -> LaneResult:
     """The result of an engine that the lane cannot do without."""
     if outcome.result is None or outcome.fault:
-        raise _End(_unfinished(name, outcome, verdict, who))
+        raise _LaneEnd(_unfinished(name, outcome, verdict, who))
     return outcome.result
 
 
-def _unfinished(name: str, outcome: Outcome, verdict: str, who: str = "the engine with the patches") -> Check:
+def _unfinished(name: str, outcome: ProcessEnd, verdict: str, who: str = "the engine with the patches") -> Check:
     return Check(
         name,
         NOT_RUN if outcome.from_outside else verdict,

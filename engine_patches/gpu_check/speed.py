@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from engine_patches.gpu_check.engine import Engine
-from engine_patches.gpu_check.questions import Prompts, Question, TokenRange, Wave
+from engine_patches.gpu_check.engine import LaneEngine
+from engine_patches.gpu_check.questions import Prompts, Question, QuestionWave, TokenRange
 
 COLD, WARM, FAN_OUT = "cold", "warm", "fan-out"
 
@@ -27,7 +27,7 @@ LONG = 2048  # tokens: cases that share more are timed once
 TIMED_STATES = 8  # states whose writing is timed together
 
 
-class Passes(NamedTuple):
+class LanePasses(NamedTuple):
     """Forward passes that one prompt took until its first token."""
 
     case: str
@@ -47,7 +47,7 @@ class FirstTokens(NamedTuple):
     passes: int
 
 
-class Pace(NamedTuple):
+class MeasuredPace(NamedTuple):
     """Seconds of an engine's passes."""
 
     decode: float  # of each token of one answer
@@ -56,7 +56,7 @@ class Pace(NamedTuple):
     state: float  # that each further state written inside a pass adds, all recurrent layers
 
 
-def count_passes(engine: Engine, ids: TokenRange) -> list[Passes]:
+def count_passes(engine: LaneEngine, ids: TokenRange) -> list[LanePasses]:
     """Passes to the first token of prompts asked one at a time, cold and warm, shorter and longer than a block."""
     prompts, block = Prompts(1, ids), engine.block
     counted = []
@@ -70,12 +70,12 @@ def count_passes(engine: Engine, ids: TokenRange) -> list[Passes]:
             (answer,) = engine.ask([Question(case, whole, [shared // 2, shared, len(whole) - 1], None)], new_tokens=1)
             needed = math.ceil((len(whole) - answer.cached) / engine.budget)
             took = engine.passes - before
-            counted.append(Passes(f"{case}, {name}", len(whole), answer.cached, took, needed))
+            counted.append(LanePasses(f"{case}, {name}", len(whole), answer.cached, took, needed))
     return counted
 
 
 def time_first_tokens(
-    engine: Engine, lengths: Sequence[int], repeats: int, ids: TokenRange
+    engine: LaneEngine, lengths: Sequence[int], repeats: int, ids: TokenRange
 ) -> Iterator[list[FirstTokens]]:
     """Cold, warm and fan-out for each shared length, one length after the other."""
     prompts = Prompts(2, ids)
@@ -86,11 +86,11 @@ def time_first_tokens(
         yield [_first_tokens(engine, prompts, case, known, times) for case in (COLD, WARM, FAN_OUT)]
 
 
-def _wave(prompts: Prompts, prefix: list[int], count: int) -> Wave:
+def _wave(prompts: Prompts, prefix: list[int], count: int) -> QuestionWave:
     return [Question("timed", [*prefix, *prompts.tokens(OWN_TOKENS)], [len(prefix)], None) for _ in range(count)]
 
 
-def _first_tokens(engine: Engine, prompts: Prompts, case: str, known: list[int], repeats: int) -> FirstTokens:
+def _first_tokens(engine: LaneEngine, prompts: Prompts, case: str, known: list[int], repeats: int) -> FirstTokens:
     seconds, cached, passes = [], 0, 0
     for _ in range(repeats + 1):
         prefix = known if case == WARM else prompts.tokens(len(known))
@@ -103,7 +103,7 @@ def _first_tokens(engine: Engine, prompts: Prompts, case: str, known: list[int],
     return FirstTokens(case, len(known), statistics.median(seconds[1:]), cached, passes)
 
 
-def time_state(engine: Engine, repeats: int, ids: TokenRange) -> float:
+def time_state(engine: LaneEngine, repeats: int, ids: TokenRange) -> float:
     """Seconds that each further state written inside a pass adds, all recurrent layers."""
     prompts = Prompts(3, ids)
     long = min(engine.budget, engine.longest, LONG) - 64
@@ -117,7 +117,7 @@ def time_state(engine: Engine, repeats: int, ids: TokenRange) -> float:
     return _median(more, repeats) / TIMED_STATES
 
 
-def measure_pace(engine: Engine, repeats: int, ids: TokenRange, state: float) -> Pace:
+def measure_pace(engine: LaneEngine, repeats: int, ids: TokenRange, state: float) -> MeasuredPace:
     """What decoding a token takes, and what the plugin learnt of this engine's steps; `state` as by `time_state`."""
     prompts = Prompts(4, ids)
 
@@ -126,10 +126,10 @@ def measure_pace(engine: Engine, repeats: int, ids: TokenRange, state: float) ->
         return _seconds(engine, prompts.tokens(16), [], DECODED + 1) - one
 
     decode = _median(decoding, repeats) / DECODED
-    return Pace(decode, engine.step_time.floor_seconds, engine.step_time.token_seconds, state)
+    return MeasuredPace(decode, engine.step_time.floor_seconds, engine.step_time.token_seconds, state)
 
 
-def _seconds(engine: Engine, tokens: list[int], hints: Sequence[int], new_tokens: int = 1) -> float:
+def _seconds(engine: LaneEngine, tokens: list[int], hints: Sequence[int], new_tokens: int = 1) -> float:
     began = time.perf_counter()
     engine.ask([Question("timed", tokens, hints, None)], new_tokens)
     return time.perf_counter() - began

@@ -71,7 +71,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Outcome(NamedTuple):
@@ -97,7 +97,7 @@ def client_id(engine_id: str) -> str:
     return (match[1] if match else engine_id)[:MAX_ID]
 
 
-class Load(NamedTuple):
+class GatewayLoad(NamedTuple):
     """What there is to do."""
 
     requests: int  # under way
@@ -118,7 +118,7 @@ class GatewayLoads:
     """What each gateway has at this API server. Each counts its own; here they learn of one another."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, Load] = {}  # by gateway; those with requests
+        self._loads: dict[str, GatewayLoad] = {}  # by gateway; those with requests
         self._requests: dict[str, CountedRequest] = {}  # by X-Request-Id
 
     def begin(self, header: bytes, request_id: str) -> CountedRequest | None:
@@ -147,10 +147,10 @@ class GatewayLoads:
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
 
-    def beside(self, gateway: str) -> Load:
+    def beside(self, gateway: str) -> GatewayLoad:
         """What all other gateways have."""
         others = [load for name, load in self._loads.items() if name != gateway]
-        return Load(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
+        return GatewayLoad(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
 
     def _leave(self, request: CountedRequest, left: int) -> None:
         if left < request.left:
@@ -158,8 +158,8 @@ class GatewayLoads:
             request.left = left
 
     def _add(self, gateway: str, requests: int, tokens: int) -> None:
-        before = self._loads.get(gateway, Load(0, 0))
-        load = Load(before.requests + requests, before.prefill_tokens + tokens)
+        before = self._loads.get(gateway, GatewayLoad(0, 0))
+        load = GatewayLoad(before.requests + requests, before.prefill_tokens + tokens)
         if load.requests:
             self._loads[gateway] = load
         else:
@@ -345,7 +345,7 @@ class EventsEndpoint:
     from a trusted hop goes into its body (`hint_header`).
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: AsgiApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -386,7 +386,7 @@ class EventsEndpoint:
         await _answer(send, 200, await feed.wait_after(int(after), boot, seconds, gateway, load))
 
 
-async def _counted(app: App, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+async def _counted(app: AsgiApp, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
     """The app's answer, while the request counts as its gateway's."""
     request_id = headers.get(b"x-request-id", b"").decode("latin-1")[:MAX_ID]
     request = feed.loads.begin(headers[LOAD_HEADER], request_id)

@@ -44,7 +44,7 @@ MAX_PARTED = 16_384  # places, each a hash of 32 bytes: only the first to leave 
 MAX_WRITTEN = 16_384  # states, a key of 36 bytes each
 
 
-class Prompt(NamedTuple):
+class SeenPrompt(NamedTuple):
     """One prompt; tokens. A state in it would be new behind `shared`, up to `length`."""
 
     shared: int  # with an earlier prompt
@@ -57,7 +57,7 @@ class _Group:
     """Prompts that may share their beginnings."""
 
     def __init__(self) -> None:
-        self.prompts: deque[Prompt] = deque(maxlen=WINDOW)
+        self.prompts: deque[SeenPrompt] = deque(maxlen=WINDOW)
         self.expected: tuple[int, ...] = ()
         self.unweighed = 0  # prompts since `expected` was found
 
@@ -97,14 +97,14 @@ class ExpectedJunctions:
         is_first = junction is not None and junction not in self._parted
         if junction is not None:
             _remember(self._parted, junction, MAX_PARTED)
-        known.prompts.append(Prompt(shared, length, resumed, is_first))
+        known.prompts.append(SeenPrompt(shared, length, resumed, is_first))
         known.unweighed += 1
         if known.unweighed >= RENEWAL or (is_first and resumed < shared and len(known.expected) < MOST_EXPECTED):
             known.unweighed = 0
             known.expected = best_places(known.prompts, tokens_per_pass * COST_IN_PASSES * MARGIN)
 
 
-def best_places(prompts: Iterable[Prompt], cost: float) -> tuple[int, ...]:
+def best_places(prompts: Iterable[SeenPrompt], cost: float) -> tuple[int, ...]:
     """The places, ascending, at which a state of each of these prompts would have saved most, above its `cost`.
 
     A state at a place serves the first prompt that leaves another there. Each place is judged by what it adds to those
@@ -127,7 +127,7 @@ def best_places(prompts: Iterable[Prompt], cost: float) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _saved(place: int, prompts: list[Prompt], left: list[Prompt], resumed: list[int], cost: float) -> float:
+def _saved(place: int, prompts: list[SeenPrompt], left: list[SeenPrompt], resumed: list[int], cost: float) -> float:
     """Tokens that states at `place` would have saved, less their cost; 0 if too few prompts were served."""
     behind = place * (1 + NEAR)
     pairs = zip(resumed, left, strict=True)

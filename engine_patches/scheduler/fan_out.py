@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine_patches.scheduler.forecast import Engine, Job, first_tokens
+from engine_patches.scheduler.forecast import ForecastEngine, ForecastJob, first_tokens
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import StepTime
@@ -143,14 +143,14 @@ class PrefillGate:
         budget = max(scheduler.max_num_scheduled_tokens - decoding * scheduler.seamark.verified, 1)
         chunk = scheduler.scheduler_config.long_prefill_token_threshold or budget
         slots = scheduler.max_num_running_reqs - decoding
-        engine = Engine(budget, chunk, self._grid.alignment, slots, tokens_per_pass)
+        engine = ForecastEngine(budget, chunk, self._grid.alignment, slots, tokens_per_pass)
         missing = expected.position - expected.leader.num_computed_tokens
         held, along = (first_tokens(jobs, running, leader, missing, engine, hold) for hold in (True, False))
         return held <= along
 
-    def _line(self, expected: ExpectedState, scheduler: Any) -> tuple[list[Job], int, int]:
+    def _line(self, expected: ExpectedState, scheduler: Any) -> tuple[list[ForecastJob], int, int]:
         """The requests that have yet to give a token, how many of them run, and the leader's place among these."""
-        jobs: list[Job] = []
+        jobs: list[ForecastJob] = []
         leader = 0
         for request in scheduler.running:
             left = _left(request)
@@ -158,7 +158,7 @@ class PrefillGate:
                 leader = len(jobs)
             elif left <= 1:
                 continue
-            jobs.append(Job(left))
+            jobs.append(ForecastJob(left))
         running = len(jobs)
         held = (scheduler.requests[name] for name in self.waiting if name in scheduler.requests)
         key = self._grid.hash_of(expected.leader, expected.position)
@@ -166,10 +166,10 @@ class PrefillGate:
         for request in {request.request_id: request for request in line}.values():
             long_enough = self._can_resume(request, expected.position)
             if long_enough and self._grid.hash_of(request, expected.position) == key:
-                jobs.append(Job(request.num_tokens - expected.start, expected.saved))
+                jobs.append(ForecastJob(request.num_tokens - expected.start, expected.saved))
             else:
                 cached = scheduler.seamark.state_of(request).wish.shared  # at most
-                jobs.append(Job(max(_left(request) - cached, 1)))
+                jobs.append(ForecastJob(max(_left(request) - cached, 1)))
         return jobs, running, leader
 
     def _can_resume(self, request: Any, position: int) -> bool:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 MAX_STEPS = 16
 
 
-class Job(NamedTuple):
+class ForecastJob(NamedTuple):
     """A request that has yet to give its first token."""
 
     tokens: int  # to be computed
     shared: int = 0  # of these, the ones it finds in the cache once the leader has come to its state; 0: no follower
 
 
-class Engine(NamedTuple):
+class ForecastEngine(NamedTuple):
     """What a step may hold, and what it costs."""
 
     budget: int  # tokens a step may hold
@@ -32,7 +32,9 @@ class Engine(NamedTuple):
     tokens_per_pass: float  # tokens that take as long as an empty pass
 
 
-def first_tokens(jobs: Sequence[Job], running: int, leader: int, missing: int, engine: Engine, hold: bool) -> float:
+def first_tokens(
+    jobs: Sequence[ForecastJob], running: int, leader: int, missing: int, engine: ForecastEngine, hold: bool
+) -> float:
     """Play the next steps through: the sum of all times to the first token, in tokens computed meanwhile.
 
     The first `running` of `jobs` run, the others wait, in this order. `leader` is the place of the one that has

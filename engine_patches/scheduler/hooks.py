@@ -10,7 +10,7 @@ from engine_patches import kv_connectors, ledger, settings
 from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.kv_connectors import Decision, Lane
+from engine_patches.kv_connectors import ConnectorLane, Decision
 from engine_patches.scheduler import pins, preflight, refusals, transfers
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
@@ -43,7 +43,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
         specs = [_group_of(self, manager).kv_cache_spec for manager in recurrent if refusal is None]
         connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
-        in_pass = bool(specs) and connector.lane is Lane.INSIDE and all(map(is_promised, specs))
+        in_pass = bool(specs) and connector.lane is ConnectorLane.INSIDE and all(map(is_promised, specs))
         self.seamark = checkpoints = Checkpoints(
             grid=_grid(self, specs if in_pass else ()),
             block_size=self.block_size,

@@ -40,7 +40,7 @@ class CheckpointTarget(NamedTuple):
     kind: str
 
 
-class Turn(NamedTuple):
+class TurnEnd(NamedTuple):
     """The last turn of a prompt, in tokens."""
 
     start: int  # where what its conversation shares with others ends; 0: it shares nothing
@@ -136,7 +136,7 @@ class Planner:
         wanted = sorted(kinds.keys() - {0, wish.worthless_turn})
         return [CheckpointTarget(position, kinds[position]) for position in wanted]
 
-    def last_turn(self, wish: Wish, request: Any) -> Turn | None:
+    def last_turn(self, wish: Wish, request: Any) -> TurnEnd | None:
         """The turn that a request ends with, if it has a state at its end."""
         targets = [target for target in self.targets(wish, request) if target.kind != EXPECTED]
         if not targets:
@@ -144,8 +144,8 @@ class Planner:
         end = targets[-1].position
         heads = [position for position in wish.positions if position < end - TURN_REACH]
         if heads and self.ends_a_turn(wish, targets[-1]):
-            return Turn(heads[0], end)
-        return Turn(0, end) if wish.positions == (end,) == (wish.turn_end,) else None
+            return TurnEnd(heads[0], end)
+        return TurnEnd(0, end) if wish.positions == (end,) == (wish.turn_end,) else None
 
     def ends_a_turn(self, wish: Wish, target: CheckpointTarget, resumed_at: int = 0) -> bool:
         """Whether a state serves one conversation, rather than whoever shares its prefix, as far as is known."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from engine_patches import kv_connectors, speculation
 from engine_patches.forward.layers import is_promised
-from engine_patches.kv_connectors import Lane
+from engine_patches.kv_connectors import ConnectorLane
 
 LONGEST = 200  # characters of a cause, which is a label of a metric
 
@@ -80,7 +80,7 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
         if coordinator.num_reprefillable_tokens:
             yield refused(SPECULATIVE, "the draft head leaves its last rows unfinished")
     connector = kv_connectors.decide(vllm_config)
-    if connector.lane is Lane.NO_HINTS:
+    if connector.lane is ConnectorLane.NO_HINTS:
         yield refused(CONNECTOR, connector.reason)
     if (unsupported := speculation.unsupported(vllm_config)) is not None:
         yield refused(SPECULATIVE, unsupported)

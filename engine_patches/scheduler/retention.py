@@ -22,7 +22,7 @@ PRUNE_SHARE = 8
 
 
 @dataclass
-class State:
+class KeptState:
     """A recurrent state in the cache: one block for each recurrent cache group."""
 
     blocks: Sequence[Any]  # vLLM's KVCacheBlock
@@ -48,11 +48,11 @@ class Retention:
         self._pool = pool
         self._limit = int(share * pool.num_gpu_blocks)  # blocks
         # By the key of the first recurrent group: the turns that go first, and all others.
-        self._turns: OrderedDict[bytes, State] = OrderedDict()
-        self._kept: OrderedDict[bytes, State] = OrderedDict()
+        self._turns: OrderedDict[bytes, KeptState] = OrderedDict()
+        self._kept: OrderedDict[bytes, KeptState] = OrderedDict()
         self._num_blocks = 0
         self._added = 0  # states, since the last pruning
-        self._released: dict[bytes, State] = {}  # given up for the share, and perhaps still cached
+        self._released: dict[bytes, KeptState] = {}  # given up for the share, and perhaps still cached
         self._released_blocks: set[int] = set()  # ids
         self._released_last: bytes | None = None
 
@@ -65,7 +65,7 @@ class Retention:
     def add(self, key: bytes, blocks: Sequence[Any], turn: bool) -> None:
         """A state was registered in the cache."""
         self._forget(key)
-        self._keep(key, State(blocks, [block.block_hash for block in blocks], turn))
+        self._keep(key, KeptState(blocks, [block.block_hash for block in blocks], turn))
         self._added += 1
 
     def resumed(self, key: bytes, shared: bool = False) -> bool:
@@ -159,7 +159,7 @@ class Retention:
         self._released_last = key
         self._released_blocks.update(block.block_id for block in state.blocks)
 
-    def _find(self, key: bytes) -> State | None:
+    def _find(self, key: bytes) -> KeptState | None:
         """The state under `key`, taken back if it was given up; None if there is none or it is no longer cached."""
         state = self._turns.get(key) or self._kept.get(key) or self._released.get(key)
         if state is None or not state.cached:
@@ -169,7 +169,7 @@ class Retention:
             self._keep(key, state)
         return state
 
-    def _keep(self, key: bytes, state: State) -> None:
+    def _keep(self, key: bytes, state: KeptState) -> None:
         turn_first = state.turn and state.uses <= 1
         (self._turns if turn_first else self._kept)[key] = state
         self._num_blocks += len(state.blocks)

@@ -31,7 +31,7 @@ MAX_ENDS = 16_384  # remembered; two hashes of 32 bytes each
 
 
 @dataclass
-class Head:
+class TurnHead:
     """What is known of one head's conversations."""
 
     unresumed: int = 0  # ends in a row that nobody came back to
@@ -51,7 +51,7 @@ class TurnValue:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._heads: OrderedDict[bytes, Head] = OrderedDict()  # least recently seen first
+        self._heads: OrderedDict[bytes, TurnHead] = OrderedDict()  # least recently seen first
         self._ends: OrderedDict[bytes, End] = OrderedDict()  # oldest first; not judged yet
         self._judged: OrderedDict[bytes, bytes] = OrderedDict()  # end -> head; nobody has come back so far
 
@@ -61,7 +61,7 @@ class TurnValue:
             end = self._ends.pop(prefix, None)
             head = self._judged.pop(prefix, None) if end is None else end.head
             if head is not None and head in self._heads:
-                self._heads[head] = Head()
+                self._heads[head] = TurnHead()
 
     def worth_a_state(self, head: bytes, end: bytes, tokens: int = 0, tokens_per_pass: float = 0.0) -> bool:
         """Whether the state at the `end` of a turn is worth writing; the end is remembered.
@@ -71,7 +71,7 @@ class TurnValue:
         """
         now = self._clock()
         self._judge(now)
-        known = self._heads.setdefault(head, Head())
+        known = self._heads.setdefault(head, TurnHead())
         self._heads.move_to_end(head)
         if len(self._heads) > MAX_HEADS:
             self._heads.popitem(last=False)

@@ -37,7 +37,7 @@ class Lengths(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CellPlan:
     """Which cells are measured; lengths in tokens."""
 
     shared: tuple[int, ...]
@@ -67,9 +67,9 @@ class Plan:
 
 
 # The curve ends below the 2,048 tokens of a step, so that no hit on it depends on where a step ends.
-FULL = Plan((50, 75, 110, 163, 260, 430, 800, 1500, 3000, 6000), (5, 12, 30, 75, 190, 480, 1200, 3000), 75, 1920)
+FULL = CellPlan((50, 75, 110, 163, 260, 430, 800, 1500, 3000, 6000), (5, 12, 30, 75, 190, 480, 1200, 3000), 75, 1920)
 
-QUICK = Plan((50, 163, 469, 1200), (5, 75, 600), 75, 0)
+QUICK = CellPlan((50, 163, 469, 1200), (5, 75, 600), 75, 0)
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Family:
+class CellFamily:
     """All modes on one model."""
 
     name: str
     block_size: int  # tokens of a cache block
-    plan: Plan
+    plan: CellPlan
     modes: tuple[Mode, ...]
     seconds: float
     unit: int = UNIT  # match unit of Seamark's engine, tokens
@@ -214,7 +214,7 @@ async def measured(name: str, ours: bool, measure: Measure, grid: Sequence[Lengt
 
 
 async def measure_seamark(
-    client: httpx.AsyncClient, gateway: str, worker: str, plan: Plan
+    client: httpx.AsyncClient, gateway: str, worker: str, plan: CellPlan
 ) -> tuple[EngineInfo, list[Mode]]:
     """The worker's engine, and Seamark's two modes: chats through the gateway, hints by hand."""
     tokens = await source_tokens(client, worker, max(*plan.shared, *plan.own))
@@ -230,7 +230,7 @@ async def measure_seamark(
 
 
 async def measure_baseline(
-    client: httpx.AsyncClient, name: str, worker: str, plan: Plan, sweep: Sequence[Lengths]
+    client: httpx.AsyncClient, name: str, worker: str, plan: CellPlan, sweep: Sequence[Lengths]
 ) -> Mode:
     """An engine without hints, given token ids."""
     tokens = await source_tokens(client, worker, max(*plan.shared, *plan.own))

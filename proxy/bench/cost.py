@@ -66,7 +66,7 @@ class Metered:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostOfPrompts:
     """What one family's engine pays."""
 
     family: str
@@ -113,7 +113,7 @@ async def compare(
     return {length: {kind: Comparison(kind, tuple(found[length, kind]), MOST) for kind in KINDS} for length in batches}
 
 
-async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> Cost:
+async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> CostOfPrompts:
     """Both engines on the generated model of family `name`, at the same time, started `STARTS` times."""
     model = generated_model(say, name)
     starts = min(STARTS, pairs)
@@ -122,7 +122,7 @@ async def measure_family(name: str, pairs: int, say: Callable[[str], None]) -> C
         share = pairs // starts + (start < pairs % starts)
         say(f"{name}: starting Seamark and vLLM alone, {start + 1} of {starts}")
         found.append(await measure_start(model, share, random.Random(start), say))
-    return Cost(
+    return CostOfPrompts(
         name,
         {length: {kind: pooled(kind, [each[length][kind] for each in found]) for kind in KINDS} for length in BATCHES},
     )
@@ -142,7 +142,7 @@ async def measure_start(
             return await compare(client, ours, baseline, BATCHES, pairs, order, say)
 
 
-def render(cost: Cost) -> str:
+def render(cost: CostOfPrompts) -> str:
     """One line per length and kind."""
     head = f"  {'kind':<27}{'tokens':>6}  {'ratio':<22}{'calm':<7}{'extra ms':<26}vLLM alone ms"
     lines = [f"{cost.family}: CPU time of never-shared prompts, {ANSWER_TOKENS} tokens answered", head]
@@ -173,7 +173,7 @@ def _milliseconds(extra: Spread) -> str:
     return f"{extra.median:+.2f} ({extra.lower:+.2f}..{extra.upper:+.2f})"
 
 
-def report(costs: Sequence[Cost]) -> list[dict[str, Any]]:
+def report(costs: Sequence[CostOfPrompts]) -> list[dict[str, Any]]:
     """Everything measured, for machines; seconds of CPU time."""
 
     def described(comparison: Comparison) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from proxy.bench.harness.client import ask_all, open_client
 from proxy.bench.harness.counters import PassCounter
 from proxy.bench.harness.ratios import Pair, spread
 from proxy.bench.harness.servers import MODEL_NAME, Servers, generated_model, narrator
-from proxy.bench.stories import Contender, Line, Planted, Stage, Story
+from proxy.bench.stories import Contender, Line, Planted, Story, StoryStage
 from proxy.commands.parser import Parser
 
 REPORTS = Path("reports")
@@ -44,7 +44,7 @@ async def play(
 ) -> tuple[list[Story], list[Planted]]:
     """All stories in order, then the planted defects in the engine at `defective`."""
     async with open_client(300) as client:
-        stage = Stage(client, reference, contenders)
+        stage = StoryStage(client, reference, contenders)
         for url in {
             reference,
             *(contender.url for contender in contenders),

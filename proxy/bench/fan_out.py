@@ -25,9 +25,9 @@ from proxy.bench.harness import exact
 from proxy.bench.harness.client import (
     COMPLETION,
     MIN_TOKENS,
-    Answer,
     Leave,
     Left,
+    TimedAnswer,
     complete,
     fresh_tokens,
     judgeable,
@@ -70,7 +70,7 @@ ON, OFF, BASELINE = "Seamark", "Seamark, gate off", "vLLM, unit 16"
 
 
 @dataclass(frozen=True)
-class Plan:
+class WavePlan:
     """Which requests make a wave; lengths in tokens."""
 
     shared: int  # by all prompts of a group
@@ -94,9 +94,9 @@ class Plan:
         ]
 
 
-PLAN = Plan(shared=3600, own=50)
+PLAN = WavePlan(shared=3600, own=50)
 
-WARM_UP = Plan(shared=500, own=50, size=4, decoders=2)  # a process's first requests pay for set-up
+WARM_UP = WavePlan(shared=500, own=50, size=4, decoders=2)  # a process's first requests pay for set-up
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,16 @@ class Wave:
     """What became of a wave. Times in seconds."""
 
     prompts: Sequence[Sequence[int]]
-    results: Sequence[Answer | Left]  # in the same order
+    results: Sequence[TimedAnswer | Left]  # in the same order
     computed: int  # prompt tokens, short requests included
     seconds: float  # until the last answer had ended
     cpu_seconds: float  # of the server and its processes meanwhile, user and system
     short_ttfts: Sequence[float]
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[TimedAnswer]:
         """The answers to clients that stayed."""
-        return [result for result in self.results if isinstance(result, Answer)]
+        return [result for result in self.results if isinstance(result, TimedAnswer)]
 
     @property
     def slow_short(self) -> float:
@@ -122,7 +122,7 @@ class Wave:
 
 
 @dataclass(frozen=True)
-class Line:
+class WaveLine:
     """One wave on one engine, its answers judged. Times in seconds, lengths in tokens."""
 
     engine: str
@@ -143,7 +143,7 @@ class Line:
         return self.computed / self.ideal
 
 
-class Verdict(NamedTuple):
+class WaveVerdict(NamedTuple):
     """A target, and whether it is met."""
 
     held: bool
@@ -154,16 +154,16 @@ class Verdict(NamedTuple):
 class FanOut:
     """Everything measured."""
 
-    cold: Sequence[Line]  # one per engine, Seamark first
-    left: Line  # Seamark, the first request of each group left by its client
-    plan: Plan
+    cold: Sequence[WaveLine]  # one per engine, Seamark first
+    left: WaveLine  # Seamark, the first request of each group left by its client
+    plan: WavePlan
     short: Comparison  # p99 of short requests' times to the first token, gate on against off
     followers: int  # held back in all waves
     shorts: int  # short requests timed, on both sides together
     wave_seconds: Pair  # medians of the paired waves
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[WaveVerdict]:
         """The targets."""
         ours = self.cold[0]
         members = self.plan.groups * self.plan.size
@@ -171,20 +171,20 @@ class FanOut:
         exact_lines = all(not line.differing for line in (*self.cold, self.left))
         left_in_time = self.left.left_early == self.plan.groups
         return [
-            Verdict(
+            WaveVerdict(
                 ours.ratio <= MOST_COMPUTED,
                 f"{ours.computed} prompt tokens computed, {ours.ratio:.3f} of the ideal, at most {MOST_COMPUTED}",
             ),
-            Verdict(exact_lines, "every answer equals the reference engine's"),
-            Verdict(
+            WaveVerdict(exact_lines, "every answer equals the reference engine's"),
+            WaveVerdict(
                 left_in_time and self.left.answered == members - self.plan.groups,
                 f"{self.left.left_early} leaders left before their first token, {self.left.answered} others answered",
             ),
-            Verdict(  # what the leaders had computed is lost, at most a shared part each
+            WaveVerdict(  # what the leaders had computed is lost, at most a shared part each
                 self.left.computed <= most_after_leaving,
                 f"{self.left.computed} prompt tokens computed where the leaders left, at most {most_after_leaving:.0f}",
             ),
-            Verdict(
+            WaveVerdict(
                 self.short.held,
                 f"{self.short.name}: {self.short.ratio.median:.2f} of the gate off, at most {self.short.limit}",
             ),
@@ -194,7 +194,7 @@ class FanOut:
 async def run_wave(
     client: httpx.AsyncClient,
     server: Server,
-    plan: Plan,
+    plan: WavePlan,
     *seed: object,
     leave: Leave | None = None,
     short: bool = False,
@@ -230,7 +230,7 @@ def body(prompt: Sequence[int], shared: int) -> Mapping[str, object]:
 
 
 @contextlib.asynccontextmanager
-async def decoding(client: httpx.AsyncClient, server: Server, plan: Plan, *seed: object) -> AsyncIterator[None]:
+async def decoding(client: httpx.AsyncClient, server: Server, plan: WavePlan, *seed: object) -> AsyncIterator[None]:
     """Unrelated requests that generate one token after the other for as long as the context lasts.
 
     Raises `RuntimeError` if one of them came to its end before, `httpx.HTTPStatusError` if it was refused.
@@ -265,14 +265,14 @@ async def decoding(client: httpx.AsyncClient, server: Server, plan: Plan, *seed:
 
 async def short_requests(client: httpx.AsyncClient, server: Server, *seed: object) -> list[float]:
     """Times to the first token of requests that arrive in a steady rhythm until the task is cancelled."""
-    on_the_way: list[asyncio.Task[Answer | Left]] = []
+    on_the_way: list[asyncio.Task[TimedAnswer | Left]] = []
     began = time.perf_counter()
     with contextlib.suppress(asyncio.CancelledError):
         for number in itertools.count():
             request = {"prompt": fresh_tokens(SHORT_TOKENS, *seed, "short", number), "max_tokens": 1, "stream": True}
             on_the_way.append(asyncio.create_task(send(client, server.url, COMPLETION, request)))
             await asyncio.sleep(began + (number + 1) * SHORT_INTERVAL - time.perf_counter())
-    return [answer.ttft for answer in await asyncio.gather(*on_the_way) if isinstance(answer, Answer)]
+    return [answer.ttft for answer in await asyncio.gather(*on_the_way) if isinstance(answer, TimedAnswer)]
 
 
 async def until_idle(client: httpx.AsyncClient, server: Server) -> None:
@@ -285,10 +285,12 @@ async def until_idle(client: httpx.AsyncClient, server: Server) -> None:
             await asyncio.sleep(0.1)
 
 
-Right = Mapping[tuple[int, ...], Answer]
+RightAnswers = Mapping[tuple[int, ...], TimedAnswer]
 
 
-async def right_answers(client: httpx.AsyncClient, reference: Server, plan: Plan, waves: Sequence[Wave]) -> Right:
+async def right_answers(
+    client: httpx.AsyncClient, reference: Server, plan: WavePlan, waves: Sequence[Wave]
+) -> RightAnswers:
     """The reference engine's answers to all prompts of `waves`."""
     prompts = list({tuple(prompt) for wave in waves for prompt in wave.prompts})
     hint = {"seamark_boundaries": [plan.shared]}
@@ -296,16 +298,16 @@ async def right_answers(client: httpx.AsyncClient, reference: Server, plan: Plan
     return dict(zip(prompts, await asyncio.gather(*answers), strict=True))
 
 
-def judged(engine: str, plan: Plan, wave: Wave, right: Right) -> Line:
+def judged(engine: str, plan: WavePlan, wave: Wave, right: RightAnswers) -> WaveLine:
     """Compare the answers of a wave with the right ones."""
     differences = []
     for prompt, result in zip(wave.prompts, wave.results, strict=True):
-        if isinstance(result, Answer):
+        if isinstance(result, TimedAnswer):
             difference = exact.compare(result, right[tuple(prompt)])
             is_whole = len(result.steps) == MIN_TOKENS
             differences.append(difference if is_whole else exact.Difference(len(result.steps), 0.0))
     left = [result for result in wave.results if isinstance(result, Left)]
-    return Line(
+    return WaveLine(
         engine,
         computed=wave.computed,
         ideal=plan.ideal,
@@ -325,7 +327,7 @@ def leaving_time(cold: Wave) -> float:
     return min(LEAVE_SECONDS, min(answer.ttft for answer in cold.answers) / 2)
 
 
-async def measure(servers: Servers, model: Path, plan: Plan, pairs: int, say: Callable[[str], None]) -> FanOut:
+async def measure(servers: Servers, model: Path, plan: WavePlan, pairs: int, say: Callable[[str], None]) -> FanOut:
     """Gate on and off side by side, then the baseline and the judge."""
 
     def engine(name: str, mode: str, *flags: str, environment: Mapping[str, str] = {}) -> Server:

@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from proxy.bench import picture
-from proxy.bench.cells import FULL, QUICK, WANTED, Cell, Family, Lengths, Mode, Plan, measure_baseline, measure_seamark
+from proxy.bench.cells import (
+    FULL,
+    QUICK,
+    WANTED,
+    Cell,
+    CellFamily,
+    CellPlan,
+    Lengths,
+    Mode,
+    measure_baseline,
+    measure_seamark,
+)
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.servers import Servers, generated_model, narrator
 from proxy.bench.stories import UNIT
@@ -59,7 +70,7 @@ def main(argv: list[str]) -> int:
     return 1 if failures else 0
 
 
-async def measure_family(name: str, plan: Plan, say: Callable[[str], None], drafts: bool = False) -> Family:
+async def measure_family(name: str, plan: CellPlan, say: Callable[[str], None], drafts: bool = False) -> CellFamily:
     """All modes on the generated model of family `name`, one engine after another; `drafts`: each of them drafts."""
     began = time.monotonic()
     model = generated_model(say, name, mtp=drafts)
@@ -81,10 +92,10 @@ async def measure_family(name: str, plan: Plan, say: Callable[[str], None], draf
                 modes.append(await measure_baseline(client, baseline, engine.url, plan, plan.sweep(info.block_size)))
                 engine.stop()
     title = f"{name} with MTP" if drafts else name
-    return Family(title, info.block_size, plan, tuple(modes), time.monotonic() - began, info.match_unit, info.ahead)
+    return CellFamily(title, info.block_size, plan, tuple(modes), time.monotonic() - began, info.match_unit, info.ahead)
 
 
-def render(family: Family) -> str:
+def render(family: CellFamily) -> str:
     """A table per mode: percent, rounded down, of the shareable tokens that the second request hit."""
     lines = [f"{family.name}, cache block {family.block_size} tokens, {family.seconds:.0f} s"]
     for mode in family.modes:
@@ -106,7 +117,7 @@ def _in_words(cell: Cell) -> str:
     return f"{cell.delivered} of {cell.oracle} at {cell.shared} shared, {cell.own} own"
 
 
-def complaints(family: Family) -> list[str]:
+def complaints(family: CellFamily) -> list[str]:
     """What is not as good as it has to be, with the worst cell."""
     return [
         f"{family.name}, {mode.name}: {family.allowed(mode):.2%} is less than {WANTED:.0%};"
@@ -115,13 +126,13 @@ def complaints(family: Family) -> list[str]:
     ]
 
 
-def report(families: Sequence[Family]) -> list[dict[str, Any]]:
+def report(families: Sequence[CellFamily]) -> list[dict[str, Any]]:
     """Everything measured, for machines; lengths in tokens."""
 
     def cells(mode: Mode) -> list[dict[str, Any]]:
         return [{**asdict(cell), "oracle": cell.oracle} for cell in mode.cells]
 
-    def modes(family: Family) -> list[dict[str, Any]]:
+    def modes(family: CellFamily) -> list[dict[str, Any]]:
         return [
             {**asdict(mode), "efficiency": mode.efficiency, "worst": asdict(mode.worst), "cells": cells(mode)}
             for mode in family.modes

@@ -53,7 +53,7 @@ class Unusable(Exception):
     """The stack cannot be measured; the text says why, and the cure if there is one."""
 
 
-class Reply(NamedTuple):
+class MinedReply(NamedTuple):
     """A streamed answer."""
 
     prompt_tokens: int
@@ -62,11 +62,11 @@ class Reply(NamedTuple):
     text: str
 
 
-class Pair(NamedTuple):
+class MinedPair(NamedTuple):
     """Two requests with one new system prompt, one after the other."""
 
-    cold: Reply
-    warm: Reply
+    cold: MinedReply
+    warm: MinedReply
 
 
 @dataclass
@@ -74,9 +74,9 @@ class Measured:
     """What one stack has answered until now."""
 
     bare: int = 0  # tokens of the same chat without a system prompt worth the name
-    pairs: dict[int, list[Pair]] = field(default_factory=dict)  # by the length asked for, in tokens
-    fan_out: list[Reply] = field(default_factory=list)
-    turns: list[Reply] = field(default_factory=list)
+    pairs: dict[int, list[MinedPair]] = field(default_factory=dict)  # by the length asked for, in tokens
+    fan_out: list[MinedReply] = field(default_factory=list)
+    turns: list[MinedReply] = field(default_factory=list)
 
     @property
     def reported(self) -> bool:
@@ -151,7 +151,7 @@ class Stack:
             if entry["id"] == self.model and isinstance(entry.get("max_model_len"), int):
                 self.context = entry["max_model_len"]
 
-    async def ask(self, system: str, *turns: str, tokens: int = TIMED) -> Reply:
+    async def ask(self, system: str, *turns: str, tokens: int = TIMED) -> MinedReply:
         """Stream a greedy answer of at most `tokens` tokens to a chat whose `turns` alternate from the user's on."""
         messages = [{"role": "system", "content": system}]
         messages += [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
@@ -191,7 +191,7 @@ class Stack:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if cached is None and header.isdigit():
             cached = int(header)
-        return Reply(usage["prompt_tokens"], cached, first_token, text)
+        return MinedReply(usage["prompt_tokens"], cached, first_token, text)
 
     def _unreachable(self, error: Exception) -> Unusable:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL | httpx.UnsupportedProtocol):
@@ -241,7 +241,7 @@ async def _events(response: httpx.Response, shown: str) -> AsyncIterator[Mapping
         yield event
 
 
-class Plan(NamedTuple):
+class MinePlan(NamedTuple):
     """What each stack is sent."""
 
     lengths: tuple[int, ...]  # tokens, ascending
@@ -263,19 +263,19 @@ class Plan(NamedTuple):
         return 2 * self.pairs * sum(self.lengths) + (FAN_OUT + TURNS) * self.middle + SAMPLE_WORDS
 
 
-def plan_for(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int) -> Plan:
+def plan_for(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int) -> MinePlan:
     """What fits the smallest context of `stacks`. Raises `Unusable` if no length does."""
     room = min((stack.context for stack in stacks if stack.context is not None), default=None)
     fitting = tuple(sorted({length for length in lengths if room is None or length + HEADROOM <= room}))
     if not fitting:
         raise Unusable(f"the context of {room} tokens is too short for a prompt of {min(lengths)}: give --lengths")
-    return Plan(fitting, pairs)
+    return MinePlan(fitting, pairs)
 
 
 class Bench:
     """The run: `measured` fills up as answers come, and holds what there is if time runs out."""
 
-    def __init__(self, stacks: Sequence[Stack], plan: Plan) -> None:
+    def __init__(self, stacks: Sequence[Stack], plan: MinePlan) -> None:
         self._stacks = stacks
         self._plan = plan
         self._words_per_token: list[float] = []
@@ -319,7 +319,7 @@ class Bench:
         stack, system = self._stacks[index], self._prefix(index, length)
         cold = await stack.ask(system, QUESTIONS[0])
         warm = await stack.ask(system, QUESTIONS[1])
-        self.measured[index].pairs.setdefault(length, []).append(Pair(cold, warm))
+        self.measured[index].pairs.setdefault(length, []).append(MinedPair(cold, warm))
 
     async def _fan_out(self, index: int) -> None:
         stack, system = self._stacks[index], self._prefix(index, self._plan.middle)
@@ -375,7 +375,7 @@ def _percent(part: float | None) -> str:
     return "not reported" if part is None else f"{part:.0%}"
 
 
-def _hits(one: Measured, replies: Sequence[Reply]) -> str:
+def _hits(one: Measured, replies: Sequence[MinedReply]) -> str:
     if not one.reported:
         return ""
     found = " ".join(f"{reply.cached_tokens or 0:,}" for reply in replies)
@@ -429,7 +429,7 @@ def verdict(measured: Sequence[Measured]) -> str:
 def report(stacks: Sequence[Stack], measured: Sequence[Measured]) -> dict[str, Any]:
     """For machines: every answer without its text; times in seconds, lengths in tokens."""
 
-    def plain(reply: Reply) -> dict[str, Any]:
+    def plain(reply: MinedReply) -> dict[str, Any]:
         return {name: value for name, value in reply._asdict().items() if name != "text"}
 
     return {

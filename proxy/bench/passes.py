@@ -51,7 +51,7 @@ BASELINE_WORDS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class PassPlan:
     """Which requests are counted; lengths in tokens."""
 
     shared: tuple[int, ...]
@@ -59,14 +59,14 @@ class Plan:
     waves: int  # of a fan-out, the median counts
     running: int  # prompt that a queued fan-out waits behind; 0: no queued ones
 
-    def shorter_than(self, block_size: int) -> Plan:
+    def shorter_than(self, block_size: int) -> PassPlan:
         """The part of it in which every prompt is shorter than a cache block."""
         own = tuple(length for length in self.own if self.shared[0] + length < block_size)
         shared = tuple(length for length in self.shared if own and length + own[-1] < block_size)
         return replace(self, shared=shared, own=own, running=0)
 
 
-FULL = Plan((130, 163, 384, 469, 1864, 6000), (120, 500), 5, 6000)
+FULL = PassPlan((130, 163, 384, 469, 1864, 6000), (120, 500), 5, 6000)
 
 
 class Row(NamedTuple):
@@ -78,7 +78,7 @@ class Row(NamedTuple):
     own: int
 
 
-Counts = Mapping[Row, float]  # forward passes, of a wave the median
+PassCounts = Mapping[Row, float]  # forward passes, of a wave the median
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Table:
 
     family: str
     block_size: int  # tokens of a cache block
-    counts: Mapping[str, Counts]
+    counts: Mapping[str, PassCounts]
 
     def others(self, row: Row) -> dict[str, float]:
         """The engines that Seamark is judged by in this row."""
@@ -98,7 +98,7 @@ class Table:
         return self.counts[OURS][row] <= min(self.others(row).values())
 
 
-async def count(client: httpx.AsyncClient, engine: Server, plan: Plan) -> dict[Row, float]:
+async def count(client: httpx.AsyncClient, engine: Server, plan: PassPlan) -> dict[Row, float]:
     """Passes of every row on one engine. Every engine is sent the same, hints included: vLLM alone ignores them."""
     await complete(client, engine.url, fresh_tokens(64, "first"), max_tokens=2)  # a process's first pays for set-up
     passes = PassCounter(engine.log)
@@ -176,10 +176,10 @@ async def _queued_wave(
     raise RuntimeError(f"no wave of {FAN_OUT} arrived within a pass of {running} tokens")
 
 
-async def measure_family(name: str, plan: Plan, say: Callable[[str], None]) -> Table:
+async def measure_family(name: str, plan: PassPlan, say: Callable[[str], None]) -> Table:
     """All engines on the generated model of family `name`, one after another."""
     model = generated_model(say, name)
-    counts: dict[str, Counts] = {}
+    counts: dict[str, PassCounts] = {}
     block_size = 0
     with tempfile.TemporaryDirectory(prefix="seamark-passes-") as folder, Servers(Path(folder)) as servers:
         async with open_client(300) as client:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from proxy.bench.cells import Family, Lengths, Mode
+from proxy.bench.cells import CellFamily, Lengths, Mode
 from proxy.bench.stories import UNIT
 
 WIDTH = 920
@@ -44,7 +44,7 @@ class Point(NamedTuple):
     y: float
 
 
-def draw(families: Sequence[Family]) -> str:
+def draw(families: Sequence[CellFamily]) -> str:
     """The SVG, families one below the other."""
     parts, top = [], 0.0
     for family in families:
@@ -69,12 +69,12 @@ def _style() -> str:
     return f"{rules(LIGHT, 0)}@media(prefers-color-scheme:dark){{{rules(DARK, 1)}}}.on{{fill:#fff}}.off{{fill:#1d2730}}"
 
 
-def _height(family: Family) -> float:
+def _height(family: CellFamily) -> float:
     maps = (len(family.modes) + 1) // 2
     return HEAD + (CURVE if _curves(family) else 0) + maps * MAP + 2 * CARD
 
 
-def _family(family: Family) -> str:
+def _family(family: CellFamily) -> str:
     height = _height(family) - 2
     parts = [f'<rect class="card" x="1" y="1" width="{WIDTH - 2}" height="{height:.0f}" rx="{CARD}"/>']
     parts.append(_text(Point(28, 40), "How much of a shared prefix the second request gets", 'font-size="20"'))
@@ -90,11 +90,11 @@ def _family(family: Family) -> str:
     return "\n".join(parts)
 
 
-def _curves(family: Family) -> list[Mode]:
+def _curves(family: CellFamily) -> list[Mode]:
     return [mode for mode in family.modes if mode.sweep]
 
 
-def _curve_panel(family: Family, top: float) -> str:
+def _curve_panel(family: CellFamily, top: float) -> str:
     curves, own = _curves(family), family.plan.sweep_own
     upper, lower = top + 52, top + 260
     longest = max(cell.shared for mode in curves for cell in mode.sweep)
@@ -125,7 +125,7 @@ def _curve_panel(family: Family, top: float) -> str:
     return "\n".join(parts + lines)
 
 
-def _map(mode: Mode, family: Family, corner: Point) -> str:
+def _map(mode: Mode, family: CellFamily, corner: Point) -> str:
     plan = family.plan
     left, top = corner.x + 54, corner.y + 40
     column, row = MAP_WIDTH / len(plan.shared), ROW

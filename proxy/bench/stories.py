@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from proxy.bench.harness import exact, planted
-from proxy.bench.harness.client import MIN_TOKENS, Answer, Messages, ask, ask_all, complete, tokens_of
+from proxy.bench.harness.client import MIN_TOKENS, Messages, TimedAnswer, ask, ask_all, complete, tokens_of
 from proxy.bench.harness.counters import PassCounter
 from proxy.bench.harness.prompts import Shared, prose, with_shared_tokens
 from proxy.boundaries.token_ids import common_prefix
@@ -105,7 +105,7 @@ class Story:
 
 
 @dataclass
-class Stage:
+class StoryStage:
     """What all stories need."""
 
     client: httpx.AsyncClient
@@ -123,7 +123,7 @@ class Stage:
         extra = {} if questions is None else {"questions": questions}
         return await with_shared_tokens(self.client, self.reference, shared, self.fresh_seed(), **extra)
 
-    async def right_answers(self, prompts: Sequence[Messages]) -> list[Answer]:
+    async def right_answers(self, prompts: Sequence[Messages]) -> list[TimedAnswer]:
         """The reference engine's answers."""
         return await ask_all(self.client, self.reference, prompts, MIN_TOKENS, parallel=8)
 
@@ -133,7 +133,7 @@ def floored(tokens: int, unit: int = UNIT) -> int:
     return tokens // unit * unit
 
 
-def judge(line: Line, answers: Sequence[Answer], right: Sequence[Answer]) -> None:
+def judge(line: Line, answers: Sequence[TimedAnswer], right: Sequence[TimedAnswer]) -> None:
     """Write into `line` how far `answers` are from the `right` ones."""
     worst = exact.worst([exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True)])
     line.first_difference, line.largest_error = worst.position, worst.largest_error
@@ -144,8 +144,8 @@ class _Series:
     """What one engine answers in a story whose requests come one after the other."""
 
     contender: Contender
-    cold: list[Answer] = field(default_factory=list)
-    warm: list[Answer] = field(default_factory=list)
+    cold: list[TimedAnswer] = field(default_factory=list)
+    warm: list[TimedAnswer] = field(default_factory=list)
     passes_cold: list[int] = field(default_factory=list)
     passes_warm: list[int] = field(default_factory=list)
 
@@ -174,7 +174,7 @@ def _turned(played: Sequence[_Series], number: int) -> Sequence[_Series]:
     return [*played[turn:], *played[:turn]]
 
 
-async def one_system_prompt(stage: Stage, shared: int) -> Story:
+async def one_system_prompt(stage: StoryStage, shared: int) -> Story:
     """Six questions, one after the other, on one system prompt; a question or two on others for the medians."""
     variants = [await stage.shared_prompts(shared) for _ in range(cold_starts(shared))]
     full = variants[0]
@@ -214,7 +214,7 @@ NEXT_WAVE = (  # first words that share no beginning with those of the sections
 )
 
 
-async def fan_out(stage: Stage, size: int, parallel: int) -> Story:
+async def fan_out(stage: StoryStage, size: int, parallel: int) -> Story:
     """A brief-writer sends four sections on one new system prompt, `parallel` at a time, and four more after that.
 
     Whether the later ones wait for the first is the engine's choice, by what waiting saves; the next wave hits anyway.
@@ -297,7 +297,7 @@ def _turns(seed: int) -> list[Messages]:
     return turns
 
 
-async def conversation(stage: Stage) -> Story:
+async def conversation(stage: StoryStage) -> Story:
     """Four turns, the same on every engine; some more conversations for the medians."""
     chats = [_turns(stage.fresh_seed()) for _ in range(cold_starts(0))]
     turns = chats[0]
@@ -331,7 +331,7 @@ async def conversation(stage: Stage) -> Story:
     )
 
 
-async def same_request_twice(stage: Stage) -> Story:
+async def same_request_twice(stage: StoryStage) -> Story:
     """The identical request again: everything but the last token could be shared."""
     variants = [(await stage.shared_prompts(163)).prompts[0] for _ in range(cold_starts(163))]
     tokens = len(await tokens_of(stage.client, stage.reference, variants[0]))
@@ -369,7 +369,7 @@ class Planted:
     first_difference: int | None
 
 
-async def planted_defects(stage: Stage, url: str, folder: Path, unit: int = UNIT) -> list[Planted]:
+async def planted_defects(stage: StoryStage, url: str, folder: Path, unit: int = UNIT) -> list[Planted]:
     """Plant each defect in the engine at `url`, and compare its answer; the first line is without a defect."""
     found = []
     for defect in (None, *planted.DEFECTS):

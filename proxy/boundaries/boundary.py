@@ -12,7 +12,7 @@ Kind = Literal["system", "history", "turn", "explicit", "learned"]
 
 # How the entries of a hint came about: by facts of the template alone, with positions remembered of this very head, or
 # there are none.
-Result = Literal["learnt", "head", "none"]
+LookupResult = Literal["learnt", "head", "none"]
 
 
 class Boundary(NamedTuple):
@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
     boundaries: tuple[Boundary, ...] = ()  # ascending, as far as their order is known
     prefixes: tuple[bytes, ...] = ()  # keys of all beginnings of this prompt, shortest first
-    result: Result = "none"
+    result: LookupResult = "none"
     failure: str | None = None  # why no hint can be sent: a reason of the closed set
     layout: PromptLayout | None = None
     renderer_id: bytes = b""  # of the tokenizer and template that the entries are for

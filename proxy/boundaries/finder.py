@@ -13,14 +13,13 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from proxy.boundaries.boundary import Boundary, Found, Kind, Place, Result
+from proxy.boundaries.boundary import Boundary, Found, Kind, LookupResult, Place
 from proxy.boundaries.dates import Dates
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.layout import OPEN_ROLES, REMINDER_ROLES, RESULT_ROLES, PromptLayout, layout_of
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.resolve import Entry, encode_end, encode_opener
-from proxy.boundaries.template_facts import Opener, TemplateFacts
-from proxy.boundaries.template_facts import Place as TextPlace
+from proxy.boundaries.template_facts import Opener, OpenerPlace, TemplateFacts
 from proxy.chat.chat import TOOLS, Chat, Mark, last_text_part, listed
 
 # Marks of one request that count; the APIs that have them allow four.
@@ -100,7 +99,7 @@ class _Search:
         self._inside: dict[int, list[tuple[int, int, bytes]]] = {}
         self._unplaced: list[Place] = []
         self._dated: Place | None = None
-        self._result: Result = "none"
+        self._result: LookupResult = "none"
 
     def between_messages(self) -> None:
         """The ends of the system prompt, of what precedes the last text, and of turns."""
@@ -291,7 +290,7 @@ class _Search:
         if self._facts is None:
             return None
         tool = roles[index] != "user"
-        place: TextPlace = "alone" if layout.alone else "user"
+        place: OpenerPlace = "alone" if layout.alone else "user"
         if tool:
             place = "results" if index and roles[index - 1] in RESULT_ROLES else "tool"
         opener = self._facts.opener(place, tools=self._tools)

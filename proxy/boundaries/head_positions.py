@@ -43,7 +43,7 @@ MAX_BYTES = 1_000_000  # of all of it as JSON: tools, images and other fields
 REST = 9.0
 
 
-class _Head(NamedTuple):
+class _AskedHead(NamedTuple):
     """A chat up to a place in its last message; nothing else of its request is kept alive."""
 
     body: Mapping[str, Any]  # without messages
@@ -76,7 +76,7 @@ class HeadPositions:
     def __init__(self, positions: PositionCache) -> None:
         self._positions = positions
         self._seen: OrderedDict[bytes, bool] = OrderedDict()  # by key: whether it was tried
-        self._waiting: deque[tuple[_Head, Renderer, str | None]] = deque()  # and whose
+        self._waiting: deque[tuple[_AskedHead, Renderer, str | None]] = deque()  # and whose
         self._worker: asyncio.Task[None] | None = None
 
     def learn(self, found: Found, renderer: Renderer, owner: str | None = None) -> None:
@@ -121,7 +121,7 @@ class HeadPositions:
                 self._positions.put(head.place.key, tokens)
             await asyncio.sleep((time.monotonic() - began) * REST)
 
-    async def _measured(self, head: _Head, renderer: Renderer) -> int:
+    async def _measured(self, head: _AskedHead, renderer: Renderer) -> int:
         """Tokens up to the place that no text behind it changes; 0 for nothing."""
         prompt = None
         shared = 0
@@ -134,8 +134,8 @@ class HeadPositions:
         return shared
 
 
-def _head(layout: PromptLayout, place: Place) -> _Head:
+def _head(layout: PromptLayout, place: Place) -> _AskedHead:
     without = ("messages", "continue_final_message", "add_generation_prompt")
     body = {name: value for name, value in layout.chat.body.items() if name not in without}
     messages = list(layout.chat.messages[: place.message + 1])
-    return _Head(body, messages, place, layout.chat.roles[place.message] in REMINDER_ROLES)
+    return _AskedHead(body, messages, place, layout.chat.roles[place.message] in REMINDER_ROLES)

@@ -22,7 +22,7 @@ GAP = 24
 
 # Before which text: the first user text of a chat that has more behind it; the only text; a later user text that is the
 # chat's last one; a tool's result that is the last text; the same behind another tool's result.
-Place = Literal["first", "alone", "user", "tool", "results"]
+OpenerPlace = Literal["first", "alone", "user", "tool", "results"]
 
 # Of the message to answer; `system`: a reminder that an agent puts behind a user's or a tool's message.
 Role = Literal["user", "tool", "system"]
@@ -106,7 +106,9 @@ class TemplateFacts:
     """Of one template, tokenizer and setting."""
 
     ends: Mapping[Role, int] = field(default_factory=dict)
-    openers: Mapping[tuple[Place, bool], Opener] = field(default_factory=dict)  # by place, and whether tools are there
+    openers: Mapping[tuple[OpenerPlace, bool], Opener] = field(
+        default_factory=dict
+    )  # by place, and whether tools are there
     broken: frozenset[Turn] = frozenset()  # turns that the template renders anew once they are answered
     # Learnt with this very setting. Else the openers are the default setting's and the ends the longest that this
     # template is known for: good for an entry, not for reckoning where a turn ended.
@@ -119,7 +121,7 @@ class TemplateFacts:
         """
         return self.ends.get(role)  # type: ignore[call-overload,no-any-return]
 
-    def opener(self, place: Place, tools: bool) -> Opener | None:
+    def opener(self, place: OpenerPlace, tools: bool) -> Opener | None:
         """What stands before the text in that `place` of a chat with or without `tools`; None: not to be told."""
         return self.openers.get((place, tools))
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from proxy.boundaries.template_facts import GAP, Opener, Place, Role, TemplateFacts, Turn
+from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, Role, TemplateFacts, Turn
 from proxy.boundaries.token_ids import common_prefix
 
 # Token ids of a chat request; None: the template refuses such a chat.
@@ -104,7 +104,7 @@ class ProbeChat:
         return [message["role"] for message in self.before].count("user") + (not self.answers)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> OpenerPlace:
         if self.answers:
             return "results" if self.before[-1]["role"] == "tool" else "tool"
         return "user" if self.users > 1 else "alone"
@@ -219,7 +219,7 @@ FEW_CHATS = tuple(
 )
 
 
-class Probed:
+class ProbedTemplate:
     """One chat as rendered. Prompts are texts with a character for each token id, since texts are searched fast."""
 
     def __init__(
@@ -239,7 +239,7 @@ def _parting(prompts: Sequence[str]) -> int:
     return min((common_prefix(prompts[0], other) for other in prompts[1:]), default=len(prompts[0]))
 
 
-async def probe(render: Render, chat: ProbeChat, fields: Mapping[str, Any]) -> Probed | None:
+async def probe(render: Render, chat: ProbeChat, fields: Mapping[str, Any]) -> ProbedTemplate | None:
     """The chat rendered with each of its texts; None if the template refuses such chats."""
     chat = replace(chat, fields=fields)
     texts = (*TEXTS, *MORE_TEXTS) if chat.more_texts else TEXTS
@@ -256,7 +256,7 @@ async def probe(render: Render, chat: ProbeChat, fields: Mapping[str, Any]) -> P
     following = await prompt(chat.next_body()) if chat.following else None
     few = 1 + sum(other is not None for other in others[: len(TEXTS) - 1])
     prompts = [first, *(other for other in others if other is not None)]
-    return Probed(chat, prompts, few, bare, following) if few > 1 else None
+    return ProbedTemplate(chat, prompts, few, bare, following) if few > 1 else None
 
 
 async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[str, Any]) -> TemplateFacts | None:
@@ -268,7 +268,7 @@ async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[st
     if not probed:
         return None
     # A chat with few texts may hide that one of the others would merge.
-    groups: tuple[tuple[Place, ...], ...] = (("alone",), ("user",), ("tool", "results"))
+    groups: tuple[tuple[OpenerPlace, ...], ...] = (("alone",), ("user",), ("tool", "results"))
     for places in groups:
         there = [each for each in probed if each.chat.place in places]
         merges = max((each.merges for each in there), default=0)
@@ -277,7 +277,7 @@ async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[st
                 each.start -= merges
     # Some ten milliseconds, in which requests go on.
     patterns = await asyncio.to_thread(_openers, probed)
-    openers: dict[tuple[Place, bool], Opener] = {}
+    openers: dict[tuple[OpenerPlace, bool], Opener] = {}
     texts: dict[str, str | None] = {}
     for key, (pattern, exact) in patterns.items():
         if pattern not in texts:
@@ -318,7 +318,7 @@ def _has_results(chat: ProbeChat) -> bool:
     return bool(chat.answers) or any(message["role"] == "tool" for message in chat.before)
 
 
-def _ends(probed: Sequence[Probed]) -> dict[Role, int]:
+def _ends(probed: Sequence[ProbedTemplate]) -> dict[Role, int]:
     """Tokens behind the last message, by its role, where that is one number."""
     found: dict[Role, set[int]] = {}
     for each in probed:
@@ -327,7 +327,7 @@ def _ends(probed: Sequence[Probed]) -> dict[Role, int]:
     return {role: next(iter(ends)) for role, ends in found.items() if len(ends) == 1}
 
 
-def _broken(probed: Sequence[Probed]) -> frozenset[Turn]:
+def _broken(probed: Sequence[ProbedTemplate]) -> frozenset[Turn]:
     """Turns of which the next request keeps less than up to their end; one token may merge with what follows."""
     ends = _ends(probed)
     return frozenset(
@@ -337,13 +337,13 @@ def _broken(probed: Sequence[Probed]) -> frozenset[Turn]:
     )
 
 
-def _openers(probed: Sequence[Probed]) -> dict[tuple[Place, bool], tuple[str, bool]]:
+def _openers(probed: Sequence[ProbedTemplate]) -> dict[tuple[OpenerPlace, bool], tuple[str, bool]]:
     """Each place's opener, and whether it leads to within a token of the place in all chats.
 
     What serves all user texts is preferred: it was seen in most chats.
     """
     users = [each for each in probed if each.chat.role == "user"]
-    found: dict[tuple[Place, bool], tuple[str, bool]] = {}
+    found: dict[tuple[OpenerPlace, bool], tuple[str, bool]] = {}
     for tools in (False, True):
         own = [each for each in users if bool(each.chat.tools) == tools]
         for place in ("alone", "user"):
@@ -367,14 +367,14 @@ def _openers(probed: Sequence[Probed]) -> dict[tuple[Place, bool], tuple[str, bo
     return found
 
 
-def _gap(each: Probed, pattern: str) -> int | None:
+def _gap(each: ProbedTemplate, pattern: str) -> int | None:
     """Tokens between the last occurrence of `pattern` and the last text; None: it is not there, or too far off."""
     at = each.prompt.rfind(pattern)
     gap = each.start - at - len(pattern)
     return gap if at >= 0 and 0 <= gap <= GAP else None
 
 
-def _best(patterns: Sequence[str | None], there: Sequence[Probed]) -> tuple[str, bool] | None:
+def _best(patterns: Sequence[str | None], there: Sequence[ProbedTemplate]) -> tuple[str, bool] | None:
     """The pattern that leads nearest to the last text in the worst of these chats, and whether within a token."""
     worst: dict[str, int] = {}
     for pattern in patterns if there else ():
@@ -387,7 +387,7 @@ def _best(patterns: Sequence[str | None], there: Sequence[Probed]) -> tuple[str,
     return best, worst[best] <= 1
 
 
-def _best_first(patterns: Sequence[str], users: Sequence[Probed]) -> tuple[str, bool] | None:
+def _best_first(patterns: Sequence[str], users: Sequence[ProbedTemplate]) -> tuple[str, bool] | None:
     """The pattern whose first occurrence leads to where a new conversation with this head would part."""
     alone = [each for each in users if each.chat.place == "alone"]
     worst: dict[str, int] = {}
@@ -404,7 +404,7 @@ def _best_first(patterns: Sequence[str], users: Sequence[Probed]) -> tuple[str, 
     return (min(worst, key=lambda pattern: worst[pattern]), True) if worst else None
 
 
-def _common(chats: Sequence[Probed]) -> str | None:
+def _common(chats: Sequence[ProbedTemplate]) -> str | None:
     """What stands before the last text in all chats and leads nearest to it; of equally near ones the longest."""
     if len(chats) < MIN_CHATS:
         return None
@@ -443,7 +443,7 @@ async def ends_with(render: Render, facts: TemplateFacts, fields: Mapping[str, A
     if not probed:
         return None
 
-    def holds(each: Probed) -> bool:
+    def holds(each: ProbedTemplate) -> bool:
         opener = facts.opener(each.chat.place, bool(each.chat.tools))
         return opener is None or _gap(each, "".join(map(chr, opener.ids))) is not None
 

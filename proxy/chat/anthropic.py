@@ -18,7 +18,7 @@ def messages_request(body: Mapping[str, Any]) -> Chat | None:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         return None
-    reader = _Reader()
+    reader = _BlockReader()
     reader.system(body.get("system"))
     for message in given:
         reader.message(message)
@@ -39,7 +39,7 @@ def messages_request(body: Mapping[str, Any]) -> Chat | None:
     return Chat(chat, reader.messages, tuple(reader.marks), MESSAGES, body) if reader.messages else None
 
 
-class _Reader:
+class _BlockReader:
     """Collects chat messages, and the places in them that the client marked."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from proxy.http.json_body import Edit, Path
 _HEADER = re.compile(rf"{BILLING_HEADER}:(?:[ \t]*[\w-]+=[^;\s]*(?:;|(?=\s|\Z)))*[ \t]*(?:\r?\n|\Z)")
 
 
-class Rule(NamedTuple):
+class Rewriting(NamedTuple):
     """One rule."""
 
     name: str
@@ -62,7 +62,10 @@ def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
 
 RULES = {
     rule.name: rule
-    for rule in (Rule("billing_header", _billing_header, frozenset({MESSAGES})), Rule("tools_sorted", _tools_sorted))
+    for rule in (
+        Rewriting("billing_header", _billing_header, frozenset({MESSAGES})),
+        Rewriting("tools_sorted", _tools_sorted),
+    )
 }
 
 

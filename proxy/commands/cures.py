@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import NamedTuple
 
-from proxy.commands.ways import Found, Way
+from proxy.commands.ways import FoundWay, Way
 
 SOURCE = "/path/to/seamark"
 
@@ -33,7 +33,7 @@ REGISTRY_IMAGE = "REGISTRY/seamark-worker:1"
 class Cures(NamedTuple):
     """What to change about the vLLM that serves `model` at `port`. Each cure is indented lines."""
 
-    found: Found
+    found: FoundWay
     model: str
     port: int
     local: bool  # asked over the loopback

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from proxy.chat.chat import CHAT, COMPLETIONS
 from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures
 from proxy.commands.parser import Parser
-from proxy.commands.ways import DEFAULT_PORT, LOOPBACK, Found, Way, find, surroundings
+from proxy.commands.ways import DEFAULT_PORT, LOOPBACK, FoundWay, Way, find, surroundings
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
@@ -49,7 +49,7 @@ EXIT_STATUSES = (
     "or the worker or the gateway could not be asked; 2: the command line or a key file is wrong."
 )
 
-PIP = Found(Way.PIP)
+PIP = FoundWay(Way.PIP)
 
 
 class Diagnosis(NamedTuple):
@@ -69,7 +69,7 @@ class Examination(NamedTuple):
     diagnoses: list[Diagnosis]
 
 
-class Unanswered(Exception):
+class NotAnswering(Exception):
     """No usable answer; the message says why."""
 
 
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
     if args.gateway:
         try:
             lost = read_shadow(address(args.gateway), gateway_key)
-        except Unanswered as error:
+        except NotAnswering as error:
             diagnoses.append(Diagnosis(False, str(error)))
             if verdict.startswith("will hit"):
                 verdict = f"not reachable: {error}"
@@ -127,14 +127,14 @@ def address(url: str) -> str:
     return base_url(text if "://" in text else f"http://{text}")
 
 
-def _way(url: str, chosen: Way | None) -> tuple[Found, str]:
+def _way(url: str, chosen: Way | None) -> tuple[FoundWay, str]:
     """How vLLM is run, and what to tell of that."""
     try:
         seen = find(url, surroundings())
     except ValueError:  # no URL
         seen = None
     if chosen is not None:
-        return (seen if seen is not None and seen.way is chosen else Found(chosen)), f"(cures for {chosen})"
+        return (seen if seen is not None and seen.way is chosen else FoundWay(chosen)), f"(cures for {chosen})"
     if seen is not None:
         name = f" ({seen.name})" if seen.name else ""
         return seen, f"(cures for {seen.way}{name}, as it looks from here; else --runs-as {'|'.join(Way)})"
@@ -147,7 +147,7 @@ def _key(setting: str, path: Path | None) -> str | None:
 
 @asynccontextmanager
 async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Probe]:
-    """Questions to a worker or a gateway. Raises `Unanswered`, also where one of the questions inside has no answer.
+    """Questions to a worker or a gateway. Raises `NotAnswering`, also where one of the questions inside has no answer.
 
     The words do not hold a password of the URL.
     """
@@ -156,22 +156,22 @@ async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Pro
         parts = urlsplit(shown)
         lacks_port = parts.port is None and what == SERVER
     except ValueError:
-        raise Unanswered(_no_url(url)) from None
+        raise NotAnswering(_no_url(url)) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Unanswered(f"no {what} answers at {shown}: no URL of http:// or https://")
+        raise NotAnswering(f"no {what} answers at {shown}: no URL of http:// or https://")
     upstream = Upstream(CONNECT_SECONDS, DEFAULTS.max_header_bytes, api_key)
     upstream.trust(shown, userinfo)
     try:
         yield Probe(upstream, shown, ANSWER_SECONDS)
     except (Unreachable, Broken) as error:
-        raise Unanswered(f"no {what} answers at {shown}: {_why_not(error, lacks_port)}") from None
+        raise NotAnswering(f"no {what} answers at {shown}: {_why_not(error, lacks_port)}") from None
     except Unwell as error:
-        raise Unanswered(f"{shown} is {error}") from None
+        raise NotAnswering(f"{shown} is {error}") from None
     finally:
         await upstream.aclose()
 
 
-def examine(url: str, api_key: str | None = None, found: Found = PIP) -> Examination:
+def examine(url: str, api_key: str | None = None, found: FoundWay = PIP) -> Examination:
     """What is right and wrong with the worker at `url`. Sends it one request for one token."""
 
     async def examination() -> Examination:
@@ -180,7 +180,7 @@ def examine(url: str, api_key: str | None = None, found: Found = PIP) -> Examina
 
     try:
         return asyncio.run(examination())
-    except Unanswered as error:
+    except NotAnswering as error:
         return _unreachable(str(error))
 
 
@@ -192,7 +192,7 @@ def _unreachable(why: str) -> Examination:
     return Examination(f"not reachable: {why}", [Diagnosis(False, f"no vLLM could be asked: {why}")])
 
 
-async def _examine(worker: Probe, has_key: bool, found: Found) -> Examination:
+async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination:
     shown = worker.url
     if gateway_id((await worker.get("/health"))[1]) is not None:
         return Examination(
@@ -201,11 +201,11 @@ async def _examine(worker: Probe, has_key: bool, found: Found) -> Examination:
         )
     status, answer = await worker.get(MODELS)
     if refusal := _why_refused(status, shown, has_key, KEY_FLAG, "vLLM's --api-key"):
-        raise Unanswered(refusal)
+        raise NotAnswering(refusal)
     if status >= 500:
-        raise Unanswered(f"{shown} is not well: {MODELS} answers {status}")
+        raise NotAnswering(f"{shown} is not well: {MODELS} answers {status}")
     if not (models := models_in(answer)):
-        raise Unanswered(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
+        raise NotAnswering(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
     model, parts = models[0]["id"], urlsplit(shown)
     cures = Cures(found, str(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
     levels = read_metrics(worker_metrics.read, await worker.metrics()).sleep_levels
@@ -417,7 +417,7 @@ HOUR = 3600.0
 
 
 def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
-    """What a gateway has seen lost, as lines for people. Raises `Unanswered` if it cannot be asked."""
+    """What a gateway has seen lost, as lines for people. Raises `NotAnswering` if it cannot be asked."""
 
     async def ask() -> tuple[str, int, bytes]:
         async with _asking(gateway, api_key, GATEWAY) as asked:
@@ -426,13 +426,13 @@ def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
     shown, status, answer = asyncio.run(ask())
     refusal = _why_refused(status, f"the gateway {shown}", api_key is not None, GATEWAY_KEY_FLAG, "an admin's key")
     if refusal is not None:
-        raise Unanswered(refusal)
+        raise NotAnswering(refusal)
     if status == 404:
-        raise Unanswered(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
+        raise NotAnswering(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
     try:
         return shadow_lines(json.loads(answer)["shadow"])
     except (ValueError, KeyError, TypeError):
-        raise Unanswered(f"{shown} is not a Seamark gateway") from None
+        raise NotAnswering(f"{shown} is not a Seamark gateway") from None
 
 
 def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:

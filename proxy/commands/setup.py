@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from proxy.commands.parser import Parser
-from proxy.commands.setup_files import Plan, SetupWay, Written, files_for
+from proxy.commands.setup_files import SetupPlan, SetupWay, WrittenFile, files_for
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.config_files import without_credentials, worker_url
 from proxy.errors import SettingsError
@@ -27,7 +27,7 @@ PROBE_SECONDS = 1.0
 Ask = Callable[[str, str], str]  # a question and its default: the answer
 
 
-class Running(NamedTuple):
+class RunningVllm(NamedTuple):
     """A server that answers as vLLM does."""
 
     url: str
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def running(ports: Iterable[int]) -> list[Running]:
+def running(ports: Iterable[int]) -> list[RunningVllm]:
     """The servers on this machine that answer `/v1/models` as vLLM does, by port."""
     found = []
     with httpx.Client(timeout=PROBE_SECONDS, trust_env=False) as client:
@@ -86,9 +86,9 @@ def running(ports: Iterable[int]) -> list[Running]:
             try:
                 answer = client.get(f"{url}/v1/models")
                 if answer.status_code == httpx.codes.UNAUTHORIZED:
-                    found.append(Running(url, ()))
+                    found.append(RunningVllm(url, ()))
                 elif answer.is_success:
-                    found.append(Running(url, tuple(str(model["id"]) for model in answer.json()["data"])))
+                    found.append(RunningVllm(url, tuple(str(model["id"]) for model in answer.json()["data"])))
             except (httpx.HTTPError, ValueError, LookupError, TypeError):
                 continue
     return found
@@ -105,7 +105,7 @@ def source_folder() -> Path | None:
     return next((place for place in places if (place / "deploy/compose.yaml").is_file()), None)
 
 
-def summary(plan: Plan, written: Written) -> str:
+def summary(plan: SetupPlan, written: WrittenFile) -> str:
     """What was written, the two commands to go on, the clients' base_url, and how to switch it off."""
     pages = (
         "http://127.0.0.1:8081/ui" if plan.way in (SetupWay.COMPOSE, SetupWay.BESIDE) else "http://127.0.0.1:8080/ui"
@@ -129,7 +129,7 @@ def summary(plan: Plan, written: Written) -> str:
     )
 
 
-def _plan(args: Namespace, ask: Ask | None) -> Plan:
+def _plan(args: Namespace, ask: Ask | None) -> SetupPlan:
     given = vars(args)
     if given["way"] is not None:
         way = SetupWay(given["way"])
@@ -164,7 +164,7 @@ def _plan(args: Namespace, ask: Ask | None) -> Plan:
     source = given["source"].expanduser().resolve() if given["source"] is not None else source_folder()
     if source is not None and not (source / "deploy/compose.yaml").is_file():
         raise SettingsError(f"--source: {source} is no checkout of Seamark")
-    return Plan(
+    return SetupPlan(
         way=way,
         model=model,
         workers=workers,
@@ -189,7 +189,7 @@ def _several(way: SetupWay, ask: Ask) -> tuple[tuple[str, ...], int | None]:
     return (), None
 
 
-def _found(servers: list[Running], model: str) -> tuple[str, ...]:
+def _found(servers: list[RunningVllm], model: str) -> tuple[str, ...]:
     for server in servers:
         print(f"Found: {server.url} serves {', '.join(server.models) or 'what it tells only with a key'}")
     return tuple(server.url for server in servers if not (model and server.models) or model in server.models)
@@ -216,7 +216,7 @@ def _asked_way(ask: Ask) -> SetupWay:
     return SetupWay(answer)
 
 
-def _write(out: Path, written: Written, force: bool) -> None:
+def _write(out: Path, written: WrittenFile, force: bool) -> None:
     there = [name for name in written.files if (out / name).exists()]
     if there and not force:
         raise SettingsError(f"--out: {out} has {', '.join(there)} already; nothing was written, --force overwrites")

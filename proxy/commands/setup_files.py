@@ -36,7 +36,7 @@ class SetupWay(StrEnum):
     KUBERNETES = "kubernetes"
 
 
-class Plan(NamedTuple):
+class SetupPlan(NamedTuple):
     """What the user said."""
 
     way: SetupWay
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     cpu: bool
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """Texts of files by their names, and what the user does with them."""
 
     files: Mapping[str, str]
@@ -60,26 +60,28 @@ class Written(NamedTuple):
     base_url: str = BASE_URL
 
 
-def files_for(plan: Plan) -> Written:
+def files_for(plan: SetupPlan) -> WrittenFile:
     """Raises `SettingsError` naming the flag that is missing or cannot be."""
     return _WRITERS[plan.way](plan)
 
 
-def _pip(plan: Plan) -> Written:
+def _pip(plan: SetupPlan) -> WrittenFile:
     files = {"seamark.toml": _gateway_toml(plan), "gateway.sh": _gateway_script(plan)}
     if plan.workers:
         doctor = f"{_this_python()} -m proxy.cli doctor --worker {shlex.quote(plan.workers[0])}"
         go_on = (_sh(plan, "gateway.sh"), doctor)
-        return Written(files, go_on, ["Ctrl-C ends the gateway; point clients at vLLM again"], _STILL_WITHOUT_PLUGIN)
+        return WrittenFile(
+            files, go_on, ["Ctrl-C ends the gateway; point clients at vLLM again"], _STILL_WITHOUT_PLUGIN
+        )
     files["worker.sh"], notes = _worker_script(plan)
     off = [
         "Ctrl-C ends either; point clients at vLLM again",
         "SEAMARK_ENGINE=0 or pip uninstall vllm-seamark      # in vLLM's environment: vLLM as it was",
     ]
-    return Written(files, (_sh(plan, "worker.sh"), _sh(plan, "gateway.sh")), off, notes)
+    return WrittenFile(files, (_sh(plan, "worker.sh"), _sh(plan, "gateway.sh")), off, notes)
 
 
-def _worker_script(plan: Plan) -> tuple[str, tuple[str, ...]]:
+def _worker_script(plan: SetupPlan) -> tuple[str, tuple[str, ...]]:
     """The text of worker.sh, and notes: if vLLM is not in this environment, it has to be in the one that is active."""
     notes: tuple[str, ...] = ()
     where, check, command = "that wrote this file", "", f"{_this_python()} -m engine_patches"
@@ -102,7 +104,7 @@ def _this_python() -> str:
     return shlex.quote(sys.executable)
 
 
-def _compose(plan: Plan) -> Written:
+def _compose(plan: SetupPlan) -> WrittenFile:
     overlays = ["compose.yaml"]
     variables: list[tuple[str, str, str]] = []
     own: dict[str, str] = {}
@@ -138,7 +140,7 @@ def _compose(plan: Plan) -> Written:
     return _compose_files(plan, overlays, own, variables, notes)
 
 
-def _beside(plan: Plan) -> Written:
+def _beside(plan: SetupPlan) -> WrittenFile:
     urls = ",".join(map(_from_container, _running(plan)))
     variables = [("The vLLM that runs already, as containers see it.", "SEAMARK_WORKER", urls)]
     notes = [
@@ -149,12 +151,12 @@ def _beside(plan: Plan) -> Written:
 
 
 def _compose_files(
-    plan: Plan,
+    plan: SetupPlan,
     overlays: Sequence[str],
     own: Mapping[str, str],
     variables: Sequence[tuple[str, str, str]],
     notes: Sequence[str],
-) -> Written:
+) -> WrittenFile:
     deploy = _source(plan) / "deploy"
     paths = [str(deploy / name) for name in overlays]
     paths += [str(plan.out / name) for name in own if name.startswith("compose.")]
@@ -180,10 +182,10 @@ exec docker compose --env-file {shlex.quote(str(plan.out / "seamark.env"))} \\
     script = _sh(plan, "compose.sh")
     go_on = (f"{script} up --build -d", f"{script} logs -f gateway")
     off = [f"{script} down      # down -v: with downloaded models and all else it keeps"]
-    return Written(files, go_on, off, notes)
+    return WrittenFile(files, go_on, off, notes)
 
 
-def _own_model(plan: Plan) -> str:
+def _own_model(plan: SetupPlan) -> str:
     mount = json.dumps(f"{plan.out / 'models'}:/etc/seamark/models:ro")
     return f"""\
 # The worker reads its model from this folder's models/.
@@ -194,7 +196,7 @@ services:
 """
 
 
-def _spark(plan: Plan) -> Written:
+def _spark(plan: SetupPlan) -> WrittenFile:
     source = _source(plan)
     model = _wanted_model(plan)
     shipped = {
@@ -223,7 +225,7 @@ exec ./run-recipe.sh {recipe} --solo
         "Ctrl-C ends the gateway; point clients at vLLM again",
         f"cd {spark} && rm -r mods/seamark {recipes}      # all else there is as it was",
     ]
-    return Written(files, (_sh(plan, "start.sh"), _sh(plan, "gateway.sh")), off)
+    return WrittenFile(files, (_sh(plan, "start.sh"), _sh(plan, "gateway.sh")), off)
 
 
 def _recipe(recipe: str, model: str) -> str:
@@ -253,7 +255,7 @@ command: |
 """
 
 
-def _systemd(plan: Plan) -> Written:
+def _systemd(plan: SetupPlan) -> WrittenFile:
     workers = ",".join(_running(plan))
     source = _source(plan)
     unit = "seamark-gateway.service"
@@ -293,10 +295,10 @@ rm -rf /opt/seamark
         f"sudo {_sh(plan, 'install.sh')}",
         f"/opt/seamark/bin/seamark doctor --worker {shlex.quote(plan.workers[0])}",
     )
-    return Written(files, go_on, [f"sudo {_sh(plan, 'remove.sh')}"], _STILL_WITHOUT_PLUGIN)
+    return WrittenFile(files, go_on, [f"sudo {_sh(plan, 'remove.sh')}"], _STILL_WITHOUT_PLUGIN)
 
 
-def _kubernetes(plan: Plan) -> Written:
+def _kubernetes(plan: SetupPlan) -> WrittenFile:
     root = shlex.quote(str(_source(plan)))
     if local := [url for url in plan.workers if urlsplit(url).hostname in LOOPBACK]:
         raise SettingsError(f"--worker: in a pod {local[0]} is the pod itself; give a service or an address")
@@ -332,7 +334,7 @@ images:
         "helm uninstall seamark --namespace seamark",
         "kubectl delete namespace seamark      # the volumes with models, and your secrets, too",
     ]
-    return Written(files, go_on, off, notes)
+    return WrittenFile(files, go_on, off, notes)
 
 
 _GATED_MODEL = """\
@@ -342,7 +344,7 @@ _GATED_MODEL = """\
 """
 
 
-def _gateway_toml(plan: Plan) -> str:
+def _gateway_toml(plan: SetupPlan) -> str:
     workers = json.dumps(list(plan.workers) or [f"http://127.0.0.1:{DEFAULT_PORT}"])
     return f"""\
 # Settings of the gateway. Every flag of `seamark serve --help` can stand here, with _ in place of -.
@@ -358,7 +360,7 @@ shadow = false
 """
 
 
-def _gateway_script(plan: Plan) -> str:
+def _gateway_script(plan: SetupPlan) -> str:
     return f"""\
 #!/bin/sh
 # The gateway, in the environment that wrote this file. A flag behind this script's name wins over seamark.toml.
@@ -367,7 +369,7 @@ exec {_this_python()} -m proxy.cli serve --config {shlex.quote(str(plan.out / "s
 """
 
 
-def _model_file(plan: Plan) -> tuple[str, str | None]:
+def _model_file(plan: SetupPlan) -> tuple[str, str | None]:
     """Name of vLLM's configuration file for the model, and its text unless deploy/models holds it."""
     model = _wanted_model(plan)
     # Of two files for one model the shorter name is the plainer: that of Nemotron-3-Super without MTP.
@@ -401,31 +403,31 @@ def _from_container(url: str) -> str:
     return urlunsplit(parts._replace(netloc=HOST_OF_CONTAINERS + port))
 
 
-def _wanted_model(plan: Plan) -> str:
+def _wanted_model(plan: SetupPlan) -> str:
     if not plan.model:
         raise SettingsError("--model: which model shall vLLM serve?")
     return plan.model
 
 
-def _running(plan: Plan) -> tuple[str, ...]:
+def _running(plan: SetupPlan) -> tuple[str, ...]:
     if not plan.workers:
         raise SettingsError(f"--worker: --way {plan.way} goes before a vLLM that runs already; give its URL")
     return plan.workers
 
 
-def _source(plan: Plan) -> Path:
+def _source(plan: SetupPlan) -> Path:
     if plan.source is None:
         raise SettingsError(f"--source: --way {plan.way} needs a checkout of Seamark; give its folder")
     return plan.source
 
 
-def _sh(plan: Plan, script: str) -> str:
+def _sh(plan: SetupPlan, script: str) -> str:
     return f"sh {shlex.quote(str(plan.out / script))}"
 
 
 _STILL_WITHOUT_PLUGIN = ("hits need the plugin in that vLLM; `seamark doctor --worker URL` says whether it has it",)
 
-_WRITERS: dict[SetupWay, Callable[[Plan], Written]] = {
+_WRITERS: dict[SetupWay, Callable[[SetupPlan], WrittenFile]] = {
     SetupWay.PIP: _pip,
     SetupWay.COMPOSE: _compose,
     SetupWay.BESIDE: _beside,

@@ -37,7 +37,7 @@ class Way(StrEnum):
     KUBERNETES = "kubernetes"
 
 
-class Found(NamedTuple):
+class FoundWay(NamedTuple):
     """A way, and what it calls the vLLM: a unit, a compose service, a container; empty: not known."""
 
     way: Way
@@ -59,21 +59,21 @@ def surroundings() -> Surroundings:
     return Surroundings(Path("/proc"), os.environ, in_container, _docker_inspect)
 
 
-def find(url: str, around: Surroundings) -> Found | None:
+def find(url: str, around: Surroundings) -> FoundWay | None:
     """How the vLLM at `url` is run; None if it does not show, or not clearly."""
     host = urlsplit(url).hostname or ""
     if "KUBERNETES_SERVICE_HOST" in around.environment or host.endswith((".svc", ".cluster.local")):
-        return Found(Way.KUBERNETES)
+        return FoundWay(Way.KUBERNETES)
     if host in LOOPBACK:
         return _among_processes(urlsplit(url).port or DEFAULT_PORT, around)
     if around.in_container and re.fullmatch(r"[a-z][\w-]*", host):
-        return Found(Way.COMPOSE, host)  # containers call each other by the names of compose's services
+        return FoundWay(Way.COMPOSE, host)  # containers call each other by the names of compose's services
     return None
 
 
-def _among_processes(port: int, around: Surroundings) -> Found | None:
+def _among_processes(port: int, around: Surroundings) -> FoundWay | None:
     """The way of the vLLM servers that run here: of those at `port`, else, as containers map ports, of all."""
-    found: list[tuple[int, Found | None]] = []
+    found: list[tuple[int, FoundWay | None]] = []
     for folder in around.proc.glob("[0-9]*"):
         try:
             arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
@@ -99,29 +99,29 @@ def _port_of(arguments: Sequence[str]) -> int:
     return int(found[1]) if found else DEFAULT_PORT
 
 
-def _by_control_group(groups: str, around: Surroundings) -> Found | None:
+def _by_control_group(groups: str, around: Surroundings) -> FoundWay | None:
     if "kubepods" in groups:
-        return Found(Way.KUBERNETES)
+        return FoundWay(Way.KUBERNETES)
     if container := _CONTAINER.search(groups):
         return _in_docker(container[1], around)
     if unit := _UNIT.search(groups):
-        return Found(Way.SYSTEMD, unit[1])
-    return None if around.in_container else Found(Way.PIP)  # a container does not see its own control group
+        return FoundWay(Way.SYSTEMD, unit[1])
+    return None if around.in_container else FoundWay(Way.PIP)  # a container does not see its own control group
 
 
-def _in_docker(container: str, around: Surroundings) -> Found:
+def _in_docker(container: str, around: Surroundings) -> FoundWay:
     told = around.inspect(container)
     if told is None:
-        return Found(Way.DOCKER)
+        return FoundWay(Way.DOCKER)
     try:
         name, image = str(told["Name"]).lstrip("/"), str(told["Config"]["Image"])
         service = (told["Config"].get("Labels") or {}).get("com.docker.compose.service")
     except (KeyError, TypeError, AttributeError):
-        return Found(Way.DOCKER)
+        return FoundWay(Way.DOCKER)
     if service:
-        return Found(Way.COMPOSE, str(service))
+        return FoundWay(Way.COMPOSE, str(service))
     # What its scripts call the image and the container unless they are told otherwise.
-    return Found(Way.SPARK) if image.startswith("vllm-node") or name == "vllm_node" else Found(Way.DOCKER, name)
+    return FoundWay(Way.SPARK) if image.startswith("vllm-node") or name == "vllm_node" else FoundWay(Way.DOCKER, name)
 
 
 def _docker_inspect(container: str) -> Mapping[str, Any] | None:

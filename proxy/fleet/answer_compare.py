@@ -31,14 +31,14 @@ GRAIN_ERROR = 2e-5  # of a difference between two float32 logprobs
 # of the model's logits. Differences up to `LEAST` are any arithmetic's.
 NOISES, STEPS, LEAST = 3.0, 4.0, 1e-3
 
-Result = Literal["same", "noise", "differs"]
+CheckResult = Literal["same", "noise", "differs"]
 
 
 class Unanswered(Exception):
     """The worker refused, or its answer cannot be compared. The message holds no prompt text."""
 
 
-class Step(NamedTuple):
+class ContinuedToken(NamedTuple):
     """One generated token."""
 
     token: str
@@ -49,13 +49,13 @@ class Stepwise(Protocol):
     """An answer token by token: a continuation, or an answer that a benchmark got."""
 
     @property
-    def steps(self) -> tuple[Step, ...]: ...
+    def steps(self) -> tuple[ContinuedToken, ...]: ...
 
 
 class Continuation(NamedTuple):
     """What a worker generated greedily."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ContinuedToken, ...]
     cached: int  # tokens of the prompt that came from the cache, by the engine
 
     @property
@@ -76,10 +76,10 @@ class Distance(NamedTuple):
     position: int | None  # of the first token that differs
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """On one prompt; differences of logprobs."""
 
-    result: Result
+    result: CheckResult
     off: Distance  # between the two below
     noise: float  # largest difference between two recomputed continuations
     bound: float  # largest difference that is noise
@@ -116,7 +116,7 @@ async def continuation(upstream: Upstream, url: str, request: bytes, timeout: fl
     try:
         answer = json.loads(raw)
         usage, logprobs = usage_of(answer), answer["choices"][0]["logprobs"]
-        steps = tuple(map(Step, logprobs["tokens"], logprobs["top_logprobs"]))
+        steps = tuple(map(ContinuedToken, logprobs["tokens"], logprobs["top_logprobs"]))
     except (ValueError, KeyError, TypeError, IndexError):
         raise Unanswered("no logprobs") from None
     if usage is None or usage.cached is None or not steps or not all(step.top for step in steps):
@@ -124,7 +124,7 @@ async def continuation(upstream: Upstream, url: str, request: bytes, timeout: fl
     return Continuation(steps, usage.cached)
 
 
-def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], noise: float) -> Verdict:
+def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], noise: float) -> Judgement:
     """A verdict on the worst of the `cached` continuations, each held against the nearest of the `recomputed`.
 
     `noise` is the largest difference seen between two recomputed ones.
@@ -135,8 +135,8 @@ def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], no
     ]
     off, worst, nearest = max(pairs, key=lambda pair: pair[0].error)
     bound = max(LEAST, NOISES * noise, STEPS * max(each.grain for each in recomputed))
-    result: Result = "same" if off.error <= LEAST else "noise" if off.error <= bound else "differs"
-    return Verdict(result, off, noise, bound, worst, nearest)
+    result: CheckResult = "same" if off.error <= LEAST else "noise" if off.error <= bound else "differs"
+    return Judgement(result, off, noise, bound, worst, nearest)
 
 
 def distance(one: Stepwise, other: Stepwise) -> Distance:
@@ -149,7 +149,7 @@ def distance(one: Stepwise, other: Stepwise) -> Distance:
     return Distance(error, None)
 
 
-def _largest_difference(one: Step, other: Step) -> float:
+def _largest_difference(one: ContinuedToken, other: ContinuedToken) -> float:
     """Of the logprobs of `one`; a token that `other` does not name is at most as likely there as the last it ranks.
 
     An engine names the chosen token even when that is not among the most likely ones, so it is no rank.
@@ -162,7 +162,7 @@ def _largest_difference(one: Step, other: Step) -> float:
     )
 
 
-def _grain(step: Step) -> float:
+def _grain(step: ContinuedToken) -> float:
     best = max(step.top.values())
     apart = [best - value for value in step.top.values()]
     return next((grain for grain in GRAINS if all(_is_multiple(value, grain) for value in apart)), 0.0)

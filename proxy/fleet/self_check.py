@@ -30,8 +30,8 @@ from proxy.errors import BadRequest
 from proxy.fleet import worker_metrics
 from proxy.fleet.answer_compare import (
     Continuation,
+    Judgement,
     Unanswered,
-    Verdict,
     completion_request,
     continuation,
     distance,
@@ -216,7 +216,7 @@ class SelfCheck(Part):
     def _record(self, worker: Worker, replay: WarmupRequest) -> None:
         self._checked_at[_name(worker, replay)] = time.monotonic()
 
-    async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Verdict | None:
+    async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Judgement | None:
         """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
         _, metrics = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
         if worker_metrics.read(metrics.decode(errors="replace")).requests:
@@ -258,7 +258,7 @@ class SelfCheck(Part):
         salt: str | None,
         hint: Sequence[int],
         watched: _Watched,
-    ) -> Verdict | None:
+    ) -> Judgement | None:
         async def ask(salt: str | None, hint: Sequence[int] = ()) -> Continuation:
             request = completion_request(model, prompt, salt, hint)
             return await continuation(self._upstream, worker.url, request, self._timeout)
@@ -286,7 +286,7 @@ class SelfCheck(Part):
         watched.noises.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
         return judge(cached, answers, max(watched.noises))
 
-    def _settle(self, worker: Worker, verdict: Verdict, watched: _Watched) -> None:
+    def _settle(self, worker: Worker, verdict: Judgement, watched: _Watched) -> None:
         self.checked += 1
         self._results.labels(verdict.result).inc()
         if verdict.result == "differs":

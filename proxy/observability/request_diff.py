@@ -22,7 +22,7 @@ from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
 from proxy.chat.chat import MESSAGES, listed
 from proxy.idle_work import Steps
 from proxy.observability.cures import CHANGE_TEXT
-from proxy.observability.volatile_text import Kind, alike, kind_of, says_today
+from proxy.observability.volatile_text import TextKind, alike, kind_of, says_today
 
 MAX_REQUESTS = 64
 
@@ -55,12 +55,12 @@ What = Literal["tool", "message", "setting"]
 
 # What may differ in the text in which a request asks, and it is the same question: what tells the time. At the head of
 # a prompt, an id as well.
-CLOCK_KINDS: tuple[Kind, ...] = ("dates", "times")
+CLOCK_KINDS: tuple[TextKind, ...] = ("dates", "times")
 
-HEAD_KINDS: tuple[Kind, ...] = (*CLOCK_KINDS, "uuid")
+HEAD_KINDS: tuple[TextKind, ...] = (*CLOCK_KINDS, "uuid")
 
 
-class Part(NamedTuple):
+class ContentPart(NamedTuple):
     """A tool or a message of a request."""
 
     hash: int  # of it alone
@@ -117,7 +117,7 @@ class RememberedRequest:
         self.continued: Continued | None = None
         self.tools = listed(layout.chat.body.get("tools"))
         self.messages = layout.chat.messages
-        self.parts: tuple[Part, ...] = ()  # its tools, then its messages, from `prepare` on
+        self.parts: tuple[ContentPart, ...] = ()  # its tools, then its messages, from `prepare` on
 
     def prepare(self) -> Steps[None]:
         """Hash its tools and messages. Nothing is compared before."""
@@ -125,10 +125,10 @@ class RememberedRequest:
             return
         parts = []
         for tool in self.tools:
-            parts.append(Part(xxh3_64_intdigest(raw := canonical(tool)), len(raw)))
+            parts.append(ContentPart(xxh3_64_intdigest(raw := canonical(tool)), len(raw)))
             yield
         for message in self.messages:
-            parts.append(Part(own_hash(message), _size(message)))
+            parts.append(ContentPart(own_hash(message), _size(message)))
             yield
         self.parts = tuple(parts)
 
@@ -203,7 +203,7 @@ class RequestMemory:
         pairs = []
         for other in list(self._earlier(request)):  # new ones come between two steps
             yield from other.prepare()
-            pairs.append(_Pair(request, other))
+            pairs.append(_Likeness(request, other))
             yield
         longest = max((pair.beginning for pair in pairs), default=0)
         changed = []
@@ -251,7 +251,7 @@ class RequestMemory:
                 yield other
 
 
-class _Pair:
+class _Likeness:
     """A request beside an earlier one; sizes in bytes, roughly."""
 
     def __init__(self, new: RememberedRequest, old: RememberedRequest) -> None:
@@ -359,7 +359,7 @@ class _Pair:
         return (yield from kind_of(*self._texts, self._at, now)) if self._texts is not None else None
 
 
-def _bytes(parts: Sequence[Part]) -> int:
+def _bytes(parts: Sequence[ContentPart]) -> int:
     return sum(part.size for part in parts)
 
 

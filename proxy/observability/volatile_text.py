@@ -11,7 +11,7 @@ from typing import Any, Literal
 from proxy.boundaries.dates import CLOCK, SENTENCE_END, dates_in, sentence_start
 from proxy.idle_work import Steps
 
-Kind = Literal[
+TextKind = Literal[
     "dates", "times", "uuid", "number", "path", "working_directory", "token_counters", "git_status"
 ]  # as in the label `text` of `seamark_would_save_tokens_total`
 
@@ -34,7 +34,7 @@ _PATH = r"(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][\w.@+%-]{1,64}){1,32}[/\\]?"
 _FOLDER = r"\b(?i:working director(?:y|ies)|cwd|pwd|current director(?:y|ies)|workspace(?: folder)?)\b"
 
 # In the order in which they are tried at one place. Dates are found before, by the numbers in a whole sentence.
-_PATTERNS: dict[Kind, str] = {
+_PATTERNS: dict[TextKind, str] = {
     "times": rf"(?<!\d)(?:(?:[\d-]{{8,10}}T)?{CLOCK}(?:\s?{_HALF})?|\d{{1,2}}\s?{_HALF}|\d{{8}}T\d{{4,6}}Z?)"
     r"|(?<![\w.])1\d{9}(?:\.\d{1,9}|\d{3}|\d{6}|\d{9})?(?!\w)",  # seconds to nanoseconds since the epoch
     "token_counters": rf"{_NUMBER}(?=\s{{0,2}}(?i:</total_tokens>|tokens? (?:left|remaining|used)\b))",
@@ -58,7 +58,7 @@ _GIT_LINE = re.compile(
 _TODAY = re.compile(r"(?i)\b(?:today|now|date|time|datetime|timestamp|day|as of|current\w{0,8})\b")
 
 
-def kind_of(new: str, old: str, at: int, now: float) -> Steps[Kind | None]:
+def kind_of(new: str, old: str, at: int, now: float) -> Steps[TextKind | None]:
     """Of what kind the text is in which `new` and `old` differ first, at character `at`.
 
     `now`: seconds since the epoch, to know a date by. None: it is no text that is known to change by itself.

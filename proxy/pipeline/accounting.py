@@ -57,7 +57,7 @@ FORGET_SECONDS = 1.0  # between two looks at workers that are gone
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
 
-class _Counters(NamedTuple):
+class _TokenCounters(NamedTuple):
     """One model on one worker: tokens, and seconds."""
 
     prompt: Counter
@@ -115,7 +115,7 @@ class Accounting(Part):
         self._leaving: list[Worker] = []  # removed, with requests under way
         self._running: set[asyncio.Task[None]] = set()
         # Finding a family's member by its labels costs more than counting with it.
-        self._children: dict[tuple[str, str], _Counters] = {}
+        self._children: dict[tuple[str, str], _TokenCounters] = {}
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
 
@@ -487,7 +487,7 @@ class Accounting(Part):
             change = yield from self._recent.rendered_otherwise(remembered, shared)
         return change
 
-    def _counters(self, model: str, worker: Worker) -> _Counters:
+    def _counters(self, model: str, worker: Worker) -> _TokenCounters:
         labels = (model, worker.name)
         counters = self._children.get(labels)
         if counters is None:
@@ -501,7 +501,7 @@ class Accounting(Part):
                 metrics.seconds_saved,
                 metrics.seconds_spent,
             )
-            counters = self._children[labels] = _Counters(*(family.labels(*labels) for family in families))
+            counters = self._children[labels] = _TokenCounters(*(family.labels(*labels) for family in families))
         return counters
 
     def _missing(self, request: ProxiedRequest) -> str:

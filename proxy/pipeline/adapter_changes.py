@@ -29,14 +29,14 @@ MOST_CHARACTERS = 200  # of a worker's own words in an error
 NO_ROUTE = "it has no such route: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
 
-class _Place(NamedTuple):
+class _Site(NamedTuple):
     """A worker, and the pool that knows it."""
 
     pool: WorkerPool
     worker: Worker
 
 
-class _Outcome(NamedTuple):
+class _Changed(NamedTuple):
     """What became of a change at one worker."""
 
     worker: Worker
@@ -61,7 +61,7 @@ class AdapterChanges:
         self._upstream = upstream
         self._silence_timeout = silence_timeout
         self._turn = asyncio.Lock()  # all workers get changes in the same order
-        self._tasks: set[asyncio.Task[_Outcome]] = set()
+        self._tasks: set[asyncio.Task[_Changed]] = set()
 
     async def serve(self, request: ProxiedRequest) -> None:
         """Change it everywhere, and answer as vLLM does. Goes on if the client leaves meanwhile.
@@ -80,12 +80,12 @@ class AdapterChanges:
         ]
         await asgi.send_whole(request.reply, outcome.status, headers, outcome.body)
 
-    def _over(self, task: asyncio.Task[_Outcome]) -> None:
+    def _over(self, task: asyncio.Task[_Changed]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # its client may have left, whom it would have told
 
-    async def _change(self, request: ProxiedRequest) -> _Outcome:
+    async def _change(self, request: ProxiedRequest) -> _Changed:
         async with self._turn:
             await self._look(place for pool in self._pools for place in _places(pool))
             places = await self._places(request)
@@ -95,7 +95,7 @@ class AdapterChanges:
             await self._look(places)
         return _answer(request, outcomes)
 
-    async def _places(self, request: ProxiedRequest) -> list[_Place]:
+    async def _places(self, request: ProxiedRequest) -> list[_Site]:
         """Where the adapter belongs, workers that are down included."""
         everywhere = [place for pool in self._pools for place in _places(pool)]
         name, base = (request.body.parsed.get(field) for field in ("lora_name", BASE))
@@ -121,10 +121,10 @@ class AdapterChanges:
         """Have the workers list what they have now."""
         await asyncio.gather(*(place.pool.ask_models(place.worker) for place in places if place.worker.up))
 
-    async def _ask(self, request: ProxiedRequest, worker: Worker, raw: bytes | None = None) -> _Outcome:
+    async def _ask(self, request: ProxiedRequest, worker: Worker, raw: bytes | None = None) -> _Changed:
         """Have one worker do it. `raw`: another body than the client's."""
         if not worker.up:
-            return _Outcome(worker, why_not=worker.why_down or "down")
+            return _Changed(worker, why_not=worker.why_down or "down")
         client = request.client
         headers = [*client.headers, request.engine_id_header]
         headers += self._upstream.own_headers if client.key is not None else ()
@@ -135,15 +135,15 @@ class AdapterChanges:
             )
             kind, told = (answer.header("content-type") or "").encode(), await answer.read()
         except (Unreachable, Broken) as error:
-            return _Outcome(worker, why_not=str(error) or "it broke off")
+            return _Changed(worker, why_not=str(error) or "it broke off")
         has_route = answer.status not in (404, 405) or b"adapter" in told.lower()  # the word is in what vLLM then says
         why_not = "" if _is_done(request, worker, answer.status, told, has_route=has_route) else _words(told)
         why_not = why_not if has_route else NO_ROUTE
-        return _Outcome(worker, answer.status, kind, told, why_not, has_route)
+        return _Changed(worker, answer.status, kind, told, why_not, has_route)
 
 
-def _places(pool: WorkerPool) -> list[_Place]:
-    return [_Place(pool, worker) for worker in pool.workers]
+def _places(pool: WorkerPool) -> list[_Site]:
+    return [_Site(pool, worker) for worker in pool.workers]
 
 
 def _is_done(request: ProxiedRequest, worker: Worker, status: int, told: bytes, *, has_route: bool) -> bool:
@@ -158,7 +158,7 @@ def _is_done(request: ProxiedRequest, worker: Worker, status: int, told: bytes, 
     )
 
 
-def _answer(request: ProxiedRequest, outcomes: Sequence[_Outcome]) -> _Outcome:
+def _answer(request: ProxiedRequest, outcomes: Sequence[_Changed]) -> _Changed:
     """What the client gets of all that the workers answered. Raises `AdapterNotEverywhere`."""
     changed = [outcome for outcome in outcomes if outcome.status == 200]
     failed = [outcome for outcome in outcomes if outcome.why_not and outcome.has_route]

@@ -201,7 +201,7 @@ class ResponseCache(Part):
         return True
 
 
-class _Reader:
+class _Listener:
     """How far one client's answer has come."""
 
     __slots__ = ("at", "begun")
@@ -234,7 +234,7 @@ class Execution:
         self._is_whole = False
         self._is_stopping = False
         self._error: BaseException | None = None
-        self._readers: set[_Reader] = set()
+        self._readers: set[_Listener] = set()
         self._news = asyncio.Event()
 
     def begin(self, task: asyncio.Task[None]) -> None:
@@ -280,7 +280,7 @@ class Execution:
         Raises what the execution failed with. False if it failed before its first byte because of a bound of the first
         client's key, which does not concern the others.
         """
-        reader = _Reader()
+        reader = _Listener()
         self._readers.add(reader)
         try:
             await self._pass_on(reader, request, result, send, watch)
@@ -306,7 +306,7 @@ class Execution:
         return True
 
     async def _pass_on(
-        self, reader: _Reader, request: ProxiedRequest, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
+        self, reader: _Listener, request: ProxiedRequest, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         with request.timings.waiting() if request is not self._request else contextlib.nullcontext():
             while self._head is None:

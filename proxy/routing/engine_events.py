@@ -82,7 +82,7 @@ def outcome_in(header: str | None) -> EngineOutcome | None:
 
 
 @dataclass
-class _Feed:
+class _FeedReader:
     """What was read of one worker's events, and the task that reads them."""
 
     held_states: HeldStates
@@ -130,7 +130,7 @@ class EngineEvents(Part):
         self._idle = idle
         self._shelf = shelf
         self._learnt = learnt
-        self._feeds: dict[str, _Feed] = {}
+        self._feeds: dict[str, _FeedReader] = {}
         # Called with a request's identity, the tokens of its prompt that are computed, and whether all boundaries are.
         self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
 
@@ -191,20 +191,20 @@ class EngineEvents(Part):
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
 
-    def _feed(self, worker: Worker) -> _Feed:
+    def _feed(self, worker: Worker) -> _FeedReader:
         feed = self._feeds.get(worker.url)
         if feed is None:
-            feed = self._feeds[worker.url] = _Feed(HeldStates(self._prefix_index, self._learnt, self._computed))
+            feed = self._feeds[worker.url] = _FeedReader(HeldStates(self._prefix_index, self._learnt, self._computed))
         return feed
 
     def _computed(self, request_id: str, tokens: int, is_last: bool) -> None:
         self.on_computed(request_id, tokens, is_last)
 
-    def _ensure_reader(self, worker: Worker, feed: _Feed) -> None:
+    def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:
             feed.reader = asyncio.create_task(self._follow(worker, feed))
 
-    async def _follow(self, worker: Worker, feed: _Feed) -> None:
+    async def _follow(self, worker: Worker, feed: _FeedReader) -> None:
         """Read as long as that works; after a failure, the first request after `SILENT_SECONDS` starts it again."""
         credit, counted = READS_AT_ONCE, time.monotonic()
         try:
@@ -234,7 +234,7 @@ class EngineEvents(Part):
         for request_id in list(feed.waiting):
             _resolve(feed, request_id)
 
-    async def _read(self, worker: Worker, feed: _Feed) -> None:
+    async def _read(self, worker: Worker, feed: _FeedReader) -> None:
         wait = POLL_SECONDS if feed.follows else 0
         query = urlencode({"boot": feed.boot, "after": feed.cursor, "wait": wait, "gateway": self._gateway_id})
         if feed.load is not None:
@@ -252,7 +252,7 @@ class EngineEvents(Part):
             finally:
                 answer.close()
 
-    def _apply(self, worker: Worker, feed: _Feed, events: dict[str, Any]) -> Steps[None]:
+    def _apply(self, worker: Worker, feed: _FeedReader, events: dict[str, Any]) -> Steps[None]:
         boot = str(events["boot"])
         if boot in feed.former_boots and not feed.several:
             logger.warning("worker %s has several API servers: what its engine evicts is not learnt", worker.name)
@@ -300,7 +300,7 @@ class EngineEvents(Part):
         worker.others = feed.load or Load()
 
 
-def _resolve(feed: _Feed, request_id: str) -> None:
+def _resolve(feed: _FeedReader, request_id: str) -> None:
     reported = feed.waiting.get(request_id)
     if reported is not None and not reported.done():
         reported.set_result(None)

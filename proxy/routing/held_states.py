@@ -36,7 +36,7 @@ class _Pending:
 
 
 @dataclass
-class _State:
+class _HeldState:
     """A state that the engine holds."""
 
     boot: str
@@ -62,7 +62,7 @@ class HeldStates:
         self._learnt = learnt
         self._computed = computed
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
-        self._states: OrderedDict[str, _State] = OrderedDict()
+        self._states: OrderedDict[str, _HeldState] = OrderedDict()
         self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
 
     def sent(
@@ -176,7 +176,7 @@ class HeldStates:
             known.keys.discard(key)
             if not known.keys:
                 del self._states[tied]
-        state = self._states.setdefault(name, _State(boot, tokens))
+        state = self._states.setdefault(name, _HeldState(boot, tokens))
         state.boot = boot
         state.keys.add(key)
         self._states.move_to_end(name)

@@ -41,13 +41,13 @@ class Bounds(NamedTuple):
     connections: int  # of all clients; the newest of more may ask for pages only
 
 
-class State(ServerState):
+class ConnectionState(ServerState):
     """What all connections of a server share."""
 
     is_stopping = False  # answers end their connections, so that clients go elsewhere
 
 
-class _Parser(httptools.HttpRequestParser):
+class _HeadParser(httptools.HttpRequestParser):
     """Reads a request that offers an upgrade as one without.
 
     httptools takes such a request's head for all of it. Its body would then be read as the next request, which a
@@ -110,11 +110,11 @@ class Connection(HttpToolsProtocol):
     """One client. Its refusals come in the envelope that clients expect."""
 
     bounds: Bounds  # of the server's class, see `bounded`
-    server_state: State
+    server_state: ConnectionState
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.parser = _Parser(self)
+        self.parser = _HeadParser(self)
         self._unfinished = 0  # bytes received while a head was incomplete
         self._in_head = True
         self._in_body = False

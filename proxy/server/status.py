@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
 from proxy.boundaries.facts_learner import FactsLearner
-from proxy.boundaries.template_facts import Place, Role, TemplateFacts
+from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import ENTRIES_SINCE
 from proxy.observability.reasons import REASON_TEXT
@@ -87,7 +87,7 @@ def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
     if facts is None:
         return {"learnt": False, "known": [], "unknown": []}
     known = {f"end of a {role} turn": facts.end(role) is not None for role in get_args(Role)}
-    for place in get_args(Place):
+    for place in get_args(OpenerPlace):
         for tools in (False, True):
             if tools or place not in ("tool", "results"):  # without tools there are none
                 known[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools) is not None

@@ -22,7 +22,7 @@ from proxy.errors import SettingsError
 from proxy.http import auth
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, build_pages
-from proxy.server.connection import Bounds, State, bounded
+from proxy.server.connection import Bounds, ConnectionState, bounded
 from proxy.server.descriptors import most_connections
 from proxy.server.port_holder import holder_of
 from proxy.settings import Settings
@@ -33,12 +33,12 @@ logger = logging.getLogger("seamark.gateway")
 CHECK_SECONDS = 1.0  # between two looks at all connections; bounds below four times that are looked after more often
 
 
-class _Server(uvicorn.Server):
+class _StoppableServer(uvicorn.Server):
     """Looks after its clients."""
 
     def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
         super().__init__(config)
-        self.server_state: State = State()
+        self.server_state: ConnectionState = ConnectionState()
         self._interval = min(CHECK_SECONDS, settings.client_timeout / 4, settings.send_timeout / 4)
         self._checks: asyncio.Task[None] | None = None
 
@@ -59,7 +59,7 @@ class _Server(uvicorn.Server):
                 connection.check(now)  # type: ignore[union-attr]  # all are `Connection`
 
 
-class _SideServer(_Server):
+class _SideServer(_StoppableServer):
     """A server beside another one, which handles the signals."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -71,7 +71,7 @@ class _SideServer(_Server):
         yield
 
 
-class GatewayServer(_Server):
+class GatewayServer(_StoppableServer):
     """SIGTERM: `stop_delay`, then `drain_timeout`. SIGINT, or a second signal, skips the former. SIGHUP reads files."""
 
     def __init__(self, config: uvicorn.Config, settings: Settings, gateway: Gateway) -> None:

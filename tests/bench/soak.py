@@ -24,7 +24,7 @@ from typing import NamedTuple
 import httpx
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import Answer, Left, open_client, send
+from proxy.bench.harness.client import Left, TimedAnswer, open_client, send
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Server, Servers, generated_model, narrator
 from tests.bench.traffic import Request, Traffic
@@ -69,13 +69,13 @@ class Outcome:
     """What became of one request."""
 
     request: Request
-    result: Answer | Left | None = None
+    result: TimedAnswer | Left | None = None
     failure: str = ""
 
     @property
     def shared_wrongly(self) -> bool:
         """Whether something came from the cache that nobody with this salt had put there."""
-        return self.request.must_miss and isinstance(self.result, Answer) and bool(self.result.cached_tokens)
+        return self.request.must_miss and isinstance(self.result, TimedAnswer) and bool(self.result.cached_tokens)
 
 
 class Memory(NamedTuple):
@@ -175,7 +175,7 @@ async def one(client: httpx.AsyncClient, subject: Subject, request: Request) -> 
         answer = await send(client, url, request.path, request.body, request.leave)
     except (RuntimeError, httpx.HTTPError, ValueError, LookupError) as error:
         return Outcome(request, failure=f"{type(error).__name__}: {error}")
-    if isinstance(answer, Answer) and not request.judged:
+    if isinstance(answer, TimedAnswer) and not request.judged:
         answer = answer._replace(steps=())  # hours of them would fill the memory
     return Outcome(request, answer)
 
@@ -231,15 +231,15 @@ async def judge_all(driven: Sequence[Driven], reference: str, rule: exact.Rule =
         outcome.request.question: outcome.request
         for each in driven
         for outcome in each.outcomes
-        if outcome.request.judged and isinstance(outcome.result, Answer)
+        if outcome.request.judged and isinstance(outcome.result, TimedAnswer)
     }
     gate = asyncio.Semaphore(PARALLEL)
     async with open_client(REQUEST_SECONDS) as client:
 
-        async def right(request: Request) -> Answer:
+        async def right(request: Request) -> TimedAnswer:
             async with gate:
                 answer = await send(client, reference, request.path, request.body)
-                assert isinstance(answer, Answer)
+                assert isinstance(answer, TimedAnswer)
                 return answer
 
         answers = await asyncio.gather(*map(right, questions.values()))
@@ -247,7 +247,7 @@ async def judge_all(driven: Sequence[Driven], reference: str, rule: exact.Rule =
     return [judge(each, rights, rule) for each in driven]
 
 
-def judge(driven: Driven, rights: Mapping[str, Answer], rule: exact.Rule = exact.FLOAT32) -> Soak:
+def judge(driven: Driven, rights: Mapping[str, TimedAnswer], rule: exact.Rule = exact.FLOAT32) -> Soak:
     """Add up what happened to the requests of each kind; `rights` are the reference's answers by question."""
     differing: list[str] = []
     lines = []
@@ -259,7 +259,7 @@ def judge(driven: Driven, rights: Mapping[str, Answer], rule: exact.Rule = exact
         outcomes = by_kind[kind]
         differences: list[exact.Difference] = []
         for outcome in outcomes:
-            if outcome.request.judged and isinstance(outcome.result, Answer):
+            if outcome.request.judged and isinstance(outcome.result, TimedAnswer):
                 wanted = rights[outcome.request.question]
                 difference = exact.compare(outcome.result, wanted)
                 if len(outcome.result.steps) < len(wanted.steps):
@@ -268,7 +268,7 @@ def judge(driven: Driven, rights: Mapping[str, Answer], rule: exact.Rule = exact
                 if not rule.accepts(difference):
                     differing.append(f"{_in_words(outcome)}: {difference}")
         everything += differences
-        answers = [outcome.result for outcome in outcomes if isinstance(outcome.result, Answer)]
+        answers = [outcome.result for outcome in outcomes if isinstance(outcome.result, TimedAnswer)]
         left = [outcome.result for outcome in outcomes if isinstance(outcome.result, Left)]
         lines.append(
             KindLine(
@@ -308,7 +308,7 @@ def complaints(driven: Driven, differing: Sequence[str]) -> list[str]:
         if entries:
             found.append(f"{len(entries)} {title}:")
             found += [f"  {entry}" for entry in entries[:SHOWN]]
-    if not any(outcome.request.judged and isinstance(outcome.result, Answer) for outcome in driven.outcomes):
+    if not any(outcome.request.judged and isinstance(outcome.result, TimedAnswer) for outcome in driven.outcomes):
         found.append("no answer was judged")
     return found
 

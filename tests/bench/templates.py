@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
 from proxy.boundaries.resolve import encode_opener, resolve
-from proxy.boundaries.template_facts import GAP, Opener, Place, TemplateFacts, setting_of
+from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFacts, setting_of
 from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
 from proxy.http.client import Upstream
@@ -129,7 +129,7 @@ class Family(NamedTuple):
         return {**self.body, "messages": messages}
 
     @property
-    def place(self) -> Place:
+    def place(self) -> OpenerPlace:
         """Of the last text."""
         if self.last["role"] == "tool":
             return "results" if self.before[-1]["role"] == "tool" else "tool"

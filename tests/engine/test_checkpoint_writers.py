@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.bench.harness.client import Answer, complete, open_client
+from proxy.bench.harness.client import TimedAnswer, complete, open_client
 from proxy.bench.harness.exact import FLOAT32, compare
 from proxy.bench.harness.servers import Server, Servers
 
@@ -33,7 +33,7 @@ PROMPTS = [HEADS[number % 3] + [DRAW.randrange(20, 400) for _ in range(60 + 30 *
 pytestmark = [pytest.mark.on_request, pytest.mark.timeout(MINUTES * 120 + 900)]
 
 
-async def ask(server: Server, number: int) -> Answer:
+async def ask(server: Server, number: int) -> TimedAnswer:
     prompt = PROMPTS[number]
     ends = [len(HEADS[number % 3]) // UNIT * UNIT, (len(prompt) - 3) // UNIT * UNIT]
     async with open_client(120) as client:

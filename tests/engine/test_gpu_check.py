@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from engine_patches.gpu_check import command
-from engine_patches.gpu_check.processes import Engines, Outcome
+from engine_patches.gpu_check.processes import Engines, ProcessEnd
 from engine_patches.gpu_check.questions import DEFECTS, EXACT
 
 LANE = "nemotron_h float32"
@@ -39,9 +39,9 @@ class Report(NamedTuple):
 class Remembering(Engines):
     """Engines that are started once: the same questions have the same answers in the next run of the command."""
 
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, ProcessEnd]
 
-    def run(self, name: str, *args: Any) -> Outcome:
+    def run(self, name: str, *args: Any) -> ProcessEnd:
         if name not in self.outcomes:
             self.outcomes[name] = super().run(name, *args)
         return self.outcomes[name]
@@ -121,7 +121,7 @@ def test_an_engine_with_a_planted_defect_is_found_wrong(rehearsal, engines, monk
         result = engines.outcomes[name].result
         asked, said = {EXACT: result.sections[defect]}, {EXACT: result.answers[defect]}
         spoiled = replace(result, sections={**result.sections, **asked}, answers={**result.answers, **said})
-        monkeypatch.setitem(engines.outcomes, name, Outcome(spoiled))
+        monkeypatch.setitem(engines.outcomes, name, ProcessEnd(spoiled))
     report = run(tmp_path)
     numbers = report.checks["exactness"]["numbers"]
     assert report.status == 1 and report.checks["exactness"]["verdict"] == "WRONG"

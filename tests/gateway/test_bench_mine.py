@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.bench import mine
-from proxy.bench.mine import Measured, Pair, Reply, Unusable, plan_for, verdict
+from proxy.bench.mine import Measured, MinedPair, MinedReply, Unusable, plan_for, verdict
 from proxy.boundaries.token_ids import common_prefix
 from proxy.commands.render_server import free_port
 from tests.harness.threaded_server import serving, whole_body
@@ -99,7 +99,7 @@ def test_a_server_that_caches_hits(server, url, capsys):
     said = capsys.readouterr()
     assert last_line(said.out).startswith("A second request with the same system prompt hits: 100% of it")
     assert "model tide-7b" in said.out and said.out.count("100%") == 3
-    plan = mine.Plan((50, 200), 2)
+    plan = mine.MinePlan((50, 200), 2)
     assert f"sends {len(server.requests)} requests" in said.err and len(server.requests) == plan.requests
     sent = sum(len(prompt) for prompt in server.prompts)
     assert plan.tokens <= sent <= 1.5 * plan.tokens
@@ -271,7 +271,9 @@ def test_a_context_leaves_out_the_lengths_that_do_not_fit():
 
 
 def measured(cold: float, warm: float, cached: int | None = None) -> Measured:
-    return Measured(10, {1000: [Pair(Reply(1010, cached and 0, cold, ""), Reply(1010, cached, warm, ""))]})
+    return Measured(
+        10, {1000: [MinedPair(MinedReply(1010, cached and 0, cold, ""), MinedReply(1010, cached, warm, ""))]}
+    )
 
 
 def test_without_reports_time_tells():

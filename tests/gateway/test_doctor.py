@@ -16,7 +16,7 @@ import yaml
 
 from proxy.commands import doctor
 from proxy.commands.cures import Cures
-from proxy.commands.ways import Found, Way
+from proxy.commands.ways import FoundWay, Way
 from tests.harness.api_keys import entry, secret
 from tests.harness.fake_engine import engine_info
 from tests.harness.gateways import start_gateway
@@ -374,18 +374,18 @@ def test_a_container_or_another_machine_needs_an_open_host(worker, examined):
     worker.patched = False
     assert "--host" not in examined(worker.url, "--runs-as", "pip").text
     assert "--host 0.0.0.0" in examined(worker.url, "--runs-as", "docker").text
-    elsewhere = Cures(Found(Way.PIP), "m", 8000, local=False)
+    elsewhere = Cures(FoundWay(Way.PIP), "m", 8000, local=False)
     assert "--host 0.0.0.0 --port 8000" in elsewhere.install()
 
 
 def test_yaml_of_the_cures_is_yaml():
     """What goes into a file, without the commands and the notes beside it."""
-    compose = Cures(Found(Way.COMPOSE, "llm"), "org/m", 8000, local=True)
+    compose = Cures(FoundWay(Way.COMPOSE, "llm"), "org/m", 8000, local=True)
     lines = [line for line in compose.install().splitlines() if not line.strip().startswith(("docker", "#"))]
     service = yaml.safe_load("\n".join(lines))["services"]["llm"]
     assert service["command"] == "org/m --host 0.0.0.0 --port 8000 FLAGS"
     assert service["build"]["dockerfile"] == "deploy/worker.Dockerfile"
-    pod = Cures(Found(Way.KUBERNETES), "org/m", 8000, local=True)
+    pod = Cures(FoundWay(Way.KUBERNETES), "org/m", 8000, local=True)
     lines = [line for line in pod.install().splitlines() if not line.strip().startswith(("docker", "#"))]
     container = yaml.safe_load("\n".join(lines).replace(", ...", ""))
     assert " ".join(container["args"]) == "org/m --host 0.0.0.0 --port 8000"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from engine_patches.commands.explain import Cost, Family
+from engine_patches.commands.explain import CacheFamily, StateCost
 
 DOCUMENT = Path(__file__).parents[2] / "engine_patches" / "HOW.md"
 
@@ -211,7 +211,7 @@ MODELS = {
 class Explained(NamedTuple):
     """One model."""
 
-    cost: Cost
+    cost: StateCost
     blocks: int  # of 64 GiB, as vLLM counts them
     report: str
     newest_runner: bool  # vLLM's model runner V2, a GPU's default
@@ -256,12 +256,12 @@ def explained() -> dict[str, Explained]:
         )
     answers = json.loads(done.stdout.splitlines()[-1])
     return {
-        Path(path).name: Explained(Cost(**cost | {"family": Family(*cost["family"])}), *more)
+        Path(path).name: Explained(StateCost(**cost | {"family": CacheFamily(*cost["family"])}), *more)
         for path, (cost, *more) in answers.items()
     }
 
 
-def worth_moving(cost: Cost, bytes_per_second: float, token_seconds: float) -> int | None:
+def worth_moving(cost: StateCost, bytes_per_second: float, token_seconds: float) -> int | None:
     """From how many tokens on it takes less time to move a state, and the attention blocks before it, than to compute
     them; None if never, as a block takes longer to move than its tokens to compute."""
     block_seconds = cost.attention_groups * cost.block_bytes / bytes_per_second
@@ -275,24 +275,24 @@ def worth_moving(cost: Cost, bytes_per_second: float, token_seconds: float) -> i
             return units * cost.match_unit
 
 
-def table(costs: Mapping[str, Cost]) -> str:
+def table(costs: Mapping[str, StateCost]) -> str:
     """From how many tokens on a state is worth moving, for each model, medium and pace."""
     lines = [("", "a state, a block of attention", *MEDIA), ("---",) * (2 + len(MEDIA))]
     lines += [(name, _sizes(cost), *(_tokens(cost, rate) for rate in MEDIA.values())) for name, cost in costs.items()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _sizes(cost: Cost) -> str:
+def _sizes(cost: StateCost) -> str:
     block = cost.attention_groups * cost.block_bytes
     return f"{cost.bytes_in_cache / MB:,.1f} MB, {block / MB:,.1f} MB ({cost.block_tokens:,} tokens)"
 
 
-def _tokens(cost: Cost, rate: float) -> str:
+def _tokens(cost: StateCost, rate: float) -> str:
     found = (worth_moving(cost, rate, pace) for pace in PACES)
     return ", ".join("never" if tokens is None else f"{tokens:,}" for tokens in found)
 
 
-def with_table(text: str, costs: Mapping[str, Cost]) -> str:
+def with_table(text: str, costs: Mapping[str, StateCost]) -> str:
     """The document with the table."""
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + table(costs) + END + rest.partition(END)[2]

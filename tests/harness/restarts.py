@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.client import Answer, complete, open_client
+from proxy.bench.harness.client import TimedAnswer, complete, open_client
 from proxy.bench.harness.exact import FLOAT32, compare
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import Server, Servers
@@ -31,7 +31,7 @@ STAGING_ROWS = 200  # of vLLM's own tier: more than a prompt takes
 class Round(NamedTuple):
     """What a round of prompts came to."""
 
-    answers: list[Answer]
+    answers: list[TimedAnswer]
 
     @property
     def hits(self) -> int:
@@ -132,7 +132,7 @@ def written(folder: Path, pattern: str = "*.state") -> list[Path]:
             return files
 
 
-def blocks_for(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> set[tuple[str, int]]:
+def blocks_for(prompts: Sequence[Prompt], answers: Sequence[TimedAnswer]) -> set[tuple[str, int]]:
     """What a directory has to hold for the positions that answers began at: each state and attention block once."""
     return {
         each

@@ -28,7 +28,7 @@ from proxy.observability.exposition import exposition
 from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory
 from proxy.pipeline.gateway import Gateway
 from proxy.routing import engine_events
-from proxy.routing.engine_events import STEP_EVENTS, EngineEvents, _Feed
+from proxy.routing.engine_events import STEP_EVENTS, EngineEvents, _FeedReader
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
@@ -211,7 +211,7 @@ def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):
 
     monkeypatch.setattr(HeldStates, "apply", apply)
     index = PrefixIndex(10**6)
-    feed, worker = _Feed(HeldStates(index, lambda *_: None)), Worker("http://w", None, probed=probed("w#1"))
+    feed, worker = _FeedReader(HeldStates(index, lambda *_: None)), Worker("http://w", None, probed=probed("w#1"))
     events = EngineEvents(SimpleNamespace(), index, IdleWork(), Shelf(Metrics()))  # type: ignore[arg-type]
     told = {"boot": "b", "cursor": 1, "reset": False, "states": [["gone", str(i)] for i in range(1000)]}
     told["outcomes"] = [[str(i), "hit", 0] for i in range(1000)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from proxy.bench.harness.servers import MODEL_NAME
-from proxy.fleet.answer_compare import Step
+from proxy.fleet.answer_compare import ContinuedToken
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -27,10 +27,10 @@ TOKEN_IDS = range(10, 4000)  # ordinary tokens of the generated models
 TAIL = 5  # tokens between the last boundary and the prompt's end
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """A finished answer. Times in seconds on the monotonic clock, lengths in tokens."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ContinuedToken, ...]
     prompt_tokens: int
     cached_tokens: int | None
     sent: float
@@ -64,7 +64,7 @@ def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=seconds, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
 
-async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> Answer:
+async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> TimedAnswer:
     """Stream a greedy answer of exactly `tokens` tokens to a chat. Raises `RuntimeError` for an error answer."""
     body = {
         "messages": messages,
@@ -82,24 +82,24 @@ async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: i
 
 async def ask_all(
     client: httpx.AsyncClient, url: str, prompts: Sequence[Messages], tokens: int, parallel: int, **fields: Any
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """Answers to all `prompts`, at most `parallel` at a time."""
     gate = asyncio.Semaphore(parallel)
 
-    async def one(messages: Messages) -> Answer:
+    async def one(messages: Messages) -> TimedAnswer:
         async with gate:
             return await ask(client, url, messages, tokens, **fields)
 
     return list(await asyncio.gather(*(one(messages) for messages in prompts)))
 
 
-async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int], **fields: Any) -> Answer:
+async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int], **fields: Any) -> TimedAnswer:
     """A greedy completion of a prompt given as token ids. Raises `RuntimeError` for an error answer."""
     return _complete(await send(client, url, COMPLETION, judgeable(prompt, **fields)))
 
 
-def _complete(answer: Answer | Left) -> Answer:
-    assert isinstance(answer, Answer)  # noqa: S101 - a client that was not asked to leave stays
+def _complete(answer: TimedAnswer | Left) -> TimedAnswer:
+    assert isinstance(answer, TimedAnswer)  # noqa: S101 - a client that was not asked to leave stays
     return answer
 
 
@@ -118,7 +118,7 @@ def judgeable(prompt: Sequence[int], **fields: Any) -> Mapping[str, Any]:
 
 async def send(
     client: httpx.AsyncClient, url: str, path: str, body: Mapping[str, Any], leave: Leave | None = None
-) -> Answer | Left:
+) -> TimedAnswer | Left:
     """The answer of the server at `url`, every step of every choice one after the other, prompt logprobs first.
 
     Raises `RuntimeError` for an error answer.
@@ -162,8 +162,8 @@ async def _events(response: httpx.Response, streamed: bool) -> AsyncIterator[Map
         raise RuntimeError("the stream ended before its end")
 
 
-def _answer(events: list[Mapping[str, Any]], times: list[float], sent: float, prompt: Any) -> Answer:
-    steps: dict[int, list[Step]] = {}  # by choice
+def _answer(events: list[Mapping[str, Any]], times: list[float], sent: float, prompt: Any) -> TimedAnswer:
+    steps: dict[int, list[ContinuedToken]] = {}  # by choice
     usage: Mapping[str, Any] = {}
     first_token = 0.0
     for event, at in zip(events, times, strict=True):
@@ -176,20 +176,20 @@ def _answer(events: list[Mapping[str, Any]], times: list[float], sent: float, pr
     details = usage.get("prompt_tokens_details") or {}
     flat = tuple(step for index in sorted(steps) for step in steps[index])
     last = times[-1]
-    return Answer(flat, usage["prompt_tokens"], details.get("cached_tokens"), sent, first_token or last, last)
+    return TimedAnswer(flat, usage["prompt_tokens"], details.get("cached_tokens"), sent, first_token or last, last)
 
 
-def _steps(logprobs: Mapping[str, Any]) -> Iterator[Step]:
+def _steps(logprobs: Mapping[str, Any]) -> Iterator[ContinuedToken]:
     for entry in logprobs.get("content") or ():  # of a chat
-        yield Step(entry["token"], {other["token"]: other["logprob"] for other in entry["top_logprobs"]})
+        yield ContinuedToken(entry["token"], {other["token"]: other["logprob"] for other in entry["top_logprobs"]})
     if "tokens" in logprobs:  # of a completion
-        yield from map(Step, logprobs["tokens"], logprobs["top_logprobs"])
+        yield from map(ContinuedToken, logprobs["tokens"], logprobs["top_logprobs"])
 
 
-def _prompt_steps(choice: Mapping[str, Any], prompt: Any) -> Iterator[Step]:
+def _prompt_steps(choice: Mapping[str, Any], prompt: Any) -> Iterator[ContinuedToken]:
     for token, entry in zip(prompt or (), choice.get("prompt_logprobs") or (), strict=False):
         if entry is not None:  # the first token has none
-            yield Step(str(token), {name: other["logprob"] for name, other in entry.items()})
+            yield ContinuedToken(str(token), {name: other["logprob"] for name, other in entry.items()})
 
 
 async def status_of(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
@@ -206,7 +206,7 @@ async def tokens_of(client: httpx.AsyncClient, url: str, messages: Messages) -> 
     return tokens
 
 
-class Reply(NamedTuple):
+class RawReply(NamedTuple):
     """A finished request. Lengths in tokens."""
 
     seconds: float  # from the last byte handed over to the whole answer
@@ -225,7 +225,7 @@ def three_boundaries(shared: int, length: int) -> list[int]:
 
 async def request(
     client: httpx.AsyncClient, url: str, prompt: Sequence[int], tokens: int, boundaries: Sequence[int] = ()
-) -> Reply:
+) -> RawReply:
     """A greedy completion of exactly `tokens` tokens, hinted if there are `boundaries`.
 
     Raises `httpx.HTTPStatusError` for an error answer.
@@ -239,4 +239,4 @@ async def request(
     seconds = time.perf_counter() - sent
     response.raise_for_status()
     details = response.json()["usage"].get("prompt_tokens_details") or {}
-    return Reply(seconds, details.get("cached_tokens") or 0)
+    return RawReply(seconds, details.get("cached_tokens") or 0)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.bench.harness.client import Answer
+from proxy.bench.harness.client import TimedAnswer
 from proxy.bench.harness.servers import Server
 
 POLL_SECONDS = 0.004
@@ -126,7 +126,7 @@ class PassCounter:
         """Begin to count here."""
         self._offset = self._log.stat().st_size
 
-    def after(self, answers: Sequence[Answer]) -> Passes:
+    def after(self, answers: Sequence[TimedAnswer]) -> Passes:
         """Passes since `restart`, once the log accounts for every token of `answers`; then restarts.
 
         Raises `TimeoutError` when the log never does.

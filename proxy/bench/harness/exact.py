@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from proxy.bench.harness.client import Answer
+from proxy.bench.harness.client import TimedAnswer
 from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT
 from proxy.fleet.answer_compare import distance
 
@@ -59,7 +59,7 @@ BFLOAT16 = Rule(bound=0.25, tie=0.1, share=0.01)
 RULES: Mapping[str, Rule] = {NEMOTRON_H: FLOAT32, QWEN3_NEXT: BFLOAT16}  # by family of the generated model, on a CPU
 
 
-def compare(answer: Answer, reference: Answer) -> Difference:
+def compare(answer: TimedAnswer, reference: TimedAnswer) -> Difference:
     """How `answer` differs from the reference engine's. Compares as many tokens as `answer` has."""
     error, position = distance(answer, reference)
     compared = list(zip(answer.steps, reference.steps, strict=False))[: None if position is None else position + 1]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from proxy.bench.cells import QUICK, Family, measure_seamark
+from proxy.bench.cells import QUICK, CellFamily, measure_seamark
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import (
@@ -158,7 +158,9 @@ def test_the_engine_says_how_far_past_a_state_a_prefix_has_to_be_shared(trio, an
 async def test_the_grid_with_drafts_delivers_what_they_leave(trio):
     async with open_client(300) as client:
         engine, ours = await measure_seamark(client, trio.gateway.url, trio.engine.url, QUICK)
-    family = Family("nemotron_h with MTP", engine.block_size, QUICK, tuple(ours), 0.0, engine.match_unit, engine.ahead)
+    family = CellFamily(
+        "nemotron_h with MTP", engine.block_size, QUICK, tuple(ours), 0.0, engine.match_unit, engine.ahead
+    )
     for mode in ours:
         assert [cell.delivered for cell in mode.cells] == [(cell.shared - AHEAD) // UNIT * UNIT for cell in mode.cells]
         assert family.allowed(mode) == 1.0 and mode.efficiency < 1.0

@@ -13,7 +13,7 @@ import pytest
 from engine_patches.gpu_check import processes
 from engine_patches.gpu_check.judge import NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import lanes_of
-from engine_patches.gpu_check.processes import Engines, Outcome
+from engine_patches.gpu_check.processes import Engines, ProcessEnd
 from engine_patches.gpu_check.questions import DEFECTS, EXACT
 from engine_patches.gpu_check.runner import Runner
 from proxy.bench.harness.servers import NEMOTRON_H, generated_model
@@ -30,9 +30,9 @@ class Remembering:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, ProcessEnd] = {}
 
-    def run(self, name: str, *args: Any) -> Outcome:
+    def run(self, name: str, *args: Any) -> ProcessEnd:
         if name not in self.outcomes:
             self.outcomes[name] = self._engines.run(name, *args)
         return self.outcomes[name]
@@ -83,7 +83,7 @@ def test_an_engine_with_a_planted_defect_is_found_wrong(engines, model, monkeypa
         result = outcome.result
         spoiled = {"sections": {**result.sections, EXACT: result.sections[defect]}}
         spoiled["answers"] = {**result.answers, EXACT: result.answers[defect]}
-        monkeypatch.setitem(engines.outcomes, name, Outcome(replace(result, **spoiled)))
+        monkeypatch.setitem(engines.outcomes, name, ProcessEnd(replace(result, **spoiled)))
     checks = checks_of(engines, model)
     assert named(checks, "exactness").verdict == WRONG
     assert {check.verdict for check in checks if check.name.startswith("vLLM alone")} == {OK}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from proxy.bench import passes
 from proxy.bench.harness.client import open_client
-from proxy.bench.passes import AT_ONCE, BASELINE, OURS, UNTOUCHED, Plan, Row, Table, count
+from proxy.bench.passes import AT_ONCE, BASELINE, OURS, UNTOUCHED, PassPlan, Row, Table, count
 from tests.harness.engines import SharedServers
 
 
 async def test_seamark_takes_no_more_passes_than_vllm_alone(servers: SharedServers):
-    plan = Plan((130, 163), (120,), waves=3, running=0)
+    plan = PassPlan((130, 163), (120,), waves=3, running=0)
     async with open_client(300) as client:
         counts = {
             OURS: await count(client, servers.seamark, plan),

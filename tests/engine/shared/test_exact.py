@@ -16,12 +16,21 @@ import pytest
 
 from proxy.bench import stories
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import MIN_TOKENS, Answer, Messages, ask, ask_all, fresh_tokens, open_client, tokens_of
+from proxy.bench.harness.client import (
+    MIN_TOKENS,
+    Messages,
+    TimedAnswer,
+    ask,
+    ask_all,
+    fresh_tokens,
+    open_client,
+    tokens_of,
+)
 from proxy.bench.harness.client import complete as completion
 from proxy.bench.harness.counters import PassCounter, samples_of
 from proxy.bench.harness.prompts import prose, with_shared_tokens
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
-from proxy.bench.stories import Stage, floored
+from proxy.bench.stories import StoryStage, floored
 from tests.harness.engines import SharedServers
 
 CHATS = 60
@@ -52,9 +61,9 @@ async def metric(client: httpx.AsyncClient, server: Server, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and not line.startswith("#"))
 
 
-def check_exact(answers: Answer | Sequence[Answer], right: Answer | Sequence[Answer]) -> None:
+def check_exact(answers: TimedAnswer | Sequence[TimedAnswer], right: TimedAnswer | Sequence[TimedAnswer]) -> None:
     """Raise `AssertionError` where answers are not the right ones."""
-    if isinstance(answers, Answer):
+    if isinstance(answers, TimedAnswer):
         answers, right = [answers], [right]
     found = [exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True)]
     assert all(len(answer.steps) == len(wanted.steps) for answer, wanted in zip(answers, right, strict=True))
@@ -265,7 +274,7 @@ async def test_two_seeded_answers_to_one_prompt_and_prompt_logprobs(client, serv
 
 
 async def test_the_exactness_check_notices_planted_defects(client, servers, unit):
-    stage = Stage(client, servers.reference.url, (), seed=5000)
+    stage = StoryStage(client, servers.reference.url, (), seed=5000)
     defects = await stories.planted_defects(stage, servers.seamark.url, servers.planted, unit)
     assert {defect.defect: defect.caught for defect in defects} == {
         "none": False,
@@ -279,7 +288,9 @@ async def test_states_are_counted_in_bytes(client, servers):
     assert await metric(client, servers.seamark, "seamark_checkpoint_bytes") > 0
 
 
-async def complete(client, server: Server, prompt: Sequence[int], hint: object, tokens: int | None = None) -> Answer:
+async def complete(
+    client, server: Server, prompt: Sequence[int], hint: object, tokens: int | None = None
+) -> TimedAnswer:
     """A completion of token ids with a hint of the test's own."""
     fields = {} if hint is None else {"vllm_xargs": {"seamark_boundaries": hint}}
     if tokens is not None:

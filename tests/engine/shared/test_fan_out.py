@@ -12,7 +12,7 @@ from proxy.bench.fan_out import (
     MOST_COMPUTED,
     SHORT_TOKENS,
     WARM_UP,
-    Plan,
+    WavePlan,
     judged,
     leaving_time,
     right_answers,
@@ -23,7 +23,7 @@ from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.engines import SharedServers
 
-PLAN = Plan(shared=2000, own=30, size=4, decoders=2, decoded=6000)
+PLAN = WavePlan(shared=2000, own=30, size=4, decoders=2, decoded=6000)
 
 FLAGS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "128")
 

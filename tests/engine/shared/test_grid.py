@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from proxy.bench import grid
-from proxy.bench.cells import QUICK, Family, measure_baseline, measure_seamark
+from proxy.bench.cells import QUICK, CellFamily, measure_baseline, measure_seamark
 from proxy.bench.harness.client import open_client
 from tests.harness.engines import SharedServers
 
@@ -23,5 +23,5 @@ async def test_seamark_gives_the_oracle_hit_in_every_cell_and_without_hints_the_
     assert all((cell.shared, cell.own) == cell.wanted for cell in by_hand.cells)
     # The same engine and lengths: the instrument tells a hinted request from one that is not.
     assert bare.efficiency < 0.8 and bare.worst.delivered == 0
-    unhinted = Family("nemotron_h", engine.block_size, QUICK, (*ours, replace(bare, ours=True)), 0.0)
+    unhinted = CellFamily("nemotron_h", engine.block_size, QUICK, (*ours, replace(bare, ours=True)), 0.0)
     assert [complaint.split(":")[0] for complaint in grid.complaints(unhinted)] == ["nemotron_h, no hints"]

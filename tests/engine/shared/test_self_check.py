@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness import planted
-from proxy.bench.harness.client import Answer, ask, open_client
+from proxy.bench.harness.client import TimedAnswer, ask, open_client
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.engines import SharedServers
@@ -50,7 +50,7 @@ def test_a_planted_defect_is_found_and_turns_hints_off(servers: SharedServers, w
 def told(url: str, messages: list[dict], **fields) -> tuple[int, list[float]]:
     """Tokens that came from the cache, and the logprobs of a greedy answer."""
 
-    async def asked() -> Answer:
+    async def asked() -> TimedAnswer:
         async with open_client() as client:
             return await ask(client, url, messages, 8, **fields)
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from engine_patches.commands import explain
-from engine_patches.commands.explain import GDN, GIB, CannotExplain, Cost, advice, family_of, layer_kinds, report
+from engine_patches.commands.explain import GDN, GIB, CannotExplain, StateCost, advice, family_of, layer_kinds, report
 from engine_patches.scheduler.refusals import Refusal
 from tests.harness import published_models
 from tests.harness.published_models import MODELS, Explained, worth_moving
@@ -41,7 +41,7 @@ def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explain
     assert f"{cost.displaced_tokens:,} tokens of KV" in text
 
 
-def cost(**changes: object) -> Cost:
+def cost(**changes: object) -> StateCost:
     figures = {
         "model": "toy",
         "recurrent_layers": 4,
@@ -56,7 +56,7 @@ def cost(**changes: object) -> Cost:
         "attention_groups": 1,
         "match_unit": 16,
     }
-    return Cost(**figures | changes)
+    return StateCost(**figures | changes)
 
 
 def test_states_are_counted_in_whole_blocks_and_their_share_in_blocks_too():

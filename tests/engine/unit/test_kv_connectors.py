@@ -13,7 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 
-from engine_patches.kv_connectors import CONNECTORS, WITHOUT, Lane, decide
+from engine_patches.kv_connectors import CONNECTORS, WITHOUT, ConnectorLane, decide
 
 REGISTERED = KVConnectorFactory._registry
 
@@ -32,7 +32,7 @@ def serves_hybrids(name: str) -> bool:
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_vllm_serves_hybrids_through_a_connector_just_if_the_table_says_so(name):
-    assert serves_hybrids(name) == (CONNECTORS.get(name) is not Lane.NOT_SERVED)
+    assert serves_hybrids(name) == (CONNECTORS.get(name) is not ConnectorLane.NOT_SERVED)
 
 
 def test_the_table_names_connectors_that_vllm_has():
@@ -47,11 +47,11 @@ def of(transfer: KVTransferConfig | None, device: str = "cpu") -> SimpleNamespac
 def test_vllms_own_configuration_is_read():
     assert decide(of(None)) == WITHOUT
     nixl = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer")
-    assert decide(of(nixl)) == (Lane.INSIDE, ("NixlConnector",), "")
-    assert nixl.kv_buffer_device == "cpu" and decide(of(nixl, "cuda")).lane is Lane.CHUNK_ENDS
+    assert decide(of(nixl)) == (ConnectorLane.INSIDE, ("NixlConnector",), "")
+    assert nixl.kv_buffer_device == "cpu" and decide(of(nixl, "cuda")).lane is ConnectorLane.CHUNK_ENDS
     children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("NixlConnector", "OffloadingConnector")]
     several = KVTransferConfig(
         kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
     )
     decision = decide(of(several))
-    assert decision.lane is Lane.CHUNK_ENDS and decision.names == ("NixlConnector", "OffloadingConnector")
+    assert decision.lane is ConnectorLane.CHUNK_ENDS and decision.names == ("NixlConnector", "OffloadingConnector")

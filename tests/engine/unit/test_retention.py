@@ -7,7 +7,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash, make_block_hash_with_group_id
 
-from engine_patches.scheduler.retention import Retention, State
+from engine_patches.scheduler.retention import KeptState, Retention
 
 GROUPS = (0, 2)
 
@@ -221,8 +221,8 @@ def test_a_full_share_costs_a_new_state_a_look_at_few_others(monkeypatch):
 
         return property(look)
 
-    monkeypatch.setattr(State, "cached", counted(State.cached))
-    monkeypatch.setattr(State, "free", counted(State.free))
+    monkeypatch.setattr(KeptState, "cached", counted(KeptState.cached))
+    monkeypatch.setattr(KeptState, "free", counted(KeptState.free))
     for number in range(1000, 2000):
         cache.write(b"%d" % number, turn=number % 3 == 0)
     assert len(cache.retention) == 1000

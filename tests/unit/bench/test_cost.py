@@ -13,11 +13,11 @@ import time
 import pytest
 
 from proxy.bench import cost, passes, resume
-from proxy.bench.cost import KINDS, NO_HINTS, THREE_HINTS, Cost
+from proxy.bench.cost import KINDS, NO_HINTS, THREE_HINTS, CostOfPrompts
 from proxy.bench.harness.client import fresh_tokens, three_boundaries
 from proxy.bench.harness.counters import CpuTime, family
 from proxy.bench.harness.ratios import Comparison, Pair, Spread, in_words, pooled, spread
-from proxy.bench.passes import BASELINE, OURS, UNTOUCHED, Plan, Row, Table
+from proxy.bench.passes import BASELINE, OURS, UNTOUCHED, PassPlan, Row, Table
 from proxy.bench.resume import Resumed, Round, Sample
 
 # CPU seconds of five pairs, 100 tokens, as measured.
@@ -49,14 +49,14 @@ def test_pooled_comparisons_count_every_pair_alike():
     assert len(both.pairs) == 11 and both.ratio.median == 3 and not both.held
 
 
-def cost_of(hinted: float) -> Cost:
+def cost_of(hinted: float) -> CostOfPrompts:
     """A made-up cost: nothing without hints, a ratio of `hinted` with them, at one length of two."""
 
     def comparison(kind: str, ratio: float) -> Comparison:
         return Comparison(kind, tuple(Pair(pair.theirs * ratio, pair.theirs) for pair in PAIRS), cost.MOST)
 
     lengths = {100: hinted, 8000: 1.0}
-    return Cost(
+    return CostOfPrompts(
         "nemotron_h",
         {
             length: {NO_HINTS: comparison(NO_HINTS, 1.0), THREE_HINTS: comparison(THREE_HINTS, ratio)}
@@ -136,9 +136,9 @@ def test_every_row_of_passes_is_judged_by_the_best_engine_that_can_take_it(ours,
 
 
 def test_prompts_as_long_as_a_block_are_not_sent_to_an_engine_that_dies_of_them():
-    short = Plan((130, 163, 384), (120, 500), 5, 6000).shorter_than(384)
-    assert short == Plan((130, 163), (120,), 5, 0)
-    assert Plan((384,), (500,), 5, 6000).shorter_than(384) == Plan((), (), 5, 0)
+    short = PassPlan((130, 163, 384), (120, 500), 5, 6000).shorter_than(384)
+    assert short == PassPlan((130, 163), (120,), 5, 0)
+    assert PassPlan((384,), (500,), 5, 6000).shorter_than(384) == PassPlan((), (), 5, 0)
 
 
 def resumed(engine: str, warm: float) -> Resumed:

@@ -6,17 +6,17 @@ import math
 
 import pytest
 
-from proxy.bench.harness.client import Answer
+from proxy.bench.harness.client import TimedAnswer
 from proxy.bench.harness.exact import BFLOAT16, FLOAT32, compare
-from proxy.fleet.answer_compare import Step
+from proxy.fleet.answer_compare import ContinuedToken
 
 RANKED = {"a": -0.5, "b": -1.5, "c": -2.0, "d": -2.5, "e": -3.0}
 
 
-def answer(*tops: dict[str, float], chosen: str = "") -> Answer:
+def answer(*tops: dict[str, float], chosen: str = "") -> TimedAnswer:
     """An answer of the likeliest token of each step, or of `chosen`."""
-    steps = tuple(Step(chosen or max(top, key=lambda token: top[token]), top) for top in tops)
-    return Answer(steps, 100, 0, 0.0, 0.1, 0.2)
+    steps = tuple(ContinuedToken(chosen or max(top, key=lambda token: top[token]), top) for top in tops)
+    return TimedAnswer(steps, 100, 0, 0.0, 0.1, 0.2)
 
 
 def test_logprobs_within_the_bound_are_exact_and_beyond_it_are_not():

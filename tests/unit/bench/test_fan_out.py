@@ -10,12 +10,12 @@ import pytest
 from proxy.bench import fan_out
 from proxy.bench.fan_out import (
     FanOut,
-    Line,
-    Plan,
+    WaveLine,
+    WavePlan,
 )
 from proxy.bench.harness.ratios import Comparison, Pair
 
-PLAN = Plan(shared=2000, own=30, size=4, decoders=2, decoded=6000)
+PLAN = WavePlan(shared=2000, own=30, size=4, decoders=2, decoded=6000)
 
 
 def test_groups_are_interleaved_and_share_what_they_are_to_share():
@@ -30,8 +30,8 @@ def test_groups_are_interleaved_and_share_what_they_are_to_share():
 
 def result(computed: int = 8000, differing: int = 0, p99: float = 0.1) -> FanOut:
     """A made-up run, well but for the arguments."""
-    plan = Plan(shared=3600, own=50)
-    ours = Line("Seamark", computed, plan.ideal, 0, 0, 16, 1.0, 2.0, 1.5, 0, 1e-6)
+    plan = WavePlan(shared=3600, own=50)
+    ours = WaveLine("Seamark", computed, plan.ideal, 0, 0, 16, 1.0, 2.0, 1.5, 0, 1e-6)
     left = replace(ours, engine="leaders leave", computed=9000, left_early=2, answered=14, differing=differing)
     short = Comparison("p99", (Pair(p99, 0.1),) * 5, fan_out.MOST_DELAY)
     return FanOut([ours, replace(ours, engine="gate off", computed=29600)], left, plan, short, 28, 50, Pair(2.0, 6.0))

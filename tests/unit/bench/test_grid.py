@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 import pytest
 
 from proxy.bench import grid, picture
-from proxy.bench.cells import Cell, Family, Lengths, Mode, Plan
+from proxy.bench.cells import Cell, CellFamily, CellPlan, Lengths, Mode
 
 SVG = "{http://www.w3.org/2000/svg}"
 
-PLAN = Plan((50, 163, 469), (5, 75), 75, 1200)
+PLAN = CellPlan((50, 163, 469), (5, 75), 75, 1200)
 
 
-def family(delivered: float = 1.0) -> Family:
+def family(delivered: float = 1.0) -> CellFamily:
     """A made-up result in which Seamark's second mode is given the part `delivered` of the longest prefix."""
 
     def mode(name: str, ours: bool, part: float, curve: bool = True) -> Mode:
@@ -33,7 +33,7 @@ def family(delivered: float = 1.0) -> Family:
         mode("vLLM alone", False, 0.5),
         mode("vLLM, unit 16", False, 0.5),
     )
-    return Family("nemotron_h", 384, PLAN, modes, 4.0)
+    return CellFamily("nemotron_h", 384, PLAN, modes, 4.0)
 
 
 def test_the_curve_has_both_sides_of_every_place_where_a_hit_changes():
@@ -57,7 +57,7 @@ def test_the_table_rounds_down():
 def test_a_coarser_unit_is_judged_by_what_it_allows_and_shown_beside_the_finest():
     cell = Cell(Lengths(120, 5), 120, 5, 64)  # 112 with units of 16
     modes = (Mode("Seamark, hints", True, (cell,), (), 1.0),)
-    coarse = Family("qwen3_next", 384, Plan((120,), (5,), 5, 0), modes, 1.0, unit=64)
+    coarse = CellFamily("qwen3_next", 384, CellPlan((120,), (5,), 5, 0), modes, 1.0, unit=64)
     assert "57.14% of 112 tokens, 100.00% of what its unit of 64 allows, worst 64 of 112" in grid.render(coarse)
     assert not grid.complaints(coarse) and grid.complaints(replace(coarse, unit=16))
 
@@ -65,7 +65,7 @@ def test_a_coarser_unit_is_judged_by_what_it_allows_and_shown_beside_the_finest(
 def test_beside_drafts_a_cell_is_judged_by_what_they_leave():
     cell = Cell(Lengths(163, 5), 163, 5, 144)  # 160 without drafts
     modes = (Mode("Seamark, hints", True, (cell,), (), 1.0),)
-    drafting = Family("nemotron_h with MTP", 384, Plan((163,), (5,), 5, 0), modes, 1.0, ahead=16)
+    drafting = CellFamily("nemotron_h with MTP", 384, CellPlan((163,), (5,), 5, 0), modes, 1.0, ahead=16)
     assert "90.00% of 160 tokens, 100.00% of what its unit of 16 and drafts that need 16 more allows" in grid.render(
         drafting
     )

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.bench.harness.client import COMPLETION, Answer, Left
-from proxy.fleet.answer_compare import Step
+from proxy.bench.harness.client import COMPLETION, Left, TimedAnswer
+from proxy.fleet.answer_compare import ContinuedToken
 from tests.bench import soak
 from tests.bench.soak import Driven, Memory, Outcome, judge
 from tests.bench.traffic import Request, Traffic
@@ -37,7 +37,7 @@ def test_how_an_answer_is_delivered_is_no_part_of_the_question():
 
 TOP = {"token_id:1": -0.5, "token_id:2": -0.9}
 
-RIGHT = Answer((Step("token_id:1", TOP),), 100, 0, 0.0, 0.1, 0.2)
+RIGHT = TimedAnswer((ContinuedToken("token_id:1", TOP),), 100, 0, 0.0, 0.1, 0.2)
 
 REQUEST = Request("salts", COMPLETION, {"prompt": [1] * 100}, judged=True)
 
@@ -48,7 +48,7 @@ def driven(*outcomes: Outcome, **fields) -> Driven:
     return replace(well, **fields)
 
 
-WRONG = RIGHT._replace(steps=(Step("token_id:2", TOP),))
+WRONG = RIGHT._replace(steps=(ContinuedToken("token_id:2", TOP),))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.resolve import encode_opener, resolve
-from proxy.boundaries.template_facts import GAP, Place, TemplateFacts
+from proxy.boundaries.template_facts import GAP, OpenerPlace, TemplateFacts
 from proxy.boundaries.template_probe import CHATS, RICH, learn_facts
 from proxy.boundaries.token_ids import common_prefix
 from tests.harness.template_renderer import TemplateRenderer
@@ -52,7 +52,7 @@ def result(number: str, text: str) -> dict[str, Any]:
 
 PILOT = system("You pilot ships into the harbour. Answer briefly.")
 
-BEFORE: dict[Place, list[dict[str, Any]]] = {
+BEFORE: dict[OpenerPlace, list[dict[str, Any]]] = {
     "alone": [PILOT],
     "user": [PILOT, user("First?"), assistant("One.")],
     "tool": [PILOT, user("First?"), calls("abcdef123")],
@@ -60,7 +60,7 @@ BEFORE: dict[Place, list[dict[str, Any]]] = {
 }
 
 
-def chat(place: Place, text: str, with_tools: bool = False) -> dict[str, Any]:
+def chat(place: OpenerPlace, text: str, with_tools: bool = False) -> dict[str, Any]:
     """A chat with its last text in a place."""
     last = user(text)
     if place in ("tool", "results"):
@@ -94,13 +94,13 @@ async def learnt(renders: TemplateRenderer, fields: dict[str, Any] | None = None
     return facts
 
 
-def parting(render: Callable[[Any], list[int]], place: Place, with_tools: bool = False) -> int:
+def parting(render: Callable[[Any], list[int]], place: OpenerPlace, with_tools: bool = False) -> int:
     """Where chats that differ in the last text really part."""
     first, *others = (render(chat(place, text, with_tools)) for text in TEXTS)
     return min(common_prefix(first, other) for other in others)
 
 
-def gap(renders: TemplateRenderer, facts: TemplateFacts, place: Place, with_tools: bool = False) -> int | None:
+def gap(renders: TemplateRenderer, facts: TemplateFacts, place: OpenerPlace, with_tools: bool = False) -> int | None:
     """Tokens that an opener leads to before the place; None if it is not known."""
     opener = facts.opener(place, with_tools)
     if opener is None:

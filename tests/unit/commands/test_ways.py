@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.commands.ways import Found, Surroundings, Way, find
+from proxy.commands.ways import FoundWay, Surroundings, Way, find
 
 URL = "http://127.0.0.1:8000"
 
@@ -49,18 +49,18 @@ def around(tmp_path) -> Callable[..., Surroundings]:
 @pytest.mark.parametrize(
     ("arguments", "group", "inspected", "found"),
     [
-        (SERVE, USER, None, Found(Way.PIP)),
-        (("python", "-m", "vllm.entrypoints.openai.api_server"), USER, None, Found(Way.PIP)),
-        (("/venv/bin/python", "/venv/bin/seamark", "worker", "--port", "8000"), USER, None, Found(Way.PIP)),
-        (SERVE, "0::/system.slice/llm.service\n", None, Found(Way.SYSTEMD, "llm.service")),
-        (SERVE, DOCKER, None, Found(Way.DOCKER)),  # no docker to be asked
-        (SERVE, DOCKER, {}, Found(Way.DOCKER)),
-        (SERVE, DOCKER, container(), Found(Way.DOCKER, "llm")),
-        (SERVE, f"9:name=systemd:/docker/{CONTAINER}\n", container(), Found(Way.DOCKER, "llm")),
-        (SERVE, DOCKER, container(**{"com.docker.compose.service": "ai"}), Found(Way.COMPOSE, "ai")),
-        (SERVE, DOCKER, container("vllm-node:latest"), Found(Way.SPARK)),
-        (SERVE, DOCKER, container(name="/vllm_node"), Found(Way.SPARK)),
-        (SERVE, "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n", None, Found(Way.KUBERNETES)),
+        (SERVE, USER, None, FoundWay(Way.PIP)),
+        (("python", "-m", "vllm.entrypoints.openai.api_server"), USER, None, FoundWay(Way.PIP)),
+        (("/venv/bin/python", "/venv/bin/seamark", "worker", "--port", "8000"), USER, None, FoundWay(Way.PIP)),
+        (SERVE, "0::/system.slice/llm.service\n", None, FoundWay(Way.SYSTEMD, "llm.service")),
+        (SERVE, DOCKER, None, FoundWay(Way.DOCKER)),  # no docker to be asked
+        (SERVE, DOCKER, {}, FoundWay(Way.DOCKER)),
+        (SERVE, DOCKER, container(), FoundWay(Way.DOCKER, "llm")),
+        (SERVE, f"9:name=systemd:/docker/{CONTAINER}\n", container(), FoundWay(Way.DOCKER, "llm")),
+        (SERVE, DOCKER, container(**{"com.docker.compose.service": "ai"}), FoundWay(Way.COMPOSE, "ai")),
+        (SERVE, DOCKER, container("vllm-node:latest"), FoundWay(Way.SPARK)),
+        (SERVE, DOCKER, container(name="/vllm_node"), FoundWay(Way.SPARK)),
+        (SERVE, "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n", None, FoundWay(Way.KUBERNETES)),
         (("vim", "vllm", "notes"), USER, None, None),
     ],
 )
@@ -71,22 +71,22 @@ def test_a_server_on_this_machine_is_known_by_its_control_group(around, argument
 def test_of_several_servers_the_one_at_the_port_counts_and_mapped_ports_of_one_way_too(around):
     first, second = ((*SERVE, "--port", "8001"), USER), ((*SERVE, "--port=8002"), "0::/system.slice/b.service\n")
     machine = around(first, second)
-    assert find("http://localhost:8001", machine) == Found(Way.PIP)
-    assert find("http://[::1]:8002", machine) == Found(Way.SYSTEMD, "b.service")
+    assert find("http://localhost:8001", machine) == FoundWay(Way.PIP)
+    assert find("http://[::1]:8002", machine) == FoundWay(Way.SYSTEMD, "b.service")
     assert find("http://127.0.0.1:9000", machine) is None  # either
 
 
 def test_a_port_that_docker_maps_is_no_obstacle(around):
-    assert find("http://127.0.0.1:9000", around((SERVE, DOCKER), inspected=container())) == Found(Way.DOCKER, "llm")
+    assert find("http://127.0.0.1:9000", around((SERVE, DOCKER), inspected=container())) == FoundWay(Way.DOCKER, "llm")
 
 
 @pytest.mark.parametrize(
     ("url", "found"),
     [
-        ("http://worker:8000", Found(Way.COMPOSE, "worker")),
+        ("http://worker:8000", FoundWay(Way.COMPOSE, "worker")),
         ("http://host.docker.internal:8000", None),
         ("http://192.168.100.10:8000", None),
-        ("http://worker-0.seamark-worker.seamark.svc:8000", Found(Way.KUBERNETES)),
+        ("http://worker-0.seamark-worker.seamark.svc:8000", FoundWay(Way.KUBERNETES)),
         (URL, None),  # a container does not see its own control group
     ],
 )
@@ -95,7 +95,7 @@ def test_from_within_a_container_names_tell(around, url, found):
 
 
 def test_from_a_pod_it_is_kubernetes(around):
-    assert find("http://worker:8000", around(KUBERNETES_SERVICE_HOST="10.0.0.1")) == Found(Way.KUBERNETES)
+    assert find("http://worker:8000", around(KUBERNETES_SERVICE_HOST="10.0.0.1")) == FoundWay(Way.KUBERNETES)
 
 
 def test_a_machine_elsewhere_says_nothing(around):

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_patches.scheduler import expected_junctions
-from engine_patches.scheduler.expected_junctions import ENOUGH, RENEWAL, ExpectedJunctions, Prompt, best_places
+from engine_patches.scheduler.expected_junctions import ENOUGH, RENEWAL, ExpectedJunctions, SeenPrompt, best_places
 
 SALT = b"salt"
 
@@ -75,7 +75,7 @@ def test_a_place_that_nobody_leaves_prompts_at_any_more_is_given_up(learner):
 
 
 def test_two_lengths_have_a_state_each():
-    prompts = [Prompt(0, 3060, 0, False), Prompt(1000, 1060, 0, True), Prompt(3000, 3060, 0, True)] * ENOUGH
+    prompts = [SeenPrompt(0, 3060, 0, False), SeenPrompt(1000, 1060, 0, True), SeenPrompt(3000, 3060, 0, True)] * ENOUGH
     assert best_places(prompts, 60.0) == (1000, 3000)
 
 

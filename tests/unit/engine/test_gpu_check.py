@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from engine_patches.gpu_check import command, processes, report
-from engine_patches.gpu_check.engine import Answer, planted
-from engine_patches.gpu_check.job import Job, Result
+from engine_patches.gpu_check.engine import CheckedAnswer, planted
+from engine_patches.gpu_check.job import LaneJob, LaneResult
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import Lane, lanes_of
-from engine_patches.gpu_check.processes import Engines, Outcome
+from engine_patches.gpu_check.processes import Engines, ProcessEnd
 from engine_patches.gpu_check.questions import (
     DEFECTS,
     OTHER_STATE,
@@ -32,7 +32,7 @@ from engine_patches.gpu_check.questions import (
 )
 from engine_patches.gpu_check.report import LaneReport
 from engine_patches.gpu_check.runner import RUNNER_VARIABLE, Runner
-from engine_patches.gpu_check.speed import COLD, FAN_OUT, WARM, FirstTokens, Pace, Passes
+from engine_patches.gpu_check.speed import COLD, FAN_OUT, WARM, FirstTokens, LanePasses, MeasuredPace
 from engine_patches.settings import FULL, OFF, REFERENCE
 
 GEOMETRY = Geometry(block=384, alignment=16, budget=2048)
@@ -48,25 +48,25 @@ FACTS: dict[str, Any] = {
 MAMBA, DELTA, RUNNER, COPY, DELTA_DRAFTS, MAMBA_DRAFTS = LANES = lanes_of("cuda", quick=False)
 
 
-def right_answer(question: Question) -> Answer:
+def right_answer(question: Question) -> CheckedAnswer:
     first = sum(question.tokens) % 1000
     tokens = [first + step for step in range(4)]
-    return Answer(tokens, [{token: -0.5, 5000: -2.0} for token in tokens], 0)
+    return CheckedAnswer(tokens, [{token: -0.5, 5000: -2.0} for token in tokens], 0)
 
 
-def with_other_tokens(answer: Answer) -> Answer:
+def with_other_tokens(answer: CheckedAnswer) -> CheckedAnswer:
     tokens = [token + 2000 for token in answer.tokens]
-    return Answer(tokens, [{token: -0.1} for token in tokens], answer.cached)
+    return CheckedAnswer(tokens, [{token: -0.1} for token in tokens], answer.cached)
 
 
-def honest_result(job: Job, mode: str, runner: str, length: int) -> Result:
+def honest_result(job: LaneJob, mode: str, runner: str, length: int) -> LaneResult:
     """What an engine without a defect says."""
     asked: Any = job.sections
     if asked is None:
         lengths = [shared for shared in SHARED_LENGTHS if shared + 96 <= length]
         asked = own_sections(GEOMETRY, lengths, TokenRange()) if job.own_model else sections(GEOMETRY, quick=True)
     drafting = "speculative_config" in job.arguments
-    result = Result({**FACTS, "runner": runner, "drafts": drafting, "longest": length}, asked)
+    result = LaneResult({**FACTS, "runner": runner, "drafts": drafting, "longest": length}, asked)
     if drafting:
         result.verified = {(3, right): 100 for right in range(4)}
     for name, waves in asked.items():
@@ -83,67 +83,69 @@ def honest_result(job: Job, mode: str, runner: str, length: int) -> Result:
             answers = [answer._replace(cached=16) for answer in answers]
         result.answers[name] = answers
     if job.passes:
-        result.passes = [Passes("cold", 100, 0, 1, 1), Passes("warm", 100, 64, 1, 1)]
+        result.passes = [LanePasses("cold", 100, 0, 1, 1), LanePasses("warm", 100, 64, 1, 1)]
     if job.timed:
         slow = 1.0 if mode == FULL else 2.0
         for shared in (shared for shared in SHARED_LENGTHS if shared + 64 <= length - 32):
             cases = ((COLD, 1.0, 0), (WARM, 0.1, shared), (FAN_OUT, 2.0, 3 * shared))
             result.first_tokens += [FirstTokens(case, shared, slow * took, hit, 1) for case, took, hit in cases]
-        result.pace = Pace(decode=0.01, floor=0.02, token=0.001, state=0.001)
+        result.pace = MeasuredPace(decode=0.01, floor=0.02, token=0.001, state=0.001)
     return result
 
 
 class ToldEngines:
     """Engines that answer rightly, but for those whose name has one of `faults` in it."""
 
-    def __init__(self, faults: dict[str, Callable[[Result], Outcome] | Outcome] | None = None, length: int = 4096):
+    def __init__(
+        self, faults: dict[str, Callable[[LaneResult], ProcessEnd] | ProcessEnd] | None = None, length: int = 4096
+    ):
         self.faults, self.length = faults or {}, length
-        self.started: list[tuple[str, Job, str, Any]] = []
+        self.started: list[tuple[str, LaneJob, str, Any]] = []
 
-    def run(self, name: str, job: Job, mode: str, changes: Any = None) -> Outcome:
+    def run(self, name: str, job: LaneJob, mode: str, changes: Any = None) -> ProcessEnd:
         self.started.append((name, job, mode, changes))
         runner = "V1" if (changes or {}).get(RUNNER_VARIABLE) == "0" else "V2"
         result = honest_result(job, mode, runner, self.length)
-        fault = next((fault for part, fault in self.faults.items() if part in name), Outcome(result))
-        return fault if isinstance(fault, Outcome) else fault(result)
+        fault = next((fault for part, fault in self.faults.items() if part in name), ProcessEnd(result))
+        return fault if isinstance(fault, ProcessEnd) else fault(result)
 
 
-def changed(change: Callable[[Answer], Answer]) -> Callable[[Result], Outcome]:
+def changed(change: Callable[[CheckedAnswer], CheckedAnswer]) -> Callable[[LaneResult], ProcessEnd]:
     """The fault of an engine whose answers, but those that have a planted defect, are other ones."""
 
-    def fault(result: Result) -> Outcome:
+    def fault(result: LaneResult) -> ProcessEnd:
         answers = {
             name: found if name in DEFECTS else list(map(change, found)) for name, found in result.answers.items()
         }
-        return Outcome(replace(result, answers=answers))
+        return ProcessEnd(replace(result, answers=answers))
 
     return fault
 
 
-def has(**changes: Any) -> Callable[[Result], Outcome]:
+def has(**changes: Any) -> Callable[[LaneResult], ProcessEnd]:
     """The fault of an engine whose result has these fields."""
-    return lambda result: Outcome(replace(result, **changes))
+    return lambda result: ProcessEnd(replace(result, **changes))
 
 
-def fact(**changes: Any) -> Callable[[Result], Outcome]:
+def fact(**changes: Any) -> Callable[[LaneResult], ProcessEnd]:
     """The fault of an engine that finds these facts."""
-    return lambda result: Outcome(replace(result, facts={**result.facts, **changes}))
+    return lambda result: ProcessEnd(replace(result, facts={**result.facts, **changes}))
 
 
-def blind(result: Result) -> Outcome:
+def blind(result: LaneResult) -> ProcessEnd:
     honest = {name: [right_answer(q) for wave in result.sections[name] for q in wave] for name in DEFECTS}
-    return Outcome(replace(result, answers={**result.answers, **honest}))
+    return ProcessEnd(replace(result, answers={**result.answers, **honest}))
 
 
-DIED = Outcome(None, "RuntimeError: no kernel image")
-LATE = Outcome(None, "the engine was ended after 60 s (more with --minutes)", from_outside=True)
+DIED = ProcessEnd(None, "RuntimeError: no kernel image")
+LATE = ProcessEnd(None, "the engine was ended after 60 s (more with --minutes)", from_outside=True)
 
 other_tokens = changed(with_other_tokens)
 other_logprobs = changed(
     lambda answer: answer._replace(top=[{t: v - 0.3 for t, v in each.items()} for each in answer.top])
 )
 a_unit_short = changed(lambda answer: answer._replace(cached=max(answer.cached - 16, 0)))
-a_pass_more = has(passes=[Passes("cold", 100, 0, 1, 1), Passes("warm", 100, 64, 2, 1)])
+a_pass_more = has(passes=[LanePasses("cold", 100, 0, 1, 1), LanePasses("warm", 100, 64, 2, 1)])
 
 
 def checks_of(lane: Lane, engines: ToldEngines) -> list[Check]:
@@ -165,7 +167,13 @@ FAULTS: list[tuple[Sequence[Lane], dict[str, Any], str, str, str]] = [
     (LANES, {"patched": DIED}, WRONG, "exactness", "vLLM alone runs here, but the engine with the patches did not"),
     (LANES, {"patched": LATE}, NOT_RUN, "exactness", "ended after 60 s"),
     (LANES, {"patched": DIED, "brief": DIED}, NOT_RUN, "exactness", "vLLM alone does not run here like this"),
-    (LANES, {"patched": lambda r: Outcome(Result(r.facts), "illegal access")}, WRONG, "exactness", "illegal access"),
+    (
+        LANES,
+        {"patched": lambda r: ProcessEnd(LaneResult(r.facts), "illegal access")},
+        WRONG,
+        "exactness",
+        "illegal access",
+    ),
     (LANES, {"patched": other_tokens}, WRONG, "exactness", "token 0 differs"),
     (LANES, {"patched": other_tokens}, WRONG, "chunk-aligned", "token 0 differs"),
     (LANES, {"patched": other_logprobs}, WRONG, "exactness", "logprobs off by 0.3"),
@@ -288,7 +296,7 @@ def gpu_check(monkeypatch, tmp_path, capsys):
     return run
 
 
-def broken(_: Result) -> Outcome:
+def broken(_: LaneResult) -> ProcessEnd:
     raise KeyError("backends")
 
 
@@ -314,10 +322,10 @@ def test_the_last_line_is_the_verdict_and_one_lane_hides_no_other(gpu_check, fau
 def test_each_lane_is_printed_and_written_before_the_next_one_starts(gpu_check, capsys, tmp_path):
     seen = []
 
-    def watched(result: Result) -> Outcome:
+    def watched(result: LaneResult) -> ProcessEnd:
         written = json.loads((tmp_path / "seamark-gpu-check.json").read_text())
         seen.append((capsys.readouterr().out, written["results"][0]["verdict"], written["exit"]))
-        return Outcome(result)
+        return ProcessEnd(result)
 
     assert gpu_check(ToldEngines({f"{DELTA.name} patched": watched}), "--quick")[0] == 0
     ((printed, verdict, status),) = seen
@@ -328,9 +336,9 @@ def test_each_lane_is_printed_and_written_before_the_next_one_starts(gpu_check, 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_signal_leaves_what_is_known(gpu_check, number, wrong):
-    def interrupting(result: Result) -> Outcome:
+    def interrupting(result: LaneResult) -> ProcessEnd:
         os.kill(os.getpid(), number)
-        return Outcome(result)
+        return ProcessEnd(result)
 
     before = signal.getsignal(number)
     faults = {f"{DELTA.name} alone": interrupting} | ({f"{MAMBA.name} patched": other_tokens} if wrong else {})
@@ -345,8 +353,8 @@ def test_a_signal_leaves_what_is_known(gpu_check, number, wrong):
 
 
 def test_speed_is_told_and_never_wrong(gpu_check):
-    def slow(result: Result) -> Outcome:
-        return Outcome(
+    def slow(result: LaneResult) -> ProcessEnd:
+        return ProcessEnd(
             replace(result, first_tokens=[each._replace(seconds=9 * each.seconds) for each in result.first_tokens])
         )
 
@@ -370,9 +378,11 @@ def test_a_users_own_model_is_checked_at_each_length_that_fits(gpu_check):
     assert "8,000 shared tokens" in printed and "hf_secret" not in json.dumps(written) + printed
 
 
-def out_of_time(result: Result) -> Outcome:
+def out_of_time(result: LaneResult) -> ProcessEnd:
     half = {name: result.answers[name] for name in list(result.answers)[:2]}
-    return Outcome(replace(result, answers=half, first_tokens=[], passes=[], pace=None), LATE.fault, from_outside=True)
+    return ProcessEnd(
+        replace(result, answers=half, first_tokens=[], passes=[], pace=None), LATE.fault, from_outside=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -522,8 +532,8 @@ def test_what_an_engine_saved_is_there_however_it_ends(
 ):
     monkeypatch.setattr(processes, "_command", lambda job, result: [sys.executable, "-c", code, str(job), str(result)])
     monkeypatch.setattr(processes, "MIN_SECONDS", 0.1)
-    outcome = Engines(tmp_path, on_cpu=False, seconds=seconds).run("an engine", Job({}), REFERENCE)
-    assert outcome.result == (None if facts is None else Result(facts)) and outcome.from_outside == from_outside
+    outcome = Engines(tmp_path, on_cpu=False, seconds=seconds).run("an engine", LaneJob({}), REFERENCE)
+    assert outcome.result == (None if facts is None else LaneResult(facts)) and outcome.from_outside == from_outside
     assert outcome.fault == words if words is None else words in (outcome.fault or "")
 
 
@@ -532,6 +542,6 @@ def test_a_signal_to_the_check_ends_the_engine_that_runs(monkeypatch, tmp_path):
     code += f"os.kill({os.getpid()}, signal.SIGTERM); signal.pause()"
     monkeypatch.setattr(processes, "_command", lambda job, result: [sys.executable, "-c", code])
     with pytest.raises(command.Interrupted), command._signals_raise():
-        Engines(tmp_path, on_cpu=False, seconds=60.0).run("an engine", Job({}), REFERENCE)
+        Engines(tmp_path, on_cpu=False, seconds=60.0).run("an engine", LaneJob({}), REFERENCE)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine_patches.gpu_check import judge
-from engine_patches.gpu_check.engine import Answer
-from engine_patches.gpu_check.job import Result
-from engine_patches.gpu_check.judge import OK, STRICT, WRONG, Difference, Rule, compare, rule_from
+from engine_patches.gpu_check.engine import CheckedAnswer
+from engine_patches.gpu_check.job import LaneResult
+from engine_patches.gpu_check.judge import OK, STRICT, WRONG, Discrepancy, JudgeRule, compare, rule_from
 from engine_patches.gpu_check.questions import (
     DEFECTS,
     EXACT,
@@ -57,27 +57,27 @@ def test_an_own_models_questions_share_each_length_and_name_ordinary_tokens():
     assert SHARED_LENGTHS == (163, 2000, 8000, 32000)
 
 
-def answer(*tokens: int, second: int = 9, gap: float = 0.5, cached: int = 0) -> Answer:
+def answer(*tokens: int, second: int = 9, gap: float = 0.5, cached: int = 0) -> CheckedAnswer:
     """Greedy tokens, each followed by `second` as the next best."""
-    return Answer(tokens, [{token: -1.0, second: -1.0 - gap} for token in tokens], cached)
+    return CheckedAnswer(tokens, [{token: -1.0, second: -1.0 - gap} for token in tokens], cached)
 
 
 def test_answers_are_compared_up_to_the_first_other_token():
-    assert compare(answer(1, 2, 3), answer(1, 2, 3)) == Difference(None, 0.0, 0.0)
-    assert compare(answer(1, 9, 3, second=2), answer(1, 2, 3)) == Difference(1, 0.5, 0.5)
+    assert compare(answer(1, 2, 3), answer(1, 2, 3)) == Discrepancy(None, 0.0, 0.0)
+    assert compare(answer(1, 9, 3, second=2), answer(1, 2, 3)) == Discrepancy(1, 0.5, 0.5)
     close = compare(answer(1, 9, second=2, gap=0.05), answer(1, 2, gap=0.05))
     assert (close.token, round(close.tie, 6), round(close.error, 6)) == (1, 0.05, 0.05)
 
 
-SAME, TIED, OTHER = Difference(None, 0, 0.02), Difference(3, 0.05, 0.05), Difference(3, 0.3, 0.05)
+SAME, TIED, OTHER = Discrepancy(None, 0, 0.02), Discrepancy(3, 0.05, 0.05), Discrepancy(3, 0.3, 0.05)
 
 
 @pytest.mark.parametrize(
     ("rule", "differences", "same"),
     [
-        (Rule(error=0.1, tie=0.1, share=0.01), [SAME] * 99 + [TIED], True),
-        (Rule(error=0.1, tie=0.1, share=0.01), [SAME] * 98 + [TIED] * 2, False),
-        (Rule(error=0.1, tie=0.1, share=0.01), [SAME] * 99 + [OTHER], False),
+        (JudgeRule(error=0.1, tie=0.1, share=0.01), [SAME] * 99 + [TIED], True),
+        (JudgeRule(error=0.1, tie=0.1, share=0.01), [SAME] * 98 + [TIED] * 2, False),
+        (JudgeRule(error=0.1, tie=0.1, share=0.01), [SAME] * 99 + [OTHER], False),
         (STRICT, [SAME], False),
     ],
 )
@@ -86,25 +86,27 @@ def test_another_token_is_let_pass_only_at_a_tie_and_in_few_answers(rule, differ
 
 
 def test_the_references_own_scatter_sets_the_rule():
-    steady = Result(answers={EXACT: [answer(1, 2)]}, answers_again={EXACT: [answer(1, 2)]})
-    assert rule_from(steady) == Rule(error=0.1, tie=0.1, share=0.01)
-    unsteady = Result(answers={EXACT: [answer(1, 2)]}, answers_again={EXACT: [answer(1, 9, second=2)]})
-    assert rule_from(unsteady) == Rule(error=1.0, tie=1.0, share=1.0)
+    steady = LaneResult(answers={EXACT: [answer(1, 2)]}, answers_again={EXACT: [answer(1, 2)]})
+    assert rule_from(steady) == JudgeRule(error=0.1, tie=0.1, share=0.01)
+    unsteady = LaneResult(answers={EXACT: [answer(1, 2)]}, answers_again={EXACT: [answer(1, 9, second=2)]})
+    assert rule_from(unsteady) == JudgeRule(error=1.0, tie=1.0, share=1.0)
 
 
 def test_the_block_copy_is_wrong_only_if_its_cure_fails():
     asked = {RESEND: [[Question("cold", [1], [], 0), Question("resent", [1], [], 16)]]}
     right, spoiled = [answer(1, 2), answer(1, 2, cached=16)], [answer(1, 2), answer(9, 9, second=1, cached=16)]
     good, bad = (
-        Result({"pages_at_one_address": [512, 1024]}, asked, {RESEND: answers}) for answers in (right, spoiled)
+        LaneResult({"pages_at_one_address": [512, 1024]}, asked, {RESEND: answers}) for answers in (right, spoiled)
     )
     bites = judge.block_copy("lane", bad, good, good, STRICT)
     assert bites.verdict == OK and "1 of 1 resent answers wrong" in bites.says and "512 and 1024" in bites.says
     assert judge.block_copy("lane", bad, bad, good, STRICT).verdict == WRONG
 
 
-def timed(*measured: tuple[int, float, int]) -> Result:
-    return Result(first_tokens=[FirstTokens(WARM, shared, seconds, cached, 1) for shared, seconds, cached in measured])
+def timed(*measured: tuple[int, float, int]) -> LaneResult:
+    return LaneResult(
+        first_tokens=[FirstTokens(WARM, shared, seconds, cached, 1) for shared, seconds, cached in measured]
+    )
 
 
 @pytest.mark.parametrize(

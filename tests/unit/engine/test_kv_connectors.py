@@ -14,7 +14,7 @@ from engine_patches.commands import worker
 from engine_patches.commands.explain import about, is_hybrid
 from engine_patches.commands.worker import refusal, transfer_config
 from engine_patches.disk.flags import transfer_flags
-from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, Decision, Lane, decide_by
+from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, Decision, decide_by
 from engine_patches.ledger import Shape
 
 
@@ -37,7 +37,7 @@ def multi(*children: dict[str, Any]) -> dict[str, Any]:
     "admitted", [{}, {"kv_connector": None}, PULL, configured("NixlPullConnector"), multi(PULL), multi(PULL, PULL), OWN]
 )
 def test_without_a_connector_with_ours_and_with_nixl_that_pulls_states_are_written_inside_a_pass(admitted):
-    assert decide_by(admitted)._replace(names=()) == Decision(Lane.INSIDE)
+    assert decide_by(admitted)._replace(names=()) == Decision(ConnectorLane.INSIDE)
 
 
 @pytest.mark.parametrize(
@@ -57,41 +57,43 @@ def test_without_a_connector_with_ours_and_with_nixl_that_pulls_states_are_writt
 )
 def test_a_connector_that_is_not_known_to_leave_their_blocks_alone_costs_passes_and_is_named(transfer, named):
     decision = decide_by(transfer)
-    assert decision.lane is Lane.CHUNK_ENDS and decision.reason == f"{named} {UNKNOWN}"
+    assert decision.lane is ConnectorLane.CHUNK_ENDS and decision.reason == f"{named} {UNKNOWN}"
     (line,) = about(decision)
     assert named in line and "a state costs a pass" in line
 
 
 def test_a_buffer_in_the_hosts_memory_is_one_only_beside_a_gpu():
     buffered = configured("NixlConnector", kv_buffer_device="cpu")
-    assert decide_by(buffered, on_cpu=True).lane is Lane.INSIDE
-    assert decide_by(buffered, on_cpu=False).lane is Lane.CHUNK_ENDS
-    assert decide_by(configured("NixlConnector", kv_buffer_device="cuda"), on_cpu=False).lane is Lane.INSIDE
+    assert decide_by(buffered, on_cpu=True).lane is ConnectorLane.INSIDE
+    assert decide_by(buffered, on_cpu=False).lane is ConnectorLane.CHUNK_ENDS
+    assert decide_by(configured("NixlConnector", kv_buffer_device="cuda"), on_cpu=False).lane is ConnectorLane.INSIDE
 
 
 def test_a_nixl_that_was_not_shown_costs_passes_and_the_difference_is_named(monkeypatch):
     other = Shape(kv_connectors._SHOWN[0].target, "self, request")
     monkeypatch.setattr(kv_connectors, "_SHOWN", (other,))
     decision = decide_by(PULL)
-    assert decision.lane is Lane.CHUNK_ENDS and "expected (self, request)" in decision.reason
-    assert decide_by({}).lane is Lane.INSIDE
+    assert decision.lane is ConnectorLane.CHUNK_ENDS and "expected (self, request)" in decision.reason
+    assert decide_by({}).lane is ConnectorLane.INSIDE
 
 
 def test_a_connector_that_makes_values_up_gets_no_hints():
     decision = decide_by(multi(PULL, PUSH, configured("DecodeBenchConnector")))
-    assert decision.lane is Lane.NO_HINTS and decision.reason.startswith("DecodeBenchConnector puts values")
+    assert decision.lane is ConnectorLane.NO_HINTS and decision.reason.startswith("DecodeBenchConnector puts values")
     assert decision.names == ("NixlConnector", "NixlPushConnector", "DecodeBenchConnector")
     assert not list(about(decision))  # a refusal is told as any other
 
 
-NOT_SERVED = [name for name, lane in CONNECTORS.items() if lane is Lane.NOT_SERVED]
+NOT_SERVED = [name for name, lane in CONNECTORS.items() if lane is ConnectorLane.NOT_SERVED]
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
 def test_the_worst_of_several_connectors_counts(name):
     for transfer in (configured(name), multi(configured("DecodeBenchConnector"), configured(name), PULL)):
         decision = decide_by(transfer)
-        assert decision.lane is Lane.NOT_SERVED and decision.reason.startswith(f"{name} knows caches of one kind")
+        assert decision.lane is ConnectorLane.NOT_SERVED and decision.reason.startswith(
+            f"{name} knows caches of one kind"
+        )
         assert list(about(decision)) == [decision.reason]
 
 
@@ -108,10 +110,10 @@ def lmcache(monkeypatch, tmp_path) -> Iterator[Path]:
 
 
 def test_a_connector_that_lmcache_brings_is_left_to_vllm(monkeypatch, lmcache):
-    assert decide_by(configured("LMCacheMPConnector")).lane is Lane.NOT_SERVED
+    assert decide_by(configured("LMCacheMPConnector")).lane is ConnectorLane.NOT_SERVED
     monkeypatch.syspath_prepend(lmcache)
-    assert decide_by(configured("LMCacheMPConnector")).lane is Lane.CHUNK_ENDS
-    assert decide_by(configured("LMCacheConnectorV1")).lane is Lane.NOT_SERVED
+    assert decide_by(configured("LMCacheMPConnector")).lane is ConnectorLane.CHUNK_ENDS
+    assert decide_by(configured("LMCacheConnectorV1")).lane is ConnectorLane.NOT_SERVED
 
 
 LMCACHE = configured("LMCacheConnectorV1")
@@ -134,7 +136,7 @@ LMCACHE = configured("LMCacheConnectorV1")
     ],
 )
 def test_each_way_to_name_a_connector_is_read(given, config):
-    assert decide_by(transfer_config(given, config)).lane is Lane.NOT_SERVED
+    assert decide_by(transfer_config(given, config)).lane is ConnectorLane.NOT_SERVED
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_each_way_to_name_a_connector_is_read(given, config):
     ],
 )
 def test_what_names_no_such_connector_is_left_to_vllm(given, config):
-    assert decide_by(transfer_config(given, config)).lane is Lane.INSIDE
+    assert decide_by(transfer_config(given, config)).lane is ConnectorLane.INSIDE
 
 
 HYBRIDS = [
@@ -274,7 +276,7 @@ def test_without_a_directory_for_checkpoints_there_is_no_connector():
 def test_a_directory_for_checkpoints_is_our_connector_and_leaves_no_room_for_another(capsys):
     _, flags, config, _ = worker.read_command_line(["tiny", "--checkpoint-dir", "states", "--checkpoint-bytes", "7"])
     transfer = transfer_config(flags, config)
-    assert decide_by(transfer) == Decision(Lane.INSIDE, ("SeamarkConnector",))
+    assert decide_by(transfer) == Decision(ConnectorLane.INSIDE, ("SeamarkConnector",))
     (tier,) = transfer["kv_connector_extra_config"]["secondary_tiers"]
     assert tier["root_dir"] == str(Path("states").absolute()) and tier["max_bytes"] == 7
     with pytest.raises(SystemExit):
@@ -283,4 +285,4 @@ def test_a_directory_for_checkpoints_is_our_connector_and_leaves_no_room_for_ano
 
 
 def test_a_connector_that_has_ours_name_alone_is_any_other():
-    assert decide_by(configured("SeamarkConnector")).lane is Lane.CHUNK_ENDS
+    assert decide_by(configured("SeamarkConnector")).lane is ConnectorLane.CHUNK_ENDS

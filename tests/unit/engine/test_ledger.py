@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine_patches import ledger
-from engine_patches.ledger import Patch, Role, Shape, ShapeMismatch
+from engine_patches.ledger import Patch, PatchRole, Shape, ShapeMismatch
 
 SOURCE = """
 length = len
@@ -148,7 +148,7 @@ def test_a_failure_puts_everything_back_in_its_place(toy):
 
 
 def test_checkpoints_are_live_with_features_not_with_cures_alone_nor_after_a_failure(toy):
-    cure = dataclasses.replace(STEP, name="cure", role=Role.CURE)
+    cure = dataclasses.replace(STEP, name="cure", role=PatchRole.CURE)
     ledger.apply([cure])
     assert not ledger.patches_live()
     ledger.apply([cure, STEP])
@@ -290,7 +290,7 @@ def test_a_module_that_differs_when_others_rely_on_the_patches_cannot_be_importe
 
 
 def test_nobody_relies_on_cures_alone(late):
-    ledger.apply([dataclasses.replace(LATE_STEP, role=Role.CURE)])
+    ledger.apply([dataclasses.replace(LATE_STEP, role=PatchRole.CURE)])
     assert not ledger.rely_on_patches()
 
 

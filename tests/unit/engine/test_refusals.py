@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_patches.kv_connectors import CONNECTORS, Lane
+from engine_patches.kv_connectors import CONNECTORS, ConnectorLane
 from engine_patches.scheduler.hints import IGNORED_REASONS
 from engine_patches.scheduler.refusals import LONGEST, Refusal, by_configuration, by_scheduler, refused
 
@@ -15,7 +15,7 @@ MTP = SimpleNamespace(method="mtp", use_multi_module_mtp=lambda: False)
 
 OTHER_DRAFTS = SimpleNamespace(method="medusa", use_multi_module_mtp=lambda: False)
 
-(FILLS_THE_CACHE,) = (name for name, lane in CONNECTORS.items() if lane is Lane.NO_HINTS)
+(FILLS_THE_CACHE,) = (name for name, lane in CONNECTORS.items() if lane is ConnectorLane.NO_HINTS)
 
 
 class Promised(tuple):

@@ -7,13 +7,21 @@ import random
 
 import pytest
 
-from proxy.fleet.answer_compare import LEAST, Continuation, Step, Unanswered, completion_request, distance, judge
+from proxy.fleet.answer_compare import (
+    LEAST,
+    Continuation,
+    ContinuedToken,
+    Unanswered,
+    completion_request,
+    distance,
+    judge,
+)
 from proxy.fleet.answer_compare import continuation as asked
 
 
 def continuation(*tops: dict[str, float], cached: int = 0) -> Continuation:
     """A continuation with these logprobs at each step, always the likeliest token."""
-    return Continuation(tuple(Step(max(top, key=top.get), top) for top in tops), cached)
+    return Continuation(tuple(ContinuedToken(max(top, key=top.get), top) for top in tops), cached)
 
 
 def rounded(draw: random.Random, grain: float, steps: int = 16) -> list[dict[str, float]]:
@@ -78,7 +86,7 @@ def test_a_token_that_the_other_does_not_name_is_off_by_what_it_must_be():
 
 def test_a_chosen_token_that_is_none_of_the_likeliest_is_no_rank():
     one = continuation({"a": -0.1, "b": -2.0})
-    other = Continuation((Step("z", {"a": -0.1, "c": -5.0, "z": -30.0}),), 0)
+    other = Continuation((ContinuedToken("z", {"a": -0.1, "c": -5.0, "z": -30.0}),), 0)
     assert distance(one, other).error == pytest.approx(3.0)  # b is at most as likely as c over there
     assert distance(continuation({"a": -0.1}), continuation({"z": -0.5})).error == pytest.approx(0.4)  # no other rank
 

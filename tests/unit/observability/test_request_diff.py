@@ -16,7 +16,7 @@ from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import StoredResponses
 from proxy.observability.cures import CHANGE_TEXT
 from proxy.observability.request_diff import MAX_REQUESTS, SETTINGS, PrefixChange, RememberedRequest, RequestMemory
-from proxy.observability.volatile_text import Kind
+from proxy.observability.volatile_text import TextKind
 from tests.harness.changed_requests import changed_requests
 from tests.harness.steps import finished
 
@@ -353,7 +353,7 @@ def test_each_kind_has_a_cure_and_a_row_in_the_readme():
     told = {
         word for line in readme.splitlines() if line.startswith("| `") for word in line.split("|")[1].split("`")[1::2]
     }
-    assert set(get_args(Kind)) <= set(CHANGE_TEXT) <= told
+    assert set(get_args(TextKind)) <= set(CHANGE_TEXT) <= told
     for text in CHANGE_TEXT.values():
         assert text.cure[0].isupper() and text.cure[-1] == "."
 

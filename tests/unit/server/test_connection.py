@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from proxy.http import asgi
 from proxy.http.asgi import BodyState
-from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, Bounds, State, bounded
+from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, Bounds, ConnectionState, bounded
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,7 +141,7 @@ class Connection:
         config = uvicorn.Config(self.app, interface="asgi3", http=protocol, ws="none", log_config=None, lifespan="off")
         config.load()
         self.transport = Transport()
-        self.protocol = config.http_protocol_class(config, State(), {})
+        self.protocol = config.http_protocol_class(config, ConnectionState(), {})
         self.protocol.connection_made(self.transport)
 
     async def app(self, scope, receive, send):
