@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import httpx._transports.default as transports
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Servers
 from tests.harness.forked_gateways import GatewayForks
+from tests.harness.in_memory_gateway import InMemoryGateway, in_memory_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 FOLDER = Path(__file__).parent
@@ -80,6 +84,14 @@ def no_library_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """Each client of httpx's reads those of all authorities, which takes ten times as long as a request."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(transports, "create_ssl_context", functools.cache(transports.create_ssl_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def fast_tests_import_no_engine(request: pytest.FixtureRequest) -> Iterator[None]:
     """A run of fast tests alone ends in an error if any of them has imported what they have to do without."""
     yield
@@ -96,7 +108,19 @@ def fleet(tmp_path: Path) -> Iterator[Servers]:
 
 
 @pytest.fixture
-def worker() -> Iterator[RecordingWorker]:
-    """A worker that records what it gets."""
+async def in_memory(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Awaitable[InMemoryGateway]]]:
+    """Starts gateways before workers in this process; they end with the test."""
+    for name, seconds in GatewayForks.PATIENCE.items():
+        monkeypatch.setattr(name, seconds)
+    async with contextlib.AsyncExitStack() as started:
+        yield lambda *workers, **settings: started.enter_async_context(in_memory_gateway(*workers, **settings))
+
+
+@pytest.fixture
+def worker(request: pytest.FixtureRequest) -> Iterator[RecordingWorker]:
+    """A worker that records what it gets; under a real HTTP server unless the test's gateway is one in memory."""
+    if "in_memory" in request.fixturenames:
+        yield RecordingWorker()
+        return
     with recording_worker() as started:
         yield started

@@ -105,17 +105,14 @@ EVERY_STREAM = {
 
 
 @pytest.mark.parametrize("name", EVERY_STREAM)
-def test_the_tokens_of_every_stream_are_its_keys(fleet, worker, file, name):
+async def test_the_tokens_of_every_stream_are_its_keys(in_memory, worker, file, name):
     path, body = EVERY_STREAM[name]
     worker.streams = {path: [ENDING % 0, ENDING % 1, *EVENTS[1:]]}
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
-    answer = httpx.post(gateway.url + path, json=body, headers=bearer("ann"), timeout=30)
+    gateway = await in_memory(worker, api_keys=file)
+    answer = await gateway.post(body, path, **bearer("ann"))
     assert answer.content == ENDING % 0 + ENDING % 1 + EVENTS[2]  # as if nobody had asked for usage
 
-    def prompt_tokens() -> int:
-        return httpx.get(gateway.url + "/seamark/status", headers=bearer("root")).json()["keys"][0]["prompt_tokens"]
-
-    wait_for(lambda: prompt_tokens() > 0)
+    assert (await gateway.get("/seamark/status", **bearer("root"))).json()["keys"][0]["prompt_tokens"] > 0
 
 
 def test_pages_on_an_address_of_their_own(fleet, worker):
@@ -135,112 +132,113 @@ def test_pages_on_an_address_of_their_own(fleet, worker):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/embeddings", CHAT])
-def test_no_body_gets_past_what_the_gateway_answers_for(fleet, worker, file, path):
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+async def test_no_body_gets_past_what_the_gateway_answers_for(in_memory, worker, file, path):
+    gateway = await in_memory(worker, api_keys=file)
     deep = "[" * 200 + "]" * 200
     for raw in (
         f'{{"model":"m","cache_salt":"mine","kv_transfer_params":{{}},"x":{deep}}}'.encode(),
         b'{"model":"m","cache_salt":"mine","x":NaN,}',
     ):
         headers = {**bearer("ann"), "content-type": "Application/JSON"}
-        assert httpx.post(gateway.url + path, content=raw, headers=headers).status_code == 400
+        assert (await gateway.post(raw, path, **headers)).status_code == 400
     assert not worker.requests
     raw = json.dumps({**chat("Tide?"), "cache_salt": "mine", "ec_transfer_params": {"a": 1}}).encode("utf-16")
-    assert httpx.post(gateway.url + path, content=raw, headers=bearer("ann")).status_code == 200
+    assert (await gateway.post(raw, path, **bearer("ann"))).status_code == 200
     sent = json.loads(worker.requests[-1].body)
     assert sent["cache_salt"] != "mine" and "ec_transfer_params" not in sent
 
 
 @pytest.mark.parametrize("path", [f"/v1/responses/{COMPLETION['id']}/cancel", "/v1/files/f/complete"])
 @pytest.mark.parametrize("body", [b"", b" \r\n\t"])
-def test_a_post_without_a_body_passes_whatever_it_is_called(fleet, worker, file, path, body):
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+async def test_a_post_without_a_body_passes_whatever_it_is_called(in_memory, worker, file, path, body):
+    gateway = await in_memory(worker, api_keys=file)
     headers = {**bearer("ann"), "content-type": "application/json"}
-    httpx.post(gateway.url + "/v1/responses", json={"model": "m", "input": "Tide?"}, headers=headers)  # to be cancelled
-    assert httpx.post(gateway.url + path, content=body, headers=headers).status_code == 200
+    await gateway.post({"model": "m", "input": "Tide?"}, "/v1/responses", **headers)  # to be cancelled
+    assert (await gateway.post(body, path, **headers)).status_code == 200
     assert worker.requests[-1].body == body
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
-def test_no_prediction_tells_one_key_what_another_asked(fleet, worker, file, path):
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+async def test_no_prediction_tells_one_key_what_another_asked(in_memory, worker, file, path):
+    gateway = await in_memory(worker, api_keys=file)
     asked = {"model": "m", "input": "Tide? " * 100} if path == "/v1/responses" else chat("Tide? " * 100)
 
-    def predicted(name: str) -> int:
-        answer = httpx.post(gateway.url + path, json=asked, headers=bearer(name), timeout=30)
+    async def predicted(name: str) -> int:
+        answer = await gateway.post(asked, path, **bearer(name))
         return int(answer.headers["x-seamark-predicted"])
 
-    assert predicted("ann") == 0 < predicted("ann")
-    assert predicted("bob") == 0 < predicted("bob")
+    for name in ("ann", "bob"):
+        assert await predicted(name) == 0 < await predicted(name)
 
 
-def test_what_others_asked_is_no_reason_that_is_told(fleet, worker, file):
+async def test_what_others_asked_is_no_reason_that_is_told(in_memory, worker, file):
     worker.cached = 0
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+    gateway = await in_memory(worker, api_keys=file)
     reasons = []
     for name, body in (("ann", chat("Tide?")), ("bob", chat("x")), ("cleo", {**chat("Tide"), "seed": 1})):
-        answer = httpx.post(gateway.url + CHAT, json=body, headers=bearer(name), timeout=30)
+        answer = await gateway.post(body, **bearer(name))
         reasons.append(answer.headers["x-seamark-reason"])
     assert reasons[:2] == ["cold", "cold"] and "salt" not in reasons
 
 
-def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_are_salted(fleet, worker, file):
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+async def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_are_salted(in_memory, worker, file):
+    gateway = await in_memory(worker, api_keys=file)
     for path, status in (("/v2/embed", 404), ("/v2/embed/", 404), ("/pooling", 200), ("/inference/v1/generate", 200)):
         asked = {"model": "m", "cache_salt": "mine", "ec_transfer_params": {"a": 1}}
-        assert httpx.post(gateway.url + path, json=asked).status_code == 401
-        assert httpx.post(gateway.url + path, json=asked, headers=bearer("ann")).status_code == status
+        assert (await gateway.post(asked, path)).status_code == 401
+        assert (await gateway.post(asked, path, **bearer("ann"))).status_code == status
     sent = [(request.target, json.loads(request.body)) for request in worker.requests]
     assert [target for target, _ in sent] == ["/pooling", "/inference/v1/generate"]
     assert all(body.keys() == {"model", "cache_salt"} and body["cache_salt"] != "mine" for _, body in sent)
 
 
-def test_paths_that_tell_the_salt_are_for_operators(fleet, worker, file):
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+async def test_paths_that_tell_the_salt_are_for_operators(in_memory, worker, file):
+    gateway = await in_memory(worker, api_keys=file)
     for path in (CHAT + "/render", "/v1/completions/rend%65r"):
-        assert httpx.post(gateway.url + path, json=chat("Tide?"), headers=bearer("ann")).status_code == 403
+        assert (await gateway.post(chat("Tide?"), path, **bearer("ann"))).status_code == 403
 
 
-@pytest.mark.parametrize("flags", [(), ("--max-collected-bytes", "10"), ("--max-boundary-values", "1")])
-def test_a_stored_response_is_its_owners(fleet, worker, file, flags):
+@pytest.mark.parametrize("limits", [{}, {"max_collected_bytes": 10}, {"max_boundary_values": 1}])
+async def test_a_stored_response_is_its_owners(in_memory, worker, file, limits):
     """However large the answer, and whatever was sought in the request."""
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file), *flags))
-    url = gateway.url + "/v1/responses"
+    gateway = await in_memory(worker, api_keys=file, **limits)
+    responses = "/v1/responses"
 
-    def ask(name: str, **fields) -> int:
-        return httpx.post(url, json={"model": "m", "input": "Tide?", **fields}, headers=bearer(name)).status_code
+    async def ask(name: str, **fields) -> int:
+        asked = {"model": "m", "input": "Tide?", **fields}
+        return (await gateway.post(asked, responses, **bearer(name))).status_code
 
-    assert ask("ann") == 200
+    assert await ask("ann") == 200
     stored = COMPLETION["id"]
     for name, status in (("ann", 200), ("bob", 404)):
-        assert ask(name, previous_response_id=stored) == status
+        assert await ask(name, previous_response_id=stored) == status
         spelled = stored.replace("-", "%2D")
         for path in (f"/{stored}", f"/{stored}/cancel", f"/{stored}?stream=true", f"/{spelled}"):
-            assert httpx.get(url + path, headers=bearer(name)).status_code == status
-            assert httpx.post(url + path, headers=bearer(name)).status_code == status  # without a body to read
+            assert (await gateway.get(responses + path, **bearer(name))).status_code == status
+            assert (await gateway.post(b"", responses + path, **bearer(name))).status_code == status
 
 
-def test_a_streamed_response_is_its_owners_too(fleet, worker, file):
+async def test_a_streamed_response_is_its_owners_too(in_memory, worker, file):
     recorded = (Path(__file__).parents[1] / "streams" / "responses.sse").read_bytes()
     worker.streams = {"/v1/responses": [event + b"\n\n" for event in recorded.split(b"\n\n") if event]}
     stored = json.loads(recorded.splitlines()[1].removeprefix(b"data: "))["response"]["id"]
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
-    url, body = gateway.url + "/v1/responses", {"model": "m", "input": "Tide?", "stream": True}
-    answer = httpx.post(url, json={**body, "request_id": "mine"}, headers=bearer("ann"))
+    gateway = await in_memory(worker, api_keys=file)
+    body = {"model": "m", "input": "Tide?", "stream": True, "request_id": "mine"}
+    answer = await gateway.post(body, "/v1/responses", **bearer("ann"))
     assert answer.content == recorded and json.loads(worker.requests[-1].body)["request_id"] != "mine"
-    assert httpx.get(gateway.url + "/seamark/requests/mine", headers=bearer("ann")).json()["status"] == 200
-    assert httpx.get(gateway.url + "/seamark/requests/mine", headers=bearer("bob")).status_code == 404
+    assert (await gateway.get("/seamark/requests/mine", **bearer("ann"))).json()["status"] == 200
+    assert (await gateway.get("/seamark/requests/mine", **bearer("bob"))).status_code == 404
     for name, status in (("ann", 200), ("bob", 404)):
-        assert httpx.get(f"{url}/{stored}", headers=bearer(name)).status_code == status
+        assert (await gateway.get(f"/v1/responses/{stored}", **bearer(name))).status_code == status
 
 
-def test_operators_of_the_gateway_alone_change_a_workers_adapters(fleet, worker, file):
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
-    path = gateway.url + "/v1/load_lora_adapter"
+async def test_operators_of_the_gateway_alone_change_a_workers_adapters(in_memory, worker, file):
+    gateway = await in_memory(worker, api_keys=file)
+    path = "/v1/load_lora_adapter"
     adapter = {"lora_name": "a", "lora_path": "/etc"}
-    assert httpx.post(path, json=adapter, headers=bearer("ann")).status_code == 403
+    assert (await gateway.post(adapter, path, **bearer("ann"))).status_code == 403
     assert not worker.requests
-    assert httpx.post(path, json=adapter, headers=bearer("root")).status_code == 200
+    assert (await gateway.post(adapter, path, **bearer("root"))).status_code == 200
 
 
 def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, file):
@@ -260,14 +258,14 @@ def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, fil
         assert not any("p%40ss" in text or "p@ss" in text or "user:" in text for text in said)
 
 
-def test_a_request_is_explained_to_its_key_whatever_others_call_theirs(fleet, worker, file):
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file)))
+async def test_a_request_is_explained_to_its_key_whatever_others_call_theirs(in_memory, worker, file):
+    gateway = await in_memory(worker, api_keys=file)
     headers = {name: {**bearer(name), "x-request-id": "same"} for name in ("ann", "bob")}
-    httpx.post(gateway.url + CHAT, json=chat("Tide?"), headers=headers["ann"], timeout=30)
-    httpx.post(gateway.url + "/v1/completions", json={"model": "m", "prompt": "x"}, headers=headers["bob"], timeout=30)
-    explained = [httpx.get(gateway.url + "/seamark/requests/same", headers=bearer(name)).json() for name in headers]
+    await gateway.post(chat("Tide?"), **headers["ann"])
+    await gateway.post({"model": "m", "prompt": "x"}, "/v1/completions", **headers["bob"])
+    explained = [(await gateway.get("/seamark/requests/same", **bearer(name))).json() for name in headers]
     assert [each["endpoint"] for each in explained] == [CHAT, "/v1/completions"]
-    assert httpx.get(gateway.url + "/seamark/requests/same", headers=bearer("cleo")).status_code == 404
+    assert (await gateway.get("/seamark/requests/same", **bearer("cleo"))).status_code == 404
 
 
 def id_of(answer: httpx.Response) -> str:

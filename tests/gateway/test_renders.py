@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
 from datetime import date
 from typing import Any
 
-import httpx
 import pytest
 
 from proxy.boundaries.facts_learner import TEMPLATES_PER_KEY
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import CHAT, start_gateway, wait_for
+from tests.harness.in_memory_gateway import settled, until
 
 TIDE = {"role": "user", "content": "Tide?"}
 
@@ -39,50 +37,34 @@ def marked(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [dated, templated, switched, marked])
-def test_a_request_that_is_refused_has_nothing_rendered(fleet, worker, tmp_path, make):
+async def test_a_request_that_is_refused_has_nothing_rendered(in_memory, worker, tmp_path, make):
     keys = tmp_path / "keys.toml"
     keys.write_text(entry("eve", max_inflight=1, max_queued=0) + entry("root", admin=True))
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
+    gateway = await in_memory(worker, api_keys=keys)
 
-    def templates() -> Any:
-        status = httpx.get(gateway.url + "/seamark/status", headers=bearer("root")).json()
-        return status["workers"][0]["templates"]["m"]["learnt"]
+    async def ask(body: dict[str, Any]) -> int:
+        return (await gateway.post(body, **bearer("eve"))).status_code
 
-    def ask(body: dict[str, Any]) -> int:
-        return httpx.post(gateway.url + CHAT, json=body, headers=bearer("eve"), timeout=30).status_code
-
-    wait_for(templates)
-    wait_for(lambda: is_still(lambda: worker.renders))  # what is learnt in advance
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        worker.hold.set()
-        first = pool.submit(ask, {"model": "m", "messages": [TIDE]})
-        wait_for(lambda: len(worker.requests) == 1)
-        before = worker.renders, worker.tokenized
-        assert set(pool.map(ask, map(make, range(AT_ONCE)))) == {429}
-        assert is_still(lambda: worker.renders) and (worker.renders, worker.tokenized) == before
-        worker.hold.clear()
-        assert first.result() == 200
+    await settled(worker)  # what is learnt in advance
+    worker.hold.set()
+    first = asyncio.create_task(ask({"model": "m", "messages": [TIDE]}))
+    await until(lambda: len(worker.requests) == 1)
+    before = worker.renders, worker.tokenized
+    assert set(await asyncio.gather(*map(ask, map(make, range(AT_ONCE))))) == {429}
+    assert (await settled(worker), worker.tokenized) == before
+    worker.hold.clear()
+    assert await first == 200
 
 
-def test_many_templates_of_one_key_are_learnt_one_by_one_and_few_of_them(fleet, worker, tmp_path):
+async def test_many_templates_of_one_key_are_learnt_one_by_one_and_few_of_them(in_memory, worker, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text(entry("eve") + entry("root", admin=True))
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
-    wait_for(lambda: worker.renders and is_still(lambda: worker.renders))
+    gateway = await in_memory(worker, api_keys=keys)
+    await settled(worker)
     of_one = worker.renders  # the default setting, and those learnt in advance
     worker.renders = worker.most_rendering = 0
     for number in range(5 * TEMPLATES_PER_KEY):
-        answer = httpx.post(gateway.url + CHAT, json=templated(number), headers=bearer("eve"), timeout=30)
+        answer = await gateway.post(templated(number), **bearer("eve"))
         assert answer.status_code == 200
-    wait_for(lambda: is_still(lambda: worker.renders))
+    await settled(worker)
     assert worker.most_rendering == 1 and worker.renders <= TEMPLATES_PER_KEY * of_one
-
-
-def is_still(value: Any) -> bool:
-    """Whether the value stands still for a while."""
-    known = value()
-    for _ in range(30):
-        time.sleep(0.02)
-        if value() != known:
-            return False
-    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import ssl
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness.client import open_client
+from proxy.fleet.part import Change
 from proxy.pipeline.handler import RequestHandler
 from tests.harness.api_keys import bearer, entry
 from tests.harness.computing_worker import (
@@ -29,8 +29,6 @@ from tests.harness.computing_worker import (
 from tests.harness.gateways import OwnGateway, metric, own_gateway, wait_for
 
 ROOM = 2**22  # bytes
-
-TLS = ssl.create_default_context()  # never used here; each client would make one, which costs more than the request
 
 ALLOW = {"x-seamark-cache": "allow"}
 
@@ -64,7 +62,7 @@ BODIES = {
 
 def post(own: OwnGateway, body: dict[str, Any], path: str = CHAT, **headers: str) -> httpx.Response:
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    return httpx.post(own.url + path, json=body, headers={**ALLOW, **names}, timeout=30, verify=TLS)
+    return httpx.post(own.url + path, json=body, headers={**ALLOW, **names}, timeout=30)
 
 
 def results(own: OwnGateway, *bodies: dict[str, Any], **headers: str) -> list[str]:
@@ -308,7 +306,7 @@ def test_a_restart_voids_what_the_worker_answered(own, computing):
 
 def test_a_doubted_cache_or_an_emptied_one_voids_it(own, computing):
     assert results(own, chat(), chat()) == ["miss", "hit"]
-    own.gateway._void_cache(own.gateway.pool.workers[0])
+    own.gateway.shelf.tell(own.gateway.pool.workers[0], Change.DISTRUSTED)
     assert results(own, chat(), chat()) == ["miss", "hit"]
     computing.engine.clear()  # as who has put other weights into the engine has to
     wait_for(lambda: results(own, chat()) == ["miss"])

@@ -5,68 +5,69 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from proxy.bench.harness.servers import Server
-from tests.harness.forked_gateways import GatewayForks
-from tests.harness.gateways import SYSTEM, chat, post, start_gateway, wait_for
-from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.gateways import SYSTEM, chat
+from tests.harness.in_memory_gateway import until
+from tests.harness.recording_worker import RecordingWorker
 
-FLAGS = ("--self-check-interval", "0.1")
+OFTEN = {"self_check_interval": 0.1}
 
 
 @pytest.fixture(autouse=True)
-def soon(fleet: GatewayForks) -> None:
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle workers are checked sooner."""
-    fleet.constants["proxy.fleet.self_check.IDLE_SECONDS"] = 0.3
+    monkeypatch.setattr("proxy.fleet.self_check.IDLE_SECONDS", 0.3)
 
 
 def replays(worker: RecordingWorker) -> list[bytes]:
     return [each.body for each in worker.requests if each.target == "/v1/completions"]
 
 
-def checked(gateway: Server) -> dict:
-    return httpx.get(gateway.url + "/seamark/status").json()["self_check"]
-
-
-def test_without_memory_for_texts_nothing_is_replayed(fleet, worker):
-    off = start_gateway(fleet, worker, flags=(*FLAGS, "--text-bytes", "0"))
+async def test_without_memory_for_texts_nothing_is_replayed(in_memory, worker):
+    off = await in_memory(worker, **OFTEN, text_bytes=0)
     for question in ("one", "two", "three"):
-        post(off, chat(question))
-    with recording_worker() as other:  # as long as it takes where there is memory, and nothing has come here
-        on = start_gateway(fleet, other, flags=FLAGS)
-        for question in ("one", "two", "three"):
-            post(on, chat(question))
-        wait_for(lambda: replays(other))
+        await off.post(chat(question))
+    other = RecordingWorker()
+    on = await in_memory(other, **OFTEN)
+    for question in ("one", "two", "three"):
+        await on.post(chat(question))
+    await until(lambda: replays(other))
     assert not replays(worker)
 
 
-def test_answers_that_cannot_be_compared_are_not_judged_and_cost_no_hint(fleet, worker):
-    gateway = start_gateway(fleet, worker, flags=FLAGS)
+async def test_answers_that_cannot_be_compared_are_not_judged_and_cost_no_hint(in_memory, worker):
+    gateway = await in_memory(worker, **OFTEN)
     for question in ("one", "two"):
-        post(gateway, chat(question, temperature=1.0, seed=3))
-    wait_for(lambda: replays(worker))
+        await gateway.post(chat(question, temperature=1.0, seed=3))
+    await until(lambda: replays(worker))
     replay = httpx.Response(200, content=replays(worker)[0]).json()
     assert replay["temperature"] == 0 and "seed" not in replay
     text = f"<system>{SYSTEM['content']}<user>"
     assert replay["prompt"][: len(text)] == list(map(ord, text))
-    assert checked(gateway) == {"checked": 0, "differs": 0, "hints_off": False, "cache_off": False}
+    assert (await gateway.status())["self_check"] == {
+        "checked": 0,
+        "differs": 0,
+        "hints_off": False,
+        "cache_off": False,
+    }
     assert b"seamark_boundaries" in replays(worker)[0]
 
 
-def test_another_sites_page_cannot_turn_hints_on_again(fleet, worker):
-    url = start_gateway(fleet, worker, flags=FLAGS).url + "/seamark/self-check/reset"
-    assert httpx.post(url, headers={"sec-fetch-site": "cross-site"}).status_code == 403
-    assert httpx.post(url, headers={"sec-fetch-site": "same-origin"}).status_code == 200
-    assert httpx.post(url).json() == {"hints_off": False}
+async def test_another_sites_page_cannot_turn_hints_on_again(in_memory, worker):
+    gateway = await in_memory(worker, **OFTEN)
+    path = "/seamark/self-check/reset"
+    assert (await gateway.post(b"", path, sec_fetch_site="cross-site")).status_code == 403
+    assert (await gateway.post(b"", path, sec_fetch_site="same-origin")).status_code == 200
+    assert (await gateway.post(b"", path)).json() == {"hints_off": False}
 
 
-def test_a_worker_that_others_keep_busy_is_left_alone(fleet, worker):
+async def test_a_worker_that_others_keep_busy_is_left_alone(in_memory, worker):
     worker.more_metrics = 'vllm:num_requests_running{engine="0"} 1.0\n'
-    with recording_worker(models=("other",)) as idle:
-        gateway = start_gateway(fleet, worker, idle, flags=FLAGS)
-        for model in ("m", "other"):
-            for question in ("one", "two"):
-                post(gateway, chat(question, model=model))
-        wait_for(lambda: replays(idle))  # the busy one had its last request before, and would have been replayed, too
-        assert not replays(worker)
-        worker.more_metrics = ""
-        wait_for(lambda: replays(worker))  # that it was busy was the only reason
+    idle = RecordingWorker(models=("other",))
+    gateway = await in_memory(worker, idle, **OFTEN)
+    for model in ("m", "other"):
+        for question in ("one", "two"):
+            await gateway.post(chat(question, model=model))
+    await until(lambda: replays(idle))  # the busy one had its last request before, and would have been replayed, too
+    assert not replays(worker)
+    worker.more_metrics = ""
+    await until(lambda: replays(worker))  # that it was busy was the only reason

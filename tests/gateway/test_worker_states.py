@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from pathlib import Path
 
-import httpx
 import pytest
 
 from proxy.commands import doctor
 from proxy.fleet.sleep import IS_PAUSED, IS_SLEEPING, EngineAnswers
-from tests.harness.gateways import CHAT, chat, own_gateway, post, start_gateway, wait_for
+from tests.harness.gateways import chat
+from tests.harness.in_memory_gateway import until
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 README = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
@@ -40,16 +42,21 @@ def test_the_readme_has_each_state_and_no_other():
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_workers_state_is_said_in_the_same_words_wherever_it_matters(fleet, capsys, state):
+async def test_a_workers_state_is_said_in_the_same_words_wherever_it_matters(in_memory, capsys, caplog, state):
+    caplog.set_level(logging.INFO)
     said, ready, answer, reason = rows()[state]
     words = said if answer == "503" else WINDOW
-    with recording_worker() as worker:
-        gateway = start_gateway(fleet, worker, flags=("--health-interval", "0.1"))
+    with recording_worker() as worker:  # which the doctor asks, too
+        gateway = await in_memory(worker, health_interval=0.1)
+
+        async def is_hinted() -> bool:
+            return "x-seamark-boundary" in (await gateway.post(chat("Tide?"))).headers
+
         for name, value in STATES[state].items():
             setattr(worker, name, value)
-        wait_for(lambda: words in gateway.log.read_text())
-        asked = httpx.get(gateway.url + "/ready")
-        answered = post(gateway, chat("Tide?"))
+        await until(lambda: words in caplog.text)
+        asked = await gateway.get("/ready")
+        answered = await gateway.post(chat("Tide?"))
         assert (asked.status_code, answered.status_code) == (int(ready), int(answer[:3]))
         if answer == "503":
             assert words in asked.json()["error"]["message"] and words in answered.json()["error"]["message"]
@@ -57,44 +64,42 @@ def test_a_workers_state_is_said_in_the_same_words_wherever_it_matters(fleet, ca
         else:
             assert "x-seamark-boundary" not in answered.headers and b"seamark" not in worker.requests[0].body
             assert f"`{answered.headers['x-seamark-reason']}`" == reason
-        live = httpx.get(gateway.url + "/seamark/live").json()
+        live = (await gateway.get("/seamark/live")).json()
         assert words in " ".join(live["alarms"] + live["warnings"])
-        (shown,) = httpx.get(gateway.url + "/seamark/status").json()["workers"]
+        (shown,) = (await gateway.get("/seamark/status")).json()["workers"]
         assert words in (shown["why_down"] if answer == "503" else shown["refused"])
-        assert doctor.main(["--worker", worker.url]) == 1
+        assert await asyncio.to_thread(doctor.main, ["--worker", worker.url]) == 1
         verdict, *_ = capsys.readouterr().out.splitlines()
         assert verdict.startswith("cannot hit: ") and verdict.endswith(words)
         worker.sleeps, worker.paused, worker.refused = (None,), False, ""
-        wait_for(lambda: "x-seamark-boundary" in post(gateway, chat("Tide?")).headers)
-        assert words not in str(httpx.get(gateway.url + "/seamark/live").json()["alarms"])
+        await until(is_hinted)
+        assert words not in str((await gateway.get("/seamark/live")).json()["alarms"])
 
 
 @pytest.mark.parametrize(("dev_mode", "asleep"), [(False, {"sleeps": (1,)}), (True, {"paused": True})])
-def test_requests_go_round_a_worker_that_sleeps_and_back_to_it_once_it_is_awake(dev_mode, asleep):
-    with (
-        recording_worker(dev_mode=dev_mode, **asleep) as first,
-        recording_worker() as second,
-        own_gateway(first, second) as own,
-    ):
-        pool = own.gateway.pool
+async def test_requests_go_round_a_worker_that_sleeps_and_back_to_it_once_it_is_awake(in_memory, dev_mode, asleep):
+    first = RecordingWorker(dev_mode=dev_mode, **asleep)
+    second = RecordingWorker()
+    own = await in_memory(first, second)
+    pool = own.gateway.pool
 
-        def served_by(*workers: RecordingWorker) -> None:
-            wait_for(lambda: [worker.url for worker in pool.up] == [worker.url for worker in workers])
+    async def served_by(*workers: RecordingWorker) -> None:
+        await until(lambda: [worker.url for worker in pool.up] == [worker.url for worker in workers])
 
-        def ask() -> None:
-            assert httpx.post(own.url + CHAT, json=chat("Tide?")).status_code == 200
+    async def ask() -> None:
+        assert (await own.post(chat("Tide?"))).status_code == 200
 
-        served_by(second)
-        assert pool.workers[0].is_asleep
-        for _ in range(4):
-            ask()
-        assert (len(first.requests), len(second.requests)) == (0, 4)
-        first.sleeps, first.paused = (None,), False
-        served_by(first, second)
-        second.sleeps = (2,)
-        served_by(first)
-        ask()
-        assert first.requests and len(second.requests) == 4
+    await served_by(second)
+    assert pool.workers[0].is_asleep
+    for _ in range(4):
+        await ask()
+    assert (len(first.requests), len(second.requests)) == (0, 4)
+    first.sleeps, first.paused = (None,), False
+    await served_by(first, second)
+    second.sleeps = (2,)
+    await served_by(first)
+    await ask()
+    assert first.requests and len(second.requests) == 4
 
 
 def answers(is_sleeping: bool | None, is_paused: bool | None) -> EngineAnswers:

@@ -59,14 +59,16 @@ class ForkedProcess:
 class GatewayForks(Servers):
     """Servers whose gateways are forks. `constants` replaces module constants in those that start next: their times."""
 
+    # By their full names. A busy machine alone may exceed the defaults.
+    PATIENCE: Mapping[str, float] = {
+        "proxy.pipeline.prompt_reader.DATE_SECONDS": 30.0,
+        "proxy.fleet.pool.FACTS_SECONDS": 30.0,
+    }
+
     def __init__(self, folder: Path) -> None:
         """Logs go into `folder`."""
         super().__init__(folder)
-        # By their full names. A busy machine alone may exceed the default of those set here.
-        self.constants: dict[str, Any] = {
-            "proxy.pipeline.prompt_reader.DATE_SECONDS": 30.0,
-            "proxy.fleet.pool.FACTS_SECONDS": 30.0,
-        }
+        self.constants: dict[str, Any] = dict(self.PATIENCE)
 
     def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
         if name != "gateway":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -150,28 +151,65 @@ class DirectUpstream(Upstream):
         return DirectAnswer(call, start, read_timeout)
 
 
+async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Wait for it, a function or a coroutine function. Raises `TimeoutError`."""
+    async with asyncio.timeout(seconds):
+        while not (await found if inspect.isawaitable(found := condition()) else found):
+            await asyncio.sleep(0.005)
+
+
+async def told(*workers: RecordingWorker) -> None:
+    """Return once a gateway knows all that the engines of `workers` have to say."""
+    await until(lambda: all(worker.is_read for worker in workers))
+
+
+async def settled(worker: RecordingWorker) -> int:
+    """The renders that `worker` was asked for, once it is asked for no more."""
+    seen, since = -1, 0
+    while since < 20:  # turns of the event loop, in which everybody else had one, too
+        seen, since = worker.renders, since + 1 if seen == worker.renders else 0
+        await asyncio.sleep(0.01)
+    return seen
+
+
 class InMemoryGateway:
     """A started gateway and its pages."""
 
     def __init__(self, app: App, upstream: DirectUpstream) -> None:
         self.app, self.gateway, self.upstream = app, app.gateway, upstream
-        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=30)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=30)
 
     async def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
         """The whole answer; `headers` with underscores for hyphens. What came of it is counted when it is there."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        answer = await self._client.post(path, content=raw, headers={"content-type": "application/json", **named})
+        answer = await self.client.post(path, content=raw, headers={"content-type": "application/json", **named})
         await self.gateway.idle.caught_up()
         return answer
 
     async def get(self, path: str, **headers: str) -> httpx.Response:
         """A page, or what a worker says there."""
-        return await self._client.get(path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        return await self.client.get(path, headers={name.replace("_", "-"): value for name, value in headers.items()})
 
-    async def explained(self, answer: httpx.Response) -> dict[str, Any]:
-        """What is said of the request that was answered."""
-        explained: dict[str, Any] = (await self.get(f"/seamark/requests/{answer.headers['x-request-id']}")).json()
+    async def status(self) -> dict[str, Any]:
+        """The status page."""
+        status: dict[str, Any] = (await self.get("/seamark/status")).json()
+        return status
+
+    async def shows(self, condition: Callable[[dict[str, Any]], object], seconds: float = 120.0) -> None:
+        """Wait until the status page does. Raises `TimeoutError`."""
+        async with asyncio.timeout(seconds):
+            while not condition(await self.status()):
+                await asyncio.sleep(0.01)
+
+    async def explained(self, request: httpx.Response | str) -> dict[str, Any]:
+        """What is said of a request, by its answer or its id, once its engine has said what it makes of it."""
+        name = request if isinstance(request, str) else request.headers["x-request-id"]
+        explained: dict[str, Any] = {"reason": None}
+        async with asyncio.timeout(120):
+            while explained["reason"] is None:
+                explained = (await self.get(f"/seamark/requests/{name}")).json()
+                await asyncio.sleep(0.005)
         return explained
 
     def opened(self, body: Any, path: str = CHAT, **headers: str) -> Call:
