@@ -1,13 +1,11 @@
-"""What the gateway does to requests and answers, seen from both sides."""
+"""What the gateway does to requests and answers over real connections; what it decides: `test_requests.py`."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -16,16 +14,10 @@ from proxy.bench.harness.servers import Server, Servers
 from proxy.chat.chat import OUTSIDE_V1
 from tests.harness.gateways import (
     CHAT,
-    LAST_USER,
-    SYSTEM,
-    SYSTEM_END,
-    TURN_END,
     chat,
-    hint_at,
     metric,
     post,
     start_gateway,
-    told,
     wait_for,
 )
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
@@ -36,41 +28,10 @@ def gateway(fleet: Servers, worker: RecordingWorker) -> Server:
     return start_gateway(fleet, worker)
 
 
-def test_the_hint_is_spliced_into_the_clients_bytes(gateway, worker):
-    raw = json.dumps(chat("Tide?"), indent=3).encode().replace(b"Tide", b"T\\u0069de")
-    answer = post(gateway, raw)
-    assert answer.status_code == 200 and answer.content == worker.answers[-1]
-    sent = worker.requests[-1].body
-    hint = hint_at(worker)
-    spliced = json.dumps({"seamark_boundaries": hint}, separators=(",", ":")).encode()
-    assert sent == raw[:-1] + b',"vllm_xargs":' + spliced + b"}"
-    assert hint == [LAST_USER, TURN_END]
-    assert answer.headers["x-seamark-boundary"] == f"{LAST_USER};{TURN_END}"
-    assert answer.headers["x-seamark-worker"] == worker.url.removeprefix("http://")
-    assert answer.headers["x-seamark-cached"] == "160"
-    assert answer.headers["x-seamark-predicted"] == "0"
-
-
-def test_a_known_prefix_is_predicted(gateway, worker):
-    post(gateway, chat("one"))
-    told(worker)
-    answer = post(gateway, chat("two"))
-    assert answer.headers["x-seamark-predicted"] == str(SYSTEM_END // 16 * 16)
-    assert metric(gateway, 'seamark_boundary_lookups_total{result="learnt"}') == 2
-
-
 def test_a_stream_arrives_byte_for_byte(gateway, worker):
     answer = post(gateway, chat("Tide?", stream=True, stream_options={"include_usage": True}))
     assert answer.content == worker.answers[-1] and answer.content.startswith(EVENTS[0])
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
-
-
-@pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
-def test_usage_that_only_the_gateway_asked_for_is_taken_out_again(gateway, worker, options):
-    answer = post(gateway, chat("Tide?", stream=True, **options))
-    assert json.loads(worker.requests[-1].body)["stream_options"] == {"include_usage": True}
-    assert answer.content == EVENTS[0] + EVENTS[2]
     wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
 
 
@@ -94,40 +55,6 @@ def test_headers_travel_except_those_of_the_connection(gateway, worker):
     assert answer.headers.get_list("x-twice") == ["1", "2"]
 
 
-@pytest.mark.parametrize("name", ["one", "/a/b?c=%2F#d e"])
-@pytest.mark.parametrize(("path", "in_body"), [(CHAT, False), (CHAT, True), ("/v1/responses", True)])
-def test_two_requests_of_one_name_at_once_are_told_apart_at_the_worker(gateway, worker, name, in_body, path):
-    """Their name is that of their answers, and of an explanation."""
-    asked = chat("Tide?") if path == CHAT else {"model": "m", "input": "Tide?"}
-    asked, headers = ({**asked, "request_id": name}, {}) if in_body else (asked, {"x-request-id": name})
-    worker.hold.set()
-    with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(post, gateway, asked, path, headers=headers) for _ in range(2)]
-        wait_for(lambda: len(worker.requests) == 2)
-        worker.hold.clear()
-        assert [answer.result().headers["x-request-id"] for answer in answers] == [name, name]
-    names = sorted(dict(request.headers)[b"x-request-id"].decode() for request in worker.requests)
-    assert names[0] == name and names[1].startswith(name + ".")
-    if in_body:  # by which vLLM stores a response
-        assert sorted(json.loads(request.body)["request_id"] for request in worker.requests) == names
-    explained = httpx.get(f"{gateway.url}/seamark/requests/{quote(name, safe='')}").json()
-    assert (explained["request_id"], explained["endpoint"], explained["status"]) == (name, path, 200)
-
-
-@pytest.mark.parametrize("name", ["", 7, "x" * 257, "é", "a\r\nx-evil: 1"])
-def test_what_cannot_be_a_requests_name_is_left_to_the_worker(gateway, worker, name):
-    answer = post(gateway, chat("Tide?", request_id=name))
-    (sent,) = worker.requests
-    assert answer.status_code == 200 and len(answer.headers["x-request-id"]) == 32
-    assert dict(sent.headers)[b"x-request-id"].decode() == answer.headers["x-request-id"]
-    assert json.loads(sent.body)["request_id"] == name and b"x-evil" not in dict(sent.headers)
-
-
-def test_a_header_names_a_request_before_its_body(gateway, worker):
-    answer = post(gateway, chat("Tide?", request_id="body's"), headers={"x-request-id": "header's"})
-    assert answer.headers["x-request-id"] == "header's"
-
-
 def test_headers_travel_byte_for_byte_in_any_encoding(gateway, worker):
     values = {
         b"x-plain": b"tide",
@@ -137,11 +64,6 @@ def test_headers_travel_byte_for_byte_in_any_encoding(gateway, worker):
     }
     answer = post(gateway, chat("Tide?"), headers=list(values.items()))
     assert answer.status_code == 200 and values.items() <= dict(worker.requests[-1].headers).items()
-
-
-def test_a_request_without_an_id_gets_one(gateway, worker):
-    answer = post(gateway, chat("Tide?"))
-    assert dict(worker.requests[-1].headers)[b"x-request-id"].decode() == answer.headers["x-request-id"] != ""
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH"])
@@ -191,68 +113,6 @@ def test_a_body_over_the_limit_is_refused(fleet, worker):
     assert not worker.requests
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"nonsense", b"\xff\xfe"])
-def test_what_is_not_a_json_object_is_refused_in_openais_envelope(gateway, worker, raw):
-    answer = post(gateway, raw)
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
-    assert set(error) == {"message", "type", "param", "code"} and not worker.requests
-
-
-@pytest.mark.parametrize("messages", ["text", 7, [], [5], [{"role": "assistant", "content": "x"}]])
-def test_a_chat_without_a_boundary_goes_on_unchanged(gateway, worker, messages):
-    raw = json.dumps({"model": "m", "messages": messages}).encode()
-    assert post(gateway, raw).status_code == 200
-    assert worker.requests[-1].body == raw
-    assert metric(gateway, 'seamark_boundary_lookups_total{result="none"}') == 1
-
-
-def test_renders_that_fail_cost_the_hint_and_that_is_counted(fleet, worker):
-    worker.render_status, worker.cached = 500, 0
-    gateway = start_gateway(fleet, worker)
-    raw = json.dumps(chat("Tide?")).encode()
-    answer = post(gateway, raw)
-    assert answer.status_code == 200 and worker.requests[-1].body == raw
-    assert "x-seamark-boundary" not in answer.headers
-    assert metric(gateway, 'seamark_miss_total{model="m",reason="no_facts"}') == 1
-
-
-def test_a_worker_without_the_plugin_is_served_without_hints(fleet):
-    with recording_worker(patched=False) as plain:
-        gateway = start_gateway(fleet, plain)
-        raw = json.dumps(chat("Tide?")).encode()
-        assert post(gateway, raw).status_code == 200
-        assert plain.requests[-1].body == raw
-        assert metric(gateway, "seamark_engine_patched") == 0 and metric(gateway, "seamark_worker_up") == 1
-        assert metric(gateway, 'seamark_miss_total{model="m",reason="unpatched"}') == 1
-
-
-def test_requests_with_one_prefix_go_to_one_worker(fleet):
-    with recording_worker() as one, recording_worker() as two:
-        gateway = start_gateway(fleet, one, two)
-        for number in range(6):
-            post(gateway, chat(f"{number}"))
-        assert sorted((len(one.requests), len(two.requests))) == [0, 6]
-
-
-def test_equal_cold_prefixes_that_arrive_together_go_together(fleet):
-    with recording_worker() as one, recording_worker() as other, ThreadPoolExecutor(6) as pool:
-        gateway = start_gateway(fleet, one, other)
-        list(pool.map(lambda number: post(gateway, chat(f"{number}")), range(6)))
-        assert sorted(len(worker.requests) for worker in (one, other)) == [0, 6]
-
-
-def test_a_worker_that_serves_the_model_is_chosen(fleet):
-    with recording_worker() as one, recording_worker(models=("n",)) as two:
-        gateway = start_gateway(fleet, one, two)
-        for _ in range(3):
-            post(gateway, {**chat("x"), "model": "n"})
-            post(gateway, {"model": "n", "input": "x"}, path="/v1/embeddings")
-        assert (len(one.requests), len(two.requests)) == (0, 6)
-        listed = httpx.get(gateway.url + "/v1/models").json()
-        assert [(entry["id"], entry["max_model_len"]) for entry in listed["data"]] == [("m", 8192), ("n", 8192)]
-
-
 def test_a_worker_that_refuses_connections_is_passed_over(fleet):
     with recording_worker() as survivor:
         with recording_worker() as dying:
@@ -290,12 +150,6 @@ def talk_nonsense(listener: socket.socket) -> None:
         with connection:
             connection.recv(1000)
             connection.sendall(b"this is not HTTP\r\n\r\n")
-
-
-def test_a_mistyped_model_changes_nothing_for_the_others(gateway, worker):
-    post(gateway, {**chat("x"), "model": "made-up"})
-    post(gateway, chat("x"))
-    assert hint_at(worker) == [LAST_USER, TURN_END]
 
 
 def test_without_any_worker_it_is_healthy_not_ready_and_says_so(fleet):
@@ -349,26 +203,6 @@ def test_a_slash_behind_a_known_endpoint_means_nothing(gateway, worker):
     assert metric(gateway, f'seamark_requests_total{{code="200",endpoint="{CHAT}"') == 1
 
 
-@pytest.mark.parametrize(
-    ("location", "seen"),
-    [
-        ("{worker}/v1/some/thing?a=1", "/v1/some/thing?a=1"),
-        ("//{host}/v1/some/thing", "/v1/some/thing"),
-        ("{worker}//elsewhere/x", "/elsewhere/x"),
-        ("/v1/some/thing", "/v1/some/thing"),
-        ("http://inside.cluster:8000/v1/some/thing", None),
-        ("http://[broken/v1", None),
-    ],
-)
-def test_a_redirect_of_a_worker_does_not_show_its_address(gateway, worker, location, seen):
-    host = worker.url.removeprefix("http://")
-    worker.status, worker.location = 307, location.format(worker=worker.url, host=host)
-    answer = httpx.get(gateway.url + "/v1/some/thing/")
-    assert answer.status_code == 307 and answer.headers.get("location") == seen
-    shown = {name: value for name, value in answer.headers.items() if name != "x-seamark-worker"}
-    assert host not in str(shown) and "inside" not in str(shown)
-
-
 def test_pages_are_there_by_head_and_with_a_slash(gateway):
     for path in ("/health", "/health/", "/ready", "/ready/", "/", "/ui", "/metrics", "/v1/models", "/seamark/status"):
         got, asked = httpx.get(gateway.url + path), httpx.head(gateway.url + path)
@@ -397,104 +231,9 @@ def test_a_websocket_is_refused_in_words(gateway, worker, offered):
     assert [request.target for request in worker.requests] == ["/v1/realtime"]
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/audio/transcriptions", "/tokenize"])
-def test_a_compressed_body_is_refused_since_vllm_reads_none(gateway, worker, path):
-    raw = json.dumps(chat("Tide?")).encode()
-    for coding in ("gzip", "zstd", "identity, GZIP"):
-        headers = {"content-encoding": coding, "content-type": "application/json"}
-        answer = httpx.post(gateway.url + path, content=gzip.compress(raw), headers=headers)
-        assert answer.status_code == 415 and answer.headers["accept-encoding"] == "identity"
-        assert coding.lower().removeprefix("identity, ") in answer.json()["error"]["message"]
-    assert not worker.requests
-    assert post(gateway, raw, CHAT, headers={"content-encoding": "identity"}).status_code == 200
-
-
-def test_an_unknown_path_is_refused_in_openais_envelope(gateway):
-    answer = httpx.get(gateway.url + "/nowhere")
-    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
-
-
-def test_a_model_name_from_a_client_never_becomes_a_label(gateway, worker):
-    for checks_names, code, label in ((False, 200, "m"), (True, 404, "unknown")):
-        worker.checks_names = checks_names
-        post(gateway, {**chat("x"), "model": "made-up"})
-        counted = f'seamark_requests_total{{code="{code}",endpoint="/v1/chat/completions",model="{label}"'
-        assert metric(gateway, counted) == 1
-
-
 def test_logs_and_metrics_hold_no_prompt_text(gateway, worker):
     post(gateway, chat("a very secret tide"))
     worker.render_status = 500
     post(gateway, chat("another secret", tools=[]))
     seen = gateway.log.read_text() + httpx.get(gateway.url + "/metrics").text
     assert "secret" not in seen and "harbour" not in seen
-
-
-ODD = [
-    {"prompt_cache_key": "session \ud800"},
-    {"prompt_cache_key": 7, "cache_salt": "x"},
-    {"chat_template_kwargs": 3},
-    {"tools": [7], "tool_choice": {"type": []}},
-    {"messages": [{"role": ["user"], "content": "x" * 600}, 7, {"role": "user", "content": "?"}]},
-    {"messages": [7, {"role": "user", "content": "?"}, {"role": {}, "content": [{"text": 7, "cache_control": 7}]}]},
-    {"stream_options": 7, "vllm_xargs": 7, "truncate_prompt_tokens": -1},
-]
-
-
-@pytest.mark.parametrize("fields", ODD)
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
-def test_odd_bodies_reach_the_worker_and_log_no_error(gateway, worker, path, fields):
-    for _ in range(2):
-        body = {**chat("Tide?"), "input": [SYSTEM, *fields.get("messages", [])], "prompt": "Tide?", **fields}
-        assert post(gateway, body, path).status_code == 200
-    assert sum(not request.target.endswith("/render") for request in worker.requests) == 2
-    assert " failed: " not in gateway.log_end() and "boundary of request" not in gateway.log_end()
-
-
-def test_an_answer_is_not_lost_for_its_explanation(fleet, worker):
-    """Tools that differ deep inside: looking for what changed must not cost what was answered."""
-    gateway = start_gateway(fleet, worker, flags=("--max-json-depth", "900"))
-    nested = "[" * 600 + "]" * 600
-    for name in ("tide", "wind"):
-        function = f'{{"name": "{name}", "parameters": {{"x": {nested}}}}}'
-        raw = json.dumps(chat("Tide?"))[:-1] + f', "tools": [{{"type": "function", "function": {function}}}]}}'
-        assert post(gateway, raw.encode()).status_code == 200
-
-
-@pytest.mark.parametrize("nonsense", [{"prompt_tokens": -5}, {"prompt_tokens": 10**400}, {"cached": -3}])
-def test_an_answer_is_not_lost_for_nonsense_in_its_usage(gateway, worker, nonsense):
-    for name, value in nonsense.items():
-        setattr(worker, name, value)
-    answer = post(gateway, chat("Tide?"))
-    assert answer.status_code == 200 and answer.content == worker.answers[-1]
-
-
-def test_a_very_long_request_id_is_replaced(gateway, worker):
-    answer = post(gateway, chat("Tide?"), headers={"x-request-id": "x" * 5000})
-    assert len(answer.headers["x-request-id"]) == 32
-
-
-def test_the_status_page_tells_of_workers(gateway, worker):
-    status = httpx.get(gateway.url + "/seamark/status").json()
-    assert status["workers"][0]["engine"]["match_unit"] == 16
-    assert status["workers"][0]["up"] is True and status["workers"][0]["models"] == ["m"]
-
-
-def test_a_request_that_the_worker_refused_left_nothing_to_predict(worker, gateway):
-    worker.status = 400
-    assert post(gateway, chat("Tide?")).status_code == 400
-    worker.status = 200
-    assert post(gateway, chat("Tide?")).headers["x-seamark-predicted"] == "0"
-    told(worker)
-    assert int(post(gateway, chat("Tide?")).headers["x-seamark-predicted"]) > 400
-
-
-def test_a_worker_is_told_whose_a_request_is_and_what_there_is_to_compute(fleet, worker):
-    gateway = start_gateway(fleet, worker)
-    for _ in range(2):
-        post(gateway, chat("Tide?"), headers={"x-seamark-load": "aa,1,1"})
-    told = [dict(request.headers)[b"x-seamark-load"].decode().split(",") for request in worker.requests[-2:]]
-    identity = httpx.get(gateway.url + "/health").json()["gateway"]
-    assert [name for name, _, _ in told] == [identity, identity]
-    (first, again) = ((int(prompt), int(left)) for _, prompt, left in told)
-    assert 0 <= again[1] < first[1] <= first[0] and again[1] <= again[0]

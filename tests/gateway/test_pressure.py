@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -17,6 +18,7 @@ from proxy.routing.prefix_index import ENTRY_BYTES
 from tests.bench.soak import resident_bytes
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
+from tests.harness.in_memory_gateway import until
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 ENVELOPE = {"message", "type", "param", "code"}
@@ -32,37 +34,37 @@ def chats_at(worker: RecordingWorker) -> int:
     return sum(request.target == CHAT for request in worker.requests)
 
 
-def test_more_than_a_worker_may_have_waits_and_more_than_may_wait_is_refused(fleet, worker, pool):
-    gateway = start_gateway(fleet, worker, flags=("--max-inflight", "2", "--max-queue", "3"))
+async def test_more_than_a_worker_may_have_waits_and_more_than_may_wait_is_refused(in_memory, worker):
+    gateway = await in_memory(worker, max_inflight=2, max_queue=3)
     worker.hold.set()
-    first = [pool.submit(post, gateway, chat(f"{number}")) for number in range(2)]
-    wait_for(lambda: chats_at(worker) == 2)
-    waiting = [pool.submit(post, gateway, chat(f"{number}")) for number in range(3)]
-    wait_for(lambda: metric(gateway, "seamark_queued") == 3)
-    refused = post(gateway, chat("one too many"))
+    first = [asyncio.create_task(gateway.post(chat(f"{number}"))) for number in range(2)]
+    await until(lambda: chats_at(worker) == 2)
+    waiting = [asyncio.create_task(gateway.post(chat(f"{number}"))) for number in range(3)]
+    await until(lambda: gateway.metric("seamark_queued") == 3)
+    refused = await gateway.post(chat("one too many"))
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
     assert set(refused.json()["error"]) == ENVELOPE and refused.json()["error"]["code"] == "overloaded"
     assert chats_at(worker) == 2
     worker.hold.clear()
-    assert [answer.result().status_code for answer in (*first, *waiting)] == [200] * 5
-    assert metric(gateway, "seamark_queued") == 0 and metric(gateway, "seamark_inflight{") == 0
-    assert metric(gateway, "seamark_queue_seconds_count") == 3
+    assert [(await answer).status_code for answer in (*first, *waiting)] == [200] * 5
+    assert gateway.metric("seamark_queued") == 0 and gateway.metric("seamark_inflight") == 0
+    assert gateway.metric("seamark_queue_seconds_count") == 3
 
 
-def test_a_full_worker_has_not_lost_what_it_holds(fleet, worker, pool):
-    with recording_worker(cached=0) as other:
-        gateway = start_gateway(fleet, worker, other, flags=("--max-inflight", "1"))
-        owner = post(gateway, chat("first")).headers["x-seamark-worker"]
-        holder, second = (worker, other) if owner in worker.url else (other, worker)
-        holder.hold.set()
-        second.cached = 0
-        kept = pool.submit(post, gateway, chat("second"))
-        wait_for(lambda: chats_at(holder) == 2)
-        answer = post(gateway, chat("third"))
-        assert answer.headers["x-seamark-worker"] in second.url
-        assert answer.headers["x-seamark-reason"] == "other_worker"
-        holder.hold.clear()
-        assert kept.result().status_code == 200
+async def test_a_full_worker_has_not_lost_what_it_holds(in_memory, worker):
+    other = RecordingWorker(cached=0)
+    gateway = await in_memory(worker, other, max_inflight=1)
+    owner = (await gateway.post(chat("first"))).headers["x-seamark-worker"]
+    holder, second = (worker, other) if owner in worker.url else (other, worker)
+    holder.hold.set()
+    second.cached = 0
+    kept = asyncio.create_task(gateway.post(chat("second")))
+    await until(lambda: chats_at(holder) == 2)
+    answer = await gateway.post(chat("third"))
+    assert answer.headers["x-seamark-worker"] in second.url
+    assert answer.headers["x-seamark-reason"] == "other_worker"
+    holder.hold.clear()
+    assert (await kept).status_code == 200
 
 
 @pytest.mark.parametrize("size", [70_000, 200_000, 1_000_000])
@@ -75,65 +77,64 @@ def test_a_client_that_leaves_after_a_large_body_frees_the_worker(fleet, worker,
     assert worker.gone.wait(30)
 
 
-def test_a_model_whose_workers_are_full_holds_up_no_other(fleet, worker, pool):
-    with recording_worker(models=("other",)) as second:
-        gateway = start_gateway(fleet, worker, second, flags=("--max-inflight", "1"))
-        worker.hold.set()
-        waiting = [pool.submit(post, gateway, chat(f"{number}")) for number in range(3)]
-        wait_for(lambda: metric(gateway, "seamark_queued") == 2)
-        assert post(gateway, chat("at once", model="other")).status_code == 200
-        worker.hold.clear()
-        assert {answer.result().status_code for answer in waiting} == {200}
-
-
-def test_all_bodies_together_are_bounded(fleet, worker, pool):
-    gateway = start_gateway(fleet, worker, flags=("--max-bodies-bytes", "500000"))
+async def test_a_model_whose_workers_are_full_holds_up_no_other(in_memory, worker):
+    second = RecordingWorker(models=("other",))
+    gateway = await in_memory(worker, second, max_inflight=1)
     worker.hold.set()
-    first = pool.submit(post, gateway, chat("x" * 200_000))
-    wait_for(lambda: chats_at(worker) == 1)
-    refused = post(gateway, chat("x" * 200_000))
+    waiting = [asyncio.create_task(gateway.post(chat(f"{number}"))) for number in range(3)]
+    await until(lambda: gateway.metric("seamark_queued") == 2)
+    assert (await gateway.post(chat("at once", model="other"))).status_code == 200
+    worker.hold.clear()
+    assert {(await answer).status_code for answer in waiting} == {200}
+
+
+async def test_all_bodies_together_are_bounded(in_memory, worker):
+    gateway = await in_memory(worker, max_bodies_bytes=500_000)
+    worker.hold.set()
+    first = asyncio.create_task(gateway.post(chat("x" * 200_000)))
+    await until(lambda: chats_at(worker) == 1)
+    refused = await gateway.post(chat("x" * 200_000))
     assert refused.status_code == 503 and "max_bodies_bytes" in refused.json()["error"]["message"]
     worker.hold.clear()
-    assert first.result().status_code == 200
-    assert post(gateway, chat("x" * 200_000)).status_code == 200
+    assert (await first).status_code == 200
+    assert (await gateway.post(chat("x" * 200_000))).status_code == 200
 
 
-def test_a_body_counts_as_what_it_takes_parsed(fleet, worker, pool):
-    gateway = start_gateway(fleet, worker, flags=("--max-bodies-bytes", "1000000"))
+async def test_a_body_counts_as_what_it_takes_parsed(in_memory, worker):
+    gateway = await in_memory(worker, max_bodies_bytes=1_000_000)
     many = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "metadata": [{}] * 30_000})
-    refused = post(gateway, many.encode())
+    refused = await gateway.post(many.encode())
     assert refused.status_code == 503 and "max_bodies_bytes" in refused.json()["error"]["message"]
     assert chats_at(worker) == 0
-    assert post(gateway, many.replace(", {}" * 29_000, "").encode()).status_code == 200
+    assert (await gateway.post(many.replace(", {}" * 29_000, "").encode())).status_code == 200
 
 
-def test_a_key_leaves_room_for_other_keys(fleet, worker, pool, tmp_path):
+async def test_a_key_leaves_room_for_other_keys(in_memory, worker, tmp_path):
     (tmp_path / "keys.toml").write_text(entry("ann") + entry("bob"))
-    flags = ("--max-bodies-bytes", "300000", "--api-keys", str(tmp_path / "keys.toml"))
-    gateway = start_gateway(fleet, worker, flags=flags)
+    gateway = await in_memory(worker, max_bodies_bytes=300_000, api_keys=tmp_path / "keys.toml")
     worker.hold.set()
-    kept = [pool.submit(post, gateway, chat("x" * 80_000), headers=bearer("ann"))]
-    wait_for(lambda: chats_at(worker) == 1)
-    refused = post(gateway, chat("x" * 80_000), headers=bearer("ann"))
+    kept = [asyncio.create_task(gateway.post(chat("x" * 80_000), **bearer("ann")))]
+    await until(lambda: chats_at(worker) == 1)
+    refused = await gateway.post(chat("x" * 80_000), **bearer("ann"))
     assert refused.status_code == 429 and refused.headers["retry-after"]
-    kept.append(pool.submit(post, gateway, chat("x" * 20_000), headers=bearer("bob")))
-    wait_for(lambda: chats_at(worker) == 2)
+    kept.append(asyncio.create_task(gateway.post(chat("x" * 20_000), **bearer("bob"))))
+    await until(lambda: chats_at(worker) == 2)
     worker.hold.clear()
-    assert [answer.result().status_code for answer in kept] == [200, 200]
+    assert [(await answer).status_code for answer in kept] == [200, 200]
 
 
-def test_the_index_of_prefixes_forgets_the_oldest_when_its_share_of_the_memory_is_full(fleet, worker):
+async def test_the_index_of_prefixes_forgets_the_oldest_when_its_share_of_the_memory_is_full(in_memory, worker):
     entries = 12
-    gateway = start_gateway(fleet, worker, flags=("--memory-bytes", str(-(-8 * entries * ENTRY_BYTES // 3))))
+    gateway = await in_memory(worker, memory_bytes=-(-8 * entries * ENTRY_BYTES // 3))
     for number in range(2 * entries):
-        assert post(gateway, chat(f"{number}?")).status_code == 200
-    assert httpx.get(gateway.url + "/seamark/status").json()["directory_entries"] == entries
-    assert metric(gateway, "seamark_directory_evictions_total") >= entries
+        assert (await gateway.post(chat(f"{number}?"))).status_code == 200
+    assert (await gateway.status())["directory_entries"] == entries
+    assert gateway.metric("seamark_directory_evictions_total") >= entries
 
 
-def test_a_string_without_end_is_refused_at_once(fleet, worker):
-    gateway = start_gateway(fleet, worker)
-    assert post(gateway, b"[" * 129 + b'"' + b'\\"' * 500_000).status_code == 400  # it took hours
+async def test_a_string_without_end_is_refused_at_once(in_memory, worker):
+    gateway = await in_memory(worker)
+    assert (await gateway.post(b"[" * 129 + b'"' + b'\\"' * 500_000)).status_code == 400  # it took hours
 
 
 def test_endless_trailers_and_endless_requests_are_not_kept(fleet, worker):
@@ -158,17 +159,17 @@ def test_a_body_that_never_comes_is_given_up(fleet, worker):
         assert b" 408 " in client.makefile("rb").readline()
 
 
-def test_nobody_waits_longer_than_the_queues_timeout(fleet, worker, pool):
-    gateway = start_gateway(fleet, worker, flags=("--max-inflight", "1", "--queue-timeout", "0.3"))
+async def test_nobody_waits_longer_than_the_queues_timeout(in_memory, worker):
+    gateway = await in_memory(worker, max_inflight=1, queue_timeout=0.3)
     worker.hold.set()
-    first = pool.submit(post, gateway, chat("first"))
-    wait_for(lambda: chats_at(worker) == 1)
+    first = asyncio.create_task(gateway.post(chat("first")))
+    await until(lambda: chats_at(worker) == 1)
     started = time.monotonic()
-    late = post(gateway, chat("late"))
+    late = await gateway.post(chat("late"))
     assert late.status_code == 503 and time.monotonic() - started > 0.25
     worker.hold.clear()
-    assert first.result().status_code == 200
-    assert metric(gateway, "seamark_queued") == 0
+    assert (await first).status_code == 200
+    assert gateway.metric("seamark_queued") == 0
 
 
 def test_a_client_that_leaves_the_queue_is_never_sent(fleet, worker, pool):
@@ -185,24 +186,24 @@ def test_a_client_that_leaves_the_queue_is_never_sent(fleet, worker, pool):
     assert not any(b"left" in request.body for request in worker.requests)
 
 
-def test_the_limits_of_a_key(fleet, worker, pool, tmp_path):
+async def test_the_limits_of_a_key(in_memory, worker, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text(entry("ann", max_inflight=1, max_queued=1) + entry("bob"))
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
+    gateway = await in_memory(worker, api_keys=keys)
 
-    def ask(name: str) -> httpx.Response:
-        return httpx.post(gateway.url + CHAT, json=chat("Tide?"), headers=bearer(name), timeout=30)
+    async def ask(name: str) -> httpx.Response:
+        return await gateway.post(chat("Tide?"), **bearer(name))
 
     worker.hold.set()
-    anns = [pool.submit(ask, "ann") for _ in range(2)]
-    wait_for(lambda: chats_at(worker) == 1)
-    bobs = [pool.submit(ask, "bob") for _ in range(3)]
-    wait_for(lambda: chats_at(worker) == 4)  # whoever waits for a limit of its own holds nobody up
-    refused = ask("ann")
+    anns = [asyncio.create_task(ask("ann")) for _ in range(2)]
+    await until(lambda: chats_at(worker) == 1)
+    bobs = [asyncio.create_task(ask("bob")) for _ in range(3)]
+    await until(lambda: chats_at(worker) == 4)  # whoever waits for a limit of its own holds nobody up
+    refused = await ask("ann")
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
     worker.hold.clear()
-    assert {answer.result().status_code for answer in (*anns, *bobs)} == {200}
+    assert {(await answer).status_code for answer in (*anns, *bobs)} == {200}
 
 
 def test_a_worker_in_the_file_has_a_limit_of_its_own_and_can_be_added_and_taken_out(fleet, worker, pool, tmp_path):
@@ -230,27 +231,27 @@ def test_a_worker_in_the_file_has_a_limit_of_its_own_and_can_be_added_and_taken_
         )
 
 
-def test_a_silent_stream_gets_comments_between_its_events(fleet, worker, pool):
-    gateway = start_gateway(fleet, worker, flags=("--heartbeat", "0.2"))
+async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worker):
+    gateway = await in_memory(worker, heartbeat=0.2)
     worker.silence.set()
-    asked = pool.submit(post, gateway, chat("Tide?", stream=True, stream_options={"include_usage": True}))
-    wait_for(lambda: metric(gateway, "seamark_heartbeats_total") >= 2)
+    asked = asyncio.create_task(gateway.post(chat("Tide?", stream=True, stream_options={"include_usage": True})))
+    await until(lambda: gateway.metric("seamark_heartbeats_total") >= 2)
     worker.silence.clear()
-    answer = asked.result()
+    answer = await asked
     assert answer.content.startswith(b": keep-alive\n\n")
     assert answer.content.replace(b": keep-alive\n\n", b"") == worker.answers[-1]
 
 
-def test_without_silence_there_are_no_comments(fleet, worker):
-    gateway = start_gateway(fleet, worker, flags=("--heartbeat", "60"))
-    assert b"keep-alive" not in post(gateway, chat("Tide?", stream=True)).content
+async def test_without_silence_there_are_no_comments(in_memory, worker):
+    gateway = await in_memory(worker, heartbeat=60)
+    assert b"keep-alive" not in (await gateway.post(chat("Tide?", stream=True))).content
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_worker_that_stays_silent_is_given_up(fleet, worker, stream):
-    gateway = start_gateway(fleet, worker, flags=("--silence-timeout", "0.4"))
+async def test_a_worker_that_stays_silent_is_given_up(in_memory, worker, stream):
+    gateway = await in_memory(worker, silence_timeout=0.4)
     worker.hang, worker.hang_in_stream = not stream, stream
-    answer = post(gateway, chat("Tide?", stream=stream))
+    answer = await gateway.post(chat("Tide?", stream=stream))
     if stream:
         assert answer.status_code == 200
         error = json.loads(answer.content.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
@@ -258,7 +259,7 @@ def test_a_worker_that_stays_silent_is_given_up(fleet, worker, stream):
         assert answer.status_code == 504
         error = answer.json()["error"]
     assert error["code"] == "worker_silent" and set(error) == ENVELOPE
-    assert worker.gone.wait(30)
+    await until(worker.gone.is_set)
 
 
 def test_a_reader_that_does_not_read_holds_the_worker_back_and_fills_no_memory(fleet, worker):
@@ -368,22 +369,22 @@ def test_a_head_without_an_end_is_not_kept(fleet, worker):
 
 
 @pytest.mark.parametrize(("depth", "status"), [(32, 200), (33, 400)])
-def test_the_depth_of_a_body_is_bounded(fleet, worker, depth, status):
-    gateway = start_gateway(fleet, worker, flags=("--max-json-depth", "32"))
+async def test_the_depth_of_a_body_is_bounded(in_memory, worker, depth, status):
+    gateway = await in_memory(worker, max_json_depth=32)
     nested = "[" * (depth - 1) + '"[[[[["' + "]" * (depth - 1)
     raw = json.dumps(chat("Tide?"))[:-1] + f', "x": {nested}}}'
-    answer = post(gateway, raw.encode())
+    answer = await gateway.post(raw.encode())
     assert answer.status_code == status
     if status == 400:
         assert "max_json_depth" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("filling", [b"{},", b"[],", b'"":0,', b'"",' * 4])
-def test_the_values_of_a_body_are_bounded_and_the_worker_sees_none_of_a_larger_one(fleet, worker, filling):
-    gateway = start_gateway(fleet, worker, flags=("--max-json-values", "1000"))
+async def test_the_values_of_a_body_are_bounded_and_the_worker_sees_none_of_a_larger_one(in_memory, worker, filling):
+    gateway = await in_memory(worker, max_json_values=1000)
     opened, closed = (b"{", b'"z":0}') if b":" in filling else (b"[", b"0]")
     for times, status in ((200, 200), (3000, 400)):
         raw = json.dumps(chat("Tide?")).encode()[:-1] + b', "x": ' + opened + filling * times + closed + b"}"
-        answer = post(gateway, raw)
+        answer = await gateway.post(raw)
         assert answer.status_code == status
     assert "max_json_values" in answer.json()["error"]["message"] and len(worker.requests) == 1
