@@ -17,17 +17,16 @@ from tests.harness.forked_gateways import GatewayForks
 from tests.harness.raw_http import request
 from tests.harness.raw_worker import RawWorker, Seen, head_of
 
-CASES = 2000
 
-
-async def test_two_thousand_broken_requests(tmp_path):
+@pytest.mark.parametrize("cases", [200, pytest.param(2000, marks=pytest.mark.thorough)])
+async def test_nothing_breaks_at_broken_requests(tmp_path, cases):
     with GatewayForks(tmp_path) as fleet:
-        result = await fuzz(fleet, seed=1, seconds=0, only=range(CASES))
+        result = await fuzz(fleet, seed=1, seconds=0, only=range(cases))
     print(render(result))
     assert result.held, render(result)
     kinds = {"well framed", "pipelined", "ambiguous", "odd", "mutated", "half", "at a limit"}
     assert kinds <= set(result.kinds)
-    assert result.reached > 1000 and result.statuses[200] > 1000 and result.statuses[400] > 100
+    assert min(result.reached, result.statuses[200]) > cases / 2 and result.statuses[400] > cases / 20
 
 
 async def test_no_ambiguous_request_gets_past_the_gateway(tmp_path):

@@ -197,7 +197,10 @@ BACK: dict[Callable, Callable] = {
 }
 
 
-@pytest.mark.parametrize("harm", [killed, frozen, slow, full])
+THOROUGH = pytest.mark.thorough
+
+
+@pytest.mark.parametrize("harm", [killed, *(pytest.param(each, marks=THOROUGH) for each in (frozen, slow, full))])
 def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, workers, server, harm):
     with late_way(server.port) as way:
         first, second = (sharing_gateway(fleet, workers, (way if harm is slow else server).url) for _ in range(2))
@@ -219,7 +222,7 @@ def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, workers, serv
         assert "Traceback" not in first.log.read_text()
 
 
-@pytest.mark.parametrize("harm", [killed, frozen])
+@pytest.mark.parametrize("harm", [killed, pytest.param(frozen, marks=THOROUGH)])
 def test_a_gateway_starts_and_serves_where_redis_never_answered(fleet, workers, server, harm):
     harm(server, None)
     gateway = start_gateway(fleet, *workers, flags=("--redis", server.url))

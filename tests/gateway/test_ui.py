@@ -18,9 +18,11 @@ from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_p
 
 from proxy.commands.render_server import free_port
 from tests.harness.api_keys import bearer, entry, secret
-from tests.harness.chromium import LOOKS, PATIENCE, TOO_WIDE, Look, chromium, in_every_look, is_red, opened
+from tests.harness.chromium import LOOKS, PATIENCE, TOO_WIDE, Look, Pictures, chromium, in_every_look, is_red, opened
 from tests.harness.gateways import CHAT, OwnGateway, chat, compared, own_gateway, wait_for
 from tests.harness.recording_worker import RecordingWorker, recording_worker
+
+SOON, LATER = (LOOKS[0], LOOKS[5]), LOOKS[1:5]
 
 EVIL = "<script>window.broken = 1</script>"
 
@@ -41,8 +43,15 @@ def browser(playwright: Playwright) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pictures", numbered=False)
+
+
+@pytest.fixture(
+    params=[pytest.param(SOON, id="two looks"), pytest.param(LATER, id="others", marks=pytest.mark.thorough)]
+)
+def pictures(request: pytest.FixtureRequest, folder: Path) -> Pictures:
+    return Pictures(folder, request.param)
 
 
 @pytest.fixture
@@ -143,7 +152,9 @@ def test_a_busy_gateway(browser, worker, pictures):
         in_every_look(browser, own, pictures, "busy", check)
 
 
-@pytest.mark.parametrize("width", [320, 600, 863, 866, 959, 962, 1920])
+@pytest.mark.parametrize(
+    "width", [320, *(pytest.param(each, marks=pytest.mark.thorough) for each in (600, 863, 866, 959, 962, 1920))]
+)
 def test_nothing_is_cut_off_at_any_width(browser, worker, width):
     with busy(worker) as own, opened(browser, own, Look(str(width), {"width": width, "height": 700}, "light")) as page:
         text(page, "#requests details").to_have_count(12)
@@ -287,7 +298,7 @@ def test_a_self_check_that_found_nothing_is_told_quietly(browser, checking):
         text(page, "#alarms").to_be_hidden()
 
 
-def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, own, pictures):
+def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, own, folder):
     with opened(browser, own, logged="ERR_CONNECTION_REFUSED") as page:
         text(page, "#state").to_have_text("all is well")
         own.stop()
@@ -296,7 +307,7 @@ def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, ow
             is_red(page, "#alarms")
             and page.evaluate("getComputedStyle(document.getElementById('figures')).opacity") == "0.45"
         )
-        page.screenshot(path=pictures / "gateway-gone.png", full_page=True)
+        page.screenshot(path=folder / "gateway-gone.png", full_page=True)
 
 
 def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, worker, own, pictures):
@@ -371,7 +382,7 @@ def test_pinned_prompts_are_shown_with_what_became_of_them(browser, worker):
             text(page, "#prefixes").to_be_hidden(timeout=PATIENCE)
 
 
-def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, pictures):
+def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, folder):
     file = tmp_path / "keys.toml"
     file.write_text(entry("ann") + entry("root", admin=True))
     with own_gateway(worker, api_keys=file) as own:
@@ -383,7 +394,7 @@ def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_
                 page.click("#key button")
                 text(page, "#key-why").to_contain_text(why)
             text(page, "#figures").to_be_hidden()
-            page.screenshot(path=pictures / "key.png")
+            page.screenshot(path=folder / "key.png")
             page.fill("#key-text", secret("root"))
             page.keyboard.press("Enter")
             text(page, "#figures").to_be_visible()

@@ -97,13 +97,22 @@ def opened(browser: Browser, own: OwnGateway, look: Look = LOOKS[0], logged: str
         context.close()
 
 
-def in_every_look(browser: Browser, own: OwnGateway, pictures: Path, name: str, check: Callable[[Page], None]) -> None:
+class Pictures(NamedTuple):
+    """Where they go, and the looks of which they are taken."""
+
+    folder: Path
+    looks: tuple[Look, ...]
+
+
+def in_every_look(
+    browser: Browser, own: OwnGateway, pictures: Pictures, name: str, check: Callable[[Page], None]
+) -> None:
     """Open the page in each look, see that it fits and can be read, and take its picture."""
-    for look in LOOKS:
+    for look in pictures.looks:
         with opened(browser, own, look) as page:
             expect(page.locator("#figures")).to_be_visible(timeout=PATIENCE)
             check(page)
-            page.screenshot(path=pictures / f"{name}-{look.name}.png", full_page=True)
+            page.screenshot(path=pictures.folder / f"{name}-{look.name}.png", full_page=True)
             assert page.evaluate(TOO_WIDE) == []
             assert page.evaluate(PALE) == []
             background = page.evaluate("getComputedStyle(document.body).backgroundColor")

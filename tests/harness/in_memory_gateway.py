@@ -181,9 +181,7 @@ class InMemoryGateway:
 
     async def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
         """The whole answer; `headers` with underscores for hyphens. What came of it is counted when it is there."""
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        answer = await self.client.post(path, content=raw, headers={"content-type": "application/json", **named})
+        answer = await self.client.send(self._request(body, path, headers))
         await self.gateway.idle.caught_up()
         return answer
 
@@ -214,17 +212,23 @@ class InMemoryGateway:
 
     def opened(self, body: Any, path: str = CHAT, **headers: str) -> Call:
         """A request whose answer is read piece by piece, and whose client can leave."""
-        named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        request = self._request(body, path, headers)
         scope = {
             "type": "http",
-            "method": "POST",
+            "method": request.method,
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), *named],
+            "headers": [(name.lower(), value) for name, value in request.headers.raw],
             "client": ("127.0.0.1", 1),
         }
-        return Call(self.app, scope, json.dumps(body).encode())
+        return Call(self.app, scope, request.content)
+
+    def _request(self, body: Any, path: str, headers: dict[str, str]) -> httpx.Request:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        named = {"content-type": "application/json", **named}
+        return self.client.build_request("POST", path, content=raw, headers=named)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of its samples that have these labels."""
