@@ -509,8 +509,8 @@ def test_a_planted_defect_looks_up_as_the_scheduler_of_each_vllm_does(more, name
 
 SAVE = """
 import pathlib, pickle, sys
-from engine_patches.gpu_check.job import Result
-pathlib.Path(sys.argv[2]).write_bytes(pickle.dumps(Result({"vllm": "0.32.0"})))
+from engine_patches.gpu_check.job import LaneResult
+pathlib.Path(sys.argv[2]).write_bytes(pickle.dumps(LaneResult({"vllm": "0.32.0"})))
 """
 
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
