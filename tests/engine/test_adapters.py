@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.scheduler_process import run_apart
+from tests.harness.scheduler_process import run_forked
 
 CORES = [{}, {"room": 1}, {"blocks": 40, "running": 2, "budget": 100}, {"overlap": True, "room": 1}]
 
 
 def audited(model: Path, **options: object) -> list[dict]:
     asked = {"seeds": [1, 2], "operations": 150, "cores": CORES, **options}
-    return run_apart("adapter_audit", str(model), json.dumps(asked))
+    return run_forked("adapter_audit", str(model), json.dumps(asked))
 
 
 def test_nothing_of_other_weights_is_found_however_an_adapter_changes(model: Path):
     for found in audited(model):
         assert found["errors"] == []
-        assert found["hit_tokens"] > 5000
+        assert found["adapter_hit_tokens"] > 5000
 
 
 @pytest.mark.parametrize("without", ["adapter-", "adapter-lookup"])

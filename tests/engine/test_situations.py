@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.scheduler_process import run_apart
+from tests.harness.scheduler_process import run_forked
 from tests.harness.situation_table import EXPECTED
 
 
 @pytest.fixture(scope="module")
 def shown(model):
-    return run_apart("scheduler_situations", str(model))
+    return run_forked("scheduler_situations", str(model))
 
 
 def test_all_situations_were_run(shown):
@@ -24,7 +24,7 @@ def test_situation(shown, name):
 
 
 def test_the_audit_notices_rows_that_are_copied_before_they_are_written(model):
-    found = run_apart("scheduler_situations", str(model), "written-rows")
+    found = run_forked("scheduler_situations", str(model), "written-rows")
     assert {name for name, scene in found.items() if scene["errors"]} == {
         "the same prompt twice in one step",
         "rows evicted and their state kept",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.scheduler_process import run_apart
+from tests.harness.scheduler_process import run_forked
 
 ROOM: dict[str, Any] = {"blocks": 120}
 
@@ -19,7 +19,7 @@ TIGHTEST: dict[str, Any] = {"blocks": 20, "budget": 256, "running": 6, "overlap"
 
 
 def audit(model: Path, **wanted: Any) -> list[dict[str, Any]]:
-    return run_apart("transfer_audit", str(model), json.dumps(wanted))
+    return run_forked("transfer_audit", str(model), json.dumps(wanted))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ SHORT_REPLAYS = "a preempted request may compute as few tokens again as a step v
 
 ALL = (ADMITTED_ALONE, A_UNIT_EARLY, ACCEPTED_IGNORED, NO_COPY)
 
+OF_THE_SCHEDULER = (A_UNIT_EARLY, REPLAY_TRUSTED, SHORT_REPLAYS)
+
 
 def plant(defect: str) -> None:
     """Plant a defect in this process, before its engine is made."""

@@ -43,7 +43,7 @@ def own(number: int, length: int) -> list[int]:
 def evict(core: Any, request: Any, position: int, group: int) -> None:
     """Take the block that carries a cache group's key of the first `position` tokens out of the cache."""
     from engine_patches.scheduler.cache_keys import key_at
-    from tests.harness.scheduler_audit import UNIT
+    from tests.harness.audit import UNIT
 
     block = core.pool.cached_block_hash_to_block.get_one_block(key_at(request, position, UNIT, group))
     core.scheduler.kv_cache_manager.evict_blocks({block.block_id})
@@ -390,7 +390,7 @@ def main(model: str, *without: str) -> None:
 
     from engine_patches import ledger
     from engine_patches.patches import PATCHES
-    from tests.harness.scheduler_audit import Core
+    from tests.harness.audit import Core
 
     init_none_hash(sha256)
     ledger.apply([patch for patch in PATCHES if patch.name not in without])

@@ -23,8 +23,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from engine_patches import ledger
 from engine_patches.patches import PATCHES
+from tests.harness.audit import Core
 from tests.harness.fan_out_cells import Arrival, Cell, arrivals
-from tests.harness.scheduler_audit import Core
 
 ANSWER_TOKENS = 8
 

@@ -1,6 +1,6 @@
 """Prefill and decode apart over NIXL's own schedulers, without engines: each key and each block that is read, checked.
 
-Two cores of `scheduler_audit`: P prefills, D loads what P computed and goes on. What NIXL's worker does is copying the
+Two cores: P prefills, D loads what P computed and goes on. What NIXL's worker does is copying the
 blocks that its scheduler names, at any time after the step that names them was planned: before the steps that still run
 have written, if the engine plans ahead. P's blocks are its own again when D has read them.
 
@@ -10,12 +10,13 @@ per process. Prints JSON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
 import sys
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +24,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
 from engine_patches import ledger
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.patches import PATCHES
 from engine_patches.scheduler import hooks
 from engine_patches.scheduler.transfers import STOPS, Transfers
-from tests.harness.scheduler_audit import Core
+from tests.harness import audit
+from tests.harness.audit import Core, Scene, Worker
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -49,117 +51,108 @@ class OwnConnector(NixlPullConnector):
     """One that is not vLLM's own."""
 
 
-class TransferCore(Core):
-    """One of two engine cores that hand prefills over."""
+class TransferWorker(Worker):
+    """Of one of two engines that hand prefills over."""
 
-    def __init__(
-        self,
-        model: str,
-        role: str,
-        name: str = "NixlConnector",
-        *,
-        multi: bool = False,
-        failing: float = 0.0,
-        **options: Any,
-    ) -> None:
-        """`role`: vLLM's `kv_role`; `multi`: the connector is inside a MultiConnector; `failing`: share of reads."""
-        connector: dict[str, Any] = {"kv_connector": name, "kv_role": role, "kv_load_failure_policy": "recompute"}
-        if multi:
-            children = {"connectors": [connector]}
-            connector = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": children}
-        super().__init__(model, connector=connector, **options)
-        self.peer: TransferCore = self
+    late = True
+
+    peer: TransferWorker
+
+    def __init__(self, *, multi: bool, failing: float) -> None:
+        super().__init__()
         self.multi, self.failing = multi, failing
-        self.offers: dict[str, dict[str, Any]] = {}  # by request: its `kv_transfer_params` for the other core
-        self.reading: dict[str, tuple[Any, Any, str]] = {}  # local blocks, remote blocks, the other core's request
-        self.loaded: set[str] = set()  # requests that began with what the other core computed
-        self.blocks_read = 0
-        self.resets = 0
+        self.offers: dict[str, dict[str, Any]] = {}  # by request: its `kv_transfer_params` for the other engine
+        self.reading: dict[str, tuple[Any, Any, str]] = {}  # local blocks, remote blocks, the other engine's request
+        self.sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._sent: set[str] = set()
         self._draw = random.Random(9)
-        self._uncomputed: deque[Any] = deque()  # steps that were planned
-        groups = self.scheduler.kv_cache_config.transfer_groups
-        self._worker = SimpleNamespace(_has_mamba=True, _group_spec_types=[type(g.kv_cache_spec) for g in groups])
+
+    def start(self) -> None:
+        groups = self.core.scheduler.kv_cache_config.transfer_groups
+        self._nixl = SimpleNamespace(_has_mamba=True, _group_spec_types=[type(g.kv_cache_spec) for g in groups])
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to do."""
-        left = (self._queue, self._uncomputed, self.reading, self._received, self._sent)
-        return bool(self.scheduler.has_unfinished_requests() or any(left))
+        return bool(self.reading or self._received or self.sent)
 
-    def step(self) -> Any:
-        """As without a connector; a core that plans ahead computes each step after the next one is planned."""
-        output = self.scheduler.schedule()
-        for request in self.scheduler.running:
+    def planned(self, output: Any) -> None:
+        for request in self.core.scheduler.running:
             if (request.kv_transfer_params or {}).get("do_remote_decode") and not request.num_output_tokens:
-                del self._tokens[request.request_id][request.num_prompt_tokens :]  # it stops where a state is kept
-        self._record_meanings()
-        self._check_events()
-        self._begin_reads(output)
-        self._read(READ_SHARE * EARLY_SHARE)
-        self._uncomputed.append(output)
-        idle = not output.total_num_scheduled_tokens
-        while len(self._uncomputed) > int(self.overlap and not idle):
-            planned = self._uncomputed.popleft()
-            self._queue.append((planned, self._compute(planned)))
-        if not self._uncomputed:
-            self._check_keys()
-        self._read(READ_SHARE)
-        while self._queue:
-            self._report(*self._queue.pop(0))
-        return output
-
-    def _begin_reads(self, output: Any) -> None:
+                del self.tokens[request.request_id][request.num_prompt_tokens :]  # it stops where a state is kept
         connector = output.kv_connector_metadata
         for name, read in (connector.metadata[0] if self.multi else connector).reqs_to_recv.items():
             if read.awaiting_kvs:
                 self.reading[name] = read.local_block_ids, read.remote.block_ids, read.remote.request_id
             else:  # D has the whole prompt, or its client is gone
-                self.peer._sent.add(read.remote.request_id)
+                self.peer.sent.add(read.remote.request_id)
+        self._read(READ_SHARE * EARLY_SHARE)
+
+    def computed(self) -> None:
+        self._read(READ_SHARE)
 
     def _read(self, share: float) -> None:
         for name in [name for name in self.reading if self._draw.random() < share]:
             local, remote, lender = self.reading.pop(name)
             groups = NixlBaseConnectorWorker._apply_prefix_caching(
-                self._worker, list(map(list, local)), list(map(list, remote)), 1, 1
+                self._nixl, list(map(list, local)), list(map(list, remote)), 1, 1
             )
             if self.failing and self._draw.random() < self.failing:
                 self._failed.add(name)
-                self._contents.update((block, {}) for group in local for block in group)
+                self.contents.update((block, {}) for group in local for block in group)
                 groups = (), ()
             for mine, theirs in zip(*groups, strict=True):
                 for own, other in zip(mine, theirs, strict=True):
-                    self._contents[own] = dict(self.peer._contents.get(other, {}))
-                    self.blocks_read += 1
+                    self.contents[own] = dict(self.peer.contents.get(other, {}))
+                    self.core.counts["read"] += 1
             self._received.add(name)
             if name not in self._failed:
                 self.loaded.add(name)
-            self.peer._sent.add(lender)
+            self.peer.sent.add(lender)
 
-    def _report(self, output: Any, sampled: dict[str, list[int]]) -> None:
-        output.seamark_planned_at = float("inf")  # what a stand-in's steps take teaches nothing
-        names = list(output.num_scheduled_tokens)
+    def connector_output(self) -> KVConnectorOutput:
         done = KVConnectorOutput(
             finished_recving=self._received or None,
             failed_recving=self._failed,
-            finished_sending=self._sent & self.scheduler.requests.keys() or None,
+            finished_sending=self.sent & self.core.scheduler.requests.keys() or None,
         )
-        self._received, self._failed, self._sent = set(), set(), set()
-        runner = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[sampled[name] for name in names],
-            kv_connector_output=done,
-        )
-        for answers in self.scheduler.update_from_output(output, runner).values():
-            for answer in answers.outputs:
-                if answer.kv_transfer_params:
-                    self.offers[answer.request_id] = answer.kv_transfer_params
+        self._received, self._failed, self.sent = set(), set(), set()
+        return done
+
+    def reported(self, output: Any, answers: Any) -> None:
+        for answer in itertools.chain.from_iterable(each.outputs for each in answers.values()):
+            if answer.kv_transfer_params:
+                self.offers[answer.request_id] = answer.kv_transfer_params
 
 
-def random_traffic(p: TransferCore, d: TransferCore, seed: int, chats: int) -> None:
+def cores(
+    model: str,
+    name: str = "NixlConnector",
+    *,
+    multi: bool = False,
+    failing: float = 0.0,
+    weights: Sequence[Sequence[str]] = (),
+    **options: Any,
+) -> list[Core]:
+    """P and D. `multi`: the connector is inside a MultiConnector; `failing`: share of reads.
+
+    `weights`: the fields of each one's `Weights`; `options`: of `Core`.
+    """
+    made = []
+    for number, role in enumerate(("kv_producer", "kv_consumer")):
+        connector: dict[str, Any] = {"kv_connector": name, "kv_role": role, "kv_load_failure_policy": "recompute"}
+        if multi:
+            children = {"connectors": [connector]}
+            connector = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": children}
+        own = {"weights": Weights(*weights[number])} if weights else {}
+        worker = TransferWorker(multi=multi, failing=failing)
+        made.append(Core(model, worker=worker, connector=connector, **options, **own))
+    p, d = made
+    p.worker.peer, d.worker.peer = d.worker, p.worker
+    return made
+
+
+def random_traffic(p: Core, d: Core, seed: int, chats: int) -> None:
     """Chats on a few heads and later turns of them, most prefilled by P; some clients leave while D loads.
 
     Some of what P computed is given to D with another prompt, or a second time.
@@ -178,11 +171,10 @@ def random_traffic(p: TransferCore, d: TransferCore, seed: int, chats: int) -> N
             p.step()
             d.step()
             if draw_reset.random() < RESET_SHARE:
-                core = draw_reset.choice((p, d))
-                core.resets += bool(core.scheduler.reset_prefix_cache())
-            for name in [name for name in waiting if name in p.offers]:
+                draw_reset.choice((p, d)).reset()
+            for name in [name for name in waiting if name in p.worker.offers]:
                 tokens, hint, answer, salt = waiting.pop(name)
-                offer = p.offers.pop(name)
+                offer = p.worker.offers.pop(name)
                 if draw.random() < SWAPPED_SHARE:
                     spare.insert(0, offer)
                     offer = spare.pop()
@@ -217,38 +209,17 @@ def random_traffic(p: TransferCore, d: TransferCore, seed: int, chats: int) -> N
     for _ in range(3000):
         if not (waiting or p.busy or d.busy or spare):
             return
-        p._sent.update(offer["remote_request_id"] for offer in spare)  # their lease is over
+        p.worker.sent.update(offer["remote_request_id"] for offer in spare)  # their lease is over
         spare.clear()
         both(1)
     d.errors.append(f"stuck: {p.scheduler.get_request_counts()}, {d.scheduler.get_request_counts()}, {len(waiting)}")
 
 
-def audited(model: str, seeds: Sequence[int], chats: int, options: dict[str, Any]) -> dict[str, Any]:
-    """What is found with these arguments of the two cores; `weights`: the fields of each one's `Weights`, in a list."""
-    options = dict(options)
-    both = [{"weights": Weights(*fields)} for fields in options.pop("weights", ())] or [{}, {}]
-    found: dict[str, Any] = {"core": options, "errors": [], "read": 0, "hit_tokens": 0, "written": 0, "evicted": 0}
-    found["resets"] = 0
-    for seed in seeds:
-        roles = zip(("kv_producer", "kv_consumer"), both, strict=True)
-        p, d = (TransferCore(model, role, **options, **weights) for role, weights in roles)
-        p.peer, d.peer = d, p
-        try:
-            random_traffic(p, d, seed, chats)
-        except AssertionError as error:  # vLLM's own, of what no engine survives
-            found["errors"].append(f"seed {seed}: the engine dies: {error}")
-            continue
-        for core in (p, d):
-            if core.blocks_in_use():
-                core.errors.append(f"{core.blocks_in_use()} blocks are held without a request")
-            found["errors"] += [f"seed {seed}: {error}" for error in core.errors[:3]]
-            found["hit_tokens"] += sum(hit for name, hit in core.hits.items() if name not in core.loaded)
-            found["written"] += sum(map(len, core.written.values()))
-            found["evicted"] += core.evicted
-            found["resets"] += core.resets
-        found["read"] += d.blocks_read
-        found["inside_pass"] = p.scheduler.seamark.writes_in_forward and d.scheduler.seamark.writes_in_forward
-    return found
+def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
+    """`options`: see `cores`."""
+    for seed in wanted["seeds"]:
+        p, d = cores(model, **options)
+        yield Scene(f"seed {seed}", [p, d], partial(random_traffic, p, d, seed, wanted["chats"]))
 
 
 def started(model: str, connectors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -263,34 +234,36 @@ def started(model: str, connectors: Sequence[dict[str, Any]]) -> list[dict[str, 
     for connector in connectors:
         lines.clear()
         core = Core(model, connector=connector)
-        checkpoints = core.scheduler.seamark
-        checkpoints.state_of(core.request("r", list(range(200)), [163, 190]))
+        core.scheduler.seamark.state_of(core.request("r", list(range(200)), [163, 190]))
         told = [line for line in lines if "states are written" in line or "hints are refused" in line]
-        ignored = dict(checkpoints.counters.counts.ignored)
-        found.append({"inside_pass": checkpoints.writes_in_forward, "said": told, "ignored": ignored})
+        found.append({**core.plugin, "said": told})
     return found
 
 
-def main(model: str, argument: str) -> None:
-    """`{"seeds": [..], "chats": n, "planted": [..], "cores": [arguments of both cores, ...]}`.
+def free_at_once() -> None:
+    """Free blocks of states as without a connector: before the step that writes them is done."""
+    hooks._give_back_after_their_step = lambda scheduler, blocks: scheduler.kv_cache_manager.block_pool.free_blocks(
+        blocks
+    )
 
-    Of `planted`, "at once" frees blocks of states as without a connector: before the step that writes them is done;
-    "content" loads whatever a request is given to load.
-    `{"started": [configurations of connectors]}` asks only what a scheduler makes of each.
-    """
+
+def load_anything() -> None:
+    """Load whatever a request is given to load."""
+    Transfers._refusal = lambda *_: ""  # type: ignore[method-assign]
+
+
+DEFECTS = {"at once": free_at_once, "content": load_anything}
+
+
+def main(model: str, argument: str) -> None:
+    """`{"started": [configurations of connectors]}` asks only what a scheduler makes of each."""
     wanted = json.loads(argument)
+    if "started" not in wanted:
+        audit.run(model, argument, scenes, DEFECTS)
+        return
     init_none_hash(sha256)
     ledger.apply(PATCHES)
-    if "started" in wanted:
-        print(json.dumps(started(model, wanted["started"])))
-        return
-    if "at once" in wanted.get("planted", ()):
-        hooks._give_back_after_their_step = lambda scheduler, blocks: scheduler.kv_cache_manager.block_pool.free_blocks(
-            blocks
-        )
-    if "content" in wanted.get("planted", ()):
-        Transfers._refusal = lambda *_: ""  # type: ignore[method-assign]
-    print(json.dumps([audited(model, wanted["seeds"], wanted["chats"], options) for options in wanted["cores"]]))
+    print(json.dumps(started(model, wanted["started"])))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,640 @@
+"""vLLM's own scheduler and cache manager, driven without an engine, and every cache key checked after every step.
+
+`Core` adds requests, steps and aborts, and checks: a key whose block holds another prefix than it promises is a wrong
+answer to come. `Worker` is a model of what a real worker does to blocks, fed with nothing but the messages a real one
+gets: copies first, then attention rows and recurrent states, then the states that a step was asked to write. Each
+block remembers which prefix its contents stand for. The audits beside a disk, between two engines, with adapters and
+with drafts are workers of their own; each says in `Scene`s what traffic it gets, and `run` is the loop of all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    get_request_block_hasher,
+    init_none_hash,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    get_mamba_prefill_checkpoint_position,
+    is_mamba_prefill_checkpoint_valid,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from engine_patches import ledger, settings
+from engine_patches.footprint import WRITES
+from engine_patches.forward.layers import promise
+from engine_patches.forward.loaded_weights import Weights
+from engine_patches.patches import PATCHES
+from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
+from tests.harness.kv_event_index import KvEventIndex
+
+BLOCK, UNIT = 64, 16  # tokens
+
+ATTENTION = 1  # its first cache group; 0 and 2 are recurrent
+
+RECURRENT = (0, 2)
+
+LONGEST = 4096  # tokens
+
+WEIGHTS = Weights("loaded", "", "whole", "sampled")
+
+
+def prefix(tokens: Sequence[int], length: int) -> int:
+    """Names the contents that the first `length` tokens lead to."""
+    return hash(tuple(tokens[:length]))
+
+
+class Worker:
+    """What a worker does to blocks in a step, in one engine. What differs in a model of another one is overridden."""
+
+    # Whether it computes a step that is planned ahead behind the plan of the next one: what is loaded may come before.
+    late = False
+
+    # Whether what a step leaves under each key is judged; if not, only what requests find is.
+    judges_keys = True
+
+    core: Core
+
+    def __init__(self) -> None:
+        self.contents: dict[int, dict[Any, int]] = {}  # block id -> attention row, or "state" -> prefix
+        self.tokens: dict[str, list[Any]] = {}  # of each request, as far as they are known
+        self.tables: dict[str, list[list[int]]] = {}  # of blocks
+        self.accepted: dict[str, int] = {}  # tokens of the last step that were right, where that is not 1
+        self.loaded: set[str] = set()  # requests that began with what another engine computed
+        self._state_index: dict[str, int] = {}
+
+    def place_layers(self, groups: list[KVCacheGroupSpec]) -> None:
+        """Cache groups of further layers."""
+
+    def start(self) -> None:
+        """The scheduler is made."""
+
+    def before_step(self) -> None:
+        """What happens besides."""
+
+    def planned(self, output: Any) -> None:
+        """A step was planned, and may be computed later."""
+
+    def computed(self) -> None:
+        """All that is computed now was."""
+
+    def connector_output(self) -> Any:
+        """What its KV connector reports with a step."""
+
+    def reported(self, output: Any, answers: Mapping[int, Any]) -> None:
+        """The scheduler knows what a step has computed."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way of which no request waits."""
+        return False
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+    def compute(self, output: Any) -> dict[str, list[int]]:
+        """What it does to blocks in one step; the tokens it samples for each request."""
+        starts = self.receive(output)
+        sampled = {}
+        for name, count in output.num_scheduled_tokens.items():
+            end = starts[name] + count
+            self.core.chunk_ends.setdefault(name, []).append(end)
+            sampled[name] = self.compute_row(name, starts[name], end, output)
+            self.tokens[name] += sampled[name]
+        return sampled
+
+    def receive(self, output: Any) -> dict[str, int]:
+        """What a step says of requests and blocks, before it is computed; the token from which each request runs."""
+        for name in output.finished_req_ids:
+            self.tables.pop(name, None)
+        for name in begun(output) | set(output.finished_req_ids):
+            self._state_index.pop(name, None)
+            self.accepted.pop(name, None)
+        copies = output.kv_cache_block_copies or []
+        self.contents.update([(copy[1], dict(self.contents.get(copy[0], {}))) for copy in copies])
+        starts: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            starts[new.req_id] = new.num_computed_tokens
+            self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
+            self.core.hits.setdefault(new.req_id, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            starts[name] = cached.num_computed_tokens[index]
+            blocks = cached.new_block_ids[index]
+            if name in cached.resumed_req_ids:
+                self.tables[name] = [list(ids) for ids in blocks]
+            elif blocks is not None:
+                for table, ids in zip(self.tables[name], blocks, strict=True):
+                    table.extend(ids)
+        return starts
+
+    def compute_row(self, name: str, start: int, end: int, output: Any) -> list[int]:
+        """Run a request's tokens from `start` to `end`; what is sampled behind them."""
+        tokens, writes = self.tokens[name], getattr(output, WRITES, None)
+        column = self.start_column(name, start, end)
+        self.attend(name, start, end, tokens, tokens)
+        self.write_states(name, start, tokens, column, (writes or {}).get(name, ()))
+        position = get_mamba_prefill_checkpoint_position(end, self.core.unit, False)
+        exports = self.core.export and writes is None
+        exports = exports and is_mamba_prefill_checkpoint_valid(start, end, position, self.core.unit, BLOCK, 1)
+        for group in self.core.recurrent:
+            table = self.tables[name][group]
+            if exports and column - 1 < len(table) and table[column - 1]:
+                self.contents[table[column - 1]] = {"state": prefix(tokens, position)}
+            self.contents[table[column]] = {"state": prefix(tokens, end)}
+        return [prefix(tokens, end) % 3] if end == len(tokens) else []
+
+    def start_column(self, name: str, start: int, end: int) -> int:
+        """The column of the block tables with the state to go on from, which has moved to the chunk's end."""
+        before = self._state_index.get(name, (start - 1) // BLOCK if start else -1)
+        after = self._state_index[name] = cdiv(end, BLOCK) - 1
+        accepted = self.accepted.get(name, 1)
+        if before in (-1, after):
+            return after + accepted - 1
+        for group in self.core.recurrent:
+            table = self.tables[name][group]
+            self.contents[table[after]] = dict(self.contents.get(table[before + accepted - 1], {}))
+        return after
+
+    def attend(self, name: str, start: int, end: int, seen: Sequence[int], known: Sequence[int]) -> None:
+        """Read rows up to `start`, write those up to `end`. `seen`: what the pass computes; `known`: what is right."""
+        for group in self.core.attention:
+            rows = self.tables[name][group]
+            for position in range(self.core.first_read(group, start), start):
+                found = self.contents.get(rows[position // BLOCK], {}).get(position % BLOCK)
+                if found != prefix(known, position + 1):
+                    self.core.errors.append(f"{name} reads someone else's keys at {position} in group {group}")
+                    break
+            for position in range(start, end):
+                self.contents.setdefault(rows[position // BLOCK], {})[position % BLOCK] = prefix(seen, position + 1)
+
+    def write_states(self, name: str, start: int, seen: Sequence[int], column: int, asked: Iterable[Any]) -> None:
+        """Go on from the state in a column, and write what the step asks for."""
+        self.core.written.setdefault(name, []).extend(start + write.offset for write in asked)
+        for group in self.core.recurrent:
+            table = self.tables[name][group]
+            if start and self.contents.get(table[column], {}).get("state") != prefix(seen, start):
+                self.core.errors.append(f"{name} resumes at {start} from a wrong state")
+            for write in asked:
+                self.contents[write.blocks[group]] = {"state": prefix(seen, start + write.offset)}
+
+
+class Core:
+    """One engine core without an engine, and the model of its worker."""
+
+    def __init__(
+        self,
+        model: str,
+        blocks: int = 200,
+        budget: int = 256,
+        worker: Worker | None = None,
+        *,
+        writes_in_forward: bool = True,
+        export: bool = True,
+        overlap: bool = False,
+        policy: str = "fcfs",
+        running: int = 6,
+        attention_groups: int = 1,
+        window: int = 0,
+        block: int = BLOCK,
+        unit: int = UNIT,
+        speculative: dict[str, Any] | None = None,
+        kv_events: str | None = None,
+        connector: dict[str, Any] | None = None,
+        weights: Weights = WEIGHTS,
+    ) -> None:
+        """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
+        at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
+        `attention_groups`: 0 for a model that has recurrent layers alone; `window`: of its attention layers, in tokens.
+        `unit`: the match unit, at most a block.
+        `speculative`, `connector`: as vLLM's `--speculative-config` and `--kv-transfer-config`. Steps can be audited in
+        blocks of `BLOCK` tokens.
+        `kv_events`: what its KV events announce (`SEAMARK_KV_EVENTS`), which are audited then; None: events are off.
+        """
+        config = EngineArgs(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=LONGEST,
+            max_num_seqs=running,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=True,
+            scheduling_policy=policy,
+            async_scheduling=overlap,
+            speculative_config=speculative,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if kv_events else None,
+            kv_transfer_config=KVTransferConfig(**connector) if connector else None,
+        ).create_engine_config()
+        config.cache_config.block_size = config.cache_config.mamba_block_size = block
+        config.cache_config.prefix_match_unit = unit
+        config.cache_config.num_gpu_blocks = blocks
+        config.seamark_weights = weights
+        if connector:  # a CPU's configuration plans no step ahead
+            config.scheduler_config.async_scheduling = overlap
+        recurrent = dict(
+            block_size=block,
+            shapes=((1,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+            num_speculative_blocks=speculative["num_speculative_tokens"] if speculative else 0,
+            num_prefill_checkpoint_blocks=int(export),
+            prefill_checkpoint_alignment=1 if export else None,
+        )
+        rows = dict(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        attention = SlidingWindowSpec(**rows, sliding_window=window) if window else FullAttentionSpec(**rows)
+        states = [MambaSpec(**recurrent), MambaSpec(**recurrent)]
+        for spec in states if writes_in_forward else ():
+            promise(spec)
+        groups = [
+            KVCacheGroupSpec(["m0"], states[0]),
+            KVCacheGroupSpec(["a"], attention),
+            KVCacheGroupSpec(["m1"], states[1]),
+        ]
+        self.unit, self.recurrent, self.attention = unit, RECURRENT, [ATTENTION]
+        for number in range(1, attention_groups):
+            self.attention.append(len(groups))
+            groups.append(KVCacheGroupSpec([f"a{number}"], attention))
+        if not attention_groups:
+            del groups[1:]
+            self.recurrent, self.attention = (0,), []
+        self.windows = dict.fromkeys(self.attention, window) if window else {}  # in tokens, by group
+        self.worker = worker or Worker()
+        self.worker.core = self
+        self.worker.place_layers(groups)
+        self.export, self.overlap, self.policy = export, overlap, policy
+        if kv_events:
+            os.environ[settings.KV_EVENTS] = kv_events
+        self.scheduler: Any = (AsyncScheduler if overlap else Scheduler)(
+            config,
+            KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            StructuredOutputManager(config),
+            block_size=block,
+            hash_block_size=unit,
+            log_stats=False,
+        )
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        ahead = getattr(config, "num_hash_lookahead_tokens", 0)  # from vLLM 0.33 on
+        self.hasher = get_request_block_hasher(unit, sha256, **({"num_hash_lookahead_tokens": ahead} if ahead else {}))
+        self.errors: list[str] = []
+        self.counts: Counter[str] = Counter(evicted=0, announced=0, withdrawn=0, missing=0, resets=0)
+        self.chunk_ends: dict[str, list[int]] = {}  # by request
+        self.written: dict[str, list[int]] = {}  # positions of its states
+        self.hits: dict[str, int] = {}  # tokens each request started with, when first admitted
+        self.stored: dict[str, tuple[Any, int]] = {}  # by name, states that events say can be found: hashes, position
+        self.ever: dict[str, Request] = {}
+        self.index = KvEventIndex(block if kv_events == settings.BLOCKS else unit) if kv_events else None
+        self._last_held: set[int] = set()
+        if kv_events:
+            self.scheduler.kv_event_publisher = self
+        self._meant: dict[bytes, tuple[int, int]] = {}  # block hash -> prefix, its length
+        self._planned: deque[Any] = deque()  # steps that are not computed
+        self._computed: deque[tuple[Any, dict[str, list[int]]]] = deque()  # those that the scheduler does not know yet
+        self.worker.start()
+
+    def request(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        hint: object = None,
+        max_tokens: int = 1,
+        salt: str | None = None,
+        priority: int = 0,
+        transfer: dict[str, Any] | None = None,
+    ) -> Request:
+        """Add a request. `transfer`: its `kv_transfer_params`."""
+        extra = {} if hint is None else {"seamark_boundaries": hint}
+        if transfer is not None:
+            extra["kv_transfer_params"] = transfer
+        parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
+        request = Request(
+            name, list(tokens), parameters, None, block_hasher=self.hasher, cache_salt=salt, priority=priority
+        )
+        self.worker.tokens[name] = list(tokens)
+        self.ever[name] = request
+        self.scheduler.add_request(request)
+        del self.worker.tokens[name][request.num_prompt_tokens :]  # one that prefills for another engine computes fewer
+        return request
+
+    def run(self, most: int = 2000) -> None:
+        """Step until all requests are over."""
+        self._step_while(lambda: self.scheduler.has_unfinished_requests() or self._computed, most)
+
+    def drain(self, most: int = 4000) -> None:
+        """Step until nothing is under way."""
+        self._step_while(lambda: self.busy, most)
+
+    def _step_while(self, condition: Callable[[], Any], most: int) -> None:
+        for _ in range(most):
+            if not condition():
+                return
+            self.step()
+        self.errors.append(f"stuck: {self.scheduler.get_request_counts()} running and waiting")
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        steps = self._planned or self._computed
+        return bool(self.scheduler.has_unfinished_requests() or steps or self.worker.busy)
+
+    def step(self) -> Any:
+        """Plan a step, compute it, check every key, and report back what was sampled.
+
+        An engine that plans ahead computes one step, or reports one, behind the plan of the next.
+        """
+        self.worker.before_step()
+        output = self.scheduler.schedule()
+        self.worker.planned(output)
+        self._record_meanings()
+        self._check_events()
+        behind = self.overlap and output.total_num_scheduled_tokens > 0
+        self._planned.append(output)
+        while len(self._planned) > (behind and self.worker.late):
+            planned = self._planned.popleft()
+            self._computed.append((planned, self.worker.compute(planned)))
+        if not self._planned:
+            self._check_keys()
+        self.worker.computed()
+        while len(self._computed) > (behind and not self.worker.late):
+            self._report(*self._computed.popleft())
+        return output
+
+    def abort(self, name: str) -> None:
+        """The client went away."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self) -> bool:
+        """Try to empty the cache, in vain while a block is used."""
+        emptied = bool(self.scheduler.reset_prefix_cache())
+        self.counts["resets"] += emptied
+        return emptied
+
+    def forget_sampled(self, name: str) -> None:
+        """What the running step samples for a request will be dropped."""
+        self.worker.tokens[name] = list(self.scheduler.requests[name].all_token_ids)
+
+    def keys(self, request: Request, group: int) -> list[int]:
+        """Positions (tokens) at which a cache group can be entered with the prefix of `request`."""
+        cached = self.pool.cached_block_hash_to_block
+        return [
+            number * self.unit
+            for number, block_hash in enumerate(request.block_hashes, 1)
+            if cached.get_one_block(make_block_hash_with_group_id(block_hash, group)) is not None
+        ]
+
+    def blocks_in_use(self) -> int:
+        """Blocks that are held; none once all requests are done."""
+        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+
+    def first_read(self, group: int, start: int) -> int:
+        """The first position that an attention group reads for what comes behind `start`."""
+        return max(start - self.windows[group] + 1, 0) if group in self.windows else 0
+
+    # What is asked of the plugin's scheduler, whose objects change.
+
+    @property
+    def plugin(self) -> dict[str, Any]:
+        """What it is set to."""
+        checkpoints = self.scheduler.seamark
+        return {
+            "enabled": checkpoints.states is not None,
+            "inside_pass": checkpoints.writes_in_forward,
+            "refused": checkpoints.refusal.cause if checkpoints.refusal is not None else None,
+            "ignored": dict(checkpoints.counters.counts.ignored),
+        }
+
+    def _state_events(self) -> Iterable[tuple[Any, Any]]:
+        states = self.scheduler.seamark.states
+        return states.events.take() if states is not None else ()
+
+    def _found(self, block_hashes: Any, most: int) -> int:
+        # By a prompt that shares no more than it takes: a longer one may enter a group by a later key. vLLM 0.31 looks
+        # no further than it is asked to, and takes a unit off that.
+        reached = most + self.scheduler.seamark.grid.drop
+        looks_past = hasattr(kv_cache_coordinator, "eagle_proof_margin")
+        hashes = list(block_hashes)[: reached // self.unit]
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        return coordinator.find_longest_cache_hit(hashes, most if looks_past else reached)[1]
+
+    def _record_meanings(self) -> None:
+        if not self.worker.judges_keys:
+            return
+        for name, request in self.ever.items():  # a last step is cached under hashes of a request that is gone by then
+            tokens = self.worker.tokens[name]
+            for number, block_hash in enumerate(request.block_hashes, 1):
+                key = bytes(block_hash)
+                if key not in self._meant and number * self.unit <= len(tokens):
+                    self._meant[key] = prefix(tokens, number * self.unit), number * self.unit
+
+    def _check_events(self) -> None:
+        """vLLM's own lookup finds the states that events say can be found, and no state that they say was evicted."""
+        for _, event in self._state_events() if self.worker.judges_keys else ():
+            match event:
+                case StateStored(name, end, states):
+                    request = self.scheduler.requests[name]
+                    for position, state in states:
+                        if position > end:
+                            self.errors.append(f"{name} is reported at {position}, planned to {end}")
+                        if state:
+                            self.stored[state] = (list(request.block_hashes), position)
+                        elif self._found(request.block_hashes, position) == position:
+                            self.errors.append(f"{name} is found at {position}, and not reported")
+                case StateEvicted(state):
+                    self.counts["evicted"] += 1
+                    if self._found(*self.stored[state]) == self.stored.pop(state)[1]:
+                        self.errors.append("a state is reported as evicted, and is found")
+                case CacheCleared():
+                    self.stored.clear()
+        for hashes, position in self.stored.values():
+            if self._found(hashes, position) != position:
+                self.errors.append(f"a state at {position} is reported as stored, and is not found")
+
+    def publish(self, batch: Any) -> None:
+        """As vLLM's publisher of KV events."""
+        assert self.index is not None
+        for event in batch.events:
+            self.index.apply(msgspec.to_builtins(event))
+
+    def _check_kv_events(self) -> None:
+        """An index built from KV events holds what leads to a state that vLLM's own lookup finds, and nothing else."""
+        if self.index is None:
+            return
+        resumable: set[int] = set()
+        for request in self.ever.values():
+            found = self._found(request.block_hashes, len(request.block_hashes) * self.unit)
+            resumable.update(self.index.keys(request.all_token_ids[:found], request.cache_salt))
+        held = self.index.held
+        if held - resumable:
+            self.errors.append(f"{len(held - resumable)} blocks are announced that lead to no state")
+        self.errors += [f"KV events: {surprise}" for surprise in self.index.surprises]
+        self.index.surprises.clear()
+        self.counts["missing"] += len(resumable - held)
+        self.counts["announced"] += len(held - self._last_held)
+        self.counts["withdrawn"] += len(self._last_held - held)
+        self._last_held = set(held)
+
+    def _check_keys(self) -> None:
+        """Every key must lead to blocks that hold what it promises."""
+        keys = self.pool.cached_block_hash_to_block._cache if self.worker.judges_keys else {}
+        for key, entry in keys.items():
+            wanted, length = self._meant[bytes(get_block_hash(key))]
+            group = get_group_id(key)
+            slot = (length - 1) % BLOCK if group in self.attention else "state"
+            for block in [entry] if isinstance(entry, KVCacheBlock) else entry.values():
+                if self.worker.contents.get(block.block_id, {}).get(slot) != wanted:
+                    self.errors.append(f"key of {length} tokens in group {group} leads to a wrong block")
+
+    def _report(self, output: Any, sampled: dict[str, list[int]]) -> None:
+        output.seamark_planned_at = float("inf")  # what a stand-in's steps take teaches nothing
+        names = list(output.num_scheduled_tokens)
+        runner = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=self.worker.connector_output(),
+        )
+        answers = self.scheduler.update_from_output(output, runner)
+        self._check_kv_events()
+        self._record_meanings()
+        self.worker.reported(output, answers)
+
+
+def begun(output: Any) -> set[str]:
+    """Requests that a step starts, or starts again."""
+    return {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
+
+
+def random_entry(draw: random.Random, tokens: Sequence[int], position: int) -> object:
+    """A hint's entry that names `position`, or an occurrence of the same tokens elsewhere, or nothing."""
+    pattern = ",".join(map(str, tokens[max(position - draw.randrange(1, 9), 0) : position]))
+    return draw.choice(
+        (
+            position,
+            position - len(tokens),
+            f"first:{pattern}",
+            f"last:{pattern}",
+            f"last-{draw.randrange(3)}:{pattern}",
+            "last:1000",
+            "elsewhere",
+        )
+    )
+
+
+def random_traffic(
+    core: Core, seed: int, chats: int, outputs: Sequence[int] = (1, 3, 20), longest_turn: int = 0
+) -> None:
+    """Chats on a few heads, with hints at their seams, at random places, or none; some are aborted at any phase.
+
+    `outputs`: numbers of tokens that may be generated. `longest_turn`: chats may go on from an earlier one with its
+    answer, if both have at most so many tokens.
+    """
+    draw, draw_entry = random.Random(seed), random.Random(seed)
+    lengths = (20, 33, 64, 70, 100, 130, 163, 250, 300, 400)
+    heads = [[draw.randrange(1000) for _ in range(draw.choice(lengths))] for _ in range(4)]
+    begun: list[Request] = []
+    for number in range(chats):
+        tokens = list(draw.choice(heads))
+        answered = [request for request in begun if request.is_finished() and request.num_tokens <= longest_turn]
+        if answered and draw.random() < 0.5:
+            tokens = list(draw.choice(answered).all_token_ids)
+        if draw.random() < 0.3:
+            tokens = tokens[: draw.randrange(10, len(tokens) + 1)]
+        seams = [len(tokens)]
+        for _ in range(draw.randrange(1, 4)):
+            tokens += [draw.randrange(3) for _ in range(draw.randrange(1, 90))]
+            seams.append(len(tokens))
+        hint: object = sorted({seam for seam in seams if draw.random() < 0.7})
+        if draw.random() < 0.2:
+            hint = sorted(draw.sample(range(1, len(tokens) + 1), min(len(tokens), 5)))
+        elif hint and draw_entry.random() < 0.5:
+            hint = [random_entry(draw_entry, tokens, seam) for seam in seams]
+        begun.append(
+            core.request(
+                f"{seed}-{number}",
+                tokens,
+                hint if hint and draw.random() < 0.8 else None,
+                max_tokens=draw.choice(outputs),
+                salt=draw.choice((None, None, "salt")),
+                priority=draw.randrange(3),
+            )
+        )
+        while len(core.scheduler.waiting) > 3:
+            core.step()
+            for name in list(core.scheduler.requests):
+                if draw.random() < 0.02:
+                    core.abort(name)
+    core.run()
+
+
+class Scene(NamedTuple):
+    """Traffic on new cores, after which they are judged."""
+
+    name: str
+    cores: Sequence[Core]
+    play: Callable[[], object]
+
+
+# The scenes that an audit has for the arguments of its cores.
+Scenes = Callable[[str, dict[str, Any], dict[str, Any]], Iterator[Scene]]
+
+
+def audit(scenes: Iterator[Scene], options: dict[str, Any]) -> dict[str, Any]:
+    """What is wrong in any of the scenes, the plugin's settings at the end, and counts, so that idleness is seen."""
+    errors, counts, plugin = [], Counter[str](), {}
+    for scene in scenes:
+        try:
+            scene.play()
+        except AssertionError as error:  # vLLM's own, of what no engine survives
+            scene.cores[0].errors.append(f"the engine dies: {error}")
+        for core in scene.cores:
+            if core.blocks_in_use():
+                core.errors.append(f"{core.blocks_in_use()} blocks are held without a request")
+            core.worker.close()
+            errors += [f"{scene.name}: {error}" for error in core.errors[:3]]
+            core.counts["hit_tokens"] += sum(hit for name, hit in core.hits.items() if name not in core.worker.loaded)
+            core.counts["written"] += sum(map(len, core.written.values()))
+            counts.update(core.counts)
+            plugin = core.plugin
+    return {"core": options, "errors": errors, **plugin, **counts}
+
+
+def run(model: str, argument: str, scenes: Scenes, defects: Mapping[str, Callable[[], None]] | None = None) -> None:
+    """Print what is found with each of the `cores`, as JSON.
+
+    `argument`: JSON with `cores`, whose arguments the audit knows, `without` (beginnings of the names of patches that
+    are not applied), `planted` (names of `defects`) and what the scenes ask for: `seeds`, `chats`.
+    """
+    wanted = json.loads(argument)
+    logging.disable(logging.INFO)
+    init_none_hash(sha256)
+    ledger.apply([patch for patch in PATCHES if not patch.name.startswith(tuple(wanted.get("without", ())))])
+    for defect in wanted.get("planted", ()):
+        (defects or {})[defect]()
+    print(json.dumps([audit(scenes(model, wanted, options), options) for options in wanted["cores"]]))
