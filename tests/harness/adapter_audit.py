@@ -94,6 +94,8 @@ class AdapterWorker(Worker):
 
     judges_keys = False
 
+    counted = ("adapter_hit_tokens",)
+
     def __init__(self, room: int = 2) -> None:
         super().__init__()
         self._room = room

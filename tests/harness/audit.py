@@ -64,6 +64,9 @@ RECURRENT = (0, 2)
 
 LONGEST = 4096  # tokens
 
+# What each audit counts, so that one that does nothing is seen; a worker's model counts more.
+COUNTED = ("hit_tokens", "written", "evicted", "announced", "withdrawn", "missing", "resets")
+
 WEIGHTS = Weights("loaded", "", "whole", "sampled")
 
 
@@ -80,6 +83,8 @@ class Worker:
 
     # Whether what a step leaves under each key is judged; if not, only what requests find is.
     judges_keys = True
+
+    counted: tuple[str, ...] = ()  # beside `COUNTED`
 
     core: Core
 
@@ -304,7 +309,7 @@ class Core:
         ahead = getattr(config, "num_hash_lookahead_tokens", 0)  # from vLLM 0.33 on
         self.hasher = get_request_block_hasher(unit, sha256, **({"num_hash_lookahead_tokens": ahead} if ahead else {}))
         self.errors: list[str] = []
-        self.counts: Counter[str] = Counter(evicted=0, announced=0, withdrawn=0, missing=0, resets=0)
+        self.counts = Counter(dict.fromkeys((*COUNTED, *self.worker.counted), 0))
         self.chunk_ends: dict[str, list[int]] = {}  # by request
         self.written: dict[str, list[int]] = {}  # positions of its states
         self.hits: dict[str, int] = {}  # tokens each request started with, when first admitted
@@ -315,6 +320,7 @@ class Core:
         if kv_events:
             self.scheduler.kv_event_publisher = self
         self._meant: dict[bytes, tuple[int, int]] = {}  # block hash -> prefix, its length
+        self._recorded: Counter[str] = Counter()  # hashes of each request whose meaning is known
         self._planned: deque[Any] = deque()  # steps that are not computed
         self._computed: deque[tuple[Any, dict[str, list[int]]]] = deque()  # those that the scheduler does not know yet
         self.worker.start()
@@ -339,6 +345,7 @@ class Core:
         )
         self.worker.tokens[name] = list(tokens)
         self.ever[name] = request
+        self._record_meanings()
         self.scheduler.add_request(request)
         del self.worker.tokens[name][request.num_prompt_tokens :]  # one that prefills for another engine computes fewer
         return request
@@ -447,11 +454,11 @@ class Core:
         if not self.worker.judges_keys:
             return
         for name, request in self.ever.items():  # a last step is cached under hashes of a request that is gone by then
-            tokens = self.worker.tokens[name]
-            for number, block_hash in enumerate(request.block_hashes, 1):
-                key = bytes(block_hash)
-                if key not in self._meant and number * self.unit <= len(tokens):
-                    self._meant[key] = prefix(tokens, number * self.unit), number * self.unit
+            tokens, first = self.worker.tokens[name], self._recorded[name]
+            new = request.block_hashes[first : len(tokens) // self.unit]
+            for number, block_hash in enumerate(new, first + 1):
+                self._meant[bytes(block_hash)] = prefix(tokens, number * self.unit), number * self.unit
+            self._recorded[name] += len(new)
 
     def _check_events(self) -> None:
         """vLLM's own lookup finds the states that events say can be found, and no state that they say was evicted."""
@@ -599,6 +606,7 @@ class Scene(NamedTuple):
     name: str
     cores: Sequence[Core]
     play: Callable[[], object]
+    counted: bool = True  # if False, so that others which do nothing are seen
 
 
 # The scenes that an audit has for the arguments of its cores.
@@ -620,7 +628,7 @@ def audit(scenes: Iterator[Scene], options: dict[str, Any]) -> dict[str, Any]:
             errors += [f"{scene.name}: {error}" for error in core.errors[:3]]
             core.counts["hit_tokens"] += sum(hit for name, hit in core.hits.items() if name not in core.worker.loaded)
             core.counts["written"] += sum(map(len, core.written.values()))
-            counts.update(core.counts)
+            counts.update(core.counts if scene.counted else {})
             plugin = core.plugin
     return {"core": options, "errors": errors, **plugin, **counts}
 

@@ -146,6 +146,8 @@ class DiskWorker(Worker):
 
     late = True
 
+    counted = ("loaded", "files_refused", "taken", "given_up")
+
     peer: DiskWorker | None = None  # of another engine on the directory
 
     def __init__(self, root: Path, draw: random.Random, *, hang_share: float = 0.0) -> None:

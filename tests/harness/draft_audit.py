@@ -44,6 +44,8 @@ WINDOW = 100  # tokens
 class DraftWorker(Worker):
     """Of an engine whose requests draft tokens."""
 
+    counted = ("found_rows", "foreign_rows", "preempted")
+
     def __init__(
         self,
         *,
@@ -225,7 +227,7 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
     for seed in wanted.get("seeds", ()):
         yield Scene(f"seed {seed}", [made := core(seed)], partial(chats, made, seed, wanted["chats"]))
     for answer in wanted.get("answers", ()):
-        yield Scene(f"after {answer} tokens", [made := core(answer)], partial(replay, made, answer))
+        yield Scene(f"after {answer} tokens", [made := core(answer)], partial(replay, made, answer), counted=False)
     for shared in wanted.get("shared", ()):
         yield Scene(f"{shared} shared", [made := core(shared)], partial(siblings, made, shared, options))
 

@@ -56,6 +56,8 @@ class TransferWorker(Worker):
 
     late = True
 
+    counted = ("read",)
+
     peer: TransferWorker
 
     def __init__(self, *, multi: bool, failing: float) -> None:
