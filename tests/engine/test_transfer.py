@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.scheduler_process import run_forked
+from tests.harness.scheduler_process import TRAFFIC, run_forked
 
 ROOM: dict[str, Any] = {"blocks": 120}
 
@@ -31,7 +31,9 @@ def audit(model: Path, **wanted: Any) -> list[dict[str, Any]]:
     ],
     ids=["one step after the other", "the next step planned ahead", "loads that fail"],
 )
-def test_prefill_and_decode_apart_find_no_wrong_state_and_read_no_wrong_block(model: Path, cores, seeds):
+@TRAFFIC
+def test_prefill_and_decode_apart_find_no_wrong_state_and_read_no_wrong_block(model: Path, cores, seeds, share):
+    seeds = seeds[share]
     for found in audit(model, seeds=list(seeds), chats=60, cores=cores):
         print(found)
         assert found["errors"] == [] and found["inside_pass"] and found["resets"]
