@@ -7,110 +7,101 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from proxy.bench.harness.servers import Server
 from tests.harness.api_keys import bearer, entry
-from tests.harness.forked_gateways import GatewayForks
-from tests.harness.gateways import start_gateway, wait_for
+from tests.harness.in_memory_gateway import InMemoryGateway, until
 from tests.harness.redis_server import redis_server
-from tests.harness.storing_worker import RESPONSES, StoringWorker, storing_worker
+from tests.harness.storing_worker import RESPONSES, StoringWorker
 
 ASK = {"model": "m", "input": "Tide?"}
 
-CLIENT = httpx.Client(timeout=30)
+
+@pytest.fixture
+def workers() -> list[StoringWorker]:
+    return [StoringWorker() for _ in range(3)]
 
 
 @pytest.fixture
-def workers() -> Iterator[list[StoringWorker]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(storing_worker()) for _ in range(3)]
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> tuple[str, ...]:
+def keys(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "keys.toml").write_text(entry("ann") + entry("bob") + entry("root", admin=True))
-    return ("--api-keys", str(tmp_path / "keys.toml"))
+    return {"api_keys": tmp_path / "keys.toml"}
 
 
 @pytest.fixture(params=["", "keys", "redis", "keys secret redis"])
-def flags(request, keys, tmp_path) -> Iterator[tuple[str, ...]]:
+def settings(request, keys, tmp_path) -> Iterator[dict[str, Any]]:
     """What gateways have in common."""
     (tmp_path / "secret").write_text("salt secret\n")
     with redis_server() if "redis" in request.param else nullcontext() as server:
-        known = {"keys": keys, "secret": ("--salt-secret-file", str(tmp_path / "secret"))}
+        known = {"keys": keys, "secret": {"salt_secret_file": tmp_path / "secret"}}
         if server is not None:
-            known["redis"] = ("--redis", server.url)
-        yield tuple(flag for name in request.param.split() for flag in known[name])
+            known["redis"] = {"redis": server.url}
+        yield {name: value for each in request.param.split() for name, value in known[each].items()}
 
 
-def ask(server: Server, method: str, path: str = "", name: str = "ann", **body) -> httpx.Response:
-    return CLIENT.request(method, server.url + RESPONSES + path, json=body or None, headers=bearer(name))
+async def ask(gateway: InMemoryGateway, method: str, path: str = "", name: str = "ann", **body) -> httpx.Response:
+    return await gateway.client.request(method, RESPONSES + path, json=body or None, headers=bearer(name))
 
 
-def metric(gateway: Server, name: str) -> float:
-    text = CLIENT.get(gateway.url + "/metrics", headers=bearer("root")).text
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
-
-
-def gateways(fleet: GatewayForks, workers: list[StoringWorker], *flags: str, count: int = 1) -> list[Server]:
-    """So many that know all workers."""
-    started = [start_gateway(fleet, *workers, flags=flags) for _ in range(count)]
-    wait_for(lambda: all(metric(gateway, "seamark_worker_up") == len(workers) for gateway in started))
-    return started
+async def is_found(gateway: InMemoryGateway, response_id: str) -> bool:
+    return (await ask(gateway, "GET", f"/{response_id}")).status_code == 200
 
 
 def id_in(answer: str) -> str:
     return answer.split('"id": "', 1)[1].split('"', 1)[0]
 
 
-def made(server: Server, count: int) -> list[str]:
+async def made(gateway: InMemoryGateway, count: int) -> list[str]:
     """The ids of so many new responses, streamed or not. Their prompts share nothing, so that workers take turns."""
     bodies = ({**ASK, "input": f"{number}. Tide?", "stream": number % 4 > 0} for number in range(count))
-    return [id_in(ask(server, "POST", **body).text) for body in bodies]
+    return [id_in((await ask(gateway, "POST", **body)).text) for body in bodies]
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_response_is_asked_for_and_cancelled_while_it_streams(fleet, workers, background):
+async def test_a_response_is_asked_for_and_cancelled_while_it_streams(in_memory, workers, background):
     """Its worker is the busier one, which nobody would choose who does not know it."""
-    (gateway,) = gateways(fleet, workers)
+    gateway = await in_memory(*workers)
     for worker in workers:
         worker.opened.set()
     body = {**ASK, "stream": True, "background": background}
-    with httpx.Client(timeout=30) as client, client.stream("POST", gateway.url + RESPONSES, json=body) as stream:
-        texts = stream.iter_text()
-        response_id = id_in(next(texts))
-        for method, path in [("GET", ""), ("POST", "/cancel"), ("GET", "?stream=true")] * 2:
-            answer = ask(gateway, method, f"/{response_id}{path}")
-            # Without `background`, vLLM stores a response at its end.
-            assert answer.status_code == (200 if background else 404)
-            assert answer.headers["x-seamark-worker"] == stream.headers["x-seamark-worker"]
-        for worker in workers:
-            worker.opened.clear()
-        assert "response.completed" in "".join(texts)
-    assert ask(gateway, "GET", f"/{response_id}").status_code == 200
+    stream = gateway.opened(body, RESPONSES)
+    headers = dict((await stream.message())["headers"])
+    texts = stream.body()
+    response_id = id_in((await anext(texts)).decode())
+    for method, path in [("GET", ""), ("POST", "/cancel"), ("GET", "?stream=true")] * 2:
+        answer = await ask(gateway, method, f"/{response_id}{path}")
+        # Without `background`, vLLM stores a response at its end.
+        assert answer.status_code == (200 if background else 404)
+        assert answer.headers["x-seamark-worker"] == headers[b"x-seamark-worker"].decode()
+    for worker in workers:
+        worker.opened.clear()
+    assert b"response.completed" in b"".join([text async for text in texts])
+    assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 200
     assert sum(response_id in worker.asked_for for worker in workers) == 1
 
 
-def test_no_gateway_loses_a_response_and_none_shows_it_to_another_key(fleet, workers, flags):
+async def test_no_gateway_loses_a_response_and_none_shows_it_to_another_key(in_memory, workers, settings):
     """Made through one gateway; asked for, continued, cancelled and deleted there, at another, and at a later one."""
     order = random.Random(3)
-    first, second = gateways(fleet, workers, *flags, count=2)
-    ids = made(first, 25)
+    first, second = [await in_memory(*workers, **settings) for _ in range(2)]
+    ids = await made(first, 25)
     assert all(worker.stored for worker in workers) and len(set(ids)) == 25
-    (restarted,) = gateways(fleet, workers, *flags)
+    restarted = await in_memory(*workers, **settings)
     order.shuffle(ids)
     for number, response_id in enumerate(ids):
         turns = order.sample([first, second, restarted], 3)
-        if "--api-keys" in flags:
+        if "api_keys" in settings:
             asked = sum(len(worker.asked_for) for worker in workers)
             for gateway in turns:
-                assert ask(gateway, "GET", f"/{response_id}", "bob").status_code == 404
-                assert ask(gateway, "POST", "", "bob", **ASK, previous_response_id=response_id).status_code == 404
+                assert (await ask(gateway, "GET", f"/{response_id}", "bob")).status_code == 404
+                assert (
+                    await ask(gateway, "POST", "", "bob", **ASK, previous_response_id=response_id)
+                ).status_code == 404
             assert sum(len(worker.asked_for) for worker in workers) == asked
         tries = [
             ("GET", f"/{response_id}", {}),
@@ -118,78 +109,78 @@ def test_no_gateway_loses_a_response_and_none_shows_it_to_another_key(fleet, wor
             ("POST", f"/{response_id}/cancel", {}),
         ]
         for gateway, (method, path, body) in zip(turns, order.sample(tries, 3), strict=True):
-            assert ask(gateway, method, path, **body).status_code == 200
-        assert ask(turns[number % 3], "DELETE", f"/{response_id}").status_code == 200
+            assert (await ask(gateway, method, path, **body)).status_code == 200
+        assert (await ask(turns[number % 3], "DELETE", f"/{response_id}")).status_code == 200
     # Whoever has asked all of them remembers the one.
     assert all(worker.asked_for.count(response_id) <= 7 for worker in workers for response_id in ids)
 
 
-def test_while_the_worker_of_a_response_is_not_ready_nobody_says_that_there_is_none(fleet, workers):
-    (gateway,) = gateways(fleet, workers, "--health-interval", "0.1")
-    response_id = ask(gateway, "POST", **ASK).json()["id"]
+async def test_while_the_worker_of_a_response_is_not_ready_nobody_says_that_there_is_none(in_memory, workers):
+    gateway = await in_memory(*workers)
+    response_id = (await ask(gateway, "POST", **ASK)).json()["id"]
     (keeper,) = (worker for worker in workers if response_id in worker.stored)
     keeper.sleeps = (1,)
-    wait_for(lambda: metric(gateway, "seamark_worker_up") == len(workers) - 1)
-    assert ask(gateway, "GET", f"/{response_id}").status_code == 503
-    assert ask(gateway, "POST", **ASK, previous_response_id=response_id).status_code == 503
+    await until(lambda: gateway.metric("seamark_worker_up") == len(workers) - 1)
+    assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 503
+    assert (await ask(gateway, "POST", **ASK, previous_response_id=response_id)).status_code == 503
     keeper.sleeps = (None,)
-    wait_for(lambda: ask(gateway, "GET", f"/{response_id}").status_code == 200)
+    await until(lambda: is_found(gateway, response_id))
     keeper.boot = "1.8e+09"  # and with it its responses
     keeper.stored.clear()
     others = [worker for worker in workers if worker is not keeper]
     while not all(response_id in worker.asked_for for worker in others):  # once it is known to have restarted
-        assert ask(gateway, "GET", f"/{response_id}").status_code == 404
+        assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 404
 
 
-def test_what_one_gateway_learns_of_a_response_another_knows_through_redis(fleet, workers):
+async def test_what_one_gateway_learns_of_a_response_another_knows_through_redis(in_memory, workers):
     with redis_server() as server:
-        first, second = gateways(fleet, workers, "--redis", server.url, count=2)
-        ids = made(first, 9)
-        wait_for(lambda: metric(second, 'seamark_redis_news_total{fate="heard"') >= len(ids))
+        first, second = [await in_memory(*workers, redis=server.url) for _ in range(2)]
+        ids = await made(first, 9)
+        await until(lambda: second.metric("seamark_redis_news_total", fate="heard") >= len(ids))
         for response_id in ids:
-            assert ask(second, "GET", f"/{response_id}").status_code == 200
-        assert metric(second, 'seamark_resent_total{reason="not_found"') == 0
+            assert (await ask(second, "GET", f"/{response_id}")).status_code == 200
+        assert second.metric("seamark_resent_total", reason="not_found") == 0
 
 
-def test_a_response_that_no_worker_knows_is_sought_once_at_each(fleet, workers):
-    (gateway,) = gateways(fleet, workers)
+async def test_a_response_that_no_worker_knows_is_sought_once_at_each(in_memory, workers):
+    gateway = await in_memory(*workers)
     continued = {**ASK, "previous_response_id": "resp_1"}
     for method, path, body in (("GET", "/resp_1", {}), ("POST", "", continued)):
-        answer = ask(gateway, method, path, **body)
+        answer = await ask(gateway, method, path, **body)
         assert answer.status_code == 404 and "resp_1" in answer.json()["error"]["message"]
     assert [worker.asked_for for worker in workers] == [["resp_1"] * 2] * 3
 
 
-def test_an_id_that_no_gateway_with_this_key_made_is_nobodys(fleet, workers, keys):
+async def test_an_id_that_no_gateway_with_this_key_made_is_nobodys(in_memory, workers, keys):
     """Not a stored one's of a worker's own naming, nor one that a client makes up of two others."""
-    (gateway,) = gateways(fleet, workers, *keys)
+    gateway = await in_memory(*workers, **keys)
     workers[0].stored["resp_1"] = {}
-    anns, bobs = (ask(gateway, "POST", "", name, **ASK).json()["id"] for name in ("ann", "bob"))
+    anns, bobs = [(await ask(gateway, "POST", "", name, **ASK)).json()["id"] for name in ("ann", "bob")]
     for response_id in ("resp_1", bobs, anns[:40] + bobs[40:], bobs[:40] + anns[40:], anns[:-1], anns.upper()):
-        assert ask(gateway, "GET", f"/{response_id}").status_code == 404
+        assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 404
     assert not any(worker.asked_for for worker in workers)
-    assert ask(gateway, "GET", f"/{anns}").status_code == 200
+    assert (await ask(gateway, "GET", f"/{anns}")).status_code == 200
 
 
-def test_a_worker_that_names_its_responses_itself_keeps_them_their_owners(fleet, workers, keys):
+async def test_a_worker_that_names_its_responses_itself_keeps_them_their_owners(in_memory, workers, keys):
     for worker in workers:
         worker.names = False
     with redis_server() as server:
-        first, second = gateways(fleet, workers, *keys, "--redis", server.url, count=2)
-        response_id = ask(first, "POST", **ASK).json()["id"]
-        wait_for(lambda: ask(second, "GET", f"/{response_id}").status_code == 200)
+        first, second = [await in_memory(*workers, **keys, redis=server.url) for _ in range(2)]
+        response_id = (await ask(first, "POST", **ASK)).json()["id"]
+        await until(lambda: is_found(second, response_id))
         for gateway in (first, second):
             for name, status in (("ann", 200), ("bob", 404)):
-                assert ask(gateway, "GET", f"/{response_id}", name).status_code == status
+                assert (await ask(gateway, "GET", f"/{response_id}", name)).status_code == status
 
 
-def test_a_response_is_continued_and_counted_although_a_proxy_compresses(fleet, workers):
+async def test_a_response_is_continued_and_counted_although_a_proxy_compresses(in_memory, workers):
     for worker in workers:
         worker.gzips = "accepted"
-    (gateway,) = gateways(fleet, workers)
+    gateway = await in_memory(*workers)
     for _ in range(4):
-        first = ask(gateway, "POST", **ASK)
+        first = await ask(gateway, "POST", **ASK)
         assert first.headers["x-seamark-cached"] == "160"
-        assert ask(gateway, "POST", **ASK, previous_response_id=first.json()["id"]).status_code == 200
+        assert (await ask(gateway, "POST", **ASK, previous_response_id=first.json()["id"])).status_code == 200
     assert sum(len(worker.asked_for) for worker in workers) == 4
-    assert metric(gateway, "seamark_prompt_tokens_total") == 8 * 300
+    assert gateway.metric("seamark_prompt_tokens_total") == 8 * 300
