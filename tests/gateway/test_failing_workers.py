@@ -10,20 +10,18 @@ import httpx
 import pytest
 
 from proxy.fleet.worker import BREAKER_FAILURES
-from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
+from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
+from tests.harness.in_memory_gateway import until
 from tests.harness.raw_worker import RawWorker, raw_worker, whole
+from tests.harness.recording_worker import RecordingWorker
+
+EMBEDDINGS = "/v1/embeddings"
 
 Reply = Callable[[bytes, int], bytes | None]
-
-ERROR = {"error": {"message": "failed", "type": "x", "param": None, "code": 500}}
 
 
 def good(body: bytes, served: int) -> bytes | None:
     return whole()
-
-
-def fails(status: str) -> Reply:
-    return lambda body, served: whole(ERROR, status)
 
 
 def closes_the_second_time(body: bytes, served: int) -> bytes | None:
@@ -77,76 +75,93 @@ def test_what_a_worker_has_read_is_never_sent_again(fleet):
         assert seen(worker) == 1 and metric(gateway, "seamark_resent_total") == 0
 
 
-@pytest.mark.parametrize("reply", [fails("500 Internal Server Error"), lambda body, served: dies()])
-def test_a_worker_that_fails_while_its_health_is_well_is_taken_out(fleet, reply):
-    with workers(reply, good) as (sick, well):
-        gateway = start_gateway(fleet, sick, well, flags=("--health-interval", "0.2"))
-        answers = [post(gateway, {"model": "m", "input": f"{number}"}, path="/v1/embeddings") for number in range(60)]
-        failed = [answer for answer in answers if answer.status_code != 200]
-        # A slow machine may come to the first trial.
-        assert BREAKER_FAILURES <= len(failed) == seen(sick) <= BREAKER_FAILURES + 2
-        name = sick.url.removeprefix("http://")
-        assert metric(gateway, f'seamark_worker_up{{worker="{name}"}}') == 0
-        status = httpx.get(gateway.url + "/seamark/status").json()
-        states = {each["name"]: each["breaker"] for each in status["workers"]}
-        assert sorted(states.values()) == ["closed", "open"] and states[name] == "open"
-        assert f"worker {name} fails" in gateway.log.read_text()
+async def test_a_worker_that_fails_while_its_health_is_well_is_taken_out(in_memory, caplog):
+    sick, well = RecordingWorker(status=500), RecordingWorker()
+    gateway = await in_memory(sick, well)
+    answers = [await gateway.post({"model": "m", "input": f"{number}"}, EMBEDDINGS) for number in range(60)]
+    failed = [answer for answer in answers if answer.status_code != 200]
+    # A slow machine may come to the first trial.
+    assert BREAKER_FAILURES <= len(failed) == len(sick.requests) <= BREAKER_FAILURES + 2
+    name = sick.url.removeprefix("http://")
+    assert gateway.metric("seamark_worker_up", worker=name) == 0
+    states = {each["name"]: each["breaker"] for each in (await gateway.status())["workers"]}
+    assert sorted(states.values()) == ["closed", "open"] and states[name] == "open"
+    assert f"worker {name} fails" in caplog.text
 
 
-def test_a_worker_that_is_well_again_is_used_again(fleet):
-    fleet.constants["proxy.fleet.worker.TRIAL_SECONDS"] = 0.2
-    replies = iter([whole(ERROR, "500 Internal Server Error")] * (BREAKER_FAILURES + 1))
-    with workers(lambda body, served: next(replies, whole()), good) as (sick, well):
+def test_one_that_closes_its_connections_is_taken_out(fleet):
+    with workers(lambda body, served: dies(), good) as (sick, well):
         gateway = start_gateway(fleet, sick, well)
-        numbers = iter(range(10_000))
-
-        def ask() -> httpx.Response:
-            return post(gateway, {"model": "m", "input": f"{next(numbers)}"}, path="/v1/embeddings")
-
-        wait_for(lambda: ask() and seen(sick) > BREAKER_FAILURES + 1)
-        wait_for(lambda: metric(gateway, "seamark_worker_up") == 2)
+        answers = [post(gateway, {"model": "m", "input": f"{number}"}, path=EMBEDDINGS) for number in range(30)]
+        failed = [answer for answer in answers if answer.status_code != 200]
+        assert BREAKER_FAILURES <= len(failed) == seen(sick) <= BREAKER_FAILURES + 2
+        assert metric(gateway, "seamark_worker_up") == 1
 
 
-def test_one_request_that_fails_everywhere_takes_no_worker_out(fleet):
-    with workers(*[lambda body, served: whole(ERROR, "500 Oops") if b"poison" in body else whole()] * 2) as both:
-        gateway = start_gateway(fleet, *both)
-        for _ in range(4 * BREAKER_FAILURES):
-            assert post(gateway, chat("poison")).status_code == 500
-        assert metric(gateway, "seamark_worker_up") == 2
+async def test_a_worker_that_is_well_again_is_used_again(in_memory, monkeypatch):
+    monkeypatch.setattr("proxy.fleet.worker.TRIAL_SECONDS", 0.05)
+    failures = iter([500] * (BREAKER_FAILURES + 1))
+    sick, well = RecordingWorker(status_by=lambda body: next(failures, 200)), RecordingWorker()
+    gateway = await in_memory(sick, well)
+    numbers = iter(range(10_000))
+
+    async def is_used() -> bool:
+        await gateway.post({"model": "m", "input": f"{next(numbers)}"}, EMBEDDINGS)
+        return len(sick.requests) > BREAKER_FAILURES + 1
+
+    await until(is_used)
+    await until(lambda: gateway.metric("seamark_worker_up") == 2)
 
 
-def test_the_last_worker_is_not_taken_out(fleet):
-    with workers(lambda body, served: whole() if b"good" in body else whole(ERROR, "500 Oops")) as (shaky,):
-        gateway = start_gateway(fleet, shaky)
-        words = [f"bad {number}" for number in range(2 * BREAKER_FAILURES)] + ["good", "bad", "good"]
-        statuses = [post(gateway, chat(word)).status_code for word in words]
-        assert statuses == [500] * 2 * BREAKER_FAILURES + [200, 500, 200]
+async def test_one_request_that_fails_everywhere_takes_no_worker_out(in_memory):
+    both = [RecordingWorker(status_by=lambda body: 500 if b"poison" in body else 200) for _ in range(2)]
+    gateway = await in_memory(*both)
+    for _ in range(4 * BREAKER_FAILURES):
+        assert (await gateway.post(chat("poison"))).status_code == 500
+    assert gateway.metric("seamark_worker_up") == 2
 
 
-@pytest.mark.parametrize("status", ["502 Bad Gateway", "503 Service Unavailable"])
-def test_a_request_that_a_worker_did_not_take_goes_to_another_one_and_to_no_third(fleet, status):
-    with workers(fails(status), good) as (closed, open_):
-        gateway = start_gateway(fleet, closed, open_)
-        assert {post(gateway, chat(f"{number}")).status_code for number in range(8)} == {200}
-        assert seen(closed) >= 1 and metric(gateway, 'seamark_resent_total{reason="refused"') == seen(closed)
-        assert seen(open_) == 8 and metric(gateway, "seamark_inflight{") == 0
-    with workers(*[fails(status)] * 3) as all_closed:
-        gateway = start_gateway(fleet, *all_closed)
-        answer = post(gateway, chat("Tide?"))
-        assert answer.status_code == int(status[:3]) and answer.json() == ERROR
-        assert sorted(map(seen, all_closed)) == [0, 1, 1]
+async def test_the_last_worker_is_not_taken_out(in_memory):
+    gateway = await in_memory(RecordingWorker(status_by=lambda body: 200 if b"good" in body else 500))
+    words = [f"bad {number}" for number in range(2 * BREAKER_FAILURES)] + ["good", "bad", "good"]
+    statuses = [(await gateway.post(chat(word))).status_code for word in words]
+    assert statuses == [500] * 2 * BREAKER_FAILURES + [200, 500, 200]
 
 
-@pytest.mark.parametrize("status", ["600 Odd", "999 Odd", "099 Odd", "101 Switching Protocols"])
+@pytest.mark.parametrize("status", [502, 503])
+async def test_a_request_that_a_worker_did_not_take_goes_to_another_one_and_to_no_third(in_memory, status):
+    closed, open_ = RecordingWorker(status=status), RecordingWorker()
+    gateway = await in_memory(closed, open_)
+    assert {(await gateway.post(chat(f"{number}"))).status_code for number in range(8)} == {200}
+    refused = gateway.metric("seamark_resent_total", reason="refused")
+    assert len(closed.requests) == refused >= 1
+    assert len(open_.requests) == 8 and gateway.metric("seamark_inflight") == 0
+    all_closed = [RecordingWorker(status=status) for _ in range(3)]
+    gateway = await in_memory(*all_closed)
+    answer = await gateway.post(chat("Tide?"))
+    assert answer.status_code == status and answer.content in [each for one in all_closed for each in one.answers]
+    assert sorted(len(worker.requests) for worker in all_closed) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("status", [600, 999, 99, 101])
 @pytest.mark.parametrize("path", [CHAT, "/v1/other"])
-def test_a_status_that_is_none_becomes_a_502(fleet, status, path):
+async def test_a_status_that_is_none_becomes_a_502(in_memory, worker, caplog, status, path):
+    answers = iter([status])
+    worker.status_by = lambda body: next(answers, 200)
+    gateway = await in_memory(worker)
+    answer = await gateway.post(chat("Tide?"), path)
+    assert answer.status_code == 502 and answer.json()["error"]["code"] == "worker_failed"
+    assert gateway.metric("seamark_worker_up") == 1
+    assert (await gateway.post(chat("Tide?"), path)).status_code == 200
+    assert "Error" not in caplog.text
+
+
+@pytest.mark.parametrize("status", ["600 Odd", "099 Odd", "101 Switching Protocols"])
+def test_nor_does_a_connection_break_at_one(fleet, status):
     answers = iter([whole(status=status)])
     with workers(lambda body, served: next(answers, whole())) as (worker,):
         gateway = start_gateway(fleet, worker)
-        answer = post(gateway, chat("Tide?"), path=path)
-        assert answer.status_code == 502 and answer.json()["error"]["code"] == "worker_failed"
-        assert metric(gateway, "seamark_worker_up") == 1
-        assert post(gateway, chat("Tide?"), path=path).status_code == 200
+        assert [post(gateway, chat("Tide?")).status_code for _ in range(2)] == [502, 200]
         assert "Error" not in gateway.log.read_text()
 
 

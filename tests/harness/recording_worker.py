@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +95,7 @@ class RecordingWorker:
     hang_renders: bool = False  # answer no render until the gateway goes
     cached: int = 160  # tokens it reports
     status: int = 200  # of whole answers
+    status_by: Callable[[bytes], int] | None = None  # the same by the body of a request
     reason: str | None = None  # that its engine gives; None: what fits the cached tokens
     location: str | None = None  # header of whole answers
     allowed_origins: tuple[str, ...] = ("*",)  # when it starts, as vLLM's --allowed-origins
@@ -191,6 +192,8 @@ class RecordingWorker:
             await receive()
             self.gone.set()
             return None
+        if self.status_by is not None:
+            self.status = self.status_by(body)
         headers = dict(scope["headers"])
         name = headers.get(b"x-request-id", b"").decode("latin-1")
         prompt, admitted = self._admit(path, self._name_of_response() if path == "/v1/responses" else name, body)
