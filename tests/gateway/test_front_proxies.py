@@ -126,6 +126,7 @@ async def test_nobody_gets_anothers_answer(fleet, tmp_path, front, victims):
         assert OFFERED not in worker.requests
 
 
+@pytest.mark.thorough
 async def test_a_server_that_can_be_smuggled_past_is_told(fleet, tmp_path):
     """Stock uvicorn with httptools: what the suite is for."""
     with echo_worker("httptools") as worker:

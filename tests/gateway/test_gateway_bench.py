@@ -127,6 +127,7 @@ async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
         client.close()
 
 
+@pytest.mark.thorough
 def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic(capsys):
     here = Path(gateway_cost.__file__).resolve().parents[2]
     beside = ["--checkout", str(here), "--response-cache"]
@@ -156,6 +157,7 @@ async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand
     assert any(line.startswith("dead is given up") for line in said)
 
 
+@pytest.mark.thorough
 def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_said(stand: Stand, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(peers, "CACHE", tmp_path)
     peer = Peer("absent", str(tmp_path / "absent-1.0-py3-none-any.whl"), lambda *about: Command(["absent"]))

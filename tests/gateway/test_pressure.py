@@ -67,7 +67,10 @@ async def test_a_full_worker_has_not_lost_what_it_holds(in_memory, worker):
     assert (await kept).status_code == 200
 
 
-@pytest.mark.parametrize("size", [70_000, 200_000, 1_000_000])
+THOROUGH = pytest.mark.thorough
+
+
+@pytest.mark.parametrize("size", [200_000, *(pytest.param(each, marks=THOROUGH) for each in (70_000, 1_000_000))])
 def test_a_client_that_leaves_after_a_large_body_frees_the_worker(fleet, worker, size):
     gateway = start_gateway(fleet, worker)
     worker.hang = True

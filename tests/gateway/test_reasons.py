@@ -24,6 +24,7 @@ async def test_not_worth_it(in_memory, stream):
     await told(worker)
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     await gateway.post({**body, **options}, x_request_id="dear")
+    await told(worker)
     assert (await gateway.explained("dear"))["reason"] == "not_worth_it"
     assert gateway.metric("seamark_miss_total", model="m", reason="not_worth_it") == 1
     # What is not worth it is not kept: nobody expects it again.

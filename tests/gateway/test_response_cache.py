@@ -1,4 +1,4 @@
-"""Exact repeats through a real gateway: identical bytes, one execution, nobody else's answer, and a bound."""
+"""Exact repeats before a gateway: identical bytes, one execution, nobody else's answer, and a bound."""
 
 from __future__ import annotations
 

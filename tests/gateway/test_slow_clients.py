@@ -51,8 +51,11 @@ def large_stream(event_bytes: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("answer", "stream"),
-    [(large_json(), False), (large_stream(100), True), (large_stream(ANSWER_BYTES - 200), True)],
-    ids=["json", "events", "one event"],
+    [
+        pytest.param(large_json(), False, id="json"),
+        pytest.param(large_stream(100), True, id="events", marks=pytest.mark.thorough),
+        pytest.param(large_stream(ANSWER_BYTES - 200), True, id="one event", marks=pytest.mark.thorough),
+    ],
 )
 def test_answers_that_nobody_reads_fill_no_memory_and_give_their_slots_back(fleet, answer, stream):
     with raw_worker(lambda body, served: answer if b"large" in body else whole()) as worker:
