@@ -43,10 +43,10 @@ def test_two_cores_on_one_directory_take_each_others_states_and_no_wrong_one(mod
 
 @TRAFFIC
 def test_a_request_that_waits_in_vain_for_a_disk_is_computed_and_what_comes_late_is_no_wrong_state(model: Path, share):
-    seeds = [23, 24][share]
+    seeds = [24, 23][share]
     (found,) = audit(model, seeds=seeds, kind="hanging", cores=[TIGHT])
     print(found)
-    assert found["errors"] == [] and found["given_up"] > 10 * len(seeds) and found["loaded"] > 0
+    assert found["errors"] == [] and found["given_up"] > 10 and found["loaded"] > 0
 
 
 def test_a_block_that_is_free_before_it_is_stored_is_found(model: Path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.scheduler_process import TRAFFIC, run_forked
+from tests.harness.scheduler_process import run_forked
 
 ROOM = {"blocks": 200}
 
@@ -51,8 +51,7 @@ def test_behind_a_window_nothing_is_kept_and_that_is_said(model: Path):
 
 
 @pytest.mark.parametrize("blocks", ["units", "blocks"])
-@TRAFFIC
-def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, blocks, share):
+def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, blocks):
     events = {"kv_events": blocks}
     cores = [
         {**ROOM, **events},
@@ -61,13 +60,12 @@ def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, bl
         {**TIGHT, **events, "writes_in_forward": False, "export": True},
         {**TIGHT, **events, "attention_groups": 2},
     ]
-    seeds = [1, 2][share]
-    found = run_forked("scheduler_audit", str(model), json.dumps({"seeds": seeds, "chats": 60, "cores": cores}))
+    found = run_forked("scheduler_audit", str(model), json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
     for audited in found:
         assert audited["errors"] == []
         assert audited["missing"] == 0
-        assert audited["announced"] > 50 * len(seeds) and audited["hit_tokens"] > 150 * len(seeds)
-    assert all(audited["withdrawn"] > 50 * len(seeds) for audited in found[1:])
+        assert audited["announced"] > 100 and audited["hit_tokens"] > 300
+    assert all(audited["withdrawn"] > 100 for audited in found[1:])
 
 
 def test_the_audit_notices_kv_events_of_what_cannot_be_resumed(model: Path):

@@ -9,6 +9,7 @@ with drafts are workers of their own; each says in `Scene`s what traffic it gets
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -70,9 +71,14 @@ COUNTED = ("hit_tokens", "written", "evicted", "announced", "withdrawn", "missin
 WEIGHTS = Weights("loaded", "", "whole", "sampled")
 
 
-def prefix(tokens: Sequence[int], length: int) -> int:
-    """Names the contents that the first `length` tokens lead to."""
-    return hash(tuple(tokens[:length]))
+def prefixes(tokens: Iterable[Any]) -> list[int]:
+    """Names of the contents that so many first tokens lead to, from none to all."""
+    return list(itertools.accumulate(tokens, lambda name, token: hash((name, token)), initial=0))
+
+
+def sample(tokens: Iterable[Any]) -> int:
+    """The token that follows these."""
+    return hash(tuple(tokens)) % 3
 
 
 class Worker:
@@ -164,18 +170,19 @@ class Worker:
     def compute_row(self, name: str, start: int, end: int, output: Any) -> list[int]:
         """Run a request's tokens from `start` to `end`; what is sampled behind them."""
         tokens, writes = self.tokens[name], getattr(output, WRITES, None)
+        names = prefixes(tokens[:end])
         column = self.start_column(name, start, end)
-        self.attend(name, start, end, tokens, tokens)
-        self.write_states(name, start, tokens, column, (writes or {}).get(name, ()))
+        self.attend(name, start, end, names, names)
+        self.write_states(name, start, names, column, (writes or {}).get(name, ()))
         position = get_mamba_prefill_checkpoint_position(end, self.core.unit, False)
         exports = self.core.export and writes is None
         exports = exports and is_mamba_prefill_checkpoint_valid(start, end, position, self.core.unit, BLOCK, 1)
         for group in self.core.recurrent:
             table = self.tables[name][group]
             if exports and column - 1 < len(table) and table[column - 1]:
-                self.contents[table[column - 1]] = {"state": prefix(tokens, position)}
-            self.contents[table[column]] = {"state": prefix(tokens, end)}
-        return [prefix(tokens, end) % 3] if end == len(tokens) else []
+                self.contents[table[column - 1]] = {"state": names[position]}
+            self.contents[table[column]] = {"state": names[end]}
+        return [sample(tokens)] if end == len(tokens) else []
 
     def start_column(self, name: str, start: int, end: int) -> int:
         """The column of the block tables with the state to go on from, which has moved to the chunk's end."""
@@ -190,26 +197,26 @@ class Worker:
         return after
 
     def attend(self, name: str, start: int, end: int, seen: Sequence[int], known: Sequence[int]) -> None:
-        """Read rows up to `start`, write those up to `end`. `seen`: what the pass computes; `known`: what is right."""
+        """Read rows up to `start`, write those up to `end`. `prefixes` of what is computed, and of what is right."""
         for group in self.core.attention:
             rows = self.tables[name][group]
             for position in range(self.core.first_read(group, start), start):
                 found = self.contents.get(rows[position // BLOCK], {}).get(position % BLOCK)
-                if found != prefix(known, position + 1):
+                if found != known[position + 1]:
                     self.core.errors.append(f"{name} reads someone else's keys at {position} in group {group}")
                     break
             for position in range(start, end):
-                self.contents.setdefault(rows[position // BLOCK], {})[position % BLOCK] = prefix(seen, position + 1)
+                self.contents.setdefault(rows[position // BLOCK], {})[position % BLOCK] = seen[position + 1]
 
     def write_states(self, name: str, start: int, seen: Sequence[int], column: int, asked: Iterable[Any]) -> None:
-        """Go on from the state in a column, and write what the step asks for."""
+        """Go on from the state in a column, and write what the step asks for. `seen`: `prefixes`."""
         self.core.written.setdefault(name, []).extend(start + write.offset for write in asked)
         for group in self.core.recurrent:
             table = self.tables[name][group]
-            if start and self.contents.get(table[column], {}).get("state") != prefix(seen, start):
+            if start and self.contents.get(table[column], {}).get("state") != seen[start]:
                 self.core.errors.append(f"{name} resumes at {start} from a wrong state")
             for write in asked:
-                self.contents[write.blocks[group]] = {"state": prefix(seen, start + write.offset)}
+                self.contents[write.blocks[group]] = {"state": seen[start + write.offset]}
 
 
 class Core:
@@ -456,8 +463,9 @@ class Core:
         for name, request in self.ever.items():  # a last step is cached under hashes of a request that is gone by then
             tokens, first = self.worker.tokens[name], self._recorded[name]
             new = request.block_hashes[first : len(tokens) // self.unit]
-            for number, block_hash in enumerate(new, first + 1):
-                self._meant[bytes(block_hash)] = prefix(tokens, number * self.unit), number * self.unit
+            names = prefixes(tokens) if new else []
+            for length, block_hash in zip(itertools.count((first + 1) * self.unit, self.unit), new, strict=False):
+                self._meant[bytes(block_hash)] = names[length], length
             self._recorded[name] += len(new)
 
     def _check_events(self) -> None:

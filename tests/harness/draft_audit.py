@@ -27,7 +27,18 @@ from vllm.v1.outputs import DraftTokenIds
 from engine_patches import settings
 from engine_patches.footprint import WRITES
 from tests.harness import audit, draft_defects
-from tests.harness.audit import ATTENTION, BLOCK, RECURRENT, Core, Scene, Worker, begun, prefix, random_traffic
+from tests.harness.audit import (
+    ATTENTION,
+    BLOCK,
+    RECURRENT,
+    Core,
+    Scene,
+    Worker,
+    begun,
+    prefixes,
+    random_traffic,
+    sample,
+)
 from tests.harness.draft_cores import (
     BESIDE_THE_TARGET,
     NOWHERE,
@@ -120,14 +131,14 @@ class DraftWorker(Worker):
         if drafts and sure != len(tokens):
             self.core.errors.append(f"{name}: {drafts} drafts behind {sure} of {len(tokens)} tokens")
         right = self._draw.randint(0, drafts)
-        sampled = [prefix(tokens, sure) % 3] if sure == len(tokens) else []
+        sampled = [sample(tokens)] if sure == len(tokens) else []
         for _ in range(right):
-            sampled.append(prefix([*tokens, *sampled], sure + len(sampled)) % 3)
-        seen = [*tokens[:sure], *sampled[:right], *[-1] * (drafts - right)]  # by the pass
+            sampled.append(sample([*tokens, *sampled]))
+        seen = prefixes([*tokens[:sure], *sampled[:right], *[-1] * (drafts - right)])  # by the pass
         column = self.start_column(name, start, end)
-        self.attend(name, start, end, seen, [*tokens, *sampled])
+        self.attend(name, start, end, seen, prefixes([*tokens, *sampled]))
         self.write_states(name, start, seen, column, (getattr(output, WRITES, None) or {}).get(name, ()))
-        self._leave_states(name, start, seen, verifies=bool(drafts or short))
+        self._leave_states(name, start, end, seen, verifies=bool(drafts or short))
         self._copy_edge(name, sure, right)
         self.core.counts[f"{right} drafts right"] += drafts > 0
         self._computed[name] = sure + right
@@ -138,15 +149,17 @@ class DraftWorker(Worker):
         if self._head_group >= 0:
             rows = self.tables[name][self._head_group]
             for position in range(start, end):
-                self.contents[rows[position // BLOCK]]["head", position % BLOCK] = prefix(known, position + 2)
+                self.contents[rows[position // BLOCK]]["head", position % BLOCK] = known[
+                    min(position + 2, len(known) - 1)
+                ]
 
-    def _leave_states(self, name: str, start: int, seen: Sequence[int], verifies: bool) -> None:
+    def _leave_states(self, name: str, start: int, end: int, seen: Sequence[int], verifies: bool) -> None:
         """The state behind the last token; behind each one where drafts are verified, in a column of its own."""
-        end, running = len(seen), self._state_index[name]
+        running = self._state_index[name]
         for group in RECURRENT:
             blocks = self.tables[name][group][running : running + (end - start if verifies else 1)]
             for position, block in enumerate(blocks, start + 1 if verifies else end):
-                self.contents[block] = {"state": prefix(seen, position)}
+                self.contents[block] = {"state": seen[position]}
 
     def _copy_edge(self, name: str, sure: int, right: int) -> None:
         """After sampling: the state of an edge among `sure` tokens and `right` drafts goes where its key leads."""
@@ -163,10 +176,10 @@ class DraftWorker(Worker):
     def _count_foreign_rows(self, name: str, hit: int) -> None:
         if self._head_group < 0:
             return
-        rows, tokens = self.tables[name][self._head_group], self.tokens[name]
-        for position in range(self.core.first_read(self._head_group, hit), min(hit, len(tokens) - 1)):
+        rows, known = self.tables[name][self._head_group], prefixes(self.tokens[name])
+        for position in range(self.core.first_read(self._head_group, hit), min(hit, len(known) - 2)):
             made = self.contents.get(rows[position // BLOCK], {}).get(("head", position % BLOCK))
-            foreign = made != prefix(tokens, position + 2)
+            foreign = made != known[position + 2]
             self.core.counts["found_rows"] += 1
             self.core.counts["foreign_rows"] += foreign and (position + 1) % BLOCK > 0
 

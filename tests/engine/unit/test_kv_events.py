@@ -1,6 +1,6 @@
 """KV events of a hybrid, on vLLM's own block pool and requests: blocks come with a state behind them, and go with it.
 
-`scheduler_audit.py` compares an index built from them with what vLLM's scheduler finds, in random traffic.
+`tests/harness/audit.py` compares an index built from them with what vLLM's scheduler finds, in random traffic.
 """
 
 from __future__ import annotations

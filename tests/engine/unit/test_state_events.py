@@ -1,4 +1,4 @@
-"""Which events states give, and when, on vLLM's own block pool; `scheduler_audit.py` checks that they are true."""
+"""Which events states give, and when, on vLLM's own block pool; `tests/harness/audit.py` checks that they are true."""
 
 from __future__ import annotations
 
