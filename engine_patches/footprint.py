@@ -1,4 +1,4 @@
-"""All that Seamark leaves on vLLM's objects and in globals of the forward pass: what is not named here is not there.
+"""The names under which Seamark leaves something on vLLM's objects, and in globals of the forward pass.
 
 What hangs on an object goes with it. Beside these names some of vLLM's own fields are set to other values:
 
@@ -8,7 +8,9 @@ What hangs on an object goes with it. Beside these names some of vLLM's own fiel
     CacheConfig        prefix_match_unit, block_size
     MambaSpec          shapes: equal, with the promise of a layer (`forward.layers`)
     BlockPool          four methods, if KV events are ours (`scheduler.kv_events`); the order of blocks that are free
-    Request            shared_prefix_boundary; lora_request; the end of a prompt that is prefilled for another worker
+    Request            shared_prefix_boundary; lora_request; block_hashes of an adapter's prompt, made anew; the end of
+                       a prompt that is prefilled for another worker; kv_transfer_params of one that is taken
+    KVTransferConfig   kv_connector_extra_config, of our own connectors
     SchedulerOutput    kv_cache_block_copies
 """
 

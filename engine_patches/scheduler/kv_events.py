@@ -168,8 +168,8 @@ class ResumableBlocks:
 
     def _hashes(self, request: Any, group: int, num_tokens: int) -> list[bytes]:
         """Hashes of the blocks in the first tokens of a request, as long as those announced."""
-        size = self._sizes[group]
-        return [self._keys.grid.hash_of(request, end) for end in range(size, num_tokens + 1, size)]
+        size, unit, hashes = self._sizes[group], self._unit, request.block_hashes
+        return [hashes[end // unit - 1] for end in range(size, num_tokens + 1, size)]  # of a long prompt thousands
 
     def _stored(self, request: Any, group: int, hashes: Sequence[bytes], first: int) -> Any:
         """vLLM's event for all but the `first` blocks of `hashes`."""
