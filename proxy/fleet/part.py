@@ -94,12 +94,15 @@ class Shelf:
         self._tasks = [asyncio.create_task(self.keep_running(name, run)) for name, run in self._runs.items()]
 
     async def stop(self) -> None:
-        """End all of it."""
+        """End what runs."""
         running = set(self._tasks)
         while running:  # a cancellation can get lost in a library
             for task in running:
                 task.cancel()
             _, running = await asyncio.wait(running, timeout=CANCEL_SECONDS)
+
+    async def aclose(self) -> None:
+        """Close what parts hold open, once nothing runs any more."""
         for part in self._parts:
             await part.aclose()
 

@@ -207,8 +207,9 @@ class WorkerPool:
 
     def _note(self, worker: Worker, probed: Probed) -> None:
         """The worker has said this of itself."""
-        names, worker.probed = worker.names, probed
-        if probed.names != names:
+        is_other = probed.names != worker.names  # odd lists raise here, before anybody else reads them
+        worker.probed = probed
+        if is_other:
             self._name_keys = name_keys(each.names for each in self.workers)
 
     async def watch(self) -> None:

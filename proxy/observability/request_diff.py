@@ -263,12 +263,14 @@ class _Likeness:
         self._index = index = common_prefix(new.parts, old.parts)  # of the first parts that differ
         self._is_tool = index < max(len(new.tools), len(old.tools))
         self._position = index if self._is_tool else index - len(new.tools)
-        self._texts = self._comparable()  # of these parts
-        self._at = common_prefix(*self._texts) if self._texts is not None else 0  # characters
+        texts = self._texts  # of these parts; not kept, as there are many pairs
+        self._is_comparable = texts is not None
+        self._at = common_prefix(*texts) if texts is not None else 0  # characters
         self._both_begin = _bytes(new.parts[:index]) + self._at  # but for settings
         self.beginning = self._both_begin if self._setting is None else 0  # that both prompts begin with
 
-    def _comparable(self) -> tuple[str, str] | None:
+    @property
+    def _texts(self) -> tuple[str, str] | None:
         """The texts of the parts that differ, if these are versions of one tool, or messages of one role."""
         new, old, index = self._new, self._old, self._index
         if index >= min(len(new.parts), len(old.parts)) or (index < len(new.tools)) != (index < len(old.tools)):
@@ -288,7 +290,7 @@ class _Likeness:
     @cached_property
     def _alike(self) -> int:
         """Of that, in the text that differs."""
-        return alike(*self._texts, self._at) if self._texts is not None else 0
+        return alike(*texts, self._at) if (texts := self._texts) is not None else 0
 
     @cached_property
     def _theirs(self) -> set[int]:
@@ -324,7 +326,7 @@ class _Likeness:
 
     @property
     def _may_tell_time(self) -> bool:
-        return self._texts is not None and (self._is_at_head or says_today(self._texts[0], self._at))
+        return (texts := self._texts) is not None and (self._is_at_head or says_today(texts[0], self._at))
 
     def change(self, prompt: int, shared: int, now: float) -> Steps[PrefixChange | None]:
         """What changed, and what it cost; None if that is nothing, or the question is another one."""
@@ -339,7 +341,7 @@ class _Likeness:
             return None
         what: What = "tool" if self._is_tool else "message"
         role = (old if self._is_tool and index >= len(new.tools) else new).role(index)
-        at = self._at if self._texts is not None else None
+        at = self._at if self._is_comparable else None
         return PrefixChange(what, self._position, role, at, kind, shared, lost, old.part(index), new.part(index))
 
     def _kind(self, now: float) -> Steps[str | None]:
@@ -348,7 +350,7 @@ class _Likeness:
         if self._is_tool:
             if sorted(new.parts[: len(new.tools)]) == sorted(old.parts[: len(old.tools)]):
                 return "tools_sorted"
-            if self._texts is not None and _sorted(one) == _sorted(other):
+            if self._is_comparable and _sorted(one) == _sorted(other):
                 return "tool_keys_sorted"
         else:
             roles = new.role(self._index), old.role(self._index)
@@ -356,7 +358,7 @@ class _Likeness:
                 return "thinking_history"
             if self._position and "system" in roles and roles[0] != roles[1]:
                 return "system_moved"
-        return (yield from kind_of(*self._texts, self._at, now)) if self._texts is not None else None
+        return (yield from kind_of(*texts, self._at, now)) if (texts := self._texts) is not None else None
 
 
 def _bytes(parts: Sequence[ContentPart]) -> int:

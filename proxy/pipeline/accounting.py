@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -163,13 +163,14 @@ class Accounting(Part):
             return None
         if report.outcome is None and self._asks_engine(answered):
             request.explaining = self._explain_later(answered, report.engine_id)
-            await asyncio.shield(request.explaining)
+            with request.timings.waiting():
+                await asyncio.shield(request.explaining)
         else:
             steps = self._explain(answered, report.outcome)
             try:
                 await self._idle.finish(steps)
             except asyncio.CancelledError:
-                self._idle.add(steps)
+                request.explaining = self._beside(self._idle.finish(steps))
                 raise
         return request.verdict.reason if request.verdict is not None else None
 
@@ -383,7 +384,10 @@ class Accounting(Part):
 
     def _explain_later(self, answered: _Answered, engine_id: str) -> asyncio.Task[None]:
         """Explain it once its engine has been asked."""
-        task = asyncio.create_task(self._ask_engine(answered, engine_id))
+        return self._beside(self._ask_engine(answered, engine_id))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task

@@ -71,7 +71,8 @@ class AdapterChanges:
         task = asyncio.create_task(self._change(request))
         self._tasks.add(task)
         task.add_done_callback(self._over)
-        outcome = await asyncio.shield(task)
+        with request.timings.waiting():
+            outcome = await asyncio.shield(task)
         request.give(Choice(outcome.worker))
         headers = [
             (b"content-type", outcome.kind),

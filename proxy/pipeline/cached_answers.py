@@ -34,7 +34,8 @@ class CachedAnswers:
             await self._of_workers(request, send, watch)
             return
         if not self._pool.up:
-            await self._pool.ready()  # else nothing is known of the model's weights
+            with request.timings.waiting():
+                await self._pool.ready()  # else nothing is known of the model's weights
         told = cacheable.directives_in(client.headers)
         allowed = cacheable.is_allowed(client.headers, request.model, self._models)
         allowed = allowed and has_fixed_weights(request.model, self._pool.workers)

@@ -61,11 +61,12 @@ class Dispatcher:
 
     async def acquire(self, lease: Lease) -> None:
         """Take a slot; wait while no worker has one. Raises `NoWorker`, `Overloaded` or `KeyBusy`."""
-        if not self._pool.up:
-            await self._pool.ready()
         request = lease.request
         model = request.model
-        await self._pool.look_for(model)
+        with request.timings.waiting():
+            if not self._pool.up:
+                await self._pool.ready()
+            await self._pool.look_for(model)
         wants = (
             model if isinstance(model, str) else None,
             self._stored.boot(request.response_id, request.client.owner),

@@ -155,8 +155,9 @@ class Gateway:
 
     async def stop(self) -> None:
         """End it, and close all connections."""
-        await self.idle.caught_up()
         await self.shelf.stop()
+        await self.idle.caught_up()  # parts are told of the last requests before they close
+        await self.shelf.aclose()
         await self.upstream.aclose()
 
     @property

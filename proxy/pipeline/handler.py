@@ -115,7 +115,7 @@ class RequestHandler:
                     async with asgi.ClientWatch(scope, receive) as watch:
                         await self._serve(request, held, name, watch)
             except asgi.ClientGone:
-                if request is not None and not request.delivered:
+                if request is not None and not (request.delivered and request.reply.started):
                     request.reply.failed(CLIENT_GONE)
             except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
                 await _refuse(request, scope, Stopping("The gateway is stopping."), request_id, send)
@@ -169,8 +169,9 @@ class RequestHandler:
         self._check_owner(request)
         if hinted:
             await self._turn(len(raw))
-            await self._pool.ready()
-            await self._pool.look_for(request.model)
+            with request.timings.waiting():
+                await self._pool.ready()
+                await self._pool.look_for(request.model)
             workers = self._pool.serving(request.model)
             request.prompt = await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
             self._accounting.began(request)

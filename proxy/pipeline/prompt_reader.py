@@ -132,7 +132,8 @@ class PromptReader:
         if (place := found.dated) is not None and worker.engine is not None and worker.engine.takes_entries:
             found = found._replace(dated=None)
             if has_slot():
-                found = await self._with_date(found, place, worker, model, owner)
+                with request.timings.waiting():
+                    found = await self._with_date(found, place, worker, model, owner)
         remembered = self._remember(prompt.chat, found, request.body.memory.size, owner)
         return prompt._replace(found=found, unlearnt=unlearnt, remembered=remembered)
 

@@ -26,7 +26,8 @@ class Replayer:
     async def send(self, worker: Worker, prompt: WarmupRequest, *, pin: bool | None = None) -> tuple[Answer, bytes]:
         """The worker's answer and its body. `pin`: the engine is to keep the prompt in its cache, or to let it go.
 
-        Its prefixes count as the worker's from now on, unless it refuses. Raises `Unreachable` or `Broken`.
+        Its prefixes count as the worker's: those of a pin from now on unless the worker refuses, as its engine then
+        tells what became of them, others once it has answered. Raises `Unreachable` or `Broken`.
         """
         hint, name = worker.hint(prompt.found), f"own-{os.urandom(16).hex()}"
         headers = [
@@ -35,9 +36,10 @@ class Replayer:
             (b"x-request-id", name.encode()),
             (OUTCOME_HEADER.encode(), b"1"),
         ]
-        self._engine_events.sent(worker, name, prompt.found.boundaries, hint)
-        self._prefix_index.record(prompt.found.boundaries, worker.boot, hint)
-        answered = False
+        if pin is not None:
+            self._engine_events.sent(worker, name, prompt.found.boundaries, hint)
+            self._prefix_index.record(prompt.found.boundaries, worker.boot, hint)
+        boot, answered = worker.boot, False
         try:
             url, raw = worker.url + prompt.endpoint, prompt.body_with(hint, pin=pin)
             answer = await self._upstream.send("POST", url, headers, raw, read_timeout=self._timeout, fresh=True)
@@ -47,6 +49,8 @@ class Replayer:
                 answer.close()
             answered = answer.status == 200
         finally:
-            if not answered:
+            if pin is not None and not answered:
                 self._engine_events.refused(worker, name)
+        if pin is None and answered:
+            self._prefix_index.record(prompt.found.boundaries, boot, hint)
         return answer, body

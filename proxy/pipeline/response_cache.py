@@ -232,6 +232,7 @@ class Execution:
         self._size = 0  # bytes taken from the cache's bound
         self._is_kept = True
         self._is_whole = False
+        self._failure = 0  # status of what went wrong behind the head; 0: nothing
         self._is_stopping = False
         self._error: BaseException | None = None
         self._readers: set[_Listener] = set()
@@ -266,6 +267,8 @@ class Execution:
                 self._pieces.append(body)
                 self._keep(body)
             self._is_whole = not message.get("more_body", False)
+            if self._is_whole:
+                self._failure = self._request.reply.failure  # from now on it may be that of its client, who leaves
         self._tell()
         while not (self._is_kept or self._is_whole) and any(reader.at < self._end for reader in self._readers):
             await self._news.wait()
@@ -326,8 +329,8 @@ class Execution:
             is_last = self._is_whole
             if is_last:
                 watch.over = True
-                if (failure := self._request.reply.failure) and request is not self._request:
-                    request.reply.failed(failure)
+                if self._failure and request is not self._request:
+                    request.reply.failed(self._failure)
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
             reader.at = end
             if is_last:
@@ -386,7 +389,7 @@ class Execution:
     def _entry(self) -> Entry | None:
         """The answer to store; None if it may not be given to anyone else."""
         request, source, head = self._request, self.source, self._head
-        if not self._is_kept or self._voided != self._cache.voided or request.reply.failure:
+        if not self._is_kept or self._voided != self._cache.voided or self._failure:
             return None
         if source is None or request.worker is not source.worker or not source.is_still(request.model):
             return None

@@ -67,6 +67,8 @@ async def test_a_part_that_fails_is_started_again_and_counted(metrics, caplog):
     async with asyncio.timeout(30):
         await done.wait()
     await shelf.stop()
+    assert not part.is_closed
+    await shelf.aclose()
     assert (runs, failures(metrics, "watching"), failures(metrics, "files")) == (3, 2, 0)
     assert "RecursionError" in caplog.text and "sk-secret" not in caplog.text and part.is_closed
 

@@ -238,6 +238,28 @@ async def test_a_restarted_worker_is_warmed_up_before_it_is_chosen_if_another_is
     assert prepared == [(A, [B])]
 
 
+async def test_a_list_of_models_that_makes_no_sense_harms_its_own_worker_alone(monkeypatch):
+    servers = Servers(A, B)
+    pool = pool_of(servers, worker=(A, B))
+    fetch = servers.fetch
+
+    async def odd(method: str, url: str, *more, **named) -> tuple[int, bytes]:
+        status, text = await fetch(method, url, *more, **named)
+        if url.startswith(A) and url.endswith("/v1/models"):
+            text = json.dumps({"data": [{"id": "m"}, {"id": "n", "parent": ["m"]}]}).encode()
+        return status, text
+
+    await pool.check_all()
+    servers.fetch = odd  # type: ignore[method-assign]
+    await pool.check_all()
+    first, second = pool.workers
+    assert (first.up, second.up) == (False, True) and pool.for_model("m") == [second]
+    pool.discover(())  # reads the names of all
+    servers.boots[B] = 2.0
+    await pool.check_all()
+    assert pool.workers[1].up
+
+
 @pytest.mark.parametrize("failure", [Unreachable(), Broken(), RuntimeError("odd")])
 async def test_whatever_one_worker_does_the_others_are_checked(failure):
     servers = Servers(A, B)

@@ -58,6 +58,9 @@ class Events:
     def fell_short(self, *what: Any) -> None:
         self.short.append(what)
 
+    def left(self, worker: Worker, request_id: str) -> None:
+        """The client of a request has left."""
+
 
 class Pool:
     def __init__(self, *workers: Worker) -> None:
@@ -211,6 +214,30 @@ async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted():
         while request.record.explanation.reason is None:
             await asyncio.sleep(0)
     assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
+
+
+async def test_a_client_that_leaves_while_a_change_is_sought_leaves_the_whole_explanation():
+    scene = Scene()
+    request = changed_request(scene)
+
+    async def handle() -> None:
+        try:
+            await scene.answered(request, Usage(400, 0), EngineOutcome("cold", 0))
+        except asyncio.CancelledError:
+            assert request.verdict is None
+            request.reply.failed(499)
+            scene.accounting.count(request)
+            raise
+
+    handling = asyncio.create_task(handle())
+    await asyncio.sleep(0)  # it has begun
+    handling.cancel()
+    await asyncio.wait((handling,))
+    assert handling.cancelled()
+    async with asyncio.timeout(30):
+        while request.record.explanation.reason is None:
+            await asyncio.sleep(0)
+    assert (request.record.explanation.status, request.record.explanation.reason) == (499, "prefix_changed")
 
 
 @pytest.mark.parametrize(("model", "label"), [("m", "m"), ("lora", "lora"), ("other", "unknown"), (["m"], "unknown")])

@@ -48,6 +48,25 @@ async def test_small_bodies_wait_for_nothing(handler):
         await handler._turn(LARGE_BYTES)
 
 
+async def test_a_client_that_has_left_before_its_answers_head_counts_as_gone_whoever_else_got_the_answer(handler):
+    counted = []
+    handler._accounting.count = counted.append
+
+    async def answer(request, send, watch) -> None:
+        request.delivered = True  # to another client of the response cache
+        raise asgi.ClientGone
+
+    handler._answer = answer
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    extensions = {asgi.ON_DISCONNECT: lambda callback: None}
+    scope = {"method": "GET", "path": "/v1/x", "query_string": b"", "headers": [], "extensions": extensions}
+    await handler(scope, receive, receive)
+    assert [request.status for request in counted] == [499]
+
+
 async def test_without_memory_a_client_is_asked_to_come_again(handler, caplog):
     handler._answer.side_effect = MemoryError
     sent = []

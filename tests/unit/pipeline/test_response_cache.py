@@ -218,6 +218,29 @@ async def test_a_failure_in_the_middle_is_everyones_and_no_end():
     assert client.body == PIECE and not client.ended
 
 
+@pytest.mark.parametrize("failure", [0, 502])
+async def test_who_joined_counts_as_the_answer_ended_and_not_as_its_first_client_did(failure):
+    first = request()
+    execution = Execution(cache(), b"k", first)
+
+    async def compute() -> None:
+        await execution.send(START)
+        if failure:
+            first.reply.failed(failure)  # as for a stream that ends with an error event
+        await execution.send(piece(last=True))
+
+    client = Client()
+    client.reads.clear()
+    reading = asyncio.create_task(client.read(execution))
+    await asyncio.sleep(0)
+    execution.begin(asyncio.create_task(compute()))
+    await execution.ended()
+    first.reply.failed(499)  # its client has left meanwhile
+    client.reads.set()
+    await reading
+    assert client.ended and client.request.status == (failure or 200)
+
+
 async def test_an_execution_that_is_cancelled_before_it_runs_leaves_nobody_waiting():
     execution = Execution(cache(), b"k", request())
 

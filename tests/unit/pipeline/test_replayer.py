@@ -1,0 +1,67 @@
+"""A prompt that is sent for its prefix alone, and what is believed of it afterwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.chat.chat import CHAT
+from proxy.fleet.warmup import WarmupRequest
+from proxy.http.client import Broken, Upstream
+from proxy.pipeline.replayer import Replayer
+from proxy.routing.prefix_index import PrefixIndex
+
+FOUND = Found((Boundary("system", b"s", "first:1", estimate=150),), (b"s",))
+
+PROMPT = WarmupRequest(CHAT, b'{"model":"m","messages":[]}', ("model", "messages"), {}, FOUND, "m")
+
+WORKER = SimpleNamespace(url="http://w", boot="w#1", hint=lambda found: found.entries())
+
+
+class Answering(Upstream):
+    """It answers with a status, or breaks off."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(1.0, 65536)
+        self._status = status
+
+    async def send(self, *asked, **named):
+        if self._status is None:
+            raise Broken("gone")
+
+        async def read() -> bytes:
+            return b"{}"
+
+        return SimpleNamespace(status=self._status, read=read, close=lambda: None)
+
+
+class Events:
+    """What the engine's events are told of a request."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def sent(self, *what: object) -> None:
+        self.told.append("sent")
+
+    def refused(self, *what: object) -> None:
+        self.told.append("refused")
+
+
+@pytest.mark.parametrize("status", [200, 503, None])
+@pytest.mark.parametrize("pin", [None, True])
+async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(status, pin):
+    index, events = PrefixIndex(10**6), Events()
+    replayer = Replayer(Answering(status), index, events, 5.0)
+    if status is None:
+        with pytest.raises(Broken):
+            await replayer.send(WORKER, PROMPT, pin=pin)
+    else:
+        answer, _ = await replayer.send(WORKER, PROMPT, pin=pin)
+        assert answer.status == status
+    if pin is None:
+        assert (index.sent((b"s",), {"w#1"}) is not None) == (status == 200) and events.told == []
+    else:
+        assert events.told == (["sent"] if status == 200 else ["sent", "refused"])
