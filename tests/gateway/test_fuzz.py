@@ -19,7 +19,7 @@ from tests.harness.raw_http import request
 from tests.harness.raw_worker import RawWorker, Seen, head_of
 
 
-@pytest.mark.parametrize("cases", [400, pytest.param(2000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cases", [200, pytest.param(2000, marks=pytest.mark.thorough)])
 async def test_nothing_breaks_at_broken_requests(tmp_path, cases):
     with GatewayForks(tmp_path) as fleet:
         rare = next(number for number in itertools.count() if case(1, number).kind == "at a limit")

@@ -6,13 +6,11 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.harness.recording_worker import USAGE, Recorded, RecordingWorker
-from tests.harness.threaded_server import serving, whole_body
+from tests.harness.threaded_server import whole_body
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
@@ -97,11 +95,3 @@ class ComputingWorker(RecordingWorker):
         choices.append([{"index": 0, "delta": {}, "finish_reason": self.ending}])
         frames = [{"id": f"answer-{name}", "choices": each} for each in choices]
         return [*(b"data: " + json.dumps(frame).encode() + b"\n\n" for frame in frames), b"data: [DONE]\n\n"]
-
-
-@contextmanager
-def computing_worker(**state: Any) -> Iterator[ComputingWorker]:
-    """The fake under a real HTTP server, in a thread."""
-    worker = ComputingWorker(**state)
-    with serving(worker) as worker.url:
-        yield worker

@@ -10,13 +10,11 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.harness.recording_worker import Recorded, RecordingWorker, gzipping, respond
-from tests.harness.threaded_server import serving, whole_body
+from tests.harness.threaded_server import whole_body
 
 RESPONSES = "/v1/responses"
 
@@ -88,11 +86,3 @@ class StoringWorker(RecordingWorker):
 def _event(name: str, response: dict[str, Any]) -> bytes:
     data = json.dumps({"response": response, "type": name})
     return f"event: {name}\ndata: {data}\n\n".encode()
-
-
-@contextmanager
-def storing_worker(**state: Any) -> Iterator[StoringWorker]:
-    """The fake under a real HTTP server, in a thread."""
-    worker = StoringWorker(**state)
-    with serving(worker) as worker.url:
-        yield worker
