@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.harness.scheduler_process import run_forked
+from tests.harness.scheduler_process import audit
 
 CORES = [{}, {"room": 1}, {"blocks": 40, "running": 2, "budget": 100}, {"overlap": True, "room": 1}]
 
 
 def audited(model: Path, **options: object) -> list[dict]:
     asked = {"seeds": [1, 2], "operations": 150, "cores": CORES, **options}
-    return run_forked("adapter_audit", str(model), json.dumps(asked))
+    return audit("adapter", model, **asked)
 
 
 def test_nothing_of_other_weights_is_found_however_an_adapter_changes(model: Path):

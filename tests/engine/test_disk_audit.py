@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.scheduler_process import TRAFFIC, run_forked
+from tests.harness.scheduler_process import TRAFFIC, audit
 
 # So few blocks that what a state has held is soon what another one is loaded into, and fewer rows than a prompt takes.
 TIGHT: dict[str, Any] = {"blocks": 40, "budget": 128, "running": 4, "rows": 24, "files_bound": 120}
-
-
-def audit(model: Path, **wanted: Any) -> list[dict[str, Any]]:
-    return run_forked("disk_audit", str(model), json.dumps({"chats": 40, **wanted}))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +21,7 @@ def audit(model: Path, **wanted: Any) -> list[dict[str, Any]]:
 @TRAFFIC
 def test_copies_that_come_late_and_files_that_are_damaged_lead_to_no_wrong_state(model: Path, core, seeds, share):
     seeds = seeds[share]
-    (found,) = audit(model, seeds=list(seeds), cores=[core])
+    (found,) = audit("disk", model, chats=40, seeds=list(seeds), cores=[core])
     print(found)
     assert found["errors"] == [] and found["inside_pass"]
     assert found["loaded"] > 20 * len(seeds) and found["files_refused"] > len(seeds)
@@ -36,7 +31,7 @@ def test_copies_that_come_late_and_files_that_are_damaged_lead_to_no_wrong_state
 @TRAFFIC
 def test_two_cores_on_one_directory_take_each_others_states_and_no_wrong_one(model: Path, share):
     seeds = [20, 21, 22][share]
-    (found,) = audit(model, seeds=seeds, kind="sharing", cores=[TIGHT])
+    (found,) = audit("disk", model, chats=40, seeds=seeds, kind="sharing", cores=[TIGHT])
     print(found)
     assert found["errors"] == [] and found["taken"] > 20 * len(seeds)
 
@@ -44,16 +39,16 @@ def test_two_cores_on_one_directory_take_each_others_states_and_no_wrong_one(mod
 @TRAFFIC
 def test_a_request_that_waits_in_vain_for_a_disk_is_computed_and_what_comes_late_is_no_wrong_state(model: Path, share):
     seeds = [24, 23][share]
-    (found,) = audit(model, seeds=seeds, kind="hanging", cores=[TIGHT])
+    (found,) = audit("disk", model, chats=40, seeds=seeds, kind="hanging", cores=[TIGHT])
     print(found)
     assert found["errors"] == [] and found["given_up"] > 10 and found["loaded"] > 0
 
 
 def test_a_block_that_is_free_before_it_is_stored_is_found(model: Path):
-    (found,) = audit(model, seeds=[1], cores=[TIGHT], planted=["at once"])
+    (found,) = audit("disk", model, chats=40, seeds=[1], cores=[TIGHT], planted=["at once"])
     assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])
 
 
 def test_files_that_are_believed_unread_are_found(model: Path):
-    (found,) = audit(model, seeds=[1], cores=[{}], planted=["unchecked"])
+    (found,) = audit("disk", model, chats=40, seeds=[1], cores=[{}], planted=["unchecked"])
     assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])

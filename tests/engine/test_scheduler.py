@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.harness.scheduler_process import run_forked
+from tests.harness.scheduler_process import audit
 
 ROOM = {"blocks": 200}
 
@@ -24,7 +23,7 @@ TIGHT = {"blocks": 30, "running": 4}
     ids=["states inside the pass", "the next step planned ahead", "states at chunk ends"],
 )
 def test_every_key_leads_to_what_it_promises(model: Path, cores):
-    for found in run_forked("scheduler_audit", str(model), json.dumps({"seeds": [1, 2], "chats": 80, "cores": cores})):
+    for found in audit("scheduler", model, seeds=[1, 2], chats=80, cores=cores):
         assert found["errors"] == []
         assert found["hit_tokens"] > 400
 
@@ -39,14 +38,14 @@ def test_states_of_whole_blocks_are_what_they_promise(model: Path, layers):
     """vLLM rounds what it caches down to whole blocks, so that a chunk's end cannot be told by it."""
     cores = [ROOM, {**TIGHT, "budget": 100}, {**ROOM, "overlap": True}, AT_CHUNK_ENDS, {**AT_CHUNK_ENDS, **TIGHT}]
     cores = [{**core, **WHOLE_BLOCKS, **layers} for core in cores]
-    for found in run_forked("scheduler_audit", str(model), json.dumps({"seeds": [1], "chats": 80, "cores": cores})):
+    for found in audit("scheduler", model, seeds=[1], chats=80, cores=cores):
         assert found["errors"] == [] and found["refused"] is None
         assert found["hit_tokens"] > 400
 
 
 def test_behind_a_window_nothing_is_kept_and_that_is_said(model: Path):
     cores = [{**ROOM, "window": 128, "export": False}, {**ROOM, "window": 128, **WHOLE_BLOCKS}]
-    for found in run_forked("scheduler_audit", str(model), json.dumps({"seeds": [1], "chats": 20, "cores": cores})):
+    for found in audit("scheduler", model, seeds=[1], chats=20, cores=cores):
         assert found["errors"] == [] and "sliding window" in found["refused"]
 
 
@@ -60,7 +59,7 @@ def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, bl
         {**TIGHT, **events, "writes_in_forward": False, "export": True},
         {**TIGHT, **events, "attention_groups": 2},
     ]
-    found = run_forked("scheduler_audit", str(model), json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
+    found = audit("scheduler", model, seeds=[1, 2], chats=60, cores=cores)
     for audited in found:
         assert audited["errors"] == []
         assert audited["missing"] == 0
@@ -71,14 +70,14 @@ def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, bl
 def test_the_audit_notices_kv_events_of_what_cannot_be_resumed(model: Path):
     """vLLM's own events of a hybrid."""
     audited = {"seeds": [1], "chats": 20, "cores": [{**ROOM, "kv_events": "0"}]}
-    (found,) = run_forked("scheduler_audit", str(model), json.dumps(audited))
+    (found,) = audit("scheduler", model, **audited)
     assert any("lead to no state" in error for error in found["errors"])
 
 
 def test_the_audit_notices_evictions_without_an_event(model: Path):
     audited = {"seeds": [1], "chats": 60, "cores": [TIGHT]}
-    (complete,) = run_forked("scheduler_audit", str(model), json.dumps(audited))
-    (silent,) = run_forked("scheduler_audit", str(model), json.dumps({**audited, "without": ["evicted-states"]}))
+    (complete,) = audit("scheduler", model, **audited)
+    (silent,) = audit("scheduler", model, **audited, without=["evicted-states"])
     assert complete["evicted"] > 20 and complete["errors"] == []
     assert any("reported as stored" in error for error in silent["errors"]) and not silent["evicted"]
 
@@ -95,7 +94,7 @@ PREEMPTED = {
 
 
 def test_keys_of_what_was_never_computed_are_taken_back(model: Path):
-    for found in run_forked("scheduler_audit", str(model), json.dumps(PREEMPTED)):
+    for found in audit("scheduler", model, **PREEMPTED):
         assert found["errors"] == []
 
 
@@ -111,5 +110,5 @@ def test_keys_of_what_was_never_computed_are_taken_back(model: Path):
     ],
 )
 def test_the_audit_notices_what_is_left_out(model: Path, without, audited):
-    for found in run_forked("scheduler_audit", str(model), json.dumps({**audited, "without": [without]})):
+    for found in audit("scheduler", model, **audited, without=[without]):
         assert any("wrong" in error for error in found["errors"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.scheduler_process import TRAFFIC, run_forked
+from tests.harness.scheduler_process import TRAFFIC, audit
 
 ROOM: dict[str, Any] = {"blocks": 120}
 
@@ -16,10 +15,6 @@ TIGHT: dict[str, Any] = {"blocks": 40, "budget": 128, "running": 4}
 
 # So few blocks that what a state has held is soon what a prefill is loaded into.
 TIGHTEST: dict[str, Any] = {"blocks": 20, "budget": 256, "running": 6, "overlap": True}
-
-
-def audit(model: Path, **wanted: Any) -> list[dict[str, Any]]:
-    return run_forked("transfer_audit", str(model), json.dumps(wanted))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +29,7 @@ def audit(model: Path, **wanted: Any) -> list[dict[str, Any]]:
 @TRAFFIC
 def test_prefill_and_decode_apart_find_no_wrong_state_and_read_no_wrong_block(model: Path, cores, seeds, share):
     seeds = seeds[share]
-    for found in audit(model, seeds=list(seeds), chats=60, cores=cores):
+    for found in audit("transfer", model, seeds=list(seeds), chats=60, cores=cores):
         print(found)
         assert found["errors"] == [] and found["inside_pass"] and found["resets"]
         each = len(seeds)
@@ -42,12 +37,12 @@ def test_prefill_and_decode_apart_find_no_wrong_state_and_read_no_wrong_block(mo
 
 
 def test_a_block_is_loaded_into_before_its_last_state_is_written_if_it_is_free_at_once(model: Path):
-    (found,) = audit(model, seeds=[2], chats=60, cores=[TIGHTEST], planted=["at once"])
+    (found,) = audit("transfer", model, seeds=[2], chats=60, cores=[TIGHTEST], planted=["at once"])
     assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])
 
 
 def test_without_a_look_at_its_contents_a_prefill_of_another_prompt_is_loaded(model: Path):
-    (found,) = audit(model, seeds=[2], chats=60, cores=[ROOM], planted=["content"])
+    (found,) = audit("transfer", model, seeds=[2], chats=60, cores=[ROOM], planted=["content"])
     assert found["errors"]
 
 
@@ -66,7 +61,7 @@ def test_a_prefill_is_loaded_only_if_it_is_known_to_be_of_the_same_weights(model
         "unknown there": [["", "?", "", ""], ["a", "", "one", "s"]],
     }
     cores = [{**ROOM, "weights": weights} for weights in (loaded | computed).values()]
-    found = audit(model, seeds=[2], chats=30, cores=cores)
+    found = audit("transfer", model, seeds=[2], chats=30, cores=cores)
     assert [each["errors"] for each in found] == [[]] * len(cores)
     read = {name: each["read"] > 0 for name, each in zip(loaded | computed, found, strict=True)}
     assert read == dict.fromkeys(loaded, True) | dict.fromkeys(computed, False)
@@ -81,25 +76,29 @@ def several(*names: str) -> dict[str, Any]:
     return connector("MultiConnector", kv_connector_extra_config=children)
 
 
+def starts(model: Path, connectors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return audit("transfer", model, cores=[{"connector": each} for each in connectors])
+
+
 OWN = connector("OwnConnector", kv_connector_module_path="tests.harness.transfer_audit")
 
 
 def test_a_scheduler_says_how_states_are_kept_beside_its_connector(model: Path):
     inside = [connector("NixlConnector"), connector("NixlPullConnector"), several("NixlConnector")]
     cut = [connector("NixlPushConnector"), OWN, several("NixlConnector", "NixlPushConnector")]
-    pulls, named = audit(model, started=inside), audit(model, started=cut)
+    pulls, named = starts(model, inside), starts(model, cut)
     for found in pulls:
-        (line,) = found["said"]
+        (line,) = found["played"]
         assert found["inside_pass"] and not found["ignored"]
         assert "inside the pass" in line and "KV connector Nixl" in line
     for found, name in zip(named, ("NixlPushConnector", "OwnConnector", "NixlPushConnector"), strict=True):
-        (line,) = found["said"]
+        (line,) = found["played"]
         assert not found["inside_pass"] and not found["ignored"]
         assert "one pass each" in line and f": {name} is not known to leave alone the blocks" in line
 
 
 def test_hints_are_refused_and_counted_beside_values_that_nobody_has_computed(model: Path):
-    for found in audit(model, started=[connector("DecodeBenchConnector"), several("DecodeBenchConnector")]):
-        (line,) = found["said"]
+    for found in starts(model, [connector("DecodeBenchConnector"), several("DecodeBenchConnector")]):
+        (line,) = found["played"]
         assert not found["inside_pass"] and found["ignored"] == {"connector": 1}
         assert "hints are refused" in line and "DecodeBenchConnector puts values into the cache" in line

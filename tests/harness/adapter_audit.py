@@ -3,15 +3,12 @@
 A worker loads adapters as vLLM's does: when it is told to, when a step needs one that it has no room for, in each step
 of a request that says so. Whatever it computes remembers the weights that it was computed with; a request that finds
 anything of other weights than the worker has for it then is a wrong answer to come.
-
-Run as `python -m tests.harness.adapter_audit MODEL '{"seeds": [1], "operations": 200, "cores": [{}]}'`. Prints JSON.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -27,7 +24,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from tests.harness import audit
 from tests.harness.audit import Core, Scene, Worker, begun
 
 WEIGHTS = (1, 2, 3)  # that an adapter's file may have; 0 stands for no adapter
@@ -218,11 +214,3 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
         with tempfile.TemporaryDirectory() as folder:
             play = partial(random_traffic, core, seed, wanted["operations"], Path(folder))
             yield Scene(f"seed {seed}", [core], play)
-
-
-def main(model: str, argument: str) -> None:
-    audit.run(model, argument, scenes)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

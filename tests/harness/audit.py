@@ -4,16 +4,21 @@
 answer to come. `Worker` is a model of what a real worker does to blocks, fed with nothing but the messages a real one
 gets: copies first, then attention rows and recurrent states, then the states that a step was asked to write. Each
 block remembers which prefix its contents stand for. The audits beside a disk, between two engines, with adapters and
-with drafts are workers of their own; each says in `Scene`s what traffic it gets, and `run` is the loop of all.
+with drafts are workers of their own; each says in `scenes` what traffic it gets, and `audit` is the loop of all.
+
+Run as `python -m tests.harness.audit scheduler MODEL '{"seeds": [1], "chats": 9, "cores": [{}]}'` (or disk, transfer,
+adapter, draft), since patching is per process. Prints JSON.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import logging
 import os
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -617,16 +622,12 @@ class Scene(NamedTuple):
     counted: bool = True  # if False, so that others which do nothing are seen
 
 
-# The scenes that an audit has for the arguments of its cores.
-Scenes = Callable[[str, dict[str, Any], dict[str, Any]], Iterator[Scene]]
-
-
 def audit(scenes: Iterator[Scene], options: dict[str, Any]) -> dict[str, Any]:
     """What is wrong in any of the scenes, the plugin's settings at the end, and counts, so that idleness is seen."""
-    errors, counts, plugin = [], Counter[str](), {}
+    errors, counts, plugin, played = [], Counter[str](), {}, None
     for scene in scenes:
         try:
-            scene.play()
+            played = scene.play()
         except AssertionError as error:  # vLLM's own, of what no engine survives
             scene.cores[0].errors.append(f"the engine dies: {error}")
         for core in scene.cores:
@@ -638,19 +639,23 @@ def audit(scenes: Iterator[Scene], options: dict[str, Any]) -> dict[str, Any]:
             core.counts["written"] += sum(map(len, core.written.values()))
             counts.update(core.counts if scene.counted else {})
             plugin = core.plugin
-    return {"core": options, "errors": errors, **plugin, **counts}
+    return {"core": options, "errors": errors, "played": played, **plugin, **counts}
 
 
-def run(model: str, argument: str, scenes: Scenes, defects: Mapping[str, Callable[[], None]] | None = None) -> None:
-    """Print what is found with each of the `cores`, as JSON.
+def main(name: str, model: str, argument: str) -> None:
+    """Print what the audit of a `name` finds with each of the `cores`, as JSON.
 
     `argument`: JSON with `cores`, whose arguments the audit knows, `without` (beginnings of the names of patches that
-    are not applied), `planted` (names of `defects`) and what the scenes ask for: `seeds`, `chats`.
+    are not applied), `planted` (names of the audit's defects) and what its scenes ask for: `seeds`, `chats`.
     """
-    wanted = json.loads(argument)
+    wanted, module = json.loads(argument), importlib.import_module(f"tests.harness.{name}_audit")
     logging.disable(logging.INFO)
     init_none_hash(sha256)
     ledger.apply([patch for patch in PATCHES if not patch.name.startswith(tuple(wanted.get("without", ())))])
     for defect in wanted.get("planted", ()):
-        (defects or {})[defect]()
-    print(json.dumps([audit(scenes(model, wanted, options), options) for options in wanted["cores"]]))
+        module.DEFECTS[defect]()
+    print(json.dumps([audit(module.scenes(model, wanted, options), options) for options in wanted["cores"]]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -4,9 +4,6 @@ A core with a checkpoint directory lives several times on it, and sees the same 
 own, but what copies is a model: a block and its row in host memory are copied at any time after the step that names
 them was planned, as late as vLLM allows. So is a disk: what is handed to its threads is done in any later step.
 Meanwhile files are damaged and swapped, clients leave, and the cache is emptied.
-
-Run as `python -m tests.harness.disk_audit MODEL '{"seeds": [1], "chats": 40, "cores": [{}]}'`, since patching is per
-process. Prints JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import itertools
 import json
 import os
 import random
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,7 +30,7 @@ from engine_patches.disk import connector, files
 from engine_patches.disk.connector import StateScheduler
 from engine_patches.disk.files import SUFFIX, StateFiles
 from engine_patches.disk.flags import ALL, transfer_flags
-from tests.harness import audit, disk_defects
+from tests.harness import disk_defects
 from tests.harness.audit import Core, Scene, Worker, random_traffic
 
 LIVES = 3
@@ -363,18 +359,10 @@ def play(core: Core, seed: int, life: int, chats: int) -> None:
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
     """`wanted["kind"]` and `options`: see `cores`."""
+    disk_defects.loads_always_pay()  # a stand-in's steps take no time
     for seed in wanted["seeds"]:
         draw = random.Random(-seed)
         with tempfile.TemporaryDirectory(prefix="seamark-audit-") as name:
             for life in range(LIVES):
                 made = cores(model, wanted.get("kind", "alone"), Path(name), draw, **options)
                 yield Scene(f"seed {seed}, life {life}", made, partial(play, made[0], seed, life, wanted["chats"]))
-
-
-def main(model: str, argument: str) -> None:
-    disk_defects.loads_always_pay()  # a stand-in's steps take no time
-    audit.run(model, argument, scenes, DEFECTS)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

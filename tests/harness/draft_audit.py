@@ -6,16 +6,12 @@ of a block's edge is copied into the edge's block, as vLLM does after sampling; 
 
 A draft head's own row for a token is made with the next token, too. `foreign_rows` counts the rows that requests found
 in the cache and that were made with another next token than their own: the head then drafts worse, no answer changes.
-
-Run as `python -m tests.harness.draft_audit MODEL '{"seeds": [1], "chats": 9, "cores": [{}], "planted": []}'`, since
-patching is per process. Prints JSON.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +22,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from engine_patches import settings
 from engine_patches.footprint import WRITES
-from tests.harness import audit, draft_defects
+from tests.harness import draft_defects
 from tests.harness.audit import (
     ATTENTION,
     BLOCK,
@@ -223,6 +219,8 @@ def siblings(core: Core, shared: int, options: dict[str, Any]) -> None:
         core.errors.append(f"{core.hits['2']} of {shared} shared tokens are found, expected {expected}")
 
 
+DEFECTS = {name: partial(draft_defects.plant, name) for name in draft_defects.OF_THE_SCHEDULER}
+
 OF_THE_WORKER = ("drafts", "variable", "head", "drop", "fills_in")
 
 
@@ -231,6 +229,8 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
 
     `options`: of `DraftWorker` and of `Core`.
     """
+
+    os.environ[settings.DRAFTS] = "1"
 
     def core(seed: int) -> Core:
         worker = DraftWorker(seed=seed, **{name: options[name] for name in OF_THE_WORKER if name in options})
@@ -243,13 +243,3 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
         yield Scene(f"after {answer} tokens", [made := core(answer)], partial(replay, made, answer), counted=False)
     for shared in wanted.get("shared", ()):
         yield Scene(f"{shared} shared", [made := core(shared)], partial(siblings, made, shared, options))
-
-
-def main(model: str, argument: str) -> None:
-    os.environ[settings.DRAFTS] = "1"
-    defects = {name: partial(draft_defects.plant, name) for name in draft_defects.OF_THE_SCHEDULER}
-    audit.run(model, argument, scenes, defects)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

@@ -18,7 +18,7 @@ TIGHT = {"blocks": 60, "running": 4}
 
 PREEMPTING = {"policy": "priority", "blocks": 40, "running": 4, "budget": 90}
 
-# Arguments of `draft_audit.DraftCore`.
+# Arguments of `audit.Core` and `draft_audit.DraftWorker`.
 CORES: list[dict[str, Any]] = [
     {},
     TIGHT,

@@ -45,6 +45,12 @@ def run_forked(module: str, *arguments: str) -> Any:
         return json.loads(process.submit(_printed, module, arguments).result(timeout=SECONDS))
 
 
+def audit(name: str, model: Path | str, **wanted: Any) -> list[dict[str, Any]]:
+    """What the audit of a `name` finds with each of the cores; `wanted`: see `audit.main`."""
+    found: list[dict[str, Any]] = run_forked("audit", name, str(model), json.dumps(wanted))
+    return found
+
+
 def _printed(module: str, arguments: tuple[str, ...]) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         importlib.import_module(f"tests.harness.{module}").main(*arguments)

@@ -3,18 +3,13 @@
 Two cores: P prefills, D loads what P computed and goes on. What NIXL's worker does is copying the
 blocks that its scheduler names, at any time after the step that names them was planned: before the steps that still run
 have written, if the engine plans ahead. P's blocks are its own again when D has read them.
-
-Run as `python -m tests.harness.transfer_audit MODEL '{"seeds": [1], "chats": 40, "cores": [{}]}'`, since patching is
-per process. Prints JSON.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -22,16 +17,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.outputs import KVConnectorOutput
 
-from engine_patches import ledger
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.patches import PATCHES
 from engine_patches.scheduler import hooks
 from engine_patches.scheduler.transfers import STOPS, Transfers
-from tests.harness import audit
 from tests.harness.audit import Core, Scene, Worker
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -218,28 +208,28 @@ def random_traffic(p: Core, d: Core, seed: int, chats: int) -> None:
 
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
-    """`options`: see `cores`."""
+    """`options`: see `cores`; with a `connector`, which vLLM's flag would have, a start beside that is all."""
+    if "connector" in options:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        hooks.logger = logging.getLogger("started")  # each engine configuration resets vLLM's own
+        hooks.logger.setLevel(logging.INFO)
+        hooks.logger.addHandler(handler)
+        logging.disable(logging.NOTSET)
+        core = Core(model, **options)
+        yield Scene("start", [core], partial(said, core, lines))
+        hooks.logger.removeHandler(handler)
+        return
     for seed in wanted["seeds"]:
         p, d = cores(model, **options)
         yield Scene(f"seed {seed}", [p, d], partial(random_traffic, p, d, seed, wanted["chats"]))
 
 
-def started(model: str, connectors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a scheduler makes of each of these `--kv-transfer-config`, and of a hint beside it."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    hooks.logger = logging.getLogger("started")  # each engine configuration resets vLLM's own
-    hooks.logger.setLevel(logging.INFO)
-    hooks.logger.addHandler(handler)
-    found = []
-    for connector in connectors:
-        lines.clear()
-        core = Core(model, connector=connector)
-        core.scheduler.seamark.state_of(core.request("r", list(range(200)), [163, 190]))
-        told = [line for line in lines if "states are written" in line or "hints are refused" in line]
-        found.append({**core.plugin, "said": told})
-    return found
+def said(core: Core, lines: list[str]) -> list[str]:
+    """What is logged of how states are kept, and of hints that are refused, when a request brings some."""
+    core.scheduler.seamark.state_of(core.request("r", list(range(200)), [163, 190]))
+    return [line for line in lines if "states are written" in line or "hints are refused" in line]
 
 
 def free_at_once() -> None:
@@ -255,18 +245,3 @@ def load_anything() -> None:
 
 
 DEFECTS = {"at once": free_at_once, "content": load_anything}
-
-
-def main(model: str, argument: str) -> None:
-    """`{"started": [configurations of connectors]}` asks only what a scheduler makes of each."""
-    wanted = json.loads(argument)
-    if "started" not in wanted:
-        audit.run(model, argument, scenes, DEFECTS)
-        return
-    init_none_hash(sha256)
-    ledger.apply(PATCHES)
-    print(json.dumps(started(model, wanted["started"])))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

@@ -157,9 +157,11 @@ def main(versions: list[str]) -> int:
         source = source_of(version)
         shown = run(source, "scheduler_situations", model)
         found = differences(shown)
-        audits = run(source, "scheduler_audit", model, json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
+        audits = run(source, "audit", "scheduler", model, json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
         errors = [f"{audit['core']}: {audit['errors']}" for audit in audits if audit["errors"]]
-        drafts = [draft_cores.faults(audit) for audit in run(source, "draft_audit", drafting_model, json.dumps(wanted))]
+        drafts = [
+            draft_cores.faults(audit) for audit in run(source, "audit", "draft", drafting_model, json.dumps(wanted))
+        ]
         held = (
             f"{len(shown) - len(found)} of {len(shown)} situations, {len(cores) - len(errors)} of {len(cores)} audits"
         )

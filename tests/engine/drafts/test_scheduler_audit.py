@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from proxy.bench.harness.servers import generated_model
 from tests.harness.draft_cores import ANSWERS, CORES, HEADS, SHARED, WINDOWED, expected_hits, faults
 from tests.harness.draft_defects import A_UNIT_EARLY, REPLAY_TRUSTED, SHORT_REPLAYS
-from tests.harness.scheduler_process import run_forked
+from tests.harness.scheduler_process import audit as run_audit
 
 ALL = [*CORES, *HEADS]
 
@@ -26,7 +25,7 @@ def found(drafting_model: str) -> list[dict[str, Any]]:
 
 
 def audit(model: str, **wanted: Any) -> list[dict[str, Any]]:
-    return run_forked("draft_audit", model, json.dumps({"chats": 30, **wanted}))
+    return run_audit("draft", model, chats=30, **wanted)
 
 
 @pytest.mark.parametrize("number", range(len(ALL)), ids=[", ".join(f"{k} {v}" for k, v in c.items()) for c in ALL])
