@@ -88,11 +88,12 @@ class Dispatcher:
 
         The worker of a response is remembered once one has answered for it.
         """
-        if request.response_id is None or self._keeper(request) is not None:
+        if request.response_id is None or (keeper := self._keeper(request)) is worker:
             return False
         if status == NOT_FOUND:
             request.asked.append(worker)
-            return len(request.asked) < MOST_ASKED and bool(self._unasked(request))
+            # Another gateway may have told meanwhile whose it is.
+            return len(request.asked) < MOST_ASKED and (keeper is not None or bool(self._unasked(request)))
         if 200 <= status < 300:
             self._stored.keep(request.response_id, worker.boot, request.client.owner)
         return False

@@ -5,6 +5,7 @@ Each is found by the client that asked for it, and by no other key.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -140,6 +141,21 @@ async def test_what_one_gateway_learns_of_a_response_another_knows_through_redis
         for response_id in ids:
             assert (await ask(second, "GET", f"/{response_id}")).status_code == 200
         assert second.metric("seamark_resent_total", reason="not_found") == 0
+
+
+async def test_a_response_that_another_gateway_tells_of_while_it_is_sought_is_found(in_memory, workers):
+    gateway = await in_memory(*workers)
+    for worker in workers:
+        worker.hold.set()
+    asking = asyncio.create_task(ask(gateway, "GET", "/resp_1"))
+    await until(lambda: any(worker.asked_for for worker in workers))
+    keeper = next(worker for worker in workers if not worker.asked_for)
+    keeper.stored["resp_1"] = {"id": "resp_1"}
+    (boot,) = (each.boot for each in gateway.gateway.pool.workers if each.url == keeper.url)
+    gateway.gateway.reader.stored.keep("resp_1", boot, None)
+    for worker in workers:
+        worker.hold.clear()
+    assert (await asking).status_code == 200
 
 
 async def test_a_response_that_no_worker_knows_is_sought_once_at_each(in_memory, workers):

@@ -40,6 +40,8 @@ class StoringWorker(RecordingWorker):
         response_id = body.get("previous_response_id") if path == RESPONSES else path.split("/")[3]
         if response_id is not None:
             self.asked_for.append(response_id)
+            while self.hold.is_set():
+                await asyncio.sleep(0.01)
             if response_id not in self.stored:
                 error = {"message": f"Response with id '{response_id}' not found.", "code": 404, "param": "response_id"}
                 await respond(send, json.dumps({"error": error}).encode(), status=404)
