@@ -246,7 +246,7 @@ def test_where_nothing_else_is_each_command_names_what_is_missing_and_what_insta
     [
         *(("serve", name) for name in ("fastapi", "uvicorn", "aiohttp", "cachetools", "msgspec", "xxhash", "redis")),
         ("serve", "prometheus_client"),
-        ("doctor", "httpx"),
+        ("doctor", "aiohttp"),
         ("bench", "httpx"),
         ("boundary", "aiohttp"),
     ],

@@ -100,7 +100,7 @@ def test_an_unknown_mode_leaves_vllm_untouched_with_one_line(run):
 def test_as_reference_only_the_cures_are_applied(run):
     out = run(
         """
-cures = [patch.name for patch in applicable() if patch.role is ledger.Role.CURE]
+cures = [patch.name for patch in applicable() if patch.role is ledger.PatchRole.CURE]
 plugin.register()
 print(ledger.patches_live(), replaced() == cures, len(cures))
 """,
