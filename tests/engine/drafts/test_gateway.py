@@ -26,6 +26,8 @@ from proxy.bench.harness.servers import (
 from proxy.commands.render_server import free_port
 from tests.harness.draft_engines import MTP
 
+pytestmark = pytest.mark.thorough
+
 CHAT = "/v1/chat/completions"
 
 UNIT, AHEAD = 16, 16  # tokens
@@ -37,8 +39,6 @@ STAND_INS = {"seamark_draft_kernels": "tests.harness.draft_kernels:register"}
 STARTED_ALL_THE_SAME = """
 import sys
 from engine_patches.commands import worker
-
-pytestmark = pytest.mark.thorough
 worker.cannot_draft = lambda *_: None
 sys.exit(worker.main(sys.argv[1:]))
 """
