@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -227,7 +226,9 @@ class Accounting(Part):
         """What is known of a request by now."""
         client, prompt, found = request.client, request.prompt, request.prompt.found or Found()
         status = request.status if request.is_over else None
-        explanation = Explanation(
+        # What came of it is there only once it is judged.
+        judged = {} if request.verdict is None else {"sent": request.body.hint, **request.verdict._asdict()}
+        return Explanation(
             client.request_id,
             client.endpoint,
             owner=client.owner,
@@ -240,10 +241,8 @@ class Accounting(Part):
             rewrites=prompt.rewrites,
             client=client_name(client.user_agent),
             missing=self._missing(request) if status == NOT_FOUND else None,
+            **judged,
         )
-        if (verdict := request.verdict) is None:
-            return explanation
-        return replace(explanation, sent=request.body.hint, **verdict._asdict())
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
         """The figures of a removed worker go once it has answered its last request."""
