@@ -1,4 +1,4 @@
-"""The shape of what a gateway can do without, and the shelf that all of it stands on.
+"""The shape of a gateway's parts that work beside the requests, and the shelf that all of them stand on.
 
 Whoever finds out what happened to a worker tells the shelf, and so each part that wants to know.
 """

@@ -36,13 +36,11 @@ from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.observability.time_saved import TimeSaved
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import ProxiedRequest, Report, Verdict
+from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, Verdict
 from proxy.routing.engine_events import EngineEvents, EngineOutcome
 from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.gateway")
-
-CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
 
 NOT_FOUND = 404
 
@@ -291,7 +289,8 @@ class Accounting(Part):
     def _end_trace(request: ProxiedRequest, model: str) -> None:
         if (trace := request.trace) is None:
             return
-        arrived, timings = request.client.arrived, request.timings
+        timings = request.timings
+        arrived = timings.arrived
         stages = []
         if timings.reading_seconds:
             stages.append(("boundaries", arrived, arrived + timings.reading_seconds))
@@ -431,7 +430,7 @@ class Accounting(Part):
         if reason != "hit":
             metrics.misses.labels(model, reason).inc()
         if timings.first_byte is not None:
-            seconds = timings.first_byte - request.client.arrived
+            seconds = timings.first_byte - timings.arrived
             self._first_token(model, cache_label(delivery)).observe(seconds)
         verdict = Verdict(
             reason,

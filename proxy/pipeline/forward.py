@@ -24,10 +24,10 @@ from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stal
 from proxy.http.json_body import TRANSFERS
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
-from proxy.pipeline.accounting import CLIENT_GONE, Accounting
+from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.prefill import Prefills
-from proxy.pipeline.request import ProxiedRequest, choices_of
+from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, choices_of
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import LOAD_HEADER, OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings

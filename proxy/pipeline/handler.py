@@ -34,14 +34,14 @@ from proxy.http.json_body import as_utf8, memory_of, parse_object
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
-from proxy.pipeline.accounting import CLIENT_GONE, Accounting
+from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.answering import Answering
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.engine_names import EngineName, EngineNames
 from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import ProxiedRequest, Reply, Timings, request_of
+from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Reply, Timings, request_of
 from proxy.settings import Settings
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class RequestHandler:
             workers = self._pool.serving(request.model)
             request.prompt = await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
             self._accounting.began(request)
-            request.timings.reading_seconds = time.perf_counter() - client.arrived
+            request.timings.reading_seconds = time.perf_counter() - request.timings.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
 
     async def _turn(self, size: int) -> None:

@@ -62,7 +62,6 @@ class ClientRequest(NamedTuple):
     headers: asgi.HeaderList  # those that go on to the worker
     request_id: str
     key: ApiKey | None  # None if no keys are configured
-    arrived: float  # time.perf_counter() when the body was complete
 
     @property
     def id_header(self) -> tuple[bytes, bytes]:
@@ -231,7 +230,7 @@ class Timings:
     leased: float = 0.0  # it was given to its worker
     first_byte: float | None = None
     is_stream: bool = False  # `first_byte` is that of a stream's first event
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float = field(default_factory=time.perf_counter)  # the body was complete
     waited_seconds: float = 0.0  # for workers, and for a slot
     was_alone: bool = False  # no other request was at its worker between `leased` and `first_byte`
 
@@ -243,6 +242,9 @@ class Timings:
     def own_milliseconds(self) -> float:
         """That the gateway itself has taken by now."""
         return max(0.0, time.perf_counter() - self.arrived - self.waited_seconds) * 1e3
+
+
+CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
 
 
 class Reply:
@@ -269,7 +271,7 @@ class Reply:
 
     @property
     def status(self) -> int:
-        """What the request counts as: HTTP's status, or 499 if the client left; 0 while there is none."""
+        """What the request counts as: HTTP's status, or `CLIENT_GONE`; 0 while there is none."""
         return self.failure or self._begun_as
 
     def failed(self, status: int) -> None:
@@ -409,9 +411,8 @@ def request_of(
         asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY),
         request_id,
         key,
-        time.perf_counter(),
     )
-    timings = Timings(arrived=client.arrived)
+    timings = Timings()
     return ProxiedRequest(client, RequestBody(raw), Reply(send or _nowhere, timings), request_id, timings=timings)
 
 
