@@ -18,7 +18,7 @@ from proxy.http.auth import ApiKey
 S = TypeVar("S")
 
 
-class _Waiting:
+class _Waiter:
     """A request in the queue."""
 
     __slots__ = ("future", "key", "take", "wants")
@@ -38,7 +38,7 @@ class AdmissionQueue:
         self._most = most
         self._timeout = timeout
         self._seconds = seconds
-        self._queue: dict[_Waiting, None] = {}  # in order of arrival
+        self._queue: dict[_Waiter, None] = {}  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -55,50 +55,50 @@ class AdmissionQueue:
         if self._is_next(key, wants) and (slot := take()) is not None:
             return slot
         self._refuse_if_full(key)
-        waiting = _Waiting(key, wants, take)
-        self._queue[waiting] = None
+        waiter = _Waiter(key, wants, take)
+        self._queue[waiter] = None
         if key is not None:
             key.queued += 1
         started = time.perf_counter()
         found: S | None = None
         try:
             async with asyncio.timeout(self._timeout):
-                result: S = await waiting.future
+                result: S = await waiter.future
                 found = result
             return result
         except TimeoutError:
             raise self._refusal(key, f"No slot became free within {self._timeout:g} seconds") from None
         finally:
-            self._forget(waiting)
+            self._forget(waiter)
             self._seconds.observe(time.perf_counter() - started)
-            if found is None and waiting.future.done() and not waiting.future.cancelled():
-                give_back(waiting.future.result())
+            if found is None and waiter.future.done() and not waiter.future.cancelled():
+                give_back(waiter.future.result())
 
     def wake(self) -> None:
         """A slot may have become free."""
         full: set[Hashable] = set()
-        for waiting in list(self._queue):
-            if waiting.future.done() or waiting.wants in full or not _may_go(waiting.key):
+        for waiter in list(self._queue):
+            if waiter.future.done() or waiter.wants in full or not _may_go(waiter.key):
                 continue
             try:
-                found = waiting.take()
+                found = waiter.take()
             except GatewayError:  # none for now: a request that arrives is refused, one that waits goes on waiting
                 found = None
             if found is None:
-                full.add(waiting.wants)
+                full.add(waiter.wants)
             else:
-                self._forget(waiting)
-                waiting.future.set_result(found)
+                self._forget(waiter)
+                waiter.future.set_result(found)
 
-    def _forget(self, waiting: _Waiting) -> None:
-        if waiting in self._queue:
-            del self._queue[waiting]
-            if waiting.key is not None:
-                waiting.key.queued -= 1
+    def _forget(self, waiter: _Waiter) -> None:
+        if waiter in self._queue:
+            del self._queue[waiter]
+            if waiter.key is not None:
+                waiter.key.queued -= 1
 
     def _is_next(self, key: ApiKey | None, wants: Hashable) -> bool:
         """Whether no request for the same slots could go first: one that waits for its key's own limit could not."""
-        return _may_go(key) and not any(waiting.wants == wants and _may_go(waiting.key) for waiting in self._queue)
+        return _may_go(key) and not any(waiter.wants == wants and _may_go(waiter.key) for waiter in self._queue)
 
     def _refuse_if_full(self, key: ApiKey | None) -> None:
         if key is not None and key.queued >= key.entry.max_queued:
