@@ -60,12 +60,15 @@ class Shelf:
     def __init__(self, metrics: Metrics) -> None:
         self._failures = metrics.task_failures
         self._parts: list[Part] = []
+        self._listening: list[Part] = []  # to what happens to workers: a request is told of, too
         self._runs: dict[str, Callable[[], Awaitable[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def put(self, part: P) -> P:
         """Another part, before the gateway starts."""
         self._parts.append(part)
+        if type(part).on_worker is not Part.on_worker:
+            self._listening.append(part)
         if type(part).run is not Part.run:
             self.also_run(part.name, part.run)
         return part
@@ -81,7 +84,7 @@ class Shelf:
 
     def tell(self, worker: Worker, change: Change, model: str = "") -> None:
         """Something has happened to a worker. `model`: the adapter's name."""
-        for part in self._parts:
+        for part in self._listening:
             part.on_worker(worker, change, model)
 
     async def prepare(self, worker: Worker) -> None:

@@ -94,9 +94,18 @@ class WorkerPool:
 
     async def ready(self) -> list[Worker]:
         """Workers that are up, after a health check of all if none was."""
-        if not self.up:
+        if not (up := self.up):
             await self.check_all()
-        return self.up
+            up = self.up
+        return up
+
+    async def find(self, model: Any) -> list[Worker]:
+        """As `serving`, after a look at the workers if none is known to serve it."""
+        if not self.lists(model) or not (serving := self.serving(model)):
+            await self.ready()
+            await self.look_for(model)
+            serving = self.serving(model)
+        return serving
 
     def serving(self, model: Any) -> list[Worker]:
         """Workers that are up and serve `model`, warm or not.

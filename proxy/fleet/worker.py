@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
@@ -185,7 +186,7 @@ class Worker:
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Label in metrics and headers: host and port, and the path if it has one."""
         return self.url.split("://", 1)[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 from urllib.parse import urlencode
 
@@ -55,7 +56,7 @@ class EngineInfo:
     lane: str = ""  # how states are kept beside them
     refused: str = ""  # why it keeps no state for any hint; empty if hints count
 
-    @property
+    @cached_property
     def takes_entries(self) -> bool:
         """Whether its plugin resolves entries of a hint that are no positions."""
         return _release(self.version) >= ENTRIES_SINCE

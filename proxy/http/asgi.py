@@ -190,7 +190,10 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 def codings(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
     """How a body is compressed, in the order of the steps (header names in lower case); empty if it is not."""
-    named = b",".join(value for name, value in headers if name == b"content-encoding").decode("latin-1").lower()
+    values = [value for name, value in headers if name == b"content-encoding"]
+    if not values:
+        return []
+    named = b",".join(values).decode("latin-1").lower()
     return [coding for each in named.split(",") if (coding := each.strip()) not in ("", "identity")]
 
 
@@ -206,14 +209,18 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
 
 def unencoded(headers: HeaderList) -> HeaderList:
     """Request headers that ask for a body without a content coding; as they are if the client takes none such."""
-    accepted = b",".join([value for name, value in headers if name == b"accept-encoding"])
+    accepted = [value for name, value in headers if name == b"accept-encoding"]
+    if any(b";" in each for each in accepted) and not _takes_identity(accepted):
+        return headers
+    return [*[header for header in headers if header[0] != b"accept-encoding"], (b"accept-encoding", b"identity")]
+
+
+def _takes_identity(accepted: list[bytes]) -> bool:
     weights: dict[bytes, bytes] = {}
-    for each in accepted.lower().split(b","):
+    for each in b",".join(accepted).lower().split(b","):
         coding, _, weight = each.partition(b";")
         weights[coding.strip()] = weight.strip()
-    if _NONE_SUCH.fullmatch(weights.get(b"identity", weights.get(b"*", b""))):
-        return headers
-    return [*(header for header in headers if header[0] != b"accept-encoding"), (b"accept-encoding", b"identity")]
+    return _NONE_SUCH.fullmatch(weights.get(b"identity", weights.get(b"*", b""))) is None
 
 
 @cache

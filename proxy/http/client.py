@@ -89,10 +89,13 @@ class Answer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes, undecoded. Raises `Broken` when the worker breaks off."""
-        read = self._response.content.readany
+        while chunk := await self.next_chunk():
+            yield chunk
+
+    async def next_chunk(self) -> bytes:
+        """The next piece of the body, undecoded; empty at its end. Raises `Broken` when the worker breaks off."""
         try:
-            while chunk := await read():
-                yield chunk
+            return await self._response.content.readany()
         except FAILURES as error:
             raise _broken(error) from error
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import resolved_positions
 from proxy.boundaries.resolve import Entry
@@ -15,14 +15,13 @@ from proxy.boundaries.resolve import Entry
 MAX_REQUESTS = 10_000  # explained, the last ones
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """One request; lengths in tokens."""
 
     request_id: str
     endpoint: str
     owner: str | None = None  # name of the API key it came with; not shown
-    began: float = field(default_factory=time.time)  # seconds since the epoch
+    began: float = 0.0  # seconds since the epoch
     status: int | None = None  # of the answer, 499 if the client left; None while it is under way
     model: str | None = None
     worker: str | None = None
@@ -36,7 +35,7 @@ class Explanation:
     delivered: int | None = None
     reason: str | None = None  # None until the answer is complete, and if the worker reports no cached tokens
     changed: dict[str, Any] | None = None  # where it differs from the nearest recent request
-    would_save: Mapping[str, int] = field(default_factory=dict)  # tokens behind text that changes, by its kind
+    would_save: Mapping[str, int] = MappingProxyType({})  # tokens behind text that changes, by its kind
     rewrites: tuple[str, ...] = ()
     lost: dict[str, int] | None = None  # tokens by reason, in shadow mode; None until it is judged
     client: str | None = None  # name and version that the client gives itself, shortened
@@ -49,8 +48,8 @@ class Explanation:
             {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
             for entry, kind in self.boundaries
         ]
-        shown = {name: value for name, value in self.__dict__.items() if name != "owner"}
-        return {**shown, "boundaries": boundaries}
+        shown = {name: value for name, value in self._asdict().items() if name != "owner"}
+        return {**shown, "boundaries": boundaries, "would_save": dict(self.would_save)}
 
 
 class Record:
@@ -68,7 +67,7 @@ class Record:
     def explanation(self) -> Explanation:
         """The request, explained."""
         explanation = self._so_far if isinstance(self._so_far, Explanation) else self._so_far(self)
-        return replace(explanation, **self._amended) if self._amended else explanation
+        return explanation._replace(**self._amended) if self._amended else explanation
 
     def settle(self) -> None:
         """The request is over: nothing of it is kept but its explanation."""

@@ -183,10 +183,11 @@ class Accounting(Part):
         if request.report is not None:
             self._idle.add(self._account(request, request.report))
         else:
-            self._close(request, self._count(request))
+            self._count(request)
+            self._close(request)
 
     def _account(self, request: ProxiedRequest, report: Report) -> Steps[None]:
-        model = self._count(request)
+        self._count(request)
         yield
         answered = self._count_report(request, report, math.inf)
         if answered is not None:
@@ -194,35 +195,36 @@ class Accounting(Part):
                 request.explaining = self._explain_later(answered, report.engine_id)
             else:
                 yield from self._explain(answered, report.outcome)
-        self._close(request, model)
+        self._close(request)
 
-    def _close(self, request: ProxiedRequest, model: str) -> None:
+    def _close(self, request: ProxiedRequest) -> None:
         """Nothing else is told of it, except for the reason that its engine is being asked for."""
         if request.explaining is not None:
-            request.explaining.add_done_callback(lambda _: self._settle(request, model))
+            request.explaining.add_done_callback(lambda _: self._settle(request))
         else:
-            self._settle(request, model)
+            self._settle(request)
 
-    def _count(self, request: ProxiedRequest) -> str:
-        """Count the request itself; returns its model's label."""
-        worker, model = request.worker, self._model_label(request, request.status)
+    def _count(self, request: ProxiedRequest) -> None:
+        """Count the request itself."""
+        worker, status = request.worker, request.status
+        model = request.model_label = self._model_label(request, status)
         name = worker.name if worker is not None else ""
-        self._requests(model, name, request.client.endpoint, str(request.status)).inc()
+        self._requests(model, name, request.client.endpoint, str(status)).inc()
         if request.client.key is not None:
             self.key_usage.request(request.client.key.name)
         if worker is not None and request.timings.reading_seconds:
             self._spend(model, worker, request.timings.reading_seconds)
-        return model
 
-    def _settle(self, request: ProxiedRequest, model: str) -> None:
+    def _settle(self, request: ProxiedRequest) -> None:
         """All is known of it."""
         if request.record is not None:
             request.record.settle()
-        self._end_trace(request, model)
+        self._end_trace(request)
 
     def _so_far(self, request: ProxiedRequest, record: Record) -> Explanation:
         """What is known of a request by now."""
-        client, prompt, found = request.client, request.prompt, request.prompt.found or Found()
+        client, prompt, worker = request.client, request.prompt, request.worker
+        found = prompt.found or Found()
         status = request.status if request.is_over else None
         # What came of it is there only once it is judged.
         judged = {} if request.verdict is None else {"sent": request.body.hint, **request.verdict._asdict()}
@@ -232,10 +234,10 @@ class Accounting(Part):
             owner=client.owner,
             began=record.began,
             status=status,
-            model=self._model_label(request, request.status) if status is not None else None,
-            worker=request.worker.name if status is not None and request.worker is not None else None,
+            model=request.model_label,
+            worker=worker.name if status is not None and worker is not None else None,
             lookup=found.result,
-            boundaries=tuple((boundary.entry, boundary.kind) for boundary in found.boundaries),
+            boundaries=tuple([(boundary.entry, boundary.kind) for boundary in found.boundaries]),
             rewrites=prompt.rewrites,
             client=client_name(client.user_agent),
             missing=self._missing(request) if status == NOT_FOUND else None,
@@ -286,7 +288,7 @@ class Accounting(Part):
             self._spend(model, worker, seconds)
 
     @staticmethod
-    def _end_trace(request: ProxiedRequest, model: str) -> None:
+    def _end_trace(request: ProxiedRequest) -> None:
         if (trace := request.trace) is None:
             return
         timings = request.timings
@@ -303,7 +305,7 @@ class Accounting(Part):
             stages.append(("first token" if timings.is_stream else "answer", timings.leased, timings.first_byte))
         worker = request.worker.name if request.worker is not None else None
         explanation = request.record.explanation if request.record is not None else None
-        trace.end(request.status, model, worker, stages, explanation)
+        trace.end(request.status, request.model_label or UNKNOWN_MODEL, worker, stages, explanation)
 
     def _price(self, worker: Worker) -> None:
         for model, seconds in self._time.settle(worker.name, worker.step_times).items():
@@ -514,8 +516,11 @@ class Accounting(Part):
 
     def _model_label(self, request: ProxiedRequest, status: int) -> str:
         """The model's name if a worker lists it; that of the worker's model if it took a name that is in no list."""
-        model, worker = request.model, request.worker
-        if (worker is not None and worker.serves(model)) or self._pool.lists(model):
+        model = request.model
+        if self._pool.lists(model):
+            return str(model)
+        worker = request.worker
+        if worker is not None and worker.serves(model):
             return str(model)
         if worker is None or model is None or (model and not 200 <= status < 400):
             return UNKNOWN_MODEL

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from proxy.boundaries.resolve import Entry
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
 from proxy.fleet.part import Change, Shelf
@@ -63,17 +64,16 @@ class Dispatcher:
         """Take a slot; wait while no worker has one. Raises `NoWorker`, `Overloaded` or `KeyBusy`."""
         request = lease.request
         model = request.model
-        with request.timings.waiting():
-            if not self._pool.up:
-                await self._pool.ready()
-            await self._pool.look_for(model)
-        wants = (
-            model if isinstance(model, str) else None,
-            self._stored.boot(request.response_id, request.client.owner),
-            *(worker.name for worker in request.asked),
-        )
-        request.timings.asked = time.perf_counter()
-        with request.timings.waiting():
+        timings = request.timings
+        with timings.waiting():
+            await self._pool.find(model)
+            response = request.response_id
+            wants = (
+                model if isinstance(model, str) else None,
+                self._stored.boot(response, request.client.owner) if response is not None else None,
+                *[worker.name for worker in request.asked],
+            )
+            timings.asked = time.perf_counter()
             await self._queue.acquire(request.client.key, wants, lambda: self._take(lease), _never_sent)
 
     def has_slot(self, request: ProxiedRequest) -> bool:
@@ -176,32 +176,33 @@ class Dispatcher:
         if found is None:
             return Choice(choose(workers, {}, self._load_slack, together))
         # All that could hold it, because a worker that is full or not ready yet has not lost it.
-        serving = self._pool.serving(model)
-        boots = {w.boot for w in serving if w.engine is not None and not w.refused and w.cache.hints_allowed}
+        boots = {worker.boot for worker in self._pool.serving(model) if worker.takes_hints}
         held = self._prefix_index.longest(found.prefixes, boots)
         together = affinity_key(request.client.headers, request.body.parsed) or together
         worker = choose(workers, held, self._load_slack, together)
-        longest = max(held.values(), default=None)
+        boot, engine, takes_hints = worker.boot, worker.engine, worker.takes_hints
+        here, longest = held.get(boot), max(held.values(), default=None)
         # For a request that is sent again, elsewhere, the first try does not count as sent before.
         earlier = request.expected
         sent = self._prefix_index.sent(found.prefixes, boots)
         expected = Expectation(
-            failure=_failure(worker) or found.failure,
+            failure=found.failure if takes_hints else _failure(worker),
             sent=sent,
-            sent_here=sent is not None and worker.boot in sent.held,
+            sent_here=sent is not None and boot in sent.held,
             ever_sent=self._prefix_index.ever_sent(found.prefixes) if earlier is None else earlier.ever_sent,
             held=longest.tokens if longest is not None and longest.is_told else 0,
-            predicted=_predicted(held.get(worker.boot)),
-            match_unit=worker.engine.match_unit if worker.engine is not None else 1,
-            ahead=worker.engine.ahead if worker.engine is not None else 0,
+            predicted=_predicted(here),
+            match_unit=engine.match_unit if engine is not None else 1,
+            ahead=engine.ahead if engine is not None else 0,
         )
-        if worker.takes_hints:
+        hint: tuple[Entry, ...] = ()
+        if takes_hints:
             hint = worker.hint(found)
             self._engine_events.sent(worker, request.engine_id, found.boundaries, hint)
-            self._prefix_index.record(found.boundaries, worker.boot, hint)
+            self._prefix_index.record(found.boundaries, boot, hint)
             if longest is not None:
                 self._keep_for_warmup(request, worker, longest.key, longest.tokens)
-        return Choice(worker, expected, held[worker.boot].tokens if worker.boot in held else 0)
+        return Choice(worker, expected, here.tokens if here is not None else 0, hint)
 
     def _keep_for_warmup(self, request: ProxiedRequest, worker: Worker, key: bytes, tokens: int) -> None:
         """The request shares a prefix: a restarted worker is to be given it again."""
@@ -343,8 +344,7 @@ def _predicted(holding: Holding | None) -> int:
     return holding.tokens if holding is not None and holding.is_told else 0
 
 
-def _failure(worker: Worker) -> str | None:
-    """Why a worker gets no hint whatever the request is; None if it gets one."""
-    if worker.engine is None and not worker.refused:  # in shadow mode a plugin that refuses hints is known, too
-        return "unpatched"
-    return None if worker.takes_hints else "hint_ignored"
+def _failure(worker: Worker) -> str:
+    """Why a worker gets no hint whatever the request is."""
+    # In shadow mode a plugin that refuses hints is known, too.
+    return "unpatched" if worker.engine is None and not worker.refused else "hint_ignored"

@@ -6,10 +6,9 @@ Bodies travel as bytes. What the engine reports goes into the headers of a whole
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -21,7 +20,7 @@ from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
-from proxy.http.json_body import TRANSFERS
+from proxy.http.json_body import TRANSFERS, loads
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
@@ -192,7 +191,7 @@ class ResponseRelay:
 
     def _encoded(self, request: ProxiedRequest, worker: Worker, transfer: dict[str, Any] | None = None) -> bytes:
         """The body as `worker` gets it. `transfer`: where it finds the prompt computed."""
-        body, found = request.body, request.prompt.found
+        body, choice = request.body, request.choice
         if request.client.method != "POST":
             return body.raw
         own: dict[str, Any] = {}
@@ -202,7 +201,7 @@ class ResponseRelay:
             own[TRANSFERS[0]] = transfer
         if request.client.endpoint == RESPONSES and (key := request.client.key) is not None:
             own["request_id"] = key.new_response_id()
-        return body.encoded(worker.hint(found), own)
+        return body.encoded(choice.hint if choice is not None else (), own)
 
     async def _deliver(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
@@ -274,25 +273,22 @@ class ResponseRelay:
         self, request: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
-        chunks = response.chunks()
         collected: list[bytes] = []
         size = 0
         with request.timings.waiting():
-            async for chunk in chunks:
+            while size <= self._most_collected and (chunk := await response.next_chunk()):
                 collected.append(chunk)
                 size += len(chunk)
-                if size > self._most_collected:
-                    break
         if size > self._most_collected:
-            await self._pass_large(request, response, collected, chunks, send, watch)
+            await self._pass_large(request, response, collected, send, watch)
             return
         body = b"".join(collected)
         request.timings.first_byte = time.perf_counter()
         headers = _response_headers(request, response)
         if response.status == 200:
             try:
-                answer = json.loads(body)
-            except (ValueError, RecursionError):
+                answer = loads(body)
+            except ValueError:
                 answer = None
             usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
@@ -309,7 +305,6 @@ class ResponseRelay:
         request: ProxiedRequest,
         response: Answer,
         collected: list[bytes],
-        chunks: AsyncIterator[bytes],
         send: asgi.Send,
         watch: asgi.ClientWatch,
     ) -> None:
@@ -325,7 +320,7 @@ class ResponseRelay:
         while collected:
             passing.see(chunk := collected.pop())
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        async for chunk in chunks:
+        async for chunk in response.chunks():
             passing.see(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         if response.status == 200:

@@ -151,7 +151,8 @@ class RequestHandler:
             return
         if not hinted and (_OBJECT.match(body.raw) is None if not client.is_json else not body.raw.strip()):
             return
-        await self._turn(len(body.raw))
+        if len(body.raw) > LARGE_BYTES:
+            await self._turn()
         try:
             raw = as_utf8(body.raw)
             parsed = parse_object(raw, *settings.json_limits)
@@ -168,27 +169,25 @@ class RequestHandler:
         _take_name(request, given, name)
         self._check_owner(request)
         if hinted:
-            await self._turn(len(raw))
+            if len(raw) > LARGE_BYTES:
+                await self._turn()
             with request.timings.waiting():
-                await self._pool.ready()
-                await self._pool.look_for(request.model)
-            workers = self._pool.serving(request.model)
+                workers = await self._pool.find(request.model)
             request.prompt = await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
             self._accounting.began(request)
             request.timings.reading_seconds = time.perf_counter() - request.timings.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
 
-    async def _turn(self, size: int) -> None:
-        """Wait until the event loop has turned to all others since the last large body (`size` in bytes)."""
-        if size > LARGE_BYTES:
-            async with self._turns:
-                for _ in range(TURNS):
-                    await asyncio.sleep(0)
+    async def _turn(self) -> None:
+        """Wait until the event loop has turned to all others since the last large body."""
+        async with self._turns:
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
 
     def _check_owner(self, request: ProxiedRequest) -> None:
         """Raises `NotFound` for a response that is not known to be the key's."""
-        key, named = request.client.key, request.response_id
-        if key is None or not isinstance(named, str):
+        key = request.client.key
+        if key is None or not isinstance(named := request.response_id, str):
             return
         if self._reader.stored.boot(named, key.name) is None and not key.made(named):
             raise NotFound("No such response.")

@@ -13,8 +13,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from cachetools import LRUCache
-
 from proxy.boundaries.boundary import Found, Place, resolved_positions
 from proxy.boundaries.dates import piece_of
 from proxy.boundaries.divergence import DivergenceLearner
@@ -63,6 +61,14 @@ class _Dating(NamedTuple):
     asking: asyncio.Task[None]
 
 
+class _Bounded(NamedTuple):
+    """Where a request's prompt can be shared up to."""
+
+    found: Found
+    unlearnt: Unlearnt | None = None
+    remembered: RememberedRequest | None = None
+
+
 class PromptReader:
     """All that is remembered of prompts. One per gateway."""
 
@@ -90,7 +96,7 @@ class PromptReader:
         self._heads = HeadPositions(self.positions)
         self._learning: set[asyncio.Task[None]] = set()
         self._dating: dict[tuple[bytes, bytes], _Dating] = {}  # by renderer id and key of the text before the date
-        self._tokens_per_byte: LRUCache[Any, float] = LRUCache(MAX_MODELS)
+        self._tokens_per_byte: dict[str, float] = {}  # by model, the last that was new at the end
 
     @property
     def held(self) -> int:
@@ -103,39 +109,42 @@ class PromptReader:
         `workers`: those that serve its model. One is asked nothing for a request that has no slot (`has_slot`): it may
         be refused.
         """
-        prompt = NOT_READ
+        rewrites, tokens, chat = NOT_READ.rewrites, NOT_READ.tokens, NOT_READ.chat
+        bounded = _Bounded(Found(failure="no_boundary"))
         try:
-            prompt = prompt._replace(rewrites=self._rewrite(request))
-            size, rate = len(request.body.raw), self._rate(request.model)
-            prompt = prompt._replace(tokens=round(size * rate))
-            if request.body.memory.values > self._most_values:
-                prompt = prompt._replace(found=Found(failure="no_boundary"))
-            else:
-                prompt = prompt._replace(chat=self._chat_in(request))
-                prompt = await self._with_boundaries(request, prompt, workers, has_slot)
+            rewrites = self._rewrite(request)
+            rate = self._rate(request.model)
+            tokens = round(len(request.body.raw) * rate)
+            if request.body.memory.values <= self._most_values:
+                chat = self._chat_in(request)
+                bounded = await self._bounded(request, chat, rate, workers, has_slot)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
             logger.error("boundary of request %s: %s", request.client.request_id, type(error).__name__)
-            prompt = prompt._replace(found=Found(failure="no_facts"))
-        self._lookups(prompt.found.result if prompt.found is not None else "none").inc()
-        return prompt
+            bounded = _Bounded(Found(failure="no_facts"))
+        self._lookups(bounded.found.result).inc()
+        return Prompt(chat, bounded.unlearnt, bounded.found, bounded.remembered, tokens, rewrites)
 
-    async def _with_boundaries(
-        self, request: ProxiedRequest, prompt: Prompt, workers: Sequence[Worker], has_slot: Callable[[], bool]
-    ) -> Prompt:
+    async def _bounded(
+        self,
+        request: ProxiedRequest,
+        chat: Chat | None,
+        rate: float,
+        workers: Sequence[Worker],
+        has_slot: Callable[[], bool],
+    ) -> _Bounded:
         model, owner, size = request.model, request.client.owner, len(request.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving:
-            return prompt._replace(found=Found(failure="unpatched"))
+            return _Bounded(Found(failure="unpatched"))
         worker = next((each for each in serving if each.renderer_id(model)), serving[0])
-        found, unlearnt = self._find(prompt.chat, worker, size, self._rate(model), several=len(serving) > 1)
+        found, unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
         if (place := found.dated) is not None and worker.engine is not None and worker.engine.takes_entries:
             found = found._replace(dated=None)
             if has_slot():
                 with request.timings.waiting():
                     found = await self._with_date(found, place, worker, model, owner)
-        remembered = self._remember(prompt.chat, found, request.body.memory.size, owner)
-        return prompt._replace(found=found, unlearnt=unlearnt, remembered=remembered)
+        return _Bounded(found, unlearnt, self._remember(chat, found, request.body.memory.size, owner))
 
     def _rate(self, model: Any) -> float:
         """Tokens of a byte of a request's body."""
@@ -203,6 +212,8 @@ class PromptReader:
         if isinstance(model, str) and size:
             known = self._rate(model)
             self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
+            if len(self._tokens_per_byte) > MAX_MODELS:
+                del self._tokens_per_byte[next(iter(self._tokens_per_byte))]
 
     def _find(
         self, chat: Chat | None, worker: Worker, size: int, rate: float, *, several: bool

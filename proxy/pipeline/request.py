@@ -203,6 +203,7 @@ class Choice(NamedTuple):
     worker: Worker
     expected: Expectation | None = None  # None: no boundaries are sought in such a request
     held: int = 0  # tokens of the prompt that the worker holds, guesses included: for load, nothing else
+    hint: tuple[Entry, ...] = ()  # that it gets
 
 
 class Waiting:
@@ -317,6 +318,7 @@ class ProxiedRequest:
     asked: list[Worker] = field(default_factory=list)  # that do not know the response which it names: `Dispatcher`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
     record: Record | None = None  # of its explanation: `Accounting`, as all below
+    model_label: str | None = None  # in metrics; None until it is counted
     report: Report | None = None  # that is still to be counted and explained
     verdict: Verdict | None = None
     explaining: asyncio.Task[None] | None = None  # goes on behind a stream's end

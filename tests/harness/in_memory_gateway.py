@@ -84,7 +84,7 @@ class DirectAnswer(Answer):
         found = (value.decode("latin-1") for own, value in self.headers if own.decode().lower() == name)
         return next(found, None)
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def next_chunk(self) -> bytes:
         while not self._is_over:
             try:
                 message = await self._call.message(self._timeout)
@@ -94,7 +94,8 @@ class DirectAnswer(Answer):
                 raise Broken("it broke off")
             self._is_over = not message.get("more_body")
             if piece := message.get("body", b""):
-                yield piece
+                return piece
+        return b""
 
     async def read(self) -> bytes:
         return b"".join([chunk async for chunk in self.chunks()])

@@ -36,10 +36,7 @@ class Pool:
     def __init__(self, *workers: Worker) -> None:
         self.up = list(workers)
 
-    async def ready(self) -> list[Worker]:
-        return self.up
-
-    async def look_for(self, model: object) -> None:
+    async def find(self, model: object) -> None:
         """It has them all."""
 
     def serving(self, model: object) -> list[Worker]:

@@ -11,8 +11,9 @@ import pytest
 
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.handler import LARGE_BYTES, TURNS, RequestHandler
+from proxy.pipeline.handler import TURNS, RequestHandler
 from proxy.settings import Settings
+from tests.harness.gateways import chat
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ async def test_large_bodies_take_turns_with_everything_else(handler):
             await asyncio.sleep(0)
 
     async def large() -> None:
-        await handler._turn(LARGE_BYTES + 1)
+        await handler._turn()
         turns.append(others)  # what follows is one long piece of work
 
     ticking = asyncio.create_task(tick())
@@ -42,10 +43,11 @@ async def test_large_bodies_take_turns_with_everything_else(handler):
     assert all(after - before >= TURNS for before, after in itertools.pairwise(turns))
 
 
-async def test_small_bodies_wait_for_nothing(handler):
-    await handler._turns.acquire()
+async def test_small_bodies_wait_for_no_turn(in_memory, worker):
+    gateway = await in_memory(worker)
+    await gateway.gateway.handler._turns.acquire()
     async with asyncio.timeout(30):
-        await handler._turn(LARGE_BYTES)
+        assert (await gateway.post(chat("Tide?"))).status_code == 200
 
 
 async def test_a_client_that_has_left_before_its_answers_head_counts_as_gone_whoever_else_got_the_answer(handler):
