@@ -91,10 +91,16 @@ class Pace(NamedTuple):
     rate: float  # bytes a second of the whole, beyond the grace; 0: no bound
 
 
-# A third, if the client offered to go on as a websocket.
+# A function to call before the head of an answer is sent whose whole body is sent next.
+HOLD_HEAD = "seamark.hold_head"
+
+# In the message of such a head.
+IS_WHOLE = "seamark.is_whole"
+
+# Another, if the client offered to go on as a websocket.
 WANTS_WEBSOCKET = "seamark.wants_websocket"
 
-# A fourth, if there are more connections than fit: the request is to be refused.
+# Another, if there are more connections than fit: the request is to be refused.
 IS_CROWDED = "seamark.is_crowded"
 
 
@@ -231,7 +237,7 @@ def _with_hop_by_hop(dropped: frozenset[bytes]) -> frozenset[bytes]:
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
     """A response with a known body."""
     headers = [*headers, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers, IS_WHOLE: True})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -341,13 +341,14 @@ class Accounting(Part):
             self.key_usage.tokens(request.client.key.name, usage)
         counters = self._counters(model, worker)
         counters.prompt.inc(usage.prompt)
-        if usage.cached is not None:
+        if usage.cached:
             counters.cached.inc(usage.cached)
             self._time.reused(worker.name, model, usage.cached)
             self._price(worker)
         if expected is None:
             return None
-        counters.predicted.inc(expected.found(expected.predicted))
+        if expected.predicted:
+            counters.predicted.inc(expected.found(expected.predicted))
         if usage.cached is None:
             counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
             return None
@@ -422,8 +423,9 @@ class Accounting(Part):
             delivery = delivery._replace(unchanged=change.token + change.lost)
         reason = reason_for(expected, delivery, change)
         counters = self._counters(model, worker)
-        counters.shareable.inc(delivery.shareable)
-        counters.shared.inc(min(delivery.shareable, cached))
+        if delivery.shareable:
+            counters.shareable.inc(delivery.shareable)
+            counters.shared.inc(min(delivery.shareable, cached))
         self.sums.add(prompt, delivery.shareable, cached)
         if cached < expected.found(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -254,11 +254,13 @@ class Reply:
     The answer's head tells the gateway's own time.
     """
 
-    __slots__ = ("_begun_as", "_send", "_timings", "failure", "started")
+    __slots__ = ("_begun_as", "_hold_head", "_send", "_timings", "failure", "started")
 
-    def __init__(self, send: asgi.Send, timings: Timings) -> None:
+    def __init__(self, send: asgi.Send, timings: Timings, hold_head: Callable[[], None] | None = None) -> None:
+        """`hold_head`: the server's `asgi.HOLD_HEAD`, if it has it."""
         self._send = send
         self._timings = timings
+        self._hold_head = hold_head
         self._begun_as = 0
         self.started = False
         self.failure = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
@@ -268,6 +270,8 @@ class Reply:
             self._begun_as, self.started = message["status"], True
             own = (OWN_TIME, f"{self._timings.own_milliseconds:.1f}".encode())
             message = {**message, "headers": [*message["headers"], own]}
+            if self._hold_head is not None and asgi.IS_WHOLE in message:
+                self._hold_head()
         await self._send(message)
 
     @property
@@ -415,7 +419,8 @@ def request_of(
         key,
     )
     timings = Timings()
-    return ProxiedRequest(client, RequestBody(raw), Reply(send or _nowhere, timings), request_id, timings=timings)
+    reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD))
+    return ProxiedRequest(client, RequestBody(raw), reply, request_id, timings=timings)
 
 
 async def _nowhere(message: asgi.Scope) -> None:

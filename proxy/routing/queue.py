@@ -98,6 +98,8 @@ class AdmissionQueue:
 
     def _is_next(self, key: ApiKey | None, wants: Hashable) -> bool:
         """Whether no request for the same slots could go first: one that waits for its key's own limit could not."""
+        if not self._queue:
+            return _may_go(key)
         return _may_go(key) and not any(waiter.wants == wants and _may_go(waiter.key) for waiter in self._queue)
 
     def _refuse_if_full(self, key: ApiKey | None) -> None:

@@ -106,41 +106,32 @@ class _Request:
                 callback()
 
 
-class _Joined:
-    """A transport that writes the head of an answer along with what follows in the same turn of the event loop.
+class _Transport:
+    """What uvicorn uses of a transport for one answer. The head of a whole answer waits for its body.
 
     uvicorn writes each on its own: two system calls, two packets, and a client that is woken twice.
     """
 
-    __slots__ = ("_head", "_is_begun", "_loop", "_transport", "is_closing")
+    __slots__ = ("_head", "_is_held", "_writes", "close", "is_closing")
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        """It is for one answer."""
-        self._transport = transport
-        self._loop = loop
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._writes = transport.write, transport.writelines
         self._head = b""
-        self._is_begun = False
-        self.is_closing = transport.is_closing
+        self._is_held = False
+        self.close, self.is_closing = transport.close, transport.is_closing
+
+    def hold_head(self) -> None:
+        """What is written next is a head, and its body follows at once."""
+        self._is_held = True
 
     def write(self, data: bytes) -> None:
         if self._head:
-            self._transport.writelines((self._head, data))
+            self._writes[1]((self._head, data))
             self._head = b""
-        elif self._is_begun:
-            self._transport.write(data)
+        elif self._is_held:
+            self._head, self._is_held = data, False
         else:
-            self._head, self._is_begun = data, True
-            self._loop.call_soon(self.flush)
-
-    def flush(self) -> None:
-        """Nothing follows for now."""
-        if self._head:
-            self._transport.write(self._head)
-            self._head = b""
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
+            self._writes[0](data)
 
 
 class Connection(HttpToolsProtocol):
@@ -215,7 +206,9 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         self._requests.append(request)
         if self.scope["method"] != "HEAD":
-            self.cycle.transport = _Joined(self.transport, self.loop)  # type: ignore[assignment]  # all that it uses
+            transport = _Transport(self.transport)
+            self.cycle.transport = transport  # type: ignore[assignment]  # all that it uses
+            self.scope["extensions"][asgi.HOLD_HEAD] = transport.hold_head  # type: ignore[assignment]
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         if self.server_state.is_stopping:
