@@ -28,6 +28,7 @@ from proxy.commands.parser import Parser
 from proxy.commands.render_server import free_port
 from proxy.config_files import base_url
 from proxy.errors import BadRequest
+from proxy.fleet.probe import Probe, Unwell
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
 from proxy.settings import Settings
@@ -94,10 +95,9 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     renderer = WorkerRenderer(upstream, url, RENDER_TIMEOUT)
     # The prompt itself is rendered first: the user reads why that failed.
     try:
-        _, answer = await upstream.fetch("GET", url + "/v1/models", timeout=RENDER_TIMEOUT)
-        models = [entry["id"] for entry in json.loads(answer)["data"]]
+        models = [entry["id"] for entry in await Probe(upstream, url, RENDER_TIMEOUT).models()]
         body = {**body, "model": body.get("model") or models[0]}
-    except (Unreachable, Broken, ValueError, KeyError, TypeError, IndexError):
+    except (Unreachable, Broken, Unwell, IndexError):
         raise NoBoundary(f"--worker: no vLLM server answers at {url}", 1) from None
     if body["model"] not in models:
         raise NoBoundary(f"model: {body['model']!r} is not served there, only {', '.join(models)}", 2)

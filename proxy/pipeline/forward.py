@@ -41,7 +41,7 @@ ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
 # A worker, or a proxy before it, says by these that it has not computed the request.
 NOT_TAKEN = (502, 503)
 
-UNREACHABLE, STALE, NOT_FOUND, REFUSED = "unreachable", "stale", "not_found", "refused"
+UNREACHABLE, STALE, NOT_STORED, REFUSED = "unreachable", "stale", "not_found", "refused"
 
 
 class _Retry(NamedTuple):
@@ -56,7 +56,7 @@ class _Retry(NamedTuple):
 RETRIES: Mapping[str, _Retry] = {
     UNREACHABLE: _Retry(elsewhere=True, waits=True),
     STALE: _Retry(elsewhere=False),
-    NOT_FOUND: _Retry(elsewhere=True, waits=True),
+    NOT_STORED: _Retry(elsewhere=True, waits=True),
     REFUSED: _Retry(elsewhere=True),
 }
 
@@ -171,7 +171,7 @@ class ResponseRelay:
             raise
         self._judge(request, worker, answer.status)
         if lease.seeks_on(answer.status):
-            return NOT_FOUND, answer
+            return NOT_STORED, answer
         if client.endpoint in REPORTING and answer.status in (200, 404) and request.response_id is None:
             self._pool.answered_name(worker, request.model, taken=answer.status == 200)
         return (REFUSED, answer) if answer.status in NOT_TAKEN and client.method == "POST" else answer
