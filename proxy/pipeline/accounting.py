@@ -127,35 +127,20 @@ class Accounting(Part):
         if request.worker is not None and _is_stored(request):
             self._stored.put(None, answer, request.worker.boot, request.client.owner)
 
-    def reported(
-        self,
-        request: ProxiedRequest,
-        status: int,
-        usage: Usage | None,
-        answer: Any,
-        outcome: EngineOutcome | None = None,
-    ) -> None:
-        """A worker has reported `usage` in an answer that is on its way to the client.
+    def reported(self, request: ProxiedRequest, report: Report, answer: Any = None) -> None:
+        """A worker has reported in an answer that is on its way to the client.
 
-        `status` is HTTP's. `answer`: parsed; for a stream, its last response object. `outcome`: what its engine says of
-        the request, None if that has to be asked for. What the next request may build on is noted; the rest is left to
-        `count`.
+        `answer`: parsed; for a stream, its last response object. What the next request may build on is noted; the rest
+        is left to `count`.
         """
-        request.report = self._note(request, status, usage, answer, outcome)
+        request.report = self._note(request, report, answer)
 
-    async def answered(
-        self,
-        request: ProxiedRequest,
-        status: int,
-        usage: Usage | None,
-        answer: Any,
-        outcome: EngineOutcome | None = None,
-    ) -> str | None:
+    async def answered(self, request: ProxiedRequest, report: Report, answer: Any = None) -> str | None:
         """The same of an answer that has not begun, which tells the reason for what came from the cache.
 
         Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
         """
-        report = self._note(request, status, usage, answer, outcome)
+        report = self._note(request, report, answer)
         if (answered := self._count_report(request, report, SEEK_SECONDS)) is None:
             return None
         if report.outcome is None and self._asks_engine(answered):
@@ -315,16 +300,14 @@ class Accounting(Part):
         self._time.spent += seconds
         self._counters(model, worker).spent.inc(seconds)
 
-    def _note(
-        self, request: ProxiedRequest, status: int, usage: Usage | None, answer: Any, outcome: EngineOutcome | None
-    ) -> Report:
-        """What the next request may build on."""
+    def _note(self, request: ProxiedRequest, report: Report, answer: Any) -> Report:
+        """Note what the next request may build on; the report, with the engine's name of the request."""
         if request.worker is not None:
             if _is_stored(request):
                 self._stored.put(request.prompt.chat, answer, request.worker.boot, request.client.owner)
-            if usage is not None:
-                self._learn(request, usage.prompt)
-        return Report(status, usage, _engine_id(request, answer), outcome)
+            if report.usage is not None:
+                self._learn(request, report.usage.prompt)
+        return report._replace(engine_id=_engine_id(request, answer))
 
     def _count_report(self, request: ProxiedRequest, report: Report, seek_seconds: float) -> _Answered | None:
         """Count what was reported; None if it leaves nothing to explain."""

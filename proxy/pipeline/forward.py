@@ -26,7 +26,7 @@ from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.prefill import Prefills
-from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, choices_of
+from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, choices_of
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import LOAD_HEADER, OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
@@ -212,7 +212,7 @@ class ResponseRelay:
         if response.is_encoded:
             await self._stream(request, lease, response, send, watch)
             if is_reported:
-                self._accounting.reported(request, response.status, None, None)
+                self._accounting.reported(request, Report(response.status))
         elif kind.startswith("text/event-stream"):
             await self._stream_events(request, lease, response, send, watch)
         elif is_reported and kind.startswith("application/json") and _has_body(request, response):
@@ -259,11 +259,11 @@ class ResponseRelay:
                 elif not request.delivered:
                     request.reply.failed(CLIENT_GONE)
                 usage = stream.usage if request.delivered else None
-                self._accounting.reported(request, response.status, usage, stream.response)
+                self._accounting.reported(request, Report(response.status, usage), stream.response)
                 raise
             watch.over = True
             await stream.finish(end)
-        self._accounting.reported(request, response.status, stream.usage, stream.response)
+        self._accounting.reported(request, Report(response.status, stream.usage), stream.response)
 
     def _opened(self, request: ProxiedRequest, event: bytes) -> None:
         """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
@@ -293,8 +293,8 @@ class ResponseRelay:
             usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            outcome = outcome_in(response.header(OUTCOME_HEADER))
-            reason = await self._accounting.answered(request, response.status, usage, answer, outcome)
+            report = Report(response.status, usage, outcome_in(response.header(OUTCOME_HEADER)))
+            reason = await self._accounting.answered(request, report, answer)
             if reason is not None:
                 headers.append((b"x-seamark-reason", reason.encode()))
         watch.over = True
@@ -325,7 +325,7 @@ class ResponseRelay:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         if response.status == 200:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            self._accounting.reported(request, response.status, passing.usage, answer, outcome)
+            self._accounting.reported(request, Report(response.status, passing.usage, outcome), answer)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 

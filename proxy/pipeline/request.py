@@ -287,10 +287,10 @@ class Reply:
 class Report(NamedTuple):
     """What a worker has reported in its answer."""
 
-    status: int
-    usage: Usage | None
-    engine_id: str  # what its engine calls the request
-    outcome: EngineOutcome | None = None  # what its engine says of it
+    status: int  # of HTTP
+    usage: Usage | None = None
+    outcome: EngineOutcome | None = None  # what its engine says of the request; None: it has to be asked for
+    engine_id: str = ""  # what its engine calls the request; by `Accounting`
 
 
 class Verdict(NamedTuple):

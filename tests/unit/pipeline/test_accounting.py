@@ -24,7 +24,7 @@ from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, request_of
+from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, Report, request_of
 from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
@@ -99,12 +99,12 @@ class Scene:
         return request
 
     async def answered(self, request: ProxiedRequest, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
-        return await self.accounting.answered(request, 200, usage, None, *outcome)
+        return await self.accounting.answered(request, Report(200, usage, *outcome))
 
     async def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
         """All of a stream's answer has gone to the client."""
         await request.reply({"type": "http.response.start", "status": 200, "headers": []})
-        self.accounting.reported(request, 200, usage, None, *outcome)
+        self.accounting.reported(request, Report(200, usage, *outcome))
         self.accounting.count(request)
 
     def value(self, name: str, **labels: str) -> float:
