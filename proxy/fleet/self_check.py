@@ -37,9 +37,9 @@ from proxy.fleet.answer_compare import (
     distance,
     judge,
 )
+from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker, fresh_salt, prompt_of
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object

@@ -12,9 +12,9 @@ from types import TracebackType
 from proxy.boundaries.resolve import Entry
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
+from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.pool import WorkerPool, no_worker
-from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Slot, Worker
 from proxy.observability.reasons import Expectation
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE

@@ -11,10 +11,10 @@ from proxy.boundaries.facts_learner import FactsLearner
 from proxy.config_files import WatchedFile, read_secret
 from proxy.errors import SettingsError
 from proxy.fleet.discovery import Discovery
+from proxy.fleet.hot_prefixes import WarmupSet
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.self_check import SelfCheck
-from proxy.fleet.warmup import WarmupSet
 from proxy.fleet.worker import Worker
 from proxy.http.auth import KeyRing
 from proxy.http.client import Upstream

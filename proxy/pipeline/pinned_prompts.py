@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from proxy.chat.chat import CHAT
 from proxy.config_files import WatchedFile
 from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
+from proxy.fleet.hot_prefixes import WarmupRequest, replay_all
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.warmup import WarmupRequest, replay_all
 from proxy.fleet.worker import Worker
 from proxy.http.auth import ApiKey, KeyRing
 from proxy.http.client import Broken, Unreachable

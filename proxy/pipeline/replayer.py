@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from proxy.fleet.warmup import WarmupRequest
+from proxy.fleet.hot_prefixes import WarmupRequest
 from proxy.fleet.worker import Worker
 from proxy.http.client import Answer, Upstream
 from proxy.routing.engine_events import OUTCOME_HEADER, EngineEvents

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet, replay_all
 from proxy.fleet.part import Part
-from proxy.fleet.warmup import WarmupRequest, WarmupSet, replay_all
 from proxy.fleet.worker import Worker
 from proxy.http.client import Broken, Unreachable
 from proxy.metrics import Metrics

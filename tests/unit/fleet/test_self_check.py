@@ -14,9 +14,9 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import self_check
+from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
 from proxy.fleet.self_check import SelfCheck
-from proxy.fleet.warmup import WarmupRequest, WarmupSet
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.idle_work import IdleWork

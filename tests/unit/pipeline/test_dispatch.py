@@ -13,8 +13,8 @@ from proxy.boundaries.layout import layout_of
 from proxy.chat.reader import chat_request
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
+from proxy.fleet.hot_prefixes import WarmupSet
 from proxy.fleet.part import Shelf
-from proxy.fleet.warmup import WarmupSet
 from proxy.fleet.worker import BREAKER_FAILURES, CircuitBreaker, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.auth import ApiKey, KeyEntry

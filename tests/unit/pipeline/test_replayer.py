@@ -8,7 +8,7 @@ import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.chat.chat import CHAT
-from proxy.fleet.warmup import WarmupRequest
+from proxy.fleet.hot_prefixes import WarmupRequest
 from proxy.http.client import Broken, Upstream
 from proxy.pipeline.replayer import Replayer
 from proxy.routing.prefix_index import PrefixIndex

@@ -7,7 +7,7 @@ import json
 
 from proxy.boundaries.boundary import Found
 from proxy.chat.chat import CHAT
-from proxy.fleet.warmup import (
+from proxy.fleet.hot_prefixes import (
     CONCURRENCY,
     ENTRY_BYTES,
     HALF_LIFE,
