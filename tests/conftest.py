@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from tests.harness.in_memory_gateway import InMemoryGateway, in_memory_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 
 FOLDER = Path(__file__).parent
+
+# No model of a test is on a hub. Where none answers, each look there takes half a minute.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Each of these asks for engines that are started once (tests/engine/conftest.py).
 SHARED_ENGINES = "tests/engine/shared/"

@@ -61,16 +61,19 @@ def run(servers: SharedServers, model: Path, tmp_path_factory: pytest.TempPathFa
         yield Run(proved(server, rig, print), server, servers.tight.url.removeprefix("http://"))
 
 
+@pytest.mark.thorough
 def test_every_query_of_every_panel_yields_something_in_its_unit(run: Run):
     print("\n" + table(run.rows))
     assert [row for row in run.rows if row.problem is not None] == []
 
 
+@pytest.mark.thorough
 def test_the_first_token_is_told_apart_by_hit_partial_and_miss(run: Run):
     found = run.prometheus.at("sum by (cache) (seamark_first_token_seconds_count)")
     assert {each.labels["cache"] for each in found if each.values[0] > 0} == {"hit", "partial", "miss"}
 
 
+@pytest.mark.thorough
 def test_whatever_is_scraped_is_documented_and_its_labels_are_bounded(run: Run):
     """The traffic names a new model each round, and hints at will."""
     labels = {
@@ -90,6 +93,7 @@ def test_whatever_is_scraped_is_documented_and_its_labels_are_bounded(run: Run):
         assert told.get("worker", "") == "" or told["worker"].startswith("127.0.0.1:")
 
 
+@pytest.mark.thorough
 def test_seconds_saved_as_gateways_and_engine_count_them_agree(run: Run):
     """The engine gets all its hits of this run through two gateways, whose pace is a look old at most.
 
@@ -123,6 +127,7 @@ def test_every_alert_leads_to_what_to_do_about_it():
     assert leads == {name: f"grafana/README.md#{name.lower()}" for name in headings}
 
 
+@pytest.mark.thorough
 def test_alert_rules_are_evaluated_on_the_real_run_without_error(run: Run):
     for rule in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]:
         run.prometheus.at(rule["expr"])
