@@ -16,7 +16,7 @@ lint:
 # On every save: what needs no vLLM. `make test-fast ARGS="-k finder"` for a part.
 test-fast: lint
 	@./set-up.sh tests
-	@.venv/bin/python -m pytest -n 2 tests/unit tests/gateway $(ARGS)
+	@.venv/bin/python -m pytest -n 2 tests/gateway tests/unit $(ARGS)
 
 # The whole suite, in two processes: tests of the shared engines in one, all others in the other.
 test: lint
