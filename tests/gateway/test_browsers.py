@@ -33,7 +33,7 @@ def test_the_worker_answers_a_browsers_question_without_a_key(gateway, worker, p
 
 
 def test_a_question_waits_for_no_slot(gateway, worker):
-    worker.hang_in_stream = True
+    worker.pause.set()
     with httpx.stream("POST", gateway.url + CHAT, json=chat("x", stream=True), headers=bearer("ann")) as under_way:
         assert under_way.status_code == 200
         assert httpx.post(gateway.url + CHAT, json=chat("y"), headers=bearer("ann")).status_code == 503

@@ -9,8 +9,9 @@ import pytest
 
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.client_environments import CLIENTS, Client
-from tests.harness.client_worker import client_worker
+from tests.harness.client_streams import CLIENT_STREAMS, MODEL, flat_template
 from tests.harness.gateways import metric, start_gateway, told
+from tests.harness.recording_worker import recording_worker
 
 pytestmark = [pytest.mark.on_request, pytest.mark.timeout(1200)]
 
@@ -34,7 +35,8 @@ def counted(gateway: Server) -> Counted:
 def test_the_second_session_of_a_client_hits_what_it_shares(client: Client, fleet: Servers, tmp_path: Path):
     home = tmp_path / "home"
     home.mkdir()
-    with client_worker() as worker:
+    scripted = {"models": (MODEL,), "template": flat_template, "hits": True, "streams": CLIENT_STREAMS}
+    with recording_worker(**scripted) as worker:
         gateway = start_gateway(fleet, worker)
         with client.started(gateway.url, home) as url:
 

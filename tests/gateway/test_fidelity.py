@@ -99,24 +99,27 @@ def test_a_stream_that_is_compressed_passes_as_it_comes_and_nothing_is_put_into_
 ):
     """No comment before its first byte, although a stream beside it that is as silent gets some."""
     body = {"model": "m", "messages": ASK, "stream": True, **WITH_USAGE}
-    worker.gzips, worker.hang_in_stream, worker.hang_after = gzips, True, 2
+    worker.gzips = gzips
     with recording_worker(models=("plain",)) as silent, GatewayForks(tmp_path) as fleet, ExitStack() as stack:
         gateway = start_gateway(fleet, worker, silent, flags=("--heartbeat", "0.1", *flags))
         client = stack.enter_context(httpx.Client(timeout=30, headers={"accept-encoding": accepted}))
         for each in (worker, silent):
-            each.silence.set()
+            each.pause_after = 0
+            each.pause.set()
         packed, _ = (
             stack.enter_context(client.stream("POST", gateway.url + CHAT, json={**body, "model": model}))
             for model in ("m", "plain")
         )
         wait_for(lambda: metric(gateway, "seamark_heartbeats_total") >= 3)  # on the other one
-        worker.silence.clear()
+        worker.pause_after = 2
         unpacked, unpacker = b"", zlib.decompressobj(wbits=31)
         for piece in packed.iter_raw():
             unpacked += unpacker.decompress(piece)
-            if unpacked.count(b"\n\n") == worker.hang_after:
+            if unpacked.count(b"\n\n") == worker.pause_after:
                 break
-        assert unpacked == b"".join(event + b"\n\n" for event in worker.answers[-1].split(b"\n\n")[: worker.hang_after])
+        assert unpacked == b"".join(
+            event + b"\n\n" for event in worker.answers[-1].split(b"\n\n")[: worker.pause_after]
+        )
 
 
 def test_fields_that_nobody_knows_pass(worker, gateway):
@@ -136,13 +139,14 @@ def test_a_request_id_reaches_the_worker(worker, gateway):
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_client_that_leaves_with_the_last_event_had_its_answer(worker, gateway, path, missing):
     """As Codex does, before the stream itself ends; one that leaves an event earlier has left."""
-    worker.hang_in_stream, worker.hang_after = True, len(worker.streams[path]) - missing
+    worker.pause_after = len(worker.streams[path]) - missing
+    worker.pause.set()
     body = {"model": "m", "messages": ASK, "input": "Tide?", "max_tokens": 3, "stream": True, **WITH_USAGE}
     got = b""
     with httpx.Client(timeout=30) as client, client.stream("POST", gateway.url + path, json=body) as answer:
         for piece in answer.iter_raw():
             got += piece
-            if got.count(b"\n\n") == worker.hang_after:
+            if got.count(b"\n\n") == worker.pause_after:
                 break
     assert worker.gone.wait(30)
     status = 499 if missing else 200
@@ -182,7 +186,7 @@ def head_of_response(answers) -> bytes:
 
 @pytest.mark.parametrize("cut_after", [1, 2])
 def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway, cut_after):
-    worker.cut_stream, worker.cut_after = True, cut_after
+    worker.cut_after = cut_after
     sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
     got = []
     with pytest.raises(openai.APIError, match="broke off") as raised:
@@ -193,7 +197,7 @@ def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway, cut_after):
 
 @pytest.mark.parametrize("cut_after", [1, 3, 6])
 def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway, cut_after):
-    worker.cut_stream, worker.cut_after = True, cut_after
+    worker.cut_after = cut_after
     claude = anthropic.Anthropic(base_url=gateway.url, api_key="unused", max_retries=0)
     got = []
     with pytest.raises(anthropic.APIStatusError) as raised:
@@ -205,7 +209,7 @@ def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway, cut_a
 
 @pytest.mark.parametrize("cut_after", [1, 5, 9])
 def test_a_response_that_breaks_off_has_failed_for_openais_sdk(worker, gateway, cut_after):
-    worker.cut_stream, worker.cut_after = True, cut_after
+    worker.cut_after = cut_after
     sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
     got = list(sdk.responses.create(model="m", input="Tide?", stream=True))
     assert [event.type for event in got[:1]] == ["response.created"] and len(got) == cut_after + 1

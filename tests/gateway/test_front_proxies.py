@@ -142,12 +142,13 @@ def test_a_stream_arrives_byte_for_byte_and_event_by_event(fleet, worker, tmp_pa
     server = front(fleet, tmp_path, start_gateway(fleet, worker).url)
     asked = chat("Tide?", stream=True, stream_options={"include_usage": True})
     assert post(server, asked).content == worker.answers[-1]
-    worker.hang_in_stream, worker.hang_after = True, 2
+    worker.pause_after = 2
+    worker.pause.set()
     with httpx.stream("POST", server.url + CHAT, json=asked, timeout=120) as answer:
         received = b""
         for piece in answer.iter_raw():
             received += piece
-            if received.count(b"\n\n") == worker.hang_after:  # although no other event follows
+            if received.count(b"\n\n") == worker.pause_after:  # although no other event follows
                 break
     assert worker.gone.wait(30)
 
@@ -155,7 +156,7 @@ def test_a_stream_arrives_byte_for_byte_and_event_by_event(fleet, worker, tmp_pa
 @pytest.mark.parametrize("front", FRONT_PROXIES)
 def test_a_client_that_leaves_before_its_answer_frees_the_worker(fleet, worker, tmp_path, front):
     server = front(fleet, tmp_path, start_gateway(fleet, worker).url)
-    worker.hang = True
+    worker.hold.set()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + CHAT, json=chat("Tide?"), timeout=httpx.Timeout(30, read=0.5))
     assert worker.gone.wait(30)

@@ -164,7 +164,7 @@ def test_without_any_worker_it_is_healthy_not_ready_and_says_so(fleet):
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_event(gateway, worker):
-    worker.cut_stream = True
+    worker.cut_after = 1
     answer = post(gateway, chat("Tide?", stream=True))
     assert answer.content.startswith(EVENTS[0])
     last = answer.content.split(b"\n\n")[-2]
@@ -174,7 +174,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(gateway, worker):
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}])
 def test_a_client_that_leaves_while_waiting_frees_the_worker(gateway, worker, fields):
-    worker.hang = True
+    worker.hold.set()
     with pytest.raises(httpx.ReadTimeout):
         post_briefly(gateway, chat("Tide?", **fields))
     assert worker.gone.wait(30)
@@ -183,7 +183,7 @@ def test_a_client_that_leaves_while_waiting_frees_the_worker(gateway, worker, fi
 
 
 def test_a_client_that_leaves_while_streaming_frees_the_worker(gateway, worker):
-    worker.hang_in_stream = True
+    worker.pause.set()
     with pytest.raises(httpx.ReadTimeout):
         post_briefly(gateway, chat("Tide?", stream=True))
     assert worker.gone.wait(30)

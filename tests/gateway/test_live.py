@@ -89,14 +89,13 @@ def test_requests_are_told_newest_first_with_what_they_got(own, worker):
 def test_one_that_is_under_way_has_no_status_and_one_that_failed_has_its_own(own, worker):
     worker.status = 500
     ask(own, chat("one"), "failed")
-    worker.hang = True
+    worker.hold.set()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             own.url + CHAT, json=chat("two"), headers={"x-request-id": "left"}, timeout=httpx.Timeout(30, read=0.5)
         )
     wait_for(lambda: live(own)["requests"][0]["status"] == 499)
-    worker.hang, worker.status = False, 200
-    worker.hold.set()
+    worker.status = 200
     with httpx.Client() as client:
         request = client.build_request("POST", own.url + CHAT, json=chat("three"), headers={"x-request-id": "held"})
         asking = threading.Thread(target=client.send, args=(request,))

@@ -177,15 +177,16 @@ def leave(apart: Apart, when: Callable[[], Any]) -> None:
 
 
 def test_a_client_that_leaves_while_its_prompt_is_computed_ends_that(apart: Apart):
-    apart.prefill.hang = True
+    apart.prefill.hold.set()
     leave(apart, lambda: apart.prefill.requests)
     assert apart.prefill.gone.wait(30) and not apart.decode.requests
 
 
 def test_a_client_that_leaves_when_its_prompt_is_computed_frees_it(apart: Apart):
-    apart.prefill.unfinished.set()
+    apart.prefill.pause_after = 0  # at its head
+    apart.prefill.pause.set()
     leave(apart, lambda: apart.prefill.answers)
-    apart.prefill.unfinished.clear()
+    apart.prefill.pause.clear()
     wait_for(lambda: apart.decode.requests)
     freeing = body_at(apart.decode)
     assert freeing["kv_transfer_params"] == TRANSFER and freeing["max_tokens"] == 1 and freeing["stream"] is False

@@ -73,7 +73,7 @@ THOROUGH = pytest.mark.thorough
 @pytest.mark.parametrize("size", [200_000, *(pytest.param(each, marks=THOROUGH) for each in (70_000, 1_000_000))])
 def test_a_client_that_leaves_after_a_large_body_frees_the_worker(fleet, worker, size):
     gateway = start_gateway(fleet, worker)
-    worker.hang = True
+    worker.hold.set()
     leaving = httpx.Timeout(30, read=2.0)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(gateway.url + "/v1/embeddings", json={"model": "m", "input": "x" * size}, timeout=leaving)
@@ -236,10 +236,11 @@ def test_a_worker_in_the_file_has_a_limit_of_its_own_and_can_be_added_and_taken_
 
 async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worker):
     gateway = await in_memory(worker, heartbeat=0.2)
-    worker.silence.set()
+    worker.pause_after = 0
+    worker.pause.set()
     asked = asyncio.create_task(gateway.post(chat("Tide?", stream=True, stream_options={"include_usage": True})))
     await until(lambda: gateway.metric("seamark_heartbeats_total") >= 2)
-    worker.silence.clear()
+    worker.pause.clear()
     answer = await asked
     assert answer.content.startswith(b": keep-alive\n\n")
     assert answer.content.replace(b": keep-alive\n\n", b"") == worker.answers[-1]
@@ -253,7 +254,7 @@ async def test_without_silence_there_are_no_comments(in_memory, worker):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_worker_that_stays_silent_is_given_up(in_memory, worker, stream):
     gateway = await in_memory(worker, silence_timeout=0.4)
-    worker.hang, worker.hang_in_stream = not stream, stream
+    (worker.pause if stream else worker.hold).set()
     answer = await gateway.post(chat("Tide?", stream=stream))
     if stream:
         assert answer.status_code == 200
@@ -335,10 +336,10 @@ def test_a_user_at_the_keyboard_does_not_wait(fleet, worker):
 
 def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool):
     gateway = start_gateway(fleet, worker, flags=("--drain-timeout", "1"))
-    worker.hang_in_stream = True
+    worker.pause.set()
     stream = pool.submit(post, gateway, chat("stream", stream=True))
     wait_for(lambda: chats_at(worker) == 1)
-    worker.hang = True
+    worker.hold.set()
     whole_answer = pool.submit(post, gateway, chat("whole"))
     wait_for(lambda: chats_at(worker) == 2)
     gateway.process.send_signal(signal.SIGTERM)

@@ -12,18 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from proxy.fleet.part import Change
+from proxy.pipeline.cacheable import EMBEDDINGS
 from proxy.pipeline.handler import RequestHandler
 from tests.harness.api_keys import bearer, entry
-from tests.harness.computing_worker import (
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
-    ComputingWorker,
-)
+from tests.harness.computed_answers import Computed
 from tests.harness.in_memory_gateway import InMemoryGateway, until
+from tests.harness.recording_worker import RecordingWorker
 
 ROOM = 2**22  # bytes
 
@@ -33,8 +29,8 @@ HEADER = "x-seamark-cache"
 
 
 @pytest.fixture
-def computing() -> ComputingWorker:
-    return ComputingWorker()
+def computing() -> RecordingWorker:
+    return RecordingWorker(computed=Computed())
 
 
 @pytest.fixture
@@ -155,7 +151,7 @@ async def test_cache_control_is_honoured(own, computing):
     assert await results(own, body, cache_control="no-store") == ["bypass"]
     assert await results(own, body, cache_control="max-age=600") == ["hit"]
     before = len(computing.requests)
-    computing.words += 1  # a new answer would be another
+    computing.computed = Computed(words=9)  # a new answer would be another
     fresh = await post(own, body, cache_control="no-cache")
     assert fresh.headers[HEADER] == "miss" and len(computing.requests) == before + 1
     assert (await post(own, body)).content == fresh.content  # and stands in place of the old one
@@ -166,13 +162,14 @@ async def test_cache_control_is_honoured(own, computing):
     "more", [(b"cache-control", b"no-store"), (b"vary", b"user-agent"), (b"vary", b"*"), (b"set-cookie", b"a=b")]
 )
 async def test_an_answer_that_must_not_be_shared_is_not_stored(own, computing, more):
-    computing.more = [more]
+    computing.more_headers = [more]
     assert await results(own, chat(), chat()) == ["miss", "miss"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "state", [{"ending": "abort"}, {"ending": None}, {"ending": "error"}, {"status": 500}, {"cuts": True}]
+    "state",
+    [*({"computed": Computed(ending=each)} for each in ("abort", None, "error")), {"status": 500}, {"cut_after": 1}],
 )
 async def test_an_answer_that_is_not_final_is_not_stored(own, computing, state, stream):
     for name, value in state.items():
@@ -181,7 +178,7 @@ async def test_an_answer_that_is_not_final_is_not_stored(own, computing, state, 
     for _ in range(2):
         with contextlib.suppress(httpx.RemoteProtocolError):
             assert (
-                (await post(own, body)).headers[HEADER] != "hit" if state != {"cuts": True} else await post(own, body)
+                (await post(own, body)).headers[HEADER] != "hit" if state != {"cut_after": 1} else await post(own, body)
             )
     assert len(computing.requests) >= 2
     assert own.metric("seamark_response_cache_entries") == 0
@@ -251,20 +248,20 @@ async def test_a_workers_error_is_everyones_and_is_not_stored(own, computing):
 
 async def test_a_stream_that_breaks_off_is_nobodys_whole_answer(own, computing):
     computing.pause.set()
-    computing.cuts = True
+    computing.cut_after = 1
     asked = asking(own, 4, stream=True)
     await until(lambda: readers(own) == 4)
     computing.pause.clear()
     answers = await asyncio.gather(*asked)
     assert len({answer.content for answer in answers}) == 1
     assert b"worker_failed" in answers[0].content
-    computing.cuts = False
+    computing.cut_after = None
     assert await results(own, chat(stream=True)) == ["miss"]
 
 
 async def test_a_failure_before_the_first_byte_is_everyones(own, computing):
     computing.pause.set()
-    computing.cuts = True
+    computing.cut_after = 1
     asked = asking(own, 3)
     await until(lambda: readers(own) == 3)
     computing.pause.clear()
@@ -272,10 +269,10 @@ async def test_a_failure_before_the_first_byte_is_everyones(own, computing):
 
 
 async def test_an_answer_too_large_to_keep_is_passed_on_whole(in_memory, computing):
-    computing.words = 4000
+    computing.computed = Computed(words=4000)
     own = await in_memory(computing, response_cache=2**18)
     answer = await post(own, chat(stream=True))
-    assert answer.content.count(b"data: ") == computing.words + 2 and answer.content.endswith(b"[DONE]\n\n")
+    assert answer.content.count(b"data: ") == 4000 + 2 and answer.content.endswith(b"[DONE]\n\n")
     assert (await post(own, chat(stream=True))).headers[HEADER] == "miss"
     assert own.metric("seamark_response_cache_bytes") == 0
 
@@ -303,7 +300,7 @@ async def test_a_doubted_cache_or_an_emptied_one_voids_it(own, computing):
 @pytest.mark.parametrize("models", [(), ("*",)])
 async def test_what_may_be_an_adapter_is_computed_each_time(in_memory, name, models):
     """Its weights may be replaced at the worker between any two requests."""
-    computing = ComputingWorker(adapters={"ada": "/a"})
+    computing = RecordingWorker(computed=Computed(), adapters={"ada": "/a"})
     own = await in_memory(computing, response_cache=ROOM, response_cache_models=models)
     assert await results(own, chat(model=name), chat(model=name)) == ["bypass", "bypass"]
     assert len(computing.requests) == 2

@@ -15,17 +15,24 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.chat.chat import RESPONSES
 from tests.harness.api_keys import bearer, entry
 from tests.harness.in_memory_gateway import InMemoryGateway, until
+from tests.harness.recording_worker import RecordingWorker
 from tests.harness.redis_server import redis_server
-from tests.harness.storing_worker import RESPONSES, StoringWorker
 
 ASK = {"model": "m", "input": "Tide?"}
 
 
 @pytest.fixture
-def workers() -> list[StoringWorker]:
-    return [StoringWorker() for _ in range(3)]
+def workers() -> list[RecordingWorker]:
+    return [RecordingWorker(stored={}) for _ in range(3)]
+
+
+def asked_for(worker: RecordingWorker) -> list[str]:
+    """Ids of responses, stored there or not."""
+    named = [each.fields.get("previous_response_id") or each.path.removeprefix(RESPONSES) for each in worker.requests]
+    return [name.removeprefix("/").removesuffix("/cancel") for name in named if name]
 
 
 @pytest.fixture
@@ -68,7 +75,7 @@ async def test_a_response_is_asked_for_and_cancelled_while_it_streams(in_memory,
     """Its worker is the busier one, which nobody would choose who does not know it."""
     gateway = await in_memory(*workers)
     for worker in workers:
-        worker.opened.set()
+        worker.pause.set()
     body = {**ASK, "stream": True, "background": background}
     stream = gateway.opened(body, RESPONSES)
     headers = dict((await stream.message())["headers"])
@@ -80,10 +87,10 @@ async def test_a_response_is_asked_for_and_cancelled_while_it_streams(in_memory,
         assert answer.status_code == (200 if background else 404)
         assert answer.headers["x-seamark-worker"] == headers[b"x-seamark-worker"].decode()
     for worker in workers:
-        worker.opened.clear()
+        worker.pause.clear()
     assert b"response.completed" in b"".join([text async for text in texts])
     assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 200
-    assert sum(response_id in worker.asked_for for worker in workers) == 1
+    assert sum(response_id in asked_for(worker) for worker in workers) == 1
 
 
 async def test_no_gateway_loses_a_response_and_none_shows_it_to_another_key(in_memory, workers, settings):
@@ -97,13 +104,13 @@ async def test_no_gateway_loses_a_response_and_none_shows_it_to_another_key(in_m
     for number, response_id in enumerate(ids):
         turns = order.sample([first, second, restarted], 3)
         if "api_keys" in settings:
-            asked = sum(len(worker.asked_for) for worker in workers)
+            asked = sum(len(asked_for(worker)) for worker in workers)
             for gateway in turns:
                 assert (await ask(gateway, "GET", f"/{response_id}", "bob")).status_code == 404
                 assert (
                     await ask(gateway, "POST", "", "bob", **ASK, previous_response_id=response_id)
                 ).status_code == 404
-            assert sum(len(worker.asked_for) for worker in workers) == asked
+            assert sum(len(asked_for(worker)) for worker in workers) == asked
         tries = [
             ("GET", f"/{response_id}", {}),
             ("POST", "", {**ASK, "previous_response_id": response_id}),
@@ -113,7 +120,7 @@ async def test_no_gateway_loses_a_response_and_none_shows_it_to_another_key(in_m
             assert (await ask(gateway, method, path, **body)).status_code == 200
         assert (await ask(turns[number % 3], "DELETE", f"/{response_id}")).status_code == 200
     # Whoever has asked all of them remembers the one.
-    assert all(worker.asked_for.count(response_id) <= 7 for worker in workers for response_id in ids)
+    assert all(asked_for(worker).count(response_id) <= 7 for worker in workers for response_id in ids)
 
 
 async def test_while_the_worker_of_a_response_is_not_ready_nobody_says_that_there_is_none(in_memory, workers):
@@ -129,7 +136,7 @@ async def test_while_the_worker_of_a_response_is_not_ready_nobody_says_that_ther
     keeper.boot = "1.8e+09"  # and with it its responses
     keeper.stored.clear()
     others = [worker for worker in workers if worker is not keeper]
-    while not all(response_id in worker.asked_for for worker in others):  # once it is known to have restarted
+    while not all(response_id in asked_for(worker) for worker in others):  # once it is known to have restarted
         assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 404
 
 
@@ -148,8 +155,8 @@ async def test_a_response_that_another_gateway_tells_of_while_it_is_sought_is_fo
     for worker in workers:
         worker.hold.set()
     asking = asyncio.create_task(ask(gateway, "GET", "/resp_1"))
-    await until(lambda: any(worker.asked_for for worker in workers))
-    keeper = next(worker for worker in workers if not worker.asked_for)
+    await until(lambda: any(asked_for(worker) for worker in workers))
+    keeper = next(worker for worker in workers if not asked_for(worker))
     keeper.stored["resp_1"] = {"id": "resp_1"}
     (boot,) = (each.boot for each in gateway.gateway.pool.workers if each.url == keeper.url)
     gateway.gateway.reader.stored.keep("resp_1", boot, None)
@@ -164,7 +171,7 @@ async def test_a_response_that_no_worker_knows_is_sought_once_at_each(in_memory,
     for method, path, body in (("GET", "/resp_1", {}), ("POST", "", continued)):
         answer = await ask(gateway, method, path, **body)
         assert answer.status_code == 404 and "resp_1" in answer.json()["error"]["message"]
-    assert [worker.asked_for for worker in workers] == [["resp_1"] * 2] * 3
+    assert [asked_for(worker) for worker in workers] == [["resp_1"] * 2] * 3
 
 
 async def test_an_id_that_no_gateway_with_this_key_made_is_nobodys(in_memory, workers, keys):
@@ -174,13 +181,13 @@ async def test_an_id_that_no_gateway_with_this_key_made_is_nobodys(in_memory, wo
     anns, bobs = [(await ask(gateway, "POST", "", name, **ASK)).json()["id"] for name in ("ann", "bob")]
     for response_id in ("resp_1", bobs, anns[:40] + bobs[40:], bobs[:40] + anns[40:], anns[:-1], anns.upper()):
         assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 404
-    assert not any(worker.asked_for for worker in workers)
+    assert not any(asked_for(worker) for worker in workers)
     assert (await ask(gateway, "GET", f"/{anns}")).status_code == 200
 
 
 async def test_a_worker_that_names_its_responses_itself_keeps_them_their_owners(in_memory, workers, keys):
     for worker in workers:
-        worker.names = False
+        worker.names_responses = True
     with redis_server() as server:
         first, second = [await in_memory(*workers, **keys, redis=server.url) for _ in range(2)]
         response_id = (await ask(first, "POST", **ASK)).json()["id"]
@@ -198,5 +205,5 @@ async def test_a_response_is_continued_and_counted_although_a_proxy_compresses(i
         first = await ask(gateway, "POST", **ASK)
         assert first.headers["x-seamark-cached"] == "160"
         assert (await ask(gateway, "POST", **ASK, previous_response_id=first.json()["id"])).status_code == 200
-    assert sum(len(worker.asked_for) for worker in workers) == 4
+    assert sum(len(asked_for(worker)) for worker in workers) == 4
     assert gateway.metric("seamark_prompt_tokens_total") == 8 * 300

@@ -43,7 +43,8 @@ async def test_without_another_worker_nobody_waits_for_a_replay_which_is_bounded
     gateway = await in_memory(worker, replay_seconds=seconds)
     for number in range(3):
         await gateway.post(chat(f"{number}"))
-    worker.hang_replays = True
+    worker.held_text = b'"max_tokens":1'  # replays
+    worker.hold.set()
     worker.boot = "1.8e+09"
     await until(lambda: any(b'"max_tokens":1' in request.body for request in worker.requests))
     assert (await gateway.post(chat("at once"))).status_code == 200

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from proxy.bench.harness.servers import CACHE, Server
 from proxy.commands.render_server import free_port
-from tests.harness.client_worker import MODEL
+from tests.harness.client_streams import MODEL
 
 INSTALL_SECONDS = 900.0
 

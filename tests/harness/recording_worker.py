@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 from starlette.middleware.cors import CORSMiddleware
 
+from proxy.chat.chat import CHAT, RESPONSES
 from proxy.http.auth import ADMIN_OF_WORKERS, LOAD_ADAPTER, UNLOAD_ADAPTER
+from tests.harness.computed_answers import Computed
 from tests.harness.fake_engine import (
     VERSION,
     Admitted,
@@ -56,6 +60,10 @@ EVENTS = (
     b"data: [DONE]\n\n",
 )
 
+Headers = Sequence[tuple[bytes, bytes]]
+
+Stream = Sequence[bytes] | Callable[[int, int], Sequence[bytes]]  # made of a prompt's and of its cached tokens
+
 
 @dataclass
 class Recorded:
@@ -66,6 +74,24 @@ class Recorded:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     peer: tuple[str, int]  # other end of the connection it came on
+
+    @property
+    def path(self) -> str:
+        """Without the query."""
+        return unquote(self.target.partition("?")[0])
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Of its body; none if that is no JSON object."""
+        try:
+            body = json.loads(self.body)
+        except ValueError:
+            return {}
+        return body if isinstance(body, dict) else {}
+
+    def header(self, name: bytes) -> bytes:
+        """The last one of this name, empty without one."""
+        return dict(self.headers).get(name, b"")
 
 
 @dataclass
@@ -82,7 +108,6 @@ class RecordingWorker:
     paused: bool = False
     dev_mode: bool = True  # it has the routes that ask the engine for these
     transfer: dict[str, Any] | None = None  # what a prefill worker says of a prompt that it has computed
-    unfinished: threading.Event = field(default_factory=threading.Event)  # while set, such an answer stops at its head
     template: Template = template
     rendered: Template | None = None  # what its render route gives if that is not what it computes
     prompt_tokens: int | None = None  # that it reports; None: as many as its template makes
@@ -91,26 +116,27 @@ class RecordingWorker:
     models: tuple[str, ...] = ("m",)  # names of its one model
     checks_names: bool = False  # answer 404 to a request for a model that it does not list, as vLLM does
     adapters: dict[str, str] | None = None  # paths of those that are loaded, by name; None: without routes for them
+    stored: dict[str, dict[str, Any]] | None = None  # responses by their ids; None: it answers without storing any
+    names_responses: bool = False  # itself, whatever a request calls its response
     render_status: int = 200
     hang_renders: bool = False  # answer no render until the gateway goes
     cached: int = 160  # tokens it reports
+    hits: bool = False  # report as cached what the states stand for that its engine has kept
     status: int = 200  # of whole answers
     status_by: Callable[[bytes], int] | None = None  # the same by the body of a request
     reason: str | None = None  # that its engine gives; None: what fits the cached tokens
-    location: str | None = None  # header of whole answers
+    more_headers: Headers = ()  # of its answers
     allowed_origins: tuple[str, ...] = ("*",)  # when it starts, as vLLM's --allowed-origins
     gzips: str | None = None  # as a proxy before it: "accepted" what the client takes so, "always" everything
     has_feed: bool = True
     api_key: str | None = None  # that it wants for /v1, as vLLM's --api-key
-    hang: bool = False  # answer nothing until the client goes
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
-    hang_replays: bool = False  # answer no request for a single token
-    hang_in_stream: bool = False
-    hang_after: int = 1  # events
-    cut_stream: bool = False  # the connection closes in the middle
-    cut_after: int = 1  # events
-    streams: dict[str, Sequence[bytes]] = field(default_factory=lambda: {"/v1/chat/completions": EVENTS})  # by path
-    silence: threading.Event = field(default_factory=threading.Event)  # while set, streams wait before their events
+    held_text: bytes = b""  # in the bodies of those that wait
+    pause: threading.Event = field(default_factory=threading.Event)  # while set, answers stop behind `pause_after`
+    pause_after: int = 1  # parts: events of a stream, halves of a whole answer
+    cut_after: int | None = None  # parts, behind which the connection closes
+    computed: Computed | None = None  # its answers follow from the requests; None: they are recorded ones
+    streams: dict[str, Stream] = field(default_factory=lambda: {CHAT: EVENTS})  # by path
     stream_bytes: int = 0  # of filling, in the middle of a stream
     sent: int = 0  # bytes of it that went out
     requests: list[Recorded] = field(default_factory=list)
@@ -135,10 +161,12 @@ class RecordingWorker:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return None
-        body = await whole_body(receive)
-        path = scope["path"]
+        target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
+        headers = list(scope["headers"])
+        request = Recorded(scope["method"], target, headers, await whole_body(receive), scope["client"])
+        path, body = scope["path"], request.body
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
-        if self.api_key is not None and path.startswith("/v1") and wanted not in scope["headers"]:
+        if self.api_key is not None and path.startswith("/v1") and wanted not in headers:
             return await respond(send, b'{"error":"Unauthorized"}', status=401)
         if path == "/health":
             return await respond(send, b"", "text/plain")
@@ -150,7 +178,7 @@ class RecordingWorker:
                 + self.more_metrics
             )
             return await respond(send, text.encode(), "text/plain")
-        if path == "/v1/models" and scope["method"] == "GET":
+        if path == "/v1/models" and request.method == "GET":
             data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
             data += [
                 {"id": name, "object": "model", "root": root, "parent": self.models[0]}
@@ -177,61 +205,90 @@ class RecordingWorker:
         if path == "/detokenize" and b'"tokens"' in body:
             text = "".join(map(chr, json.loads(body)["tokens"]))
             return await respond(send, json.dumps({"prompt": text}).encode())
-        target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
-        self.requests.append(Recorded(scope["method"], target, list(scope["headers"]), body, scope["client"]))
-        while self.hold.is_set():
-            await asyncio.sleep(0.01)
-        if self.gzips == "always" or (self.gzips and b"gzip" in dict(scope["headers"]).get(b"accept-encoding", b"")):
+        self.requests.append(request)
+        if await self._stays(receive, lambda: self.hold.is_set() and self.held_text in body):
+            await self._answer(request, receive, send)
+        return None
+
+    async def _stays(self, receive: Any, waits: Callable[[], bool]) -> bool:
+        """Wait for as long as `waits`; False if the client leaves meanwhile."""
+        if not waits():
+            return True
+        left = asyncio.ensure_future(receive())
+        try:
+            while waits():
+                if left.done():
+                    self.gone.set()
+                    return False
+                await asyncio.sleep(0.01)
+            return True
+        finally:
+            left.cancel()
+
+    def _pauses(self, number: int) -> bool:
+        """Whether an answer waits behind so many parts."""
+        return self.pause.is_set() and self.pause_after == number
+
+    async def _answer(self, request: Recorded, receive: Any, send: Any) -> None:
+        path, body = request.path, request.fields
+        if self.gzips == "always" or (self.gzips and b"gzip" in request.header(b"accept-encoding")):
             send = gzipping(send)
         if self.adapters is not None and path in ADMIN_OF_WORKERS and self.status == 200:
-            return await self._change_adapter(path, json.loads(body), send)
-        if self.checks_names and not self._has_model(headers=dict(scope["headers"]), body=body):
-            error = {"message": "The model does not exist.", "type": "NotFoundError", "param": "model", "code": 404}
-            return await respond(send, json.dumps({"error": error}).encode(), status=404)
-        if self.hang or (self.hang_replays and b'"max_tokens":1' in body):
-            await receive()
-            self.gone.set()
-            return None
+            return await self._change_adapter(path, body, send)
+        if self.checks_names and not self._has_model(request):
+            return await refuse(send, "The model does not exist.", "NotFoundError", "model", 404)
+        if self.stored is not None and path.startswith(RESPONSES):
+            return await self._answer_stored(self.stored, request, receive, send)
         if self.status_by is not None:
-            self.status = self.status_by(body)
-        headers = dict(scope["headers"])
-        name = headers.get(b"x-request-id", b"").decode("latin-1")
-        prompt, admitted = self._admit(path, self._name_of_response() if path == "/v1/responses" else name, body)
+            self.status = self.status_by(request.body)
+        prompt = prompt_of(path, body, self.template)
         length = self.prompt_tokens or (len(prompt) if prompt else PROMPT_TOKENS)
-        if path in self.streams and json.loads(body).get("stream"):
-            counted = b'"prompt_tokens": %d'
-            recorded = self.streams[path]
-            events = [event.replace(counted % PROMPT_TOKENS, counted % length) for event in recorded]
-            self.answers.append(b"".join(events))
-            await self._stream(events, receive, send)
-            return None
+        if self.hits:
+            self.cached = self.engine.held(prompt or "", body)
+        is_stream = bool(body.get("stream")) and (path in self.streams or self.computed is not None)
+        answer = b"".join(events := self._events(path, body, length)) if is_stream else self._whole(path, body, length)
+        self.answers.append(answer)
+        name = request.header(b"x-request-id").decode("latin-1")
+        if path == RESPONSES:  # vLLM's engine calls its request by the id in the answer
+            streamed = re.search(rb'"id":"resp_(\w+)"', answer)
+            name = f"{streamed[1].decode() if streamed else COMPLETION['id']}_0"
+        admitted = self._admit(name, prompt, body)
+        if is_stream:
+            head = [(b"content-type", b"text/event-stream; charset=utf-8"), *self.more_headers]
+            status, in_halves = (200, True) if self.computed is None else (self.status, False)
+            return await self._send(head, events, receive, send, status=status, in_halves=in_halves)
+        head = _head("application/json", len(answer), self.more_headers)
+        if admitted is not None and request.header(b"x-seamark-outcome") == b"1":
+            head.append((b"x-seamark-outcome", admitted.header.encode()))
+        return await self._send(head, (answer[:20], answer[20:]), receive, send, status=self.status)
+
+    def _events(self, path: str, body: Mapping[str, Any], length: int) -> Sequence[bytes]:
+        """A stream for a prompt of `length` tokens."""
+        if self.computed is not None:
+            return self.computed.events(body)
+        recorded = self.streams[path]
+        if callable(recorded):
+            return recorded(length, self.cached)
+        counted = b'"prompt_tokens": %d'
+        return [event.replace(counted % PROMPT_TOKENS, counted % length) for event in recorded]
+
+    def _whole(self, path: str, body: Mapping[str, Any], length: int) -> bytes:
         details = {**USAGE["prompt_tokens_details"], "cached_tokens": self.cached}
         usage = {**USAGE, "prompt_tokens": length, "prompt_tokens_details": details}
         transfer = {"kv_transfer_params": self.transfer} if self.transfer is not None else {}
-        answer = json.dumps({**COMPLETION, "usage": usage, **transfer}).encode()
-        self.answers.append(answer)
-        if self.unfinished.is_set():
-            await _begin(send, answer)
-            while self.unfinished.is_set():
-                await asyncio.sleep(0.01)
-            await send({"type": "http.response.body", "body": answer})
-            return None
-        asked = headers.get(b"x-seamark-outcome") == b"1"
-        more = [(b"x-seamark-outcome", admitted.header.encode())] if asked and admitted is not None else []
-        more += [(b"location", self.location.encode())] if self.location is not None else []
-        await respond(send, answer, status=self.status, more=more)
-        return None
+        answer = COMPLETION if self.computed is None else self.computed.whole(path, body)
+        return json.dumps({**answer, "usage": usage, **transfer}).encode()
 
-    def _has_model(self, headers: dict[bytes, bytes], body: bytes) -> bool:
+    def _has_model(self, request: Recorded) -> bool:
         """Whether a request names a model of this worker, or none."""
-        if b"multipart" in headers.get(b"content-type", b""):
-            named = re.search(rb'name="?model"?\r\n(?:.+\r\n)*\r\n(.*)\r\n', body)
+        if b"multipart" in request.header(b"content-type"):
+            named = re.search(rb'name="?model"?\r\n(?:.+\r\n)*\r\n(.*)\r\n', request.body)
             model = named[1].decode() if named else ""
         else:
-            model = json.loads(body or b"{}").get("model")
+            model = request.fields.get("model")
         return not model or model in self.models or model in (self.adapters or {})
 
-    async def _change_adapter(self, path: str, body: dict[str, Any], send: Any) -> None:
+    async def _change_adapter(self, path: str, body: Mapping[str, Any], send: Any) -> None:
         """As vLLM's routes do, with its words."""
         name, loaded = body.get("lora_name"), self.adapters if self.adapters is not None else {}
         status, text = (
@@ -250,26 +307,55 @@ class RecordingWorker:
             loaded[name] = body["lora_path"]
         if status == 200:
             return await respond(send, text.encode(), "text/plain")
-        error = {"message": text, "type": "InvalidUserInput", "param": None, "code": status}
-        return await respond(send, json.dumps({"error": error}).encode(), status=status)
+        return await refuse(send, text, "InvalidUserInput", None, status)
 
-    def _name_of_response(self) -> str:
-        """What vLLM's engine calls the request of a response, by the id in the answer."""
-        first, *_ = self.streams.get("/v1/responses", (b"",))
-        streamed = re.search(rb'"id":"resp_(\w+)"', first)
-        return f"{streamed[1].decode() if streamed else COMPLETION['id']}_0"
+    async def _answer_stored(
+        self, stored: dict[str, dict[str, Any]], request: Recorded, receive: Any, send: Any
+    ) -> None:
+        """As vLLM does with `VLLM_ENABLE_RESPONSES_API_STORE=1`; other engines delete them, too.
 
-    def _admit(self, path: str, request_id: str, raw: bytes) -> tuple[str | None, Admitted | None]:
-        """The prompt of a request, and what the engine says of it; both None for what it does not compute."""
-        try:
-            body = json.loads(raw)
-        except ValueError:
-            return None, None
-        prompt = prompt_of(path, body, self.template) if isinstance(body, dict) else None
+        Each is stored under the request's `request_id`, and no worker knows of another one's.
+        """
+        path, body = request.path, request.fields
+        response_id = body.get("previous_response_id") if path == RESPONSES else path.split("/")[3]
+        if response_id is not None and response_id not in stored:
+            text = f"Response with id '{response_id}' not found."
+            return await refuse(send, text, "invalid_request_error", "response_id", 404)
+        if path != RESPONSES:
+            response = stored[response_id]
+            if request.method == "DELETE":
+                del stored[response_id]
+                response = {"id": response_id, "object": "response", "deleted": True}
+            elif path.endswith("/cancel"):
+                response["status"] = "cancelled"
+            return await respond(send, json.dumps(response).encode())
+        own = f"resp_{os.urandom(8).hex()}"
+        begun = {"id": own if self.names_responses else body.get("request_id", own), "object": "response"}
+        begun |= {"model": body["model"], "status": "in_progress", "output": [], "usage": None}
+        if body.get("background"):
+            stored[begun["id"]] = begun
+        text = {"type": "output_text", "text": f"Number {len(stored)}."}
+        usage = {"input_tokens": 300, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 160}}
+        ended = {"status": "completed", "output": [{"type": "message", "content": [text]}], "usage": usage}
+
+        def events() -> Iterator[bytes]:
+            for kind, response in (("created", begun), ("completed", begun | ended)):
+                if kind == "completed":
+                    stored[begun["id"]] = response
+                data = json.dumps({"response": response, "type": f"response.{kind}"})
+                yield f"event: response.{kind}\ndata: {data}\n\n".encode()
+
+        if body.get("stream"):
+            return await self._send([(b"content-type", b"text/event-stream; charset=utf-8")], events(), receive, send)
+        stored[begun["id"]] = begun | ended
+        return await respond(send, json.dumps(begun | ended).encode())
+
+    def _admit(self, request_id: str, prompt: str | None, body: Mapping[str, Any]) -> Admitted | None:
+        """What the engine says of a request; None for what it does not compute, or if its plugin is too old to."""
         if prompt is None or not self.patched or self.status != 200:
-            return prompt, None
+            return None
         admitted = self.engine.admit(request_id, prompt, body, self.version, self.reason, self.cached or 0)
-        return prompt, admitted if "resolved" in self.engine.feed("", 0, self.version) else None
+        return admitted if "resolved" in self.engine.feed("", 0, self.version) else None
 
     async def _feed(self, scope: Any, send: Any) -> None:
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
@@ -289,26 +375,33 @@ class RecordingWorker:
         await respond(send, json.dumps({"token_ids": ids}).encode(), status=self.render_status)
         self.rendering -= 1
 
-    async def _stream(self, events: Sequence[bytes], receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while self.silence.is_set():
-            await asyncio.sleep(0.01)
-        while self.sent < self.stream_bytes:
-            filling = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"tide " * 3000)
-            await send({"type": "http.response.body", "body": filling, "more_body": True})
-            self.sent += len(filling)
-        for number, event in enumerate(events, 1):
-            for half in (event[:50], event[50:]):  # cuts the two bytes of é apart
-                await send({"type": "http.response.body", "body": half, "more_body": True})
-                await asyncio.sleep(0.01)
-            if self.cut_stream and number == self.cut_after:
+    async def _send(
+        self,
+        head: Headers,
+        parts: Iterable[bytes],
+        receive: Any,
+        send: Any,
+        *,
+        status: int = 200,
+        in_halves: bool = False,
+    ) -> None:
+        """An answer; a part is made once it is to be sent. `in_halves`: they arrive one by one, and cut apart."""
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        number, coming = 0, iter(parts)
+        while await self._stays(receive, partial(self._pauses, number)):
+            if number == self.cut_after:
                 return  # the server closes the connection in the middle
-            if self.hang_in_stream and number == self.hang_after:
-                await receive()
-                self.gone.set()
+            while in_halves and self.sent < self.stream_bytes:
+                filling = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"tide " * 3000)
+                await send({"type": "http.response.body", "body": filling, "more_body": True})
+                self.sent += len(filling)
+            if (part := next(coming, None)) is None:
+                await send({"type": "http.response.body", "body": b""})
                 return
-        await send({"type": "http.response.body", "body": b""})
+            for half in (part[:50], part[50:]) if in_halves else (part,):  # cuts the two bytes of é apart
+                await send({"type": "http.response.body", "body": half, "more_body": True})
+                await asyncio.sleep(0.01 if in_halves else 0)
+            number += 1
 
 
 def gzipping(send: Any) -> Any:
@@ -327,22 +420,20 @@ def gzipping(send: Any) -> Any:
     return send_packed
 
 
-async def _begin(send: Any, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"", "more_body": True})
+def _head(kind: str, length: int, more: Headers = ()) -> list[tuple[bytes, bytes]]:
+    named = [(b"content-type", kind.encode()), (b"content-length", str(length).encode())]
+    return [*named, (b"x-twice", b"1"), (b"x-twice", b"2"), *more]
 
 
-async def respond(
-    send: Any,
-    body: bytes,
-    kind: str = "application/json",
-    status: int = 200,
-    more: Sequence[tuple[bytes, bytes]] = (),
-) -> None:
-    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode()), (b"x-twice", b"1")]
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"x-twice", b"2"), *more]})
+async def respond(send: Any, body: bytes, kind: str = "application/json", status: int = 200) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": _head(kind, len(body))})
     await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(send: Any, message: str, kind: str, param: str | None, status: int) -> None:
+    """With an error as vLLM's."""
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    await respond(send, json.dumps({"error": error}).encode(), status=status)
 
 
 @contextmanager
