@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -23,9 +22,6 @@ from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build
 from proxy.settings import Settings
 from tests.harness.recording_worker import RecordingWorker
-
-# The checks of a gateway that are no requests of clients.
-OWN_PATHS = ("/health", "/metrics", "/seamark/", "/version", "/is_", "/v1/models", "/tokenize", "/detokenize")
 
 
 class Call:
@@ -106,13 +102,12 @@ class DirectAnswer(Answer):
 
 
 class DirectUpstream(Upstream):
-    """Calls of workers in this process; `failures` are raised in place of the next calls for clients."""
+    """Calls of workers in this process."""
 
     def __init__(self, *workers: RecordingWorker) -> None:
         super().__init__(1.0, 65536)
         self.workers = {worker.url: worker for worker in workers}
-        self.down: set[str] = set()  # URLs of those to which no connection can be made
-        self.failures: deque[Exception] = deque()
+        self.faults: dict[str, Exception] = {}  # by the URLs of workers, raised instead of each call
 
     async def send(
         self,
@@ -125,10 +120,10 @@ class DirectUpstream(Upstream):
     ) -> Answer:
         parts = urlsplit(url)
         address = f"{parts.scheme}://{parts.netloc}"
-        if address in self.down or address not in self.workers:
+        if (fault := self.faults.get(address)) is not None:
+            raise fault
+        if address not in self.workers:
             raise Unreachable("connection refused")
-        if self.failures and not parts.path.startswith(OWN_PATHS) and not parts.path.endswith("/render"):
-            raise self.failures.popleft()
         scope = {
             "type": "http",
             "method": method,
@@ -238,18 +233,25 @@ class InMemoryGateway:
 
 
 @contextlib.asynccontextmanager
-async def in_memory_gateway(*workers: RecordingWorker, **settings: Any) -> AsyncIterator[InMemoryGateway]:
-    """Before `workers`, which are given URLs; without self-checks, unless `settings` want them. It is ready."""
+async def in_memory_gateway(
+    *workers: RecordingWorker, is_started: bool = True, **settings: Any
+) -> AsyncIterator[InMemoryGateway]:
+    """Before `workers`, which are given URLs; without self-checks, unless `settings` want them. It is ready.
+
+    Not started, it does nothing that a test does not call.
+    """
     for number, worker in enumerate(workers):
         worker.url = worker.url or f"http://worker-{number}"
     urls = tuple(worker.url for worker in workers)
     upstream = DirectUpstream(*workers)
-    settings = {"self_check_interval": 0, "health_interval": 0.05, **settings}
-    app = build(Gateway(Settings(worker=urls, **settings), upstream))
-    app.gateway.start()
+    settings = {"worker": urls, "self_check_interval": 0, "health_interval": 0.05, **settings}
+    app = build(Gateway(Settings(**settings), upstream))
+    if is_started:
+        app.gateway.start()
     try:
-        async with asyncio.timeout(30):
-            await app.gateway.pool.ready()
+        if is_started:
+            async with asyncio.timeout(30):
+                await app.gateway.pool.ready()
         yield InMemoryGateway(app, upstream)
     finally:
         await app.gateway.stop()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.layout import layout_of
 from proxy.boundaries.positions import PositionCache
@@ -16,19 +16,15 @@ from proxy.boundaries.template_facts import Opener, TemplateFacts, Turn
 from proxy.chat.reader import chat_request
 from proxy.chat.usage import Usage
 from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import EngineInfo
 from proxy.idle_work import IdleWork
-from proxy.metrics import Metrics
 from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
-from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, Report, request_of
 from proxy.routing.engine_events import EngineOutcome
-from proxy.routing.prefix_index import Prefix, PrefixIndex
-from proxy.settings import Settings
-from tests.harness.probed import probed
+from proxy.routing.prefix_index import Prefix
+from tests.harness.in_memory_gateway import InMemoryGateway
+from tests.harness.recording_worker import RecordingWorker
 
 FACTS = TemplateFacts({"user": 5}, {("user", False): Opener((4,)), ("first", False): Opener((1,))})
 
@@ -62,26 +58,20 @@ class Events:
         """The client of a request has left."""
 
 
-class Pool:
-    def __init__(self, *workers: Worker) -> None:
-        self.workers = list(workers)
-
-    def lists(self, model: Any) -> bool:
-        return any(worker.serves(model) for worker in self.workers)
-
-
 class Scene:
-    """A worker that has answered a chat."""
+    """A gateway that has looked at its workers; the first one has answered a chat."""
 
-    def __init__(self, facts: TemplateFacts | None = FACTS, version: str = "0.3.0") -> None:
-        engine = EngineInfo(version, "0.32.0", match_unit=16, block_size=384)
-        self.worker = Worker("http://w", None, probed=probed("w#1", engine, "m"))
-        self.metrics, self.prefix_index = Metrics(), PrefixIndex(10**6)
-        self.reader = PromptReader(Settings(), self.metrics, FactsLearner())
-        self.events = Events()
-        self.idle = IdleWork()
-        parts = (self.metrics, Pool(self.worker), self.reader, self.prefix_index, self.events, None, self.idle)
-        self.accounting = Accounting(*parts, excerpts=False)
+    def __init__(self, own: InMemoryGateway) -> None:
+        gateway = own.gateway
+        self.worker, *self.others = gateway.pool.workers
+        self.reader, self.prefix_index, self.idle = gateway.reader, gateway.prefix_index, gateway.idle
+        self.accounting = gateway.accounting
+        self.events = self.accounting._engine_events = Events()  # type: ignore[assignment]
+        self.registry, self.value = gateway.metrics.registry, own.metric
+        self.finds(FACTS)
+
+    def finds(self, facts: TemplateFacts | None) -> None:
+        """The boundaries of the chat, by these facts."""
         self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), facts, b"renderer")
 
     def request(
@@ -107,16 +97,33 @@ class Scene:
         self.accounting.reported(request, Report(200, usage, *outcome))
         self.accounting.count(request)
 
-    def value(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+@pytest.fixture
+def scene_of(in_memory) -> Callable[..., Awaitable[Scene]]:
+    async def of(*workers: RecordingWorker) -> Scene:
+        own = await in_memory(*workers, is_started=False)
+        await own.gateway.pool.check_all()
+        return Scene(own)
+
+    return of
 
 
-async def test_the_length_of_a_turn_is_learnt_from_the_tokens_of_its_prompt():
-    scene = Scene()
-    scene.prefix_index.record(scene.found.boundaries, "w#1", scene.found.entries())
+@pytest.fixture
+async def scene(scene_of) -> Scene:
+    return await scene_of(RecordingWorker("http://w"))
+
+
+@pytest.fixture
+async def older(scene_of) -> Scene:
+    """Whose engine says nothing in its answers."""
+    return await scene_of(RecordingWorker("http://w", version="0.2.0"))
+
+
+async def test_the_length_of_a_turn_is_learnt_from_the_tokens_of_its_prompt(scene):
+    scene.prefix_index.record(scene.found.boundaries, scene.worker.boot, scene.found.entries())
     await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold"))
     assert scene.found.turn_key is not None and scene.reader.positions.get(scene.found.turn_key) == 95
-    held = scene.prefix_index.longest(scene.found.prefixes, ["w#1"])["w#1"]
+    held = scene.prefix_index.longest(scene.found.prefixes, [scene.worker.boot])[scene.worker.boot]
     assert (held.tokens, held.is_told) == (95, True)
     assert len(scene.reader.positions) == 1
 
@@ -131,24 +138,22 @@ async def test_the_length_of_a_turn_is_learnt_from_the_tokens_of_its_prompt():
         TemplateFacts({"user": 100}, FACTS.openers),
     ],
 )
-async def test_no_length_is_learnt_by_facts_of_another_setting_nor_where_the_turn_does_not_hold(facts):
-    scene = Scene(facts)
-    scene.prefix_index.record(scene.found.boundaries, "w#1", scene.found.entries())
+async def test_no_length_is_learnt_by_facts_of_another_setting_nor_where_the_turn_does_not_hold(scene, facts):
+    scene.finds(facts)
+    scene.prefix_index.record(scene.found.boundaries, scene.worker.boot, scene.found.entries())
     await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold"))
     assert len(scene.reader.positions) == 0
-    assert not scene.prefix_index.longest(scene.found.prefixes, ["w#1"])["w#1"].is_told
+    assert not scene.prefix_index.longest(scene.found.prefixes, [scene.worker.boot])[scene.worker.boot].is_told
 
 
-async def test_a_length_is_learnt_of_an_answer_that_does_not_say_what_was_cached_and_of_no_other():
-    scene = Scene()
+async def test_a_length_is_learnt_of_an_answer_that_does_not_say_what_was_cached_and_of_no_other(scene):
     assert await scene.answered(scene.request(), None) is None
     assert len(scene.reader.positions) == 0
     assert await scene.answered(scene.request(), Usage(100, None)) is None
     assert len(scene.reader.positions) == 1 and scene.events.asked == 0
 
 
-async def test_the_reason_is_found_with_what_the_engine_says_in_the_answer():
-    scene = Scene()
+async def test_the_reason_is_found_with_what_the_engine_says_in_the_answer(scene):
     request = scene.request(sent=Prefix(400, 0), sent_here=True, held=400, predicted=400)
     outcome = EngineOutcome("not_worth_it", 64, (40, 60, 95))
     assert await scene.answered(request, Usage(100, 0), outcome) == "not_worth_it"
@@ -161,17 +166,15 @@ async def test_the_reason_is_found_with_what_the_engine_says_in_the_answer():
     assert short[1] == scene.found.prefixes and short[2] == []  # it leaves nothing behind
 
 
-async def test_what_was_delivered_in_full_is_a_hit_and_no_miss():
-    scene = Scene()
+async def test_what_was_delivered_in_full_is_a_hit_and_no_miss(scene):
     request = scene.request(sent=Prefix(90, 0), sent_here=True, held=80, predicted=80)
     outcome = EngineOutcome("hit", 80, ())
     assert await scene.answered(request, Usage(100, 80), outcome) == "hit"
     assert not scene.events.short and scene.value("seamark_shareable_tokens_total", model="m", worker="w") == 80
-    assert not any(name.name == "seamark_miss" and name.samples for name in scene.metrics.registry.collect())
+    assert not any(name.name == "seamark_miss" and name.samples for name in scene.registry.collect())
 
 
-async def test_nobody_waits_for_the_reason_of_a_stream():
-    scene = Scene()
+async def test_nobody_waits_for_the_reason_of_a_stream(scene):
     request = scene.request(is_stream=True)
     await scene.streamed(request, Usage(100, 0))
     assert scene.idle.waiting == 1 and request.record.explanation.reason is None
@@ -190,34 +193,31 @@ async def test_nobody_waits_for_the_reason_of_a_stream():
     assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
 
 
-async def test_a_whole_answer_waits_for_an_older_engine_if_the_gateway_cannot_tell():
-    scene = Scene(version="0.2.0")
-    scene.events.said.set_result(EngineOutcome("not_worth_it"))
+async def test_a_whole_answer_waits_for_an_older_engine_if_the_gateway_cannot_tell(older):
+    older.events.said.set_result(EngineOutcome("not_worth_it"))
     sent = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
     hint = {"hint": (40,)}
-    assert await scene.answered(scene.request(**sent, **hint), Usage(100, 0)) == "not_worth_it"
-    assert await scene.answered(scene.request(**sent, **hint), Usage(100, 80)) == "hit"
-    assert await scene.answered(scene.request(**sent, hint=()), Usage(100, 0)) == "evicted"
-    assert scene.events.asked == 1
+    assert await older.answered(older.request(**sent, **hint), Usage(100, 0)) == "not_worth_it"
+    assert await older.answered(older.request(**sent, **hint), Usage(100, 80)) == "hit"
+    assert await older.answered(older.request(**sent, hint=()), Usage(100, 0)) == "evicted"
+    assert older.events.asked == 1
 
 
-async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted():
-    scene = Scene(version="0.2.0")
-    request = scene.request(hint=(40,))
-    answering = asyncio.create_task(scene.answered(request, Usage(100, 0)))
-    while not scene.events.asked:
+async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted(older):
+    request = older.request(hint=(40,))
+    answering = asyncio.create_task(older.answered(request, Usage(100, 0)))
+    while not older.events.asked:
         await asyncio.sleep(0)
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
-    scene.events.said.set_result(EngineOutcome("cold"))
+    older.events.said.set_result(EngineOutcome("cold"))
     async with asyncio.timeout(30):
         while request.record.explanation.reason is None:
             await asyncio.sleep(0)
-    assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
+    assert older.value("seamark_miss_total", model="m", reason="cold") == 1
 
 
-async def test_a_client_that_leaves_while_a_change_is_sought_leaves_the_whole_explanation():
-    scene = Scene()
+async def test_a_client_that_leaves_while_a_change_is_sought_leaves_the_whole_explanation(scene):
     request = changed_request(scene)
 
     async def handle() -> None:
@@ -241,11 +241,9 @@ async def test_a_client_that_leaves_while_a_change_is_sought_leaves_the_whole_ex
 
 
 @pytest.mark.parametrize(("model", "label"), [("m", "m"), ("lora", "lora"), ("other", "unknown"), (["m"], "unknown")])
-async def test_a_request_counts_for_its_model_if_any_worker_serves_it(model, label):
-    other = Worker("http://v", None, probed=probed("v#1", None, "lora"))
-    for worker in (None, other):
-        scene = Scene()
-        scene.accounting._pool.workers.append(other)
+async def test_a_request_counts_for_its_model_if_any_worker_serves_it(scene_of, model, label):
+    scene = await scene_of(RecordingWorker("http://w"), RecordingWorker("http://v", models=("lora",)))
+    for worker in (None, *scene.others):
         request = scene.request()
         request.choice = Choice(worker) if worker is not None else None
         request.body.parsed = {**CHAT, "model": model}
@@ -258,8 +256,7 @@ async def test_a_request_counts_for_its_model_if_any_worker_serves_it(model, lab
 
 
 @pytest.mark.parametrize(("cached", "is_sought"), [(0, True), (350, True), (351, False), (400, False)])
-async def test_a_change_is_sought_where_an_eighth_was_computed(cached, is_sought):
-    scene = Scene()
+async def test_a_change_is_sought_where_an_eighth_was_computed(scene, cached, is_sought):
     request = changed_request(scene)
     remembered = request.prompt.remembered
     await scene.answered(request, Usage(400, cached), EngineOutcome("hit", cached))
@@ -268,9 +265,8 @@ async def test_a_change_is_sought_where_an_eighth_was_computed(cached, is_sought
 
 
 @pytest.mark.parametrize(("sent", "lost"), [(None, 400), (100, 300), (390, None)])
-async def test_a_change_costs_nothing_that_some_worker_was_sent_before(sent, lost):
+async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, sent, lost):
     """Though neither an engine nor the memory of recent requests knows of it any more."""
-    scene = Scene()
     request = changed_request(scene)
     prefix = Prefix(sent, 0) if sent is not None else None
     request.give(Choice(scene.worker, request.expected._replace(ever_sent=prefix)))
@@ -296,8 +292,7 @@ def changed_request(scene: Scene) -> ProxiedRequest:
 
 
 @pytest.mark.parametrize("lack", ["behind", "slow"])
-async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_counted(monkeypatch, lack):
-    scene = Scene()
+async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_counted(scene, monkeypatch, lack):
     request = changed_request(scene)
     if lack == "behind":
         monkeypatch.setattr(IdleWork, "is_behind", True)
@@ -307,17 +302,15 @@ async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_count
     assert request.record.explanation.changed is None and scene.value("seamark_explanations_shed_total") == 1
 
 
-async def test_a_stream_is_given_the_time_it_takes(monkeypatch):
+async def test_a_stream_is_given_the_time_it_takes(scene, monkeypatch):
     monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
-    scene = Scene()
     request = changed_request(scene)
     await scene.streamed(request, Usage(400, 0), EngineOutcome("cold", 0))
     await scene.idle.caught_up()
     assert request.record.explanation.reason == "prefix_changed" and scene.value("seamark_explanations_shed_total") == 0
 
 
-async def test_an_explanation_that_fails_costs_no_answer(caplog):
-    scene = Scene()
+async def test_an_explanation_that_fails_costs_no_answer(scene, caplog):
     request = scene.request()
     scene.found = Found((Boundary("turn", b"t", [7]),))  # no entry
     request.prompt = request.prompt._replace(found=scene.found)
@@ -326,8 +319,7 @@ async def test_an_explanation_that_fails_costs_no_answer(caplog):
     assert "explaining request r: TypeError" in caplog.text
 
 
-async def test_a_continued_response_does_not_tell_how_many_tokens_a_byte_has():
-    scene = Scene()
+async def test_a_continued_response_does_not_tell_how_many_tokens_a_byte_has(scene):
     weighed: list[tuple[Any, ...]] = []
     scene.reader.weigh = lambda *what: weighed.append(what)  # type: ignore[method-assign]
     continued = scene.request()
@@ -338,8 +330,7 @@ async def test_a_continued_response_does_not_tell_how_many_tokens_a_byte_has():
     assert weighed == [("m", 400, 100)]
 
 
-async def test_a_position_behind_the_prompt_is_not_believed():
-    scene = Scene()
+async def test_a_position_behind_the_prompt_is_not_believed(scene):
     hint = scene.found.entries()
     outcome = EngineOutcome("cold", 0, tuple(2**40 for _ in hint))
     await scene.answered(scene.request(), Usage(100, 0), outcome)
