@@ -16,7 +16,7 @@ TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).pare
 WITHOUT_OPENER = {"system-in-last-user", "tools-in-first-user"}
 
 
-@pytest.fixture(scope="module", params=["special", "plain"])
+@pytest.fixture(scope="module", params=["special", pytest.param("plain", marks=pytest.mark.thorough)])
 def cells(request, model, tmp_path_factory) -> list[Cell]:
     """Every quirk template with every shape of chat, by markers as special tokens and as plain text."""
     markers = markers_in(TEMPLATES.values()) if request.param == "special" else []

@@ -93,7 +93,8 @@ async def client():
 @pytest.mark.parametrize(
     ("room", "shares"),
     [
-        ("room", (0.3, 0.9)),  # the second round finds nearly all of the first
+        # The second round finds nearly all of the first.
+        pytest.param("room", (0.3, 0.9), marks=pytest.mark.thorough),
         ("64 blocks and 320 tokens per step", (0.1, 0.1)),  # constant eviction
     ],
 )

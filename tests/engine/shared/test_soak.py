@@ -34,6 +34,7 @@ async def test_random_traffic_leaves_nothing_behind(servers: SharedServers):
         assert each.driven.counted["states written"] and each.driven.counted["resumed from a state"]
 
 
+@pytest.mark.thorough
 async def test_the_soak_notices_wrong_states(servers: SharedServers):
     subject = Subject("defective", servers.seamark, servers.gateway)
     with planted.planted(servers.planted, planted.OTHER_STATE):
