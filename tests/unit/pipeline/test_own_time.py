@@ -1,9 +1,10 @@
-"""`x-seamark-overhead-ms`: what the gateway itself has taken of the time to an answer's head."""
+"""What goes through the way of an answer: `x-seamark-overhead-ms`, and a head that waits for its body."""
 
 from __future__ import annotations
 
 import contextlib
 
+from proxy.http import asgi
 from proxy.pipeline import request as request_of
 from proxy.pipeline.request import OWN_TIME, Reply, Timings
 from tests.harness.gateways import chat
@@ -11,6 +12,8 @@ from tests.harness.in_memory_gateway import InMemoryGateway, in_memory_gateway
 from tests.harness.recording_worker import RecordingWorker
 
 NAME = OWN_TIME.decode()
+
+START = "http.response.start"
 
 
 async def test_waiting_is_not_the_gateways_own_time(monkeypatch):
@@ -29,10 +32,22 @@ async def test_waiting_is_not_the_gateways_own_time(monkeypatch):
         raise KeyError
     now[0] += 0.0015
     reply = Reply(send, timings)
-    head = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
+    head = {"type": START, "status": 200, "headers": [(b"a", b"b")]}
     await reply(head)
     await reply({"type": "http.response.body", "body": b"x"})
     assert sent[0]["headers"] == [(b"a", b"b"), (OWN_TIME, b"3.5")] and head["headers"] == [(b"a", b"b")]
+
+
+async def test_only_the_head_of_a_whole_answer_waits_for_what_follows():
+    held, sent = [], []
+
+    async def send(message):
+        sent.append(message)
+
+    await Reply(send, Timings(), lambda: held.append(len(sent)))({"type": START, "status": 200, "headers": []})
+    assert not held
+    await asgi.send_whole(Reply(send, Timings(), lambda: held.append(len(sent))), 200, [], b"x")
+    assert held == [1] and len(sent) == 3
 
 
 async def own_time(gateway: InMemoryGateway, body, **headers: str) -> float:

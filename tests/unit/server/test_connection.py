@@ -67,6 +67,7 @@ CYCLE = {
     "more_body",
     "response_complete",
     "scope",
+    "transport",
 }
 
 LIMIT = 1000
@@ -104,6 +105,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.writes = 0
         self.closed = False
         self.aborted = False
         self.reading = True
@@ -117,6 +119,10 @@ class Transport(asyncio.Transport):
 
     def write(self, data):
         self.written += data
+        self.writes += 1
+
+    def writelines(self, pieces):
+        self.write(b"".join(pieces))
 
     def is_closing(self):
         return self.closed
@@ -136,7 +142,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.scopes, self.bodies, self.may_answer = [], [], asyncio.Event()
-        self.headers, self.pieces = [(b"content-length", b"0")], []
+        self.headers, self.pieces, self.is_whole = [(b"content-length", b"0")], [], False
         protocol = bounded(Bounds(LIMIT, TIMEOUT, SEND_TIMEOUT, 10))
         config = uvicorn.Config(self.app, interface="asgi3", http=protocol, ws="none", log_config=None, lifespan="off")
         config.load()
@@ -148,6 +154,8 @@ class Connection:
         self.scopes.append(scope)
         await self.may_answer.wait()
         self.bodies.append((await receive()).get("body"))
+        if self.is_whole and asgi.HOLD_HEAD in scope["extensions"]:
+            scope["extensions"][asgi.HOLD_HEAD]()
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         for piece in self.pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -358,6 +366,17 @@ async def test_a_client_of_http_1_0_gets_no_chunks(connection, length, method):
     head, _, body = connection.transport.written.partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head and (b"content-length: 5" in head) is length
     assert body == (b"abcde" if method == b"GET" else b"") and connection.transport.closed
+
+
+@pytest.mark.parametrize(("is_whole", "method", "writes"), [(True, "GET", 1), (False, "GET", 2), (True, "HEAD", 1)])
+async def test_a_head_that_is_held_goes_out_with_its_body_and_any_other_at_once(connection, is_whole, method, writes):
+    connection.is_whole = is_whole
+    connection.may_answer.set()
+    for number in (1, 2):
+        connection.send(GET.replace(b"GET", method.encode()))
+        await turn()
+        assert connection.transport.written.count(b"content-length: 0\r\n\r\n") == number
+        assert connection.transport.writes == number * writes
 
 
 async def test_a_client_that_leaves_is_reported_to_each_of_its_requests(connection):
