@@ -26,7 +26,8 @@ from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.bench.harness.ratios import Spread, spread
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
-from tests.harness.instant_worker import ASKED, CACHED, MATCH_UNIT, OURS, instant_worker
+from tests.harness.fake_engine import MATCH_UNIT
+from tests.harness.instant_worker import ASKED, CACHED, OURS, instant_worker
 from tests.harness.load import Client, connect, request
 
 TURNS = 200

@@ -76,4 +76,4 @@ def test_a_stream_has_the_frames_that_were_asked_for(url):
 
 
 def test_its_metrics_are_those_of_a_patched_worker(url):
-    assert 'seamark_engine_info{ahead="0",block_size="384",match_unit="16"' in httpx.get(url + "/metrics").text
+    assert 'seamark_engine_info{block_size="384",match_unit="16"' in httpx.get(url + "/metrics").text

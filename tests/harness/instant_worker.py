@@ -24,6 +24,9 @@ from engine_patches.scheduler.hints import FIELD, resolve
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.commands.render_server import free_port
+from tests.harness.fake_engine import engine_info
+from tests.harness.recording_worker import respond
+from tests.harness.threaded_server import whole_body
 
 CACHED, OURS = b"x-instant", b"x-instant-ours"
 
@@ -32,28 +35,18 @@ ASKED = "/instant/asked"  # how often others asked, by path
 # Fields of a stream's body that only this worker knows.
 STEP_FIELD, FRAMES_FIELD = "instant_step_ms", "instant_frames"
 
-MATCH_UNIT, BLOCK = 16, 384  # tokens
-
 MAX_LEN = 400_000  # tokens
 
 TEXT = "The harbour pilot checks the tide tables before noon."
 
 QUIET = ("/health", "/metrics", "/version", "/v1/models", "/seamark/outcomes", "/seamark/metrics", ASKED)
 
-ROOT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 _STREAMED = re.compile(rb'"stream": ?true')
 
 Message = MutableMapping[str, Any]
 App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any]
-
-
-def engine_info() -> str:
-    """The line by which a worker's /metrics says that it is patched, by the plugin of this source."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    labels = {"ahead": "0", "block_size": str(BLOCK), "match_unit": str(MATCH_UNIT), "version": version}
-    named = ",".join(f'{name}="{value}"' for name, value in {**labels, "vllm": "0.32.0"}.items())
-    return f"seamark_engine_info{{{named}}} 1.0\n"
 
 
 class InstantEngine:
@@ -72,13 +65,14 @@ class InstantEngine:
         if path not in QUIET and OURS not in headers:
             self._asked[path] += 1
         if path == ASKED:
-            await _answer(send, json.dumps(self._asked).encode())
+            await respond(send, json.dumps(self._asked).encode())
         elif path.endswith("/render") and OURS in headers:
             await self._app(scope, receive, self._prepares(send))
         elif path == "/metrics":
-            await self._app(scope, receive, _with_line(send, engine_info().encode()))
+            version = tomllib.loads(PROJECT.read_text())["project"]["version"]
+            await self._app(scope, receive, _with_line(send, engine_info(version).encode()))
         elif path in (CHAT, MESSAGES, RESPONSES) and scope["method"] == "POST":
-            await self._generate(scope, await _body(receive), headers, send)
+            await self._generate(scope, await whole_body(receive), headers, send)
         else:
             await self._app(scope, receive, send)
 
@@ -95,7 +89,7 @@ class InstantEngine:
         if _STREAMED.search(body):
             await _stream(send, json.loads(body), len(ids), cached)
         else:
-            await _answer(send, json.dumps(ANSWERS[scope["path"]](len(ids), cached)).encode())
+            await respond(send, json.dumps(ANSWERS[scope["path"]](len(ids), cached)).encode())
 
     def _prepares(self, send: Any) -> Any:
         """`send`, remembering the token ids in a render's answer."""
@@ -174,21 +168,6 @@ def _with_line(send: Any, line: bytes) -> Any:
         await send(message)
 
     return sending
-
-
-async def _body(receive: Any) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _answer(send: Any, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def instant_worker(servers: Servers, model: Path, flags: Iterable[str] = ()) -> Server:

@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 SITUATIONS: dict[str, Callable[[Any], dict[str, Any]]] = {}
@@ -18,8 +19,8 @@ SITUATIONS: dict[str, Callable[[Any], dict[str, Any]]] = {}
 HEAD = list(range(1000, 1400))  # a shared prefix to cut from
 
 
-def situation(**options: Any) -> Callable:
-    """Register a scene; it gets a fresh core made with `options`."""
+def situation(name: str = "", **options: Any) -> Callable:
+    """Register a scene under a name, its own unless it is given; it gets a fresh core made with `options`."""
 
     def register(scene: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
         def run(make_core: Callable) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def situation(**options: Any) -> Callable:
                 core.errors.append(f"{core.blocks_in_use()} blocks are held without a request")
             return {**shown, "errors": core.errors}
 
-        SITUATIONS[scene.__name__.replace("_", " ")] = run
+        SITUATIONS[name or scene.__name__.replace("_", " ")] = run
         return scene
 
     return register
@@ -62,46 +63,25 @@ def shown(core: Any, *requests: Any) -> dict[str, Any]:
     }
 
 
-@situation()
-def a_prompt_shorter_than_a_block(core):
-    a = core.request("a", HEAD[:50], [33, 50])
+# One request alone: options of its core, tokens of its prompt, its hint.
+ALONE: dict[str, tuple[dict[str, int], int, list[int] | None]] = {
+    "a prompt shorter than a block": ({}, 50, [33, 50]),
+    "several boundaries over several blocks in one pass": ({}, 250, [40, 64, 130, 240]),
+    "no hint": ({}, 250, None),
+    "a budget below the prompt": ({"budget": 100}, 250, [40, 130, 240]),
+    "a boundary where a chunk ends": ({"budget": 100}, 250, [96, 192]),
+    "a budget below the match unit": ({"budget": 10}, 70, [32, 64]),
+}
+
+
+def _alone(length: int, hint: list[int] | None, core: Any) -> dict[str, Any]:
+    a = core.request("a", HEAD[:length], hint)
     core.run()
     return shown(core, a)
 
 
-@situation()
-def several_boundaries_over_several_blocks_in_one_pass(core):
-    a = core.request("a", HEAD[:250], [40, 64, 130, 240])
-    core.run()
-    return shown(core, a)
-
-
-@situation()
-def no_hint(core):
-    a = core.request("a", HEAD[:250])
-    core.run()
-    return shown(core, a)
-
-
-@situation(budget=100)
-def a_budget_below_the_prompt(core):
-    a = core.request("a", HEAD[:250], [40, 130, 240])
-    core.run()
-    return shown(core, a)
-
-
-@situation(budget=100)
-def a_boundary_where_a_chunk_ends(core):
-    a = core.request("a", HEAD[:250], [96, 192])
-    core.run()
-    return shown(core, a)
-
-
-@situation(budget=10)
-def a_budget_below_the_match_unit(core):
-    a = core.request("a", HEAD[:70], [32, 64])
-    core.run()
-    return shown(core, a)
+for _name, (_options, _length, _hint) in ALONE.items():
+    situation(_name, **_options)(partial(_alone, _length, _hint))
 
 
 @situation()
@@ -249,9 +229,7 @@ def aborted_in_the_middle_of_its_prefix(core):
 
 @situation(budget=64)
 def a_follower_waits_for_its_leader(core):
-    _waiting_always_pays(core)
-    a = core.request("a", HEAD[:200] + own(1, 20), [200])
-    b = core.request("b", HEAD[:200] + own(2, 20), [200])
+    a, b = _followed(core)
     unrelated = core.request("c", own(3, 20))
     core.run()
     order = sorted(core.chunk_ends, key=list(core.chunk_ends).index)
@@ -260,9 +238,7 @@ def a_follower_waits_for_its_leader(core):
 
 @situation(budget=64)
 def the_leader_is_aborted(core):
-    _waiting_always_pays(core)
-    a = core.request("a", HEAD[:200] + own(1, 20), [200])
-    b = core.request("b", HEAD[:200] + own(2, 20), [200])
+    a, b = _followed(core)
     core.step()
     core.step()
     held = "b" not in core.chunk_ends
@@ -300,9 +276,7 @@ def steps_over_single_tokens(core):
 
 @situation(budget=70)
 def a_follower_is_aborted_while_it_waits(core):
-    _waiting_always_pays(core)
-    a = core.request("a", HEAD[:200] + own(1, 20), [200])
-    core.request("b", HEAD[:200] + own(2, 20), [200])
+    a, _ = _followed(core)
     core.step()
     core.step()
     held = list(core.scheduler.seamark.gate.waiting)
@@ -374,6 +348,12 @@ def _run_all(core: Any, prompts: list[tuple[list[int], object]], first: int = 0,
         requests.append(core.request(f"r{number}", tokens, hint, salt=salt))
         core.run()
     return requests
+
+
+def _followed(core: Any) -> list[Any]:
+    """A leader, and one that shares 200 tokens with it and waits for them."""
+    _waiting_always_pays(core)
+    return [core.request(name, HEAD[:200] + own(number, 20), [200]) for number, name in enumerate("ab", 1)]
 
 
 def _waiting_always_pays(core: Any) -> None:
