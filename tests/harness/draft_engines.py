@@ -24,6 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.harness.engines import CPU_PROCESS
+
 DRAFTS = 3
 
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
@@ -251,10 +253,7 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
 def main(model: str, engines: str) -> None:
     os.environ |= {
         "VLLM_PLUGINS": "seamark",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCH_COMPILE_DISABLE": "1",
+        **CPU_PROCESS,
         "VLLM_CPU_CI_ENV": "1",
     }
     import torch

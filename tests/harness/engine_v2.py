@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tests.harness import async_scheduling, draft_kernels, triton_interpreter
+from tests.harness.engines import CPU_PROCESS
 
 ANSWER = 6  # tokens
 
@@ -82,10 +83,7 @@ def main(model: str, mode: str, traffic: str, right: str = "[]") -> None:
         "SEAMARK_DRAFTS": "1",
         "SEAMARK_ENGINE": "1" if patched else "reference",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(patched)),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCH_COMPILE_DISABLE": "1",
+        **CPU_PROCESS,
         "VLLM_CPU_CI_ENV": "1",
     }
     del os.environ["VLLM_PLUGINS"]

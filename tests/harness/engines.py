@@ -9,6 +9,14 @@ from proxy.bench.harness.servers import Server
 
 FLOAT32_DELTA = {"seamark_float32_delta": "tests.harness.float32_delta:register"}
 
+# Of an engine that is one process on a CPU, beside others.
+CPU_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
 # An address of this machine from which the engine `seamark` takes hints in a header; other clients use 127.0.0.1.
 TRUSTED_HOP = "127.0.0.2"
 

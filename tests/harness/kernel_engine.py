@@ -24,6 +24,7 @@ from typing import Any
 from engine_patches.commands import model as generator
 from proxy.bench.harness.servers import CACHE, NEMOTRON_H, QWEN3_NEXT
 from tests.harness import triton_interpreter
+from tests.harness.engines import CPU_PROCESS
 
 CHUNK = 128  # tokens of a chunk of Mamba2's kernels, as in Nemotron-H
 
@@ -164,10 +165,7 @@ def main(family: str, mode: str, file: str) -> None:
         **wanted["environment"],
         "SEAMARK_ENGINE": mode,
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCH_COMPILE_DISABLE": "1",
+        **CPU_PROCESS,
         "VLLM_CPU_CI_ENV": "1",
     }
     del os.environ["VLLM_PLUGINS"]

@@ -15,13 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.harness.engines import CPU_PROCESS
+
 VOCABULARY = 4096
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
+    **CPU_PROCESS,
     "HF_HUB_OFFLINE": "1",
     "VLLM_PLUGINS": "seamark",
     "SEAMARK_ENGINE": "1",

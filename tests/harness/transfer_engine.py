@@ -20,16 +20,14 @@ from typing import Any
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import CACHE
 from proxy.commands.render_server import free_port
+from tests.harness.engines import CPU_PROCESS
 
 NIXL = "1.5.1"
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    **CPU_PROCESS,
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
 }
 
