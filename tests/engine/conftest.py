@@ -12,7 +12,8 @@ from proxy.bench.harness import planted
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import QWEN3_NEXT, Servers, generated_model
 from tests.harness.engines import FLOAT32_DELTA, TRUSTED_HOP, SharedServers
-from tests.harness.gateways import knows_templates, wait_for
+from tests.harness.gateways import knows_templates
+from tests.harness.waiting import wait_for
 
 
 @pytest.fixture(scope="session")

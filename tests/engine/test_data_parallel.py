@@ -15,7 +15,8 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, ENGINE_FLAGS, MATCH_UNITS, Server, Servers
 from proxy.boundaries.token_ids import common_prefix
 from proxy.commands.render_server import free_port
-from tests.harness.gateways import knows_templates, metric, wait_for
+from tests.harness.gateways import knows_templates, metric
+from tests.harness.waiting import wait_for
 
 RANKS, SYSTEMS = 2, 4
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import msgspec
@@ -16,6 +15,7 @@ from proxy.bench.harness.client import fresh_tokens, open_client, request
 from proxy.bench.harness.servers import Server, generated_model
 from proxy.commands.render_server import free_port
 from tests.harness.kv_event_index import KvEventIndex
+from tests.harness.waiting import until
 
 UNIT = 16
 
@@ -159,17 +159,4 @@ async def reset(client: httpx.AsyncClient, engine: Server) -> None:
     async def emptied() -> bool:
         return bool((await client.post(engine.url + "/reset_prefix_cache")).json()["success"])
 
-    await until_async(emptied)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    async def holds() -> bool:
-        return condition()
-
-    await until_async(holds, seconds)
-
-
-async def until_async(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not await condition():
-            await asyncio.sleep(0.02)
+    await until(emptied)

@@ -20,7 +20,7 @@ from transformers import NemotronHConfig
 from engine_patches.commands.model import FAMILIES, nemotron_h_config, write_model
 from proxy.bench.harness.servers import MODEL_NAME, NEMOTRON_H, Server, Servers
 from proxy.commands.render_server import free_port
-from tests.harness.gateways import wait_for
+from tests.harness.waiting import wait_for
 
 PINNED, BLOCKS, SHARE = 20, 64, 0.65
 

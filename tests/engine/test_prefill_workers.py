@@ -15,8 +15,9 @@ import pytest
 from proxy.bench.harness.servers import MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model
 from proxy.commands.render_server import free_port
 from proxy.pipeline.prefill import Prefills
-from tests.harness.gateways import OwnGateway, knows_templates, own_gateway, wait_for
+from tests.harness.gateways import OwnGateway, knows_templates, own_gateway
 from tests.harness.transfer_engine import Chat, nixl, two_round_chats
+from tests.harness.waiting import wait_for
 
 pytestmark = [pytest.mark.on_request, pytest.mark.timeout(900)]
 

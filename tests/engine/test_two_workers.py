@@ -15,6 +15,7 @@ from proxy.bench.harness.client import Messages, open_client, status_of, tokens_
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, generated_model
 from proxy.boundaries.token_ids import common_prefix
+from tests.harness.waiting import until
 
 CHAT = "/v1/chat/completions"
 
@@ -88,13 +89,6 @@ async def workers_of(client: httpx.AsyncClient, gateway: Server) -> dict[str, di
     return {each["url"]: each for each in listed}
 
 
-async def until(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not await condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.05)
-
-
 @pytest.mark.thorough
 async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
     model = generated_model(print)
@@ -105,7 +99,7 @@ async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
     gateway = fleet.gateway(first, second, flags=flags)
     gateway.wait_until_ready("/ready", seconds=30)
     async with open_client() as client:
-        await until(lambda: _all_up(client, gateway), 120)
+        await until(lambda: _all_up(client, gateway), pause=0.05)
         oracle = await oracle_hits(client, first)
         for name in ("cold", "warm", "warmer"):
             before = await efficiency(client, gateway, oracle, name)
@@ -113,7 +107,7 @@ async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
 
         begun: list[int] = []
         streams = [asyncio.create_task(stream(client, gateway, number, begun)) for number in range(STREAMS)]
-        await until(lambda: _is(len(begun) > STREAMS // 4), 300)
+        await until(lambda: len(begun) > STREAMS // 4, 300)
         kill(first)
         ends = await asyncio.gather(*streams)
         dead = first.url.removeprefix("http://")
@@ -126,7 +120,7 @@ async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
         restarted = fleet.engine("restarted", model, flags=FLAGS, port=int(first.url.rsplit(":", 1)[1]))
         restarted.wait_until_ready()
         seen_up = time.monotonic()
-        await until(lambda: _ready(client, gateway, restarted.url), REPLAY_SECONDS + 10)
+        await until(lambda: _ready(client, gateway, restarted.url), REPLAY_SECONDS + 10, pause=0.05)
         took = time.monotonic() - seen_up
         kill(second)  # from now on only what was replayed can be hit
         back = await efficiency(client, gateway, oracle, "back")
@@ -144,7 +138,3 @@ async def _all_up(client: httpx.AsyncClient, gateway: Server) -> bool:
 async def _ready(client: httpx.AsyncClient, gateway: Server, url: str) -> bool:
     worker = (await workers_of(client, gateway))[url]
     return worker["up"] and not worker["warming"]
-
-
-async def _is(value: bool) -> bool:
-    return value

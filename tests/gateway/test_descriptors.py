@@ -15,10 +15,11 @@ from pathlib import Path
 
 from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
-from tests.harness.gateways import CHAT, chat, metric, post, wait_for
+from tests.harness.gateways import CHAT, chat, metric, post
 from tests.harness.raw_http import Connection, Cut, Response, request
 from tests.harness.raw_worker import RawWorker, raw_worker, whole
 from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.waiting import wait_for
 
 LIMIT = 256
 

@@ -12,8 +12,9 @@ import pytest
 
 from proxy.commands.render_server import free_port
 from proxy.fleet import discovery
-from tests.harness.gateways import CHAT, OwnGateway, chat, metric, own_gateway, wait_for
+from tests.harness.gateways import CHAT, OwnGateway, chat, metric, own_gateway
 from tests.harness.recording_worker import recording_worker
+from tests.harness.waiting import wait_for
 
 HOST = "vllm.test"
 

@@ -11,9 +11,9 @@ import pytest
 
 from proxy.fleet.worker import BREAKER_FAILURES
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.in_memory_gateway import until
 from tests.harness.raw_worker import RawWorker, raw_worker, whole
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 EMBEDDINGS = "/v1/embeddings"
 

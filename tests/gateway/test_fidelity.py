@@ -17,8 +17,9 @@ import pytest
 
 from proxy.bench.harness.servers import Server
 from tests.harness.forked_gateways import GatewayForks
-from tests.harness.gateways import metric, start_gateway, wait_for
+from tests.harness.gateways import metric, start_gateway
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
+from tests.harness.waiting import wait_for
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 

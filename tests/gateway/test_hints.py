@@ -23,8 +23,9 @@ from tests.harness.gateways import (
     chat,
     hint_at,
 )
-from tests.harness.in_memory_gateway import settled, told, until
+from tests.harness.in_memory_gateway import settled, told
 from tests.harness.recording_worker import EVENTS, RecordingWorker
+from tests.harness.waiting import until
 
 COMPLETIONS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
 

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from tests.harness.api_keys import bearer, entry, secret
-from tests.harness.gateways import CHAT, chat, start_gateway, wait_for
+from tests.harness.gateways import CHAT, chat, start_gateway
 from tests.harness.recording_worker import COMPLETION, EVENTS
+from tests.harness.waiting import wait_for
 
 ENDING = b'data: {"id":"chatcmpl-1","choices":[{"index":%d,"delta":{},"finish_reason":"stop"}]}\n\n'
 

@@ -20,8 +20,9 @@ from proxy.server import live_page
 from proxy.server.status import MOST_REQUESTS
 from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import VERSION, template
-from tests.harness.gateways import CHAT, SYSTEM, OwnGateway, chat, compared, own_gateway, told, wait_for
+from tests.harness.gateways import CHAT, SYSTEM, OwnGateway, chat, compared, own_gateway, told
 from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.waiting import wait_for
 
 GATEWAY = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
 

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from tests.harness.gateways import CHAT, SYSTEM, chat, hint_at
-from tests.harness.in_memory_gateway import InMemoryGateway, told, until
+from tests.harness.in_memory_gateway import InMemoryGateway, told
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 RULES = SYSTEM["content"]
 

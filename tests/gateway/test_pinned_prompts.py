@@ -15,8 +15,9 @@ from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import LAST_USER, TURN_END, chat
-from tests.harness.in_memory_gateway import InMemoryGateway, until
+from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 PATH = "/seamark/prefixes"
 

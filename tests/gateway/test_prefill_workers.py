@@ -13,8 +13,9 @@ import pytest
 
 from proxy.errors import SettingsError
 from proxy.settings import Settings
-from tests.harness.gateways import CHAT, OwnGateway, chat, hint_at, own_gateway, wait_for
+from tests.harness.gateways import CHAT, OwnGateway, chat, hint_at, own_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.waiting import wait_for
 
 NIXL = "NixlConnector"
 

@@ -17,9 +17,9 @@ import pytest
 from proxy.routing.prefix_index import ENTRY_BYTES
 from tests.bench.soak import resident_bytes
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
-from tests.harness.in_memory_gateway import until
+from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.waiting import until, wait_for
 
 ENVELOPE = {"message", "type", "param", "code"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from tests.harness.gateways import chat
-from tests.harness.in_memory_gateway import until
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 BODY = {"model": "m"}
 

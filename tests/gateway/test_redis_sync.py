@@ -29,9 +29,10 @@ from proxy.routing import redis_sync
 from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
 from proxy.routing.redis_sync import RedisSync
 from tests.harness.forked_gateways import GatewayForks
-from tests.harness.gateways import chat, metric, post, start_gateway, wait_for
+from tests.harness.gateways import chat, metric, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.redis_server import LateWay, RedisServer, late_way, redis_server
+from tests.harness.waiting import until, wait_for
 
 SECRET = "the lighthouse keeper's diary"
 
@@ -429,12 +430,6 @@ async def test_a_redis_that_comes_back_empty_is_told_again(server):
     await until(lambda: late.holds(1))
     for task in running:
         task.cancel()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_streams_and_tables_are_bounded(server, client):

@@ -10,7 +10,8 @@ import pytest
 
 from proxy.boundaries.facts_learner import TEMPLATES_PER_KEY
 from tests.harness.api_keys import bearer, entry
-from tests.harness.in_memory_gateway import settled, until
+from tests.harness.in_memory_gateway import settled
+from tests.harness.waiting import until
 
 TIDE = {"role": "user", "content": "Tide?"}
 

@@ -18,8 +18,9 @@ from tests.harness.gateways import (
     chat,
     hint_at,
 )
-from tests.harness.in_memory_gateway import InMemoryGateway, told, until
+from tests.harness.in_memory_gateway import InMemoryGateway, told
 from tests.harness.recording_worker import EVENTS, RecordingWorker
+from tests.harness.waiting import until
 
 
 @pytest.fixture

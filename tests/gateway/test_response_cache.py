@@ -18,8 +18,9 @@ from proxy.pipeline.cacheable import EMBEDDINGS
 from proxy.pipeline.handler import RequestHandler
 from tests.harness.api_keys import bearer, entry
 from tests.harness.computed_answers import Computed
-from tests.harness.in_memory_gateway import InMemoryGateway, until
+from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 ROOM = 2**22  # bytes
 

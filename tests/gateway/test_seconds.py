@@ -6,8 +6,8 @@ import pytest
 
 from tests.harness.fake_engine import template
 from tests.harness.gateways import chat
-from tests.harness.in_memory_gateway import until
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 PACE = "seamark_pass_seconds 0.5\nseamark_token_seconds 0.001\n"
 

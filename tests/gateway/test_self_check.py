@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from tests.harness.gateways import SYSTEM, chat
-from tests.harness.in_memory_gateway import until
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 OFTEN = {"self_check_interval": 0.1}
 

@@ -24,9 +24,10 @@ from proxy.commands.setup_files import SetupWay
 from proxy.settings import Settings, add_arguments, load
 from tests.deploy.compose_files import DEPLOY, OF_THE_USER, example, read
 from tests.harness import helm
-from tests.harness.gateways import CHAT, chat, wait_for
+from tests.harness.gateways import CHAT, chat
 from tests.harness.kubernetes_schemas import complaints
 from tests.harness.recording_worker import recording_worker
+from tests.harness.waiting import wait_for
 
 WORKER = ("--worker", "http://127.0.0.1:8000/v1")
 

@@ -15,8 +15,9 @@ from proxy.observability.shadow import MATCH_UNIT
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, SYSTEM, SYSTEM_END, chat
-from tests.harness.in_memory_gateway import InMemoryGateway, until
+from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import EVENTS, RecordingWorker
+from tests.harness.waiting import until
 
 LOST = "seamark_shadow_lost_tokens_total"
 

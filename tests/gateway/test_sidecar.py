@@ -7,8 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.settings import Settings
-from tests.harness.gateways import CHAT, SYSTEM_END, chat, own_gateway, wait_for
+from tests.harness.gateways import CHAT, SYSTEM_END, chat, own_gateway
 from tests.harness.recording_worker import recording_worker
+from tests.harness.waiting import wait_for
 
 VLLM = """# HELP vllm:num_requests_waiting Number of requests waiting.
 # TYPE vllm:num_requests_waiting gauge

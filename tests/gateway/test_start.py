@@ -17,9 +17,10 @@ from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
 from proxy.version import version
 from tests.harness.api_keys import entry
-from tests.harness.gateways import chat, post, start_gateway, wait_for
+from tests.harness.gateways import chat, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.threaded_server import serving
+from tests.harness.waiting import wait_for
 
 PROBES = ("--health-interval", "0.1")
 

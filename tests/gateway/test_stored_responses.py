@@ -17,9 +17,10 @@ import pytest
 
 from proxy.chat.chat import RESPONSES
 from tests.harness.api_keys import bearer, entry
-from tests.harness.in_memory_gateway import InMemoryGateway, until
+from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.redis_server import redis_server
+from tests.harness.waiting import until
 
 ASK = {"model": "m", "input": "Tide?"}
 

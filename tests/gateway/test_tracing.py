@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from proxy.bench.harness.servers import Server
-from tests.harness.gateways import CHAT, chat, metric, post, start_gateway, wait_for
+from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
+from tests.harness.waiting import wait_for
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -19,8 +19,9 @@ from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_p
 from proxy.commands.render_server import free_port
 from tests.harness.api_keys import bearer, entry, secret
 from tests.harness.chromium import LOOKS, PATIENCE, TOO_WIDE, Look, Pictures, chromium, in_every_look, is_red, opened
-from tests.harness.gateways import CHAT, OwnGateway, chat, compared, own_gateway, wait_for
+from tests.harness.gateways import CHAT, OwnGateway, chat, compared, own_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.waiting import wait_for
 
 SOON, LATER = (LOOKS[0], LOOKS[5]), LOOKS[1:5]
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.harness.gateways import chat
-from tests.harness.in_memory_gateway import until
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 
 async def test_a_restarted_worker_is_given_the_hot_prefixes_first(in_memory):

@@ -12,8 +12,8 @@ import pytest
 from proxy.commands import doctor
 from proxy.fleet.sleep import IS_PAUSED, IS_SLEEPING, EngineAnswers
 from tests.harness.gateways import chat
-from tests.harness.in_memory_gateway import until
 from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.waiting import until
 
 README = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
 

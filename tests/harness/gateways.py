@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings
 from tests.harness.fake_engine import GENERATION, hint_of
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 
@@ -95,13 +95,6 @@ def hint_at(worker: RecordingWorker) -> list[Any]:
 def told(*workers: RecordingWorker) -> None:
     """Return once a gateway knows all that the engines of `workers` have to say."""
     wait_for(lambda: all(worker.is_read for worker in workers))
-
-
-def wait_for(condition, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -22,6 +21,7 @@ from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build
 from proxy.settings import Settings
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 
 class Call:
@@ -145,13 +145,6 @@ class DirectUpstream(Upstream):
         if start is None:
             raise Broken("it closed the connection")
         return DirectAnswer(call, start, read_timeout)
-
-
-async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Wait for it, a function or a coroutine function. Raises `TimeoutError`."""
-    async with asyncio.timeout(seconds):
-        while not (await found if inspect.isawaitable(found := condition()) else found):
-            await asyncio.sleep(0.005)
 
 
 async def told(*workers: RecordingWorker) -> None:

@@ -13,8 +13,8 @@ from proxy.bench.harness.client import TimedAnswer, ask, open_client
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.engines import SharedServers
-from tests.harness.gateways import wait_for
 from tests.harness.sampled_traffic import FLAGS, watch
+from tests.harness.waiting import wait_for
 
 PATIENCE = 300.0  # seconds; a quiet machine takes a tenth
 

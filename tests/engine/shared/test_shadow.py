@@ -9,7 +9,8 @@ import httpx
 from proxy.bench.harness.servers import MODEL_NAME
 from proxy.observability.shadow import MATCH_UNIT
 from tests.harness.engines import SharedServers
-from tests.harness.gateways import CHAT, wait_for
+from tests.harness.gateways import CHAT
+from tests.harness.waiting import wait_for
 
 
 def test_on_an_untouched_engine_the_loss_is_what_requests_shared(servers: SharedServers):

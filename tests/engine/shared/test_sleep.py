@@ -7,7 +7,8 @@ import pytest
 
 from proxy.bench.harness.servers import MODEL_NAME
 from tests.harness.engines import SharedServers
-from tests.harness.gateways import CHAT, wait_for
+from tests.harness.gateways import CHAT
+from tests.harness.waiting import wait_for
 
 BODY = {
     "model": MODEL_NAME,

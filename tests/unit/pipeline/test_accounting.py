@@ -25,6 +25,7 @@ from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 FACTS = TemplateFacts({"user": 5}, {("user", False): Opener((4,)), ("first", False): Opener((1,))})
 
@@ -180,15 +181,10 @@ async def test_nobody_waits_for_the_reason_of_a_stream(scene):
     assert scene.idle.waiting == 1 and request.record.explanation.reason is None
     await scene.idle.caught_up()
     await asyncio.sleep(0)
-    assert (
-        request.record.explanation.status == 200
-        and scene.events.asked == 1
-        and request.record.explanation.reason is None
-    )
+    explanation = request.record.explanation
+    assert (explanation.status, scene.events.asked, explanation.reason) == (200, 1, None)
     scene.events.said.set_result(EngineOutcome("cold", 0, (40, 60, 95)))
-    async with asyncio.timeout(30):
-        while request.record.explanation.reason is None:
-            await asyncio.sleep(0)
+    await until(lambda: request.record.explanation.reason)
     assert (request.record.explanation.reason, request.record.explanation.positions) == ("cold", (40, 60, 95))
     assert scene.value("seamark_miss_total", model="m", reason="cold") == 1
 
@@ -211,9 +207,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted(older):
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
     older.events.said.set_result(EngineOutcome("cold"))
-    async with asyncio.timeout(30):
-        while request.record.explanation.reason is None:
-            await asyncio.sleep(0)
+    await until(lambda: request.record.explanation.reason)
     assert older.value("seamark_miss_total", model="m", reason="cold") == 1
 
 
@@ -234,9 +228,7 @@ async def test_a_client_that_leaves_while_a_change_is_sought_leaves_the_whole_ex
     handling.cancel()
     await asyncio.wait((handling,))
     assert handling.cancelled()
-    async with asyncio.timeout(30):
-        while request.record.explanation.reason is None:
-            await asyncio.sleep(0)
+    await until(lambda: request.record.explanation.reason)
     assert (request.record.explanation.status, request.record.explanation.reason) == (499, "prefix_changed")
 
 

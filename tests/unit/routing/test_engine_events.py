@@ -32,6 +32,7 @@ from proxy.routing.engine_events import (
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
 from tests.harness.virtual_time import VirtualTimeLoop
+from tests.harness.waiting import until
 
 
 class Feed:
@@ -116,12 +117,6 @@ async def reading(
         yield events
     finally:
         await events.aclose()
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_one_question_serves_all_who_wait():
