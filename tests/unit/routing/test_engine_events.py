@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -119,6 +119,23 @@ async def reading(
         await events.aclose()
 
 
+@asynccontextmanager
+async def following(
+    feed: Feed,
+    boundaries: Sequence[Boundary] = (),
+    hint: Sequence[Any] = (),
+    worker: Worker = WORKER,
+    learnt: dict[bytes, int] | None = None,
+) -> AsyncIterator[tuple[EngineEvents, PrefixIndex]]:
+    """The same while a request with `boundaries` is at the worker: the feed was read once, and is asked for news."""
+    prefix_index = PrefixIndex(10**6)
+    async with reading(feed, prefix_index, learnt) as events:
+        prefix_index.record(boundaries, worker.boot)
+        events.sent(worker, "r", boundaries, hint)
+        await until(lambda: len(feed.asked) == 2)
+        yield events, prefix_index
+
+
 async def test_one_question_serves_all_who_wait():
     feed = Feed(*((f"r{number}", "evicted") for number in range(20)), seconds=0.01)
     async with reading(feed) as events:
@@ -210,11 +227,8 @@ async def test_words_that_nobody_asks_for_are_bounded():
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
-    feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
-    async with reading(feed, prefix_index) as events:
-        prefix_index.record([SYSTEM], WORKER.boot)
-        events.sent(WORKER, "r", [SYSTEM], HINT)
-        await until(lambda: len(feed.asked) == 2)  # the second waits for news
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM], HINT) as (_, prefix_index):
         feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
         await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
         feed.tell([["gone", "5c"]])
@@ -222,11 +236,8 @@ async def test_news_correct_the_directory_without_anybody_asking():
 
 
 async def test_a_feed_in_lines_is_read_once_for_all_that_comes():
-    feed, prefix_index = FeedInLines(old=False), PrefixIndex(10**6)
-    async with reading(feed, prefix_index) as events:
-        prefix_index.record([SYSTEM], WORKER.boot)
-        events.sent(WORKER, "r", [SYSTEM], HINT)
-        await until(lambda: len(feed.asked) == 2)
+    feed = FeedInLines(old=False)
+    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
         feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
         await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
         feed.tell([], outcomes=[["r", "evicted", 0]])
@@ -239,22 +250,17 @@ async def test_a_feed_in_lines_is_read_once_for_all_that_comes():
 
 
 async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
-    feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
-    async with reading(feed, prefix_index) as events:
-        prefix_index.record([SYSTEM], WORKER.boot)
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM]) as (_, prefix_index):
         prefix_index.record([SYSTEM], "another")
-        events.sent(WORKER, "r", [], ())
-        await until(lambda: len(feed.asked) == 2)
         feed.tell([], reset=True)
         await until(lambda: prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"})
         assert prefix_index.sent((b"s",), [WORKER.boot]).tokens == 163
 
 
 async def test_several_api_servers_in_turn_correct_nothing():
-    feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
-    async with reading(feed, prefix_index) as events:
-        events.sent(WORKER, "r", [], ())
-        await until(lambda: len(feed.asked) == 2)
+    feed = Feed(old=False)
+    async with following(feed) as (events, prefix_index):
         feed.tell([], boot="c", reset=True)
         await until(lambda: len(feed.asked) == 3)
         feed.tell([], boot="b", reset=True)
@@ -293,9 +299,7 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
 @pytest.mark.parametrize("known", ["before", "after"])
 async def test_a_word_that_is_still_to_come_is_waited_for(known):
     feed = Feed(old=False)
-    async with reading(feed) as events:
-        events.sent(WORKER, "r", [], ())
-        await until(lambda: len(feed.asked) == 2)
+    async with following(feed) as (events, _):
         if known == "before":
             feed.tell([], outcomes=[["r", "evicted", 0]])
             await until(lambda: len(feed.asked) == 3)
@@ -335,12 +339,9 @@ async def test_a_stream_that_ends_makes_no_read_of_a_feed_that_is_read_anyway(mo
 
 
 async def test_what_the_engine_made_of_a_hint_is_learnt_before_its_states_are_applied():
-    feed, prefix_index, learnt = Feed(old=False), PrefixIndex(10**6), {}
+    feed, learnt = Feed(old=False), {}
     turn = Boundary("turn", b"t", -5, estimate=90)
-    async with reading(feed, prefix_index, learnt) as events:
-        prefix_index.record([SYSTEM, turn], WORKER.boot)
-        events.sent(WORKER, "r", [SYSTEM, turn], (-5, *HINT))
-        await until(lambda: len(feed.asked) == 2)
+    async with following(feed, [SYSTEM, turn], (-5, *HINT), learnt=learnt) as (events, prefix_index):
         resolved = [["another gateway's", 0, [7]], ["r", 64, [410, 163]]]
         states = [["came", "r", 411, [[160, "a"], [400, "b"]]]]
         feed.tell(states, resolved=resolved, outcomes=[["r", "cold", 0], ["another gateway's", "cold", 0]])
@@ -359,11 +360,8 @@ async def test_an_older_engine_says_nothing_of_what_is_shared():
 
 @pytest.mark.parametrize("nonsense", [[["r", "x", []]], [["r", 0]], [["r", 0, ["x"]]], [7], 7])
 async def test_nonsense_about_positions_costs_what_was_believed_and_no_word(nonsense):
-    feed, prefix_index = Feed(old=False), PrefixIndex(10**6)
-    async with reading(feed, prefix_index) as events:
-        prefix_index.record([SYSTEM], WORKER.boot)
-        events.sent(WORKER, "r", [SYSTEM], HINT)
-        await until(lambda: len(feed.asked) == 2)
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
         feed.tell([], resolved=nonsense, outcomes=[["r", "cold", 0]])
         assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
         assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
@@ -401,9 +399,7 @@ async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing()
 
 async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
     feed, worker = Feed(old=False), replace(WORKER)
-    async with reading(feed) as events:
-        events.sent(worker, "r", [], ())
-        await until(lambda: len(feed.asked) == 2)
+    async with following(feed, worker=worker):
         assert "load" not in feed.asked[1]
         feed.tell([], load=[3, 5000])
         await until(lambda: worker.others == (3, 5000))
