@@ -205,13 +205,13 @@ def loaded(*workers) -> list[dict[str, str]]:
     return [worker.adapters for worker in workers]
 
 
-def two_with_adapters(**state) -> RecordingWorker:
+def with_adapters(**state) -> RecordingWorker:
     return RecordingWorker(checks_names=True, adapters={}, **state)
 
 
 async def test_an_adapter_is_loaded_and_unloaded_at_all_workers_and_known_at_once(in_memory):
-    one = two_with_adapters()
-    other = two_with_adapters()
+    one = with_adapters()
+    other = with_adapters()
     own = await in_memory(one, other, health_interval=3600)
     await learnt(own)
     answer = await own.post(ADAPTER, LOAD)
@@ -230,7 +230,7 @@ async def test_an_adapter_is_loaded_and_unloaded_at_all_workers_and_known_at_onc
 
 
 async def test_an_adapter_shares_nothing_with_its_base_model(in_memory):
-    worker = two_with_adapters()
+    worker = with_adapters()
     own = await in_memory(worker)
     await learnt(own)
     await own.post(ADAPTER, LOAD)
@@ -243,8 +243,8 @@ async def test_an_adapter_shares_nothing_with_its_base_model(in_memory):
 
 @pytest.mark.parametrize("failure", ["error", "down", "another path"])
 async def test_the_answer_says_which_workers_an_adapter_did_not_reach(in_memory, failure):
-    one = two_with_adapters()
-    other = two_with_adapters()
+    one = with_adapters()
+    other = with_adapters()
     own = await in_memory(one, other)
     pool = own.gateway.pool
     if failure == "error":
@@ -266,7 +266,7 @@ async def test_the_answer_says_which_workers_an_adapter_did_not_reach(in_memory,
 
 
 async def test_a_worker_without_adapters_is_passed_over_and_named(in_memory):
-    one = two_with_adapters()
+    one = with_adapters()
     without = RecordingWorker(status=404)
     own = await in_memory(one, without)
     answer = await own.post(ADAPTER, LOAD)
@@ -275,8 +275,8 @@ async def test_a_worker_without_adapters_is_passed_over_and_named(in_memory):
 
 
 async def test_where_several_models_take_adapters_the_request_says_whose_it_is(in_memory):
-    one = two_with_adapters(models=("coder",))
-    other = two_with_adapters(models=("writer",))
+    one = with_adapters(models=("coder",))
+    other = with_adapters(models=("writer",))
     own = await in_memory(one, other)
     answer = await own.post(ADAPTER, LOAD)
     assert answer.status_code == 400 and "coder, writer" in answer.text and loaded(one, other) == [{}, {}]
@@ -287,8 +287,8 @@ async def test_where_several_models_take_adapters_the_request_says_whose_it_is(i
 
 
 async def test_an_adapter_loaded_at_a_worker_is_found_where_it_is(in_memory):
-    one = two_with_adapters()
-    other = two_with_adapters()
+    one = with_adapters()
+    other = with_adapters()
     own = await in_memory(one, other, health_interval=3600)
     await learnt(own)
     other.adapters["tide-lora"] = "/x"

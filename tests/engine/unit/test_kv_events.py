@@ -62,6 +62,11 @@ class Cache:
         self.pool.cache_full_blocks(request, blocks, start // BLOCK, end // BLOCK, BLOCK, group)
         return blocks
 
+    def cached(self) -> tuple[Request, list]:
+        """A request, and the three attention blocks that it fills."""
+        request = self.request()
+        return request, self.rows(request, 0, 192)
+
     def key(self, request: Request, position: int, group: int):
         (block,) = self.pool.get_new_blocks(1)
         self.pool.cache_partial_block(request, block, position, group, BLOCK)
@@ -105,15 +110,13 @@ def names(request: Request, *positions: int) -> list:
 
 
 def test_blocks_without_a_state_are_not_announced(cache):
-    request = cache.request()
-    cache.rows(request, 0, 192)
+    request, _ = cache.cached()
     cache.key(request, 176, ATTENTION)
     assert cache.events() == []
 
 
 def test_a_state_announces_the_blocks_before_it_from_the_root(cache):
-    request = cache.request()
-    cache.rows(request, 0, 192)
+    request, _ = cache.cached()
     cache.state(request, 80)
     (stored,) = cache.events()
     assert stored == BlockStored(
@@ -142,8 +145,7 @@ def test_a_state_needs_every_recurrent_group_and_all_rows(cache):
 
 
 def test_a_deeper_state_announces_what_lies_between(cache):
-    request = cache.request()
-    cache.rows(request, 0, 192)
+    request, _ = cache.cached()
     cache.state(request, 80)
     cache.events()
     cache.state(request, 192)
@@ -153,8 +155,7 @@ def test_a_deeper_state_announces_what_lies_between(cache):
 
 
 def test_a_shallower_state_announces_nothing_and_keeps_its_part(cache):
-    request = cache.request()
-    cache.rows(request, 0, 192)
+    request, _ = cache.cached()
     deep = cache.state(request, 192)
     cache.events()
     cache.state(request, 80)
@@ -166,8 +167,7 @@ def test_a_shallower_state_announces_nothing_and_keeps_its_part(cache):
 
 
 def test_an_evicted_state_takes_nothing_that_a_deeper_one_needs(cache):
-    request = cache.request()
-    cache.rows(request, 0, 192)
+    request, _ = cache.cached()
     shallow = cache.state(request, 80)
     cache.state(request, 192)
     assert cache.promised(request) == 192
@@ -189,8 +189,7 @@ def test_branches_share_what_they_share(cache):
 
 @pytest.mark.parametrize(("index", "left"), [(0, 0), (1, 80), (2, 80)])
 def test_a_hole_in_the_rows_withdraws_what_lies_behind_it(cache, index, left):
-    request = cache.request()
-    rows = cache.rows(request, 0, 192)
+    request, rows = cache.cached()
     for position in (64, 80, 192):
         cache.state(request, position)
     assert cache.promised(request) == 192
@@ -199,8 +198,7 @@ def test_a_hole_in_the_rows_withdraws_what_lies_behind_it(cache, index, left):
 
 
 def test_rows_that_are_computed_again_lead_to_the_state_again(cache):
-    request = cache.request()
-    rows = cache.rows(request, 0, 192)
+    request, rows = cache.cached()
     cache.state(request, 192)
     cache.events()
     cache.evict(rows[1])
@@ -221,8 +219,7 @@ def test_a_block_that_exists_twice_goes_with_the_second(cache):
 
 
 def test_what_goes_and_returns_between_two_steps_is_no_event(cache):
-    request = cache.request()
-    rows = cache.rows(request, 0, 192)
+    request, rows = cache.cached()
     cache.state(request, 192)
     cache.events()
     cache.evict(rows[2])
@@ -232,8 +229,7 @@ def test_what_goes_and_returns_between_two_steps_is_no_event(cache):
 
 
 def test_a_state_that_is_gone_before_the_events_are_taken_was_never_there(cache):
-    request = cache.request()
-    cache.rows(request, 0, 192)
+    request, _ = cache.cached()
     cache.evict(*cache.state(request, 192))
     assert cache.events() == []
 
@@ -265,8 +261,7 @@ def test_events_of_other_cache_groups_pass(cache):
 
 def test_whole_cache_blocks_up_to_the_edge_before_a_state():
     cache = Cache(size=BLOCK)
-    request = cache.request()
-    cache.rows(request, 0, 192)
+    request, _ = cache.cached()
     head = cache.state(request, 48)
     states = cache.state(request, 176)
     (stored,) = cache.events()
@@ -303,8 +298,7 @@ def test_another_salt_is_another_prefix(cache):
 
 
 def test_a_full_report_repeats_what_is_announced(cache):
-    request = cache.request()
-    cache.rows(request, 0, 192)
+    request, _ = cache.cached()
     cache.state(request, 80)
     cache.events()
     for group in (*RECURRENT, ATTENTION):
@@ -316,8 +310,7 @@ def test_a_full_report_repeats_what_is_announced(cache):
 
 
 def test_nothing_is_kept_of_states_that_are_gone(cache):
-    request = cache.request()
-    rows = cache.rows(request, 0, 192)
+    request, rows = cache.cached()
     for position in (80, 192):
         cache.state(request, position)
     cache.events()
