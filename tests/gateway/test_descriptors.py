@@ -37,10 +37,8 @@ def limited_gateway(
 ) -> Server:
     """One that may have `limit` descriptors."""
     port = free_port()
-    serve = (
-        f"{shlex.quote(sys.executable)} -m proxy.cli serve --port {port} --self-check-interval 0 --health-interval 0.5"
-    )
-    named = " ".join([*(f"--worker {worker.url}" for worker in workers), *flags])
+    serve = f"{shlex.quote(sys.executable)} -m proxy.cli serve --port {port} --self-check-interval 0 --stop-delay 0"
+    named = " ".join(["--health-interval 0.5", *(f"--worker {worker.url}" for worker in workers), *flags])
     command = ["bash", "-c", f"{ulimit} {limit} && exec {serve} {named}"]
     gateway = fleet.start("limited-gateway", port, command, {})
     gateway.wait_until_ready("/ready")
