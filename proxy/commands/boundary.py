@@ -97,7 +97,7 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     try:
         models = [entry["id"] for entry in await Probe(upstream, url, RENDER_TIMEOUT).models()]
         body = {**body, "model": body.get("model") or models[0]}
-    except (Unreachable, Broken, Unwell, IndexError):
+    except (Unreachable, Broken, Unwell, IndexError, ValueError):  # the last for what is no address
         raise NoBoundary(f"--worker: no vLLM server answers at {url}", 1) from None
     if body["model"] not in models:
         raise NoBoundary(f"model: {body['model']!r} is not served there, only {', '.join(models)}", 2)
