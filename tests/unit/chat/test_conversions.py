@@ -110,6 +110,12 @@ def test_a_stored_response_stays_as_it_is_however_it_is_continued():
     assert stored.chat("r1") == [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "Nine."}]
 
 
+def test_what_a_tool_without_a_schema_was_told_is_written_as_vllm_writes_it():
+    call = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'Café "Süd"'}
+    (said,) = responses_request({"model": "m", "input": [call]}).messages
+    assert said["tool_calls"][0]["function"]["arguments"] == '{"input": "Café \\"Süd\\""}'
+
+
 def test_stored_calls_count():
     stored = StoredResponses(10_000)
     call = {"type": "function_call", "call_id": "c", "name": "tide", "arguments": "x" * 20_000}

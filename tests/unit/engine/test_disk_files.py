@@ -82,6 +82,17 @@ def test_no_corrupted_file_is_loaded_and_each_is_refused_and_removed(tmp_path: P
         assert all(load(held, number) == block_of(number) for number in range(8) if number != target)
 
 
+def test_a_file_that_the_disk_does_not_give_is_refused(tmp_path: Path):
+    held = directory(tmp_path)
+    store(held, 1)
+    path = path_of(tmp_path, 1)
+    path.unlink()
+    path.mkdir()  # reading it is an error of the system's
+    with pytest.raises(RefusedFile) as refused:
+        load(held, 1)
+    assert refused.value.reason == files.UNREADABLE
+
+
 def test_what_was_written_is_read_by_another_process_of_the_same_identity_alone(tmp_path: Path):
     written = store(directory(tmp_path), 1, 2)
     assert len(written.stored) == 2 and written.num_bytes == total(tmp_path)

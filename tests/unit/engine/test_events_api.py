@@ -249,6 +249,23 @@ def test_metrics_are_read_with_what_was_put_off(feed, path, monkeypatch):
     assert read == ["added up"]
 
 
+def test_what_is_not_for_the_plugin_goes_to_the_app_as_it_is_and_hurries_nothing(feed):
+    done, passed = [], []
+
+    async def app(scope, receive, send):
+        passed.append(scope)
+
+    async def scenario():
+        feed.later(lambda: done.append("added up"))
+        for scope in scopes:
+            await EventsEndpoint(app)(scope, None, None)
+        assert not done
+
+    scopes = [{"type": "lifespan"}, {"type": "http", "path": "/v1/chat/completions", "headers": []}]
+    asyncio.run(scenario())
+    assert passed == scopes
+
+
 def test_what_is_kept_for_answers_is_bounded(feed):
     for number in range(MAX_KEPT + 10):
         feed.add_outcome(admitted(str(number)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
+from proxy.boundaries.renderer import WorkerRenderer
 from proxy.fleet.worker import (
     BREAKER_FAILURES,
     MAX_TRIAL_SECONDS,
@@ -149,6 +150,13 @@ def test_a_worker_that_may_keep_nothing_or_has_another_template_gets_no_hint():
     quarantined = worker("0.3.0")
     quarantined.cache.quarantine()
     assert quarantined.hint(FOUND) == ()
+
+
+def test_a_model_that_rendered_nothing_is_tried_again_once_its_worker_has_restarted():
+    restarted = Worker("http://w", WorkerRenderer(None, "http://w", 1.0))
+    restarted.mute_models.add("m")  # as whoever has tried in vain notes it
+    restarted.restarted()
+    assert not restarted.mute_models
 
 
 def test_hints_are_for_a_worker_with_the_plugin_that_is_not_in_quarantine():
