@@ -11,7 +11,7 @@ import pytest
 from engine_patches.reporting import metrics
 from engine_patches.reporting.events_api import Feed
 from engine_patches.reporting.metrics import EngineMetrics, families
-from engine_patches.reporting.stats_channel import attach
+from engine_patches.reporting.stats_channel import attach, report_with_stats
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.grid import Grid
@@ -130,6 +130,15 @@ def test_requests_and_states_arrive_where_a_gateway_reads_them(feed):
     assert [outcome[:3] for outcome in answer["outcomes"]] == [("a", "hit", 160)]
     assert answer["states"] == [["gone", "5c"]]
     assert stats.waiting_lora_adapters == {"an adapter": 1}
+
+
+def test_the_statistics_of_a_scheduler_carry_the_report_where_it_makes_any(feed):
+    scheduler = SimpleNamespace(seamark=Checkpoints(Grid(16, 16), 384, losing_a_state()))
+    stats = SimpleNamespace(waiting_lora_adapters={})
+    make_stats = report_with_stats(lambda scheduler, made: made)
+    assert make_stats(scheduler, None) is None and make_stats(scheduler, stats) is stats
+    EngineMetrics(served_by(1)).record(stats, None)
+    assert feed.after(0)["states"] == [["gone", "5c"]]
 
 
 def test_what_became_of_a_pin_arrives_with_the_outcome_of_its_request(feed):
