@@ -187,6 +187,15 @@ def test_a_follower_does_not_leave_its_step_to_strangers_who_gain_less_than_it_l
     assert pays(gate, follower, *strangers, budget=3600, seen=7900)  # most of them is in the cache
 
 
+def test_requests_that_generate_take_their_room_and_are_not_in_the_line(gate):
+    leader = leading(gate, position=1600, tokens=1700)
+    follower = request("follower", tokens=1700)
+    strangers = [request(f"stranger {number}", shared=f"t{number}", tokens=8000) for number in range(2)]
+    generating = [request(f"old {number}", f"u{number}", 160, RequestStatus.RUNNING, 159) for number in range(8)]
+    busy = scheduler([leader, *generating], [follower, *strangers], budget=3600 + 8, slots=4 + 8)
+    assert not gate.pays(deepest(gate, follower), busy)  # as without them
+
+
 def test_a_fast_engine_shares_what_many_wait_for(clock):
     fast = StepTime()
     for _ in range(8):  # a pass costs 1 ms, a token 0.01 ms

@@ -265,6 +265,22 @@ async def test_what_cannot_be_told_from_several_chats_is_not_known():
     assert not facts.openers
 
 
+# The last user message says whom the system prompt is for: some words of any length, few in our own chats.
+HEAD_IN_LAST_USER = """
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' }}
+{%- if message.role == 'user' and loop.last %}{{- messages[0].content[:12] + ': ' }}{% endif %}
+{{- message.content }}{{- message.tool_calls | tojson if message.tool_calls else '' }}{{- '<|end|>' }}
+{%- endfor %}
+{{- '<|assistant|>' }}"""
+
+
+async def test_an_opener_that_something_else_stands_behind_is_not_known_however_short_that_is_in_our_chats():
+    facts = await learnt(TemplateRenderer(Tokenizer.from_str(trained()), HEAD_IN_LAST_USER))
+    for with_tools in (False, True):
+        assert facts.opener("alone", with_tools) is None and facts.opener("user", with_tools) is None
+
+
 def test_no_text_of_ours_begins_like_another():
     """Else chats would seem to part later than they do."""
     for each in CHATS:
