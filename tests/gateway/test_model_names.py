@@ -8,6 +8,7 @@ from collections import Counter
 import httpx
 import pytest
 
+from proxy.http.client import Answer, Stale
 from tests.harness.gateways import CHAT, SYSTEM, chat, hint_at
 from tests.harness.in_memory_gateway import InMemoryGateway, told
 from tests.harness.recording_worker import RecordingWorker
@@ -227,6 +228,22 @@ async def test_an_adapter_is_loaded_and_unloaded_at_all_workers_and_known_at_onc
     assert (await own.post({"lora_name": "tide-lora"}, UNLOAD)).status_code == 200 and loaded(one, other) == [{}, {}]
     assert (await ask(own, "tide-lora", "x")).status_code == 404
     assert (await own.post({"lora_name": "tide-lora"}, UNLOAD)).status_code == 404
+
+
+async def test_an_adapter_is_loaded_though_its_worker_has_closed_the_connections_that_were_kept(in_memory, monkeypatch):
+    worker = two_with_adapters()
+    own = await in_memory(worker)
+    await learnt(own)
+    send = own.gateway.upstream.send
+
+    async def on_a_new_one(method: str, url: str, *request: object, fresh: bool = False, **more: object) -> Answer:
+        if not fresh:
+            raise Stale("closed while it was idle")
+        return await send(method, url, *request, fresh=fresh, **more)
+
+    monkeypatch.setattr(own.gateway.upstream, "send", on_a_new_one)
+    answer = await own.post(ADAPTER, LOAD)
+    assert answer.status_code == 200 and loaded(worker) == [{"tide-lora": "/x"}]
 
 
 async def test_an_adapter_shares_nothing_with_its_base_model(in_memory):
