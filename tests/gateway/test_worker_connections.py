@@ -84,6 +84,14 @@ async def test_a_kept_connection_that_was_closed_is_found_before_a_body_is_writt
         await upstream.send("POST", peer.url + "/second", body=b"{}")
 
 
+async def test_a_connection_that_is_being_closed_here_gets_no_body(peer):
+    """What is written to it is dropped without a word, and its request would not be sent again."""
+    _, writer = await asyncio.open_connection(*peer.url.removeprefix("http://").split(":"))
+    assert not client._is_closed(writer.transport)
+    writer.transport.close()
+    assert client._is_closed(writer.transport)
+
+
 async def test_a_body_that_may_have_been_read_is_not_sent_again(upstream, peer):
     await kept(upstream, peer)
     sending = asyncio.create_task(upstream.send("POST", peer.url + "/second", body=b"{}"))

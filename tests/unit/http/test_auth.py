@@ -119,13 +119,14 @@ def test_a_wrong_file_is_refused_by_name_without_what_it_holds(tmp_path, text, n
     assert KeyRing(path, "s").authenticate  # the example has the form that is asked for
 
 
-def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys):
-    assert key_command(["dora", "--share", "team", "--max-inflight", "4"]) == 0
+@pytest.mark.parametrize("most", [4, 0])
+def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys, most):
+    assert key_command(["dora", "--share", "team", "--max-inflight", str(most)]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "keys.toml").write_text(printed)
     key = printed.splitlines()[0].rsplit(" ", 1)[1]
     found = KeyRing(tmp_path / "keys.toml", "s").authenticate(scope(x_api_key=key))
-    assert (found.name, found.entry.share, found.entry.max_inflight) == ("dora", "team", 4)
+    assert (found.name, found.entry.share, found.entry.max_inflight) == ("dora", "team", most)
 
 
 def test_a_key_counts_by_its_hash_alone(tmp_path):
