@@ -231,7 +231,7 @@ async def test_an_adapter_is_loaded_and_unloaded_at_all_workers_and_known_at_onc
 
 
 async def test_an_adapter_is_loaded_though_its_worker_has_closed_the_connections_that_were_kept(in_memory, monkeypatch):
-    worker = two_with_adapters()
+    worker = with_adapters()
     own = await in_memory(worker)
     await learnt(own)
     send = own.gateway.upstream.send
