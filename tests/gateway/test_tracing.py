@@ -159,7 +159,7 @@ def test_a_collector_that_refuses_or_is_away_costs_no_request_and_is_told_once(f
     with collector() as found:
         found.status = 400
         gateway = traced(fleet, worker, found)
-        for number in range(5):
+        for number in range(2):
             assert post(gateway, chat(f"Tide {number}?")).status_code == 200
             wait_for(lambda: metric(gateway, 'seamark_spans_total{result="lost"}') > 4 * number)  # noqa: B023
     assert post(gateway, chat("Berth?")).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -26,17 +27,27 @@ def replaced():
     return [patch.name for patch in PATCHES if ledger.is_applied(patch)]
 """
 
-# Importing vLLM takes longer than what the cases do with it, so all that is patched is imported once and each case runs
-# in a fork. How it is patched when it comes later is shown at the end of this module.
-FORKING = """
-import contextlib, gc, io, json, os, sys, traceback
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
+# All that is patched.
+WHOLE = """
 from engine_patches import ledger
 from engine_patches.patches import PATCHES
 for patch in PATCHES:
     if patch.applies():
         ledger.resolve(patch.target)
+"""
+
+# What a process of vLLM has imported before it loads plugins.
+BEGINNING = """
+import torch, vllm, vllm.platforms, vllm.plugins
+vllm.platforms.current_platform
+"""
+
+# Importing vLLM takes longer than what the cases do with it, so that is done once and each case runs in a fork.
+FORKING = """
+import contextlib, gc, io, json, os, sys, traceback
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+exec(sys.argv[1])
 gc.freeze()
 for line in sys.stdin:
     mode, code = json.loads(line)
@@ -66,23 +77,36 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "SEAMARK_ENGINE"}
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """What `code` prints in a process of its own with `SEAMARK_ENGINE=mode`, and vLLM imported."""
-    command = [sys.executable, "-c", FORKING]
-    with subprocess.Popen(
-        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+@contextlib.contextmanager
+def forks(imported: str, **variables: str) -> Iterator[Run]:
+    """Runs code in a process of its own with `SEAMARK_ENGINE=mode`, which has imported so much; what it prints."""
+    command = [sys.executable, "-c", FORKING, imported]
+    settings = {**environment(), **variables}
+    with subprocess.Popen(command, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
 
         def run_in_fork(code: str, mode: str | None = None) -> str:
-            print(json.dumps([mode, PRELUDE + code]), file=process.stdin, flush=True)
+            print(json.dumps([mode, code]), file=process.stdin, flush=True)
             output, error = json.loads(process.stdout.readline())
             assert error is None, error
             return output
 
         yield run_in_fork
         process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """What `code` prints in a fork that has imported all that is patched."""
+    with forks(WHOLE) as in_fork:
+        yield lambda code, mode=None: in_fork(PRELUDE + code, mode)
+
+
+@pytest.fixture(scope="module")
+def begin() -> Iterator[Run]:
+    """What `code` prints in a fork that has got as far as `FRONT_END` on a platform."""
+    with forks(BEGINNING, VLLM_PLUGINS="none") as in_fork:
+        yield lambda platform, code: in_fork(f"PLATFORM = {platform!r}\n" + FRONT_END + PRELUDE + code)
 
 
 def test_switched_off_nothing_of_vllm_is_even_imported():
@@ -241,11 +265,11 @@ print(ledger.patches_live())
     assert out.split() == ["True"]
 
 
-# What a process of vLLM has done before it loads plugins, with a CUDA that must not be started and a search for modules
-# of vLLM that finds none. `PLATFORM` is what vLLM believes to run on.
+# Where the plugin comes to: a CUDA that must not be started, and a search for modules of vLLM that finds none.
+# `PLATFORM` is what vLLM believes to run on.
 FRONT_END = """
 import sys, types
-import torch, vllm, vllm.platforms, vllm.plugins
+import torch, vllm
 on_cpu = PLATFORM == "cpu"
 if not on_cpu:
     vllm.platforms.current_platform = types.SimpleNamespace(
@@ -271,17 +295,9 @@ before = set(sys.modules)
 """
 
 
-def in_front_end(platform: str, code: str) -> str:
-    """What `code` prints in a new process, once it has got as far as `FRONT_END`."""
-    command = [sys.executable, "-c", f"PLATFORM = {platform!r}\n" + FRONT_END + PRELUDE + code]
-    done = subprocess.run(command, env={**environment(), "VLLM_PLUGINS": "none"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_a_process_that_runs_no_model_imports_nothing_of_vllm_and_starts_no_cuda(platform):
-    out = in_front_end(
+def test_a_process_that_runs_no_model_imports_nothing_of_vllm_and_starts_no_cuda(begin, platform):
+    out = begin(
         platform,
         """
 wanted = [patch.name for patch in applicable()]
@@ -294,8 +310,8 @@ print(len([name for name in new if "vllm" in name or "triton" in name]), len(log
     assert out.split() == ["True", "True", "True", "0", "1"]
 
 
-def test_each_module_is_patched_when_it_is_imported_and_functions_taken_from_it_by_name_are_the_patched_ones():
-    out = in_front_end(
+def test_each_module_is_patched_when_it_is_imported_and_functions_taken_from_it_by_name_are_the_patched_ones(begin):
+    out = begin(
         "cpu",
         """
 wanted = applicable()
@@ -321,9 +337,9 @@ print(ledger.patches_live(), log.getvalue().splitlines())
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_whichever_source_differs_vllm_stays_untouched_with_one_line(platform):
+def test_whichever_source_differs_vllm_stays_untouched_with_one_line(begin, platform):
     """Every shape in turn is asked for a word that its source does not hold, before anything is imported."""
-    out = in_front_end(
+    out = begin(
         platform,
         """
 import dataclasses

@@ -269,12 +269,12 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(shape):
     endpoint, body = SHAPES[shape]
-    most = 2 * 2**20
+    most = 2**19
     reader = PromptReader(Settings(text_bytes=most), Metrics(), Learner(one=FACTS))
     scope = {"method": "POST", "path": endpoint, "query_string": b"", "headers": []}
 
     async def send(seed: int) -> None:
-        raw = json.dumps({"model": "m", **body(600, seed)}).encode()
+        raw = json.dumps({"model": "m", **body(150, seed)}).encode()
         request = request_of(scope, raw, f"{seed}")
         request.body.parsed = parse_object(raw, *Settings().json_limits)
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
