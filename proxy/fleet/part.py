@@ -60,7 +60,7 @@ class Shelf:
     def __init__(self, metrics: Metrics) -> None:
         self._failures = metrics.task_failures
         self._parts: list[Part] = []
-        self._listening: list[Part] = []  # to what happens to workers: a request is told of, too
+        self._listening: list[Part] = []  # parts that say what `on_worker` does: it is called for every request
         self._runs: dict[str, Callable[[], Awaitable[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -91,10 +91,11 @@ class Pace(NamedTuple):
     rate: float  # bytes a second of the whole, beyond the grace; 0: no bound
 
 
-# A function to call before the head of an answer is sent whose whole body is sent next.
+# Another: a function that holds the head of an answer back; it is called before the head is sent if the whole body
+# is sent next.
 HOLD_HEAD = "seamark.hold_head"
 
-# In the message of such a head.
+# A mark in the message of such a head.
 IS_WHOLE = "seamark.is_whole"
 
 # Another, if the client offered to go on as a websocket.

@@ -7,7 +7,6 @@ reason that a whole answer tells, all of it is work beside requests (`proxy.idle
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import time
@@ -25,6 +24,7 @@ from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
+from proxy.http.json_body import loads
 from proxy.idle_work import IdleWork, Steps, within
 from proxy.metrics import Metrics
 from proxy.observability.client_name import client_name
@@ -265,8 +265,8 @@ class Accounting(Part):
     def replayed(self, model: str, worker: Worker, answer: bytes) -> None:
         """A prefix was computed again on a restarted worker: count its cost at the worker's step times."""
         try:
-            usage = usage_of(json.loads(answer))
-        except (ValueError, RecursionError):
+            usage = usage_of(loads(answer))
+        except ValueError:
             usage = None
         if usage is not None:
             seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)
@@ -324,14 +324,13 @@ class Accounting(Part):
             self.key_usage.tokens(request.client.key.name, usage)
         counters = self._counters(model, worker)
         counters.prompt.inc(usage.prompt)
-        if usage.cached:
+        if usage.cached is not None:
             counters.cached.inc(usage.cached)
             self._time.reused(worker.name, model, usage.cached)
             self._price(worker)
         if expected is None:
             return None
-        if expected.predicted:
-            counters.predicted.inc(expected.found(expected.predicted))
+        counters.predicted.inc(expected.found(expected.predicted))
         if usage.cached is None:
             counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
             return None
@@ -406,9 +405,8 @@ class Accounting(Part):
             delivery = delivery._replace(unchanged=change.token + change.lost)
         reason = reason_for(expected, delivery, change)
         counters = self._counters(model, worker)
-        if delivery.shareable:
-            counters.shareable.inc(delivery.shareable)
-            counters.shared.inc(min(delivery.shareable, cached))
+        counters.shareable.inc(delivery.shareable)
+        counters.shared.inc(min(delivery.shareable, cached))
         self.sums.add(prompt, delivery.shareable, cached)
         if cached < expected.found(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.

@@ -151,8 +151,7 @@ class RequestHandler:
             return
         if not hinted and (_OBJECT.match(body.raw) is None if not client.is_json else not body.raw.strip()):
             return
-        if len(body.raw) > LARGE_BYTES:
-            await self._turn()
+        await self._turn(len(body.raw))
         try:
             raw = as_utf8(body.raw)
             parsed = parse_object(raw, *settings.json_limits)
@@ -169,8 +168,7 @@ class RequestHandler:
         _take_name(request, given, name)
         self._check_owner(request)
         if hinted:
-            if len(raw) > LARGE_BYTES:
-                await self._turn()
+            await self._turn(len(raw))
             with request.timings.waiting():
                 workers = await self._pool.find(request.model)
             request.prompt = await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
@@ -178,11 +176,12 @@ class RequestHandler:
             request.timings.reading_seconds = time.perf_counter() - request.timings.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
 
-    async def _turn(self) -> None:
-        """Wait until the event loop has turned to all others since the last large body."""
-        async with self._turns:
-            for _ in range(TURNS):
-                await asyncio.sleep(0)
+    async def _turn(self, size: int) -> None:
+        """Wait until the event loop has turned to all others since the last large body (`size` in bytes)."""
+        if size > LARGE_BYTES:
+            async with self._turns:
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
 
     def _check_owner(self, request: ProxiedRequest) -> None:
         """Raises `NotFound` for a response that is not known to be the key's."""

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from cachetools import LRUCache
+
 from proxy.boundaries.boundary import Found, Place, resolved_positions
 from proxy.boundaries.dates import piece_of
 from proxy.boundaries.divergence import DivergenceLearner
@@ -32,7 +34,7 @@ from proxy.http.json_body import parse_object, with_edits
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.shadow import ReadPrompt
-from proxy.pipeline.request import NOT_READ, Prompt, ProxiedRequest, Unlearnt
+from proxy.pipeline.request import Prompt, ProxiedRequest, Unlearnt
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
@@ -96,7 +98,7 @@ class PromptReader:
         self._heads = HeadPositions(self.positions)
         self._learning: set[asyncio.Task[None]] = set()
         self._dating: dict[tuple[bytes, bytes], _Dating] = {}  # by renderer id and key of the text before the date
-        self._tokens_per_byte: dict[str, float] = {}  # by model, the last that was new at the end
+        self._tokens_per_byte: LRUCache[str, float] = LRUCache(MAX_MODELS)
 
     @property
     def held(self) -> int:
@@ -109,7 +111,9 @@ class PromptReader:
         `workers`: those that serve its model. One is asked nothing for a request that has no slot (`has_slot`): it may
         be refused.
         """
-        rewrites, tokens, chat = NOT_READ.rewrites, NOT_READ.tokens, NOT_READ.chat
+        # What was read before a failure counts.
+        rewrites: tuple[str, ...] = ()
+        tokens, chat = 0, None
         bounded = _Bounded(Found(failure="no_boundary"))
         try:
             rewrites = self._rewrite(request)
@@ -212,8 +216,6 @@ class PromptReader:
         if isinstance(model, str) and size:
             known = self._rate(model)
             self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
-            if len(self._tokens_per_byte) > MAX_MODELS:
-                del self._tokens_per_byte[next(iter(self._tokens_per_byte))]
 
     def _find(
         self, chat: Chat | None, worker: Worker, size: int, rate: float, *, several: bool

@@ -18,6 +18,7 @@ from prometheus_client import Counter
 
 from proxy.chat.usage import Usage, usage_of
 from proxy.http import asgi
+from proxy.http.json_body import loads
 
 # Between two events. Clients that cut a stream at blank lines take the first for an event of its own. Behind an event
 # with an id that is wrong: SDKs then make an empty event of a blank line.
@@ -200,8 +201,8 @@ def data_of_last(events: bytes) -> dict[str, Any]:
     """The data of the last of some events; empty if it is no object."""
     for line in reversed(events.splitlines()):
         if line.startswith(b"data:"):
-            with contextlib.suppress(ValueError, RecursionError):
-                data = json.loads(line[5:])
+            with contextlib.suppress(ValueError):
+                data = loads(line[5:])
                 return data if isinstance(data, dict) else {}
             return {}
     return {}
@@ -215,8 +216,8 @@ def usage_in_stream(events: bytes) -> Usage | None:
         line = events[start:].partition(b"\n")[0]
         at = start
         if line.startswith(b"data:"):
-            with contextlib.suppress(ValueError, RecursionError):
-                if (usage := usage_of(json.loads(line[5:]))) is not None:
+            with contextlib.suppress(ValueError):
+                if (usage := usage_of(loads(line[5:]))) is not None:
                     return usage
     return None
 
@@ -226,8 +227,8 @@ def _usage_alone(event: bytes) -> dict[str, Any] | None:
     if not event.startswith(b"data:"):
         return None
     try:
-        data = json.loads(event[5:])
-    except (ValueError, RecursionError):
+        data = loads(event[5:])
+    except ValueError:
         return None
     alone = isinstance(data, dict) and data.get("choices") == [] and isinstance(data.get("usage"), dict)
     return data if alone else None

@@ -112,10 +112,10 @@ class _Transport:
     uvicorn writes each on its own: two system calls, two packets, and a client that is woken twice.
     """
 
-    __slots__ = ("_head", "_is_held", "_writes", "close", "is_closing")
+    __slots__ = ("_head", "_is_held", "_transport", "close", "is_closing")
 
     def __init__(self, transport: asyncio.Transport) -> None:
-        self._writes = transport.write, transport.writelines
+        self._transport = transport
         self._head = b""
         self._is_held = False
         self.close, self.is_closing = transport.close, transport.is_closing
@@ -126,12 +126,12 @@ class _Transport:
 
     def write(self, data: bytes) -> None:
         if self._head:
-            self._writes[1]((self._head, data))
+            self._transport.writelines((self._head, data))
             self._head = b""
         elif self._is_held:
             self._head, self._is_held = data, False
         else:
-            self._writes[0](data)
+            self._transport.write(data)
 
 
 class Connection(HttpToolsProtocol):

@@ -67,18 +67,24 @@ def flip_all(folder: Path) -> int:
     return len(paths)
 
 
-def test_a_killed_engine_goes_on_from_what_it_stored(fleet, model, chats, tmp_path):
-    folder, loads = tmp_path / "states", plugin(tmp_path, "loads_always_pay")
+def stored_killed_and_asked(fleet: Servers, model: Path, chats: Chats, folder: Path, loads: dict) -> Round:
+    """The second round of an engine that starts on what another one had stored when it was killed."""
     first = start(fleet, model, "first", folder, *KEEP_ALL, **loads)
-    ask(first, chats.first)
+    assert ask(first, chats.first).differing(chats.right_first) == 0
     written(folder)
     kill(first)
+
     second = start(fleet, model, "second", folder, *KEEP_ALL, **loads)
     after = ask(second, chats.second)
     told = counted(second)
     kill(second)
     assert after.differing(chats.right_second) == 0 and after.hits >= 0.99 * 13_456
     assert told["seamark_checkpoint_hits_total"] == 20 and told["seamark_checkpoint_hit_tokens_total"] == after.hits
+    return after
+
+
+def test_a_killed_engine_goes_on_from_what_it_stored(fleet, model, chats, tmp_path):
+    stored_killed_and_asked(fleet, model, chats, tmp_path / "states", plugin(tmp_path, "loads_always_pay"))
 
 
 @pytest.mark.thorough
@@ -88,15 +94,7 @@ def test_a_killed_engine_hits_as_if_it_had_not_been_and_loads_nothing_damaged(fl
     undisturbed = ask(alive, chats.second)
     alive.stop()
     folder, loads = tmp_path / "states", plugin(tmp_path, "loads_always_pay")
-    first = start(fleet, model, "first", folder, *KEEP_ALL, **loads)
-    assert ask(first, chats.first).differing(chats.right_first) == 0
-    written(folder)
-    kill(first)
-
-    second = start(fleet, model, "second", folder, *KEEP_ALL, **loads)
-    after = ask(second, chats.second)
-    kill(second)
-    assert after.differing(chats.right_second) == 0
+    after = stored_killed_and_asked(fleet, model, chats, folder, loads)
     assert after.hits >= 0.99 * undisturbed.hits >= 0.99 * 13_456
 
     stock = start(fleet, model, "stock", None, *stock_tier(tmp_path / "stock"))

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.handler import TURNS, RequestHandler
+from proxy.pipeline.handler import LARGE_BYTES, TURNS, RequestHandler
 from proxy.settings import Settings
 from tests.harness.gateways import chat
 
@@ -33,7 +33,7 @@ async def test_large_bodies_take_turns_with_everything_else(handler):
             await asyncio.sleep(0)
 
     async def large() -> None:
-        await handler._turn()
+        await handler._turn(LARGE_BYTES + 1)
         turns.append(others)  # what follows is one long piece of work
 
     ticking = asyncio.create_task(tick())
