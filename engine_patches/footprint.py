@@ -29,9 +29,13 @@ LOCAL_HIT = "seamark_local_hit"  # tokens found in the cache: vLLM tells connect
 LOADED = "seamark_loaded"  # tokens loaded from a disk
 DECLINED = "seamark_declined"  # it was counted as one that computes what a disk holds
 
+SENDER = "seamark_sender"  # the gateway that sent it, and the tokens of its prompt that this one expects to be computed
+
 # On a SchedulerOutput.
 WRITES = "seamark_writes"  # the states that the step has to write: by request, `forward.step_writes.Write`
 PLANNED_AT = "seamark_planned_at"  # when the step was planned, by the monotonic clock
+
+REPORTS = "seamark_reports"  # on a Scheduler: `reporting.reporter.Reporter`; none if nobody collects
 
 WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.held_keys.Watch` of those that are told which keys it removes
 

@@ -34,7 +34,8 @@ from engine_patches.forward.scan_states import plan_scan_states, scan_with_state
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
 from engine_patches.forward.step_writes import skip_vllm_exports, track_batch, track_steps
 from engine_patches.ledger import Function, Patch, PatchRole, Shape, exists
-from engine_patches.reporting.stats_channel import report_with_stats
+from engine_patches.reporting.launch import collect_before_the_engines
+from engine_patches.reporting.reporter import report_from_the_start, report_resets, report_with_stats, tell_where
 from engine_patches.scheduler.adapters import (
     admit_by_adapter,
     hash_contents,
@@ -85,6 +86,8 @@ MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 
 POOL = "vllm.v1.core.block_pool:BlockPool"
+
+ENGINES = "vllm.v1.engine.utils"
 
 CORE = "vllm.v1.engine.core:EngineCore"
 
@@ -662,13 +665,54 @@ PATCHES: tuple[Patch, ...] = (
         parameters="self, request, num_hits",
     ),
     Patch(
+        "report-start",
+        f"{SCHEDULER}.__init__",
+        why="what an engine is has to be known before its first request",
+        until=NEVER,
+        build=report_from_the_start,
+        mentions=("self.vllm_config = vllm_config", "self.requests: dict[str, Request] = {}"),
+        relies_on=(Shape(f"{SCHEDULER}.get_request_counts", "self"),),
+    ),
+    Patch(
         "report",
         f"{SCHEDULER}.make_stats",
-        why="the counts have to reach the API server's process",
-        until="vLLM lets plugins add to its scheduler statistics",
+        why="the counts have to reach the process that the gateway reads them from",
+        until="vLLM lets plugins add to what its engines send",
         build=report_with_stats,
         mentions=("return SchedulerStats(",),
-        relies_on=(Shape("vllm.v1.metrics.stats:SchedulerStats", mentions=("waiting_lora_adapters: dict[str, int]",)),),
+        relies_on=(Shape(f"{SCHEDULER}.update_from_output", mentions=("stats := self.make_stats(",)),),
+    ),
+    Patch(
+        "report-reset",
+        f"{SCHEDULER}.reset_prefix_cache",
+        why="no step may follow an emptied cache for hours",
+        until=NEVER,
+        build=report_resets,
+    ),
+    Patch(
+        "reports-collected",
+        f"{ENGINES}:CoreEngineProcManager.__init__",
+        why="no API server has all reports if there are several, or none that runs Python",
+        until=NEVER,
+        build=collect_before_the_engines,
+        mentions=("vllm_config: VllmConfig", "local_client: bool", "target=EngineCoreProc.run_engine_core"),
+    ),
+    Patch(
+        "reports-collected-ray",
+        f"{ENGINES}:CoreEngineActorManager.__init__",
+        why="the same where engines are Ray's actors; those on other machines do not report",
+        until=NEVER,
+        build=collect_before_the_engines,
+        mentions=("vllm_config: VllmConfig",),
+    ),
+    Patch(
+        "reports-found",
+        f"{SCHEDULER}.get_kv_event_publisher_config",
+        why="a gateway knows a worker by the address of its HTTP server, and reports are read at another one",
+        until=NEVER,
+        build=tell_where,
+        parameters="self",
+        applies=lambda: exists(f"{SCHEDULER}.get_kv_event_publisher_config"),
     ),
     Patch(
         "promise-of-all",

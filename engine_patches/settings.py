@@ -11,6 +11,8 @@ MODE_VARIABLE = "SEAMARK_ENGINE"
 
 FULL, REFERENCE, OFF = "1", "reference", "0"
 
+LOOPBACK = "127.0.0.1"
+
 DEFAULT_SHARE = 0.5  # of all cache blocks
 
 DEFAULT_PIN_SHARE = 0.1
@@ -29,6 +31,8 @@ HINTS_FROM = "SEAMARK_HINTS_FROM"  # addresses and networks whose header x-seama
 
 DRAFTS = "SEAMARK_DRAFTS"  # 1: hints are used beside speculative decoding, too
 
+REPORTS_AT = "SEAMARK_REPORTS_AT"  # HOST:PORT where gateways read what engines report; of this machine, and any, if not
+
 KV_EVENTS = "SEAMARK_KV_EVENTS"  # what vLLM's KV events say of a hybrid; 0: what vLLM says
 
 UNITS, BLOCKS = "units", "blocks"  # attention blocks that lead to a state, as long as the match unit or a cache block
@@ -37,6 +41,21 @@ UNITS, BLOCKS = "units", "blocks"  # attention blocks that lead to a state, as l
 def drafts() -> bool:
     """Whether hints are used beside speculative decoding."""
     return _switch(DRAFTS, False)
+
+
+def rust_frontend() -> bool:
+    """Whether vLLM's HTTP server is the one in Rust, which runs no Python."""
+    return os.environ.get("VLLM_USE_RUST_FRONTEND", "").strip() == "1"
+
+
+def reports_at() -> tuple[str, int]:
+    """Host and port that reports are read at; port 0: any that is free, which vLLM's own routes tell."""
+    value = os.environ.get(REPORTS_AT, "").strip()
+    host, colon, port = value.rpartition(":")
+    if value and not (colon and port.isascii() and port.isdecimal() and int(port) < 65536):
+        logger.error("seamark: %s=%r is not HOST:PORT; any port of %s is used", REPORTS_AT, value, LOOPBACK)
+        return LOOPBACK, 0
+    return (host.strip("[]") or LOOPBACK, int(port)) if value else (LOOPBACK, 0)
 
 
 def hints_from() -> tuple[IPv4Network | IPv6Network, ...]:

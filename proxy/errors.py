@@ -6,7 +6,7 @@ GatewayError 500
         Unauthorized 401, Forbidden 403, NotFound 404, TooSlow 408, PinRefused 409, BodyTooLarge 413,
         UnreadableCoding 415, NoWebSockets 426, HeadTooLarge 431
     KeyBusy 429
-    WorkerError 502: WorkerFailed, AdapterNotEverywhere, WorkerSilent 504
+    WorkerError 502: WorkerFailed, AdapterNotEverywhere, NotServed 501, WorkerSilent 504
     Unavailable 503: NoWorker, Overloaded, Stopping
 """
 
@@ -135,6 +135,13 @@ class WorkerFailed(WorkerError):
     """A worker broke off after it had received the request, so the request was not sent again."""
 
     code = "worker_failed"
+
+
+class NotServed(WorkerError):
+    """The worker's HTTP server has no such route."""
+
+    status = 501
+    code = "not_served"
 
 
 class AdapterNotEverywhere(WorkerError):

@@ -27,6 +27,7 @@ PLUGIN_VARIABLES = frozenset(
         "SEAMARK_DRAFTS",
         "SEAMARK_HINTS_FROM",
         "SEAMARK_KV_EVENTS",
+        "SEAMARK_REPORTS_AT",
     }
 )
 

@@ -13,20 +13,23 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from engine_patches import settings
 from engine_patches.commands.port import port_of, why_taken
 from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.kv_connectors import ConnectorLane, decide_by, needs_a_gpu
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 from engine_patches.settings import FULL, MODE_VARIABLE, OFF, REFERENCE
 
+SUPPORTED, IMAGE = "0.31 to 0.33", "vllm/vllm-openai:v0.33.0"
+
 INSTALL = (
-    'run it in the environment that vLLM is installed in ("pip install vllm", 0.31 to 0.33), after '
+    f'run it in the environment that vLLM is installed in ("pip install vllm", {SUPPORTED}), after '
     '"pip install --no-deps /path/to/seamark" there; '
     "without a GPU, ./set-up.sh in Seamark's source makes a .venv with vLLM's CPU build"
 )
@@ -42,7 +45,8 @@ NEEDED_FLAGS: Mapping[str, str | None] = {
     "--disable-access-log-for-endpoints": "/seamark/outcomes,/seamark/metrics",
 }
 
-# The endpoint that tells the gateway why each request hit or missed. vLLM takes the flag more than once.
+# What reports at the server's own address, and what only HTTP's messages carry. vLLM takes the flag more than once; its
+# frontend in Rust takes none, and there reports are read at an address of their own.
 MIDDLEWARE = ("--middleware", "engine_patches.reporting.events_api.EventsEndpoint")
 
 # Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
@@ -111,6 +115,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         "untouched, =reference cures its defects and no more; SEAMARK_FAN_OUT=0: no request waits for another one's "
         "prefix; SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_PIN_SHARE=0.1: "
         "part that pinned prompts may hold; SEAMARK_HINTS_FROM: networks whose header x-seamark-boundaries is read; "
+        "SEAMARK_REPORTS_AT=HOST:PORT: where gateways read what engines report, if not by the middleware; "
         "SEAMARK_CHUNK_ENDS=1: states only at the ends of a kernel's chunks; SEAMARK_KV_EVENTS=blocks: KV events name "
         "whole cache blocks, =0: all that vLLM announces.",
         allow_abbrev=False,
@@ -184,20 +189,35 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def vllm_arguments(
-    model: str | None, given: Sequence[str], config: Mapping[str, Any] = {}, for_cpu: Mapping[str, str | None] = {}
+    model: str | None,
+    given: Sequence[str],
+    config: Mapping[str, Any] = {},
+    for_cpu: Mapping[str, str | None] = {},
+    lacking: Collection[str] = (),
 ) -> list[str]:
     """The arguments of `vllm serve`. A flag that the user gave, in `given` or in `config`, is never given twice.
 
-    `model`: folder or name; None if the file of vLLM's `--config` names it. `config`: what that file says.
+    `model`: folder or name; None if the file of vLLM's `--config` names it. `config`: what that file says. `lacking`:
+    flags that this vLLM does not have.
     """
     names = [argument.partition("=")[0] for argument in given if argument.startswith("--")]
     taken = {name.replace("_", "-") for name in (*names, *(f"--{name}" for name in config))}
     arguments = [] if model is None else [model]
     defaults: dict[str, str | None] = {"--host": LOOPBACK, **NEEDED_FLAGS, **for_cpu}
     for flag, value in defaults.items():
-        if flag not in taken and flag.replace("--", "--no-", 1) not in taken:
+        if flag not in lacking and flag not in taken and flag.replace("--", "--no-", 1) not in taken:
             arguments += [flag] if value is None else [flag, value]
-    return [*arguments, *MIDDLEWARE, *given]
+    return [*arguments, *(() if settings.rust_frontend() else MIDDLEWARE), *given]
+
+
+def flags_lacking(flags: Iterable[str]) -> list[str]:
+    """Those of `flags` that the installed vLLM does not know, by the text of the modules that define its flags."""
+    spec = importlib.util.find_spec("vllm")
+    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+    files = [root / "engine" / "arg_utils.py" for root in roots]
+    files += [file for root in roots for file in root.glob("entrypoints/**/cli_args.py")]
+    texts = [file.read_text() for file in files if file.is_file()]
+    return [flag for flag in flags if texts and not any(flag[2:].replace("-", "_") in text for text in texts)]
 
 
 def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *, on_cpu: bool = False) -> str | None:
@@ -317,7 +337,14 @@ def main(argv: list[str]) -> int:
     if on_cpu and not explain and (said := warning(str(name), given, os.environ.get(MODE_VARIABLE, FULL))):
         print(f"seamark worker: {said}", file=sys.stderr)
     for_cpu = cpu_flags(model_type_of(str(name)) if name else "") if on_cpu else {}
-    arguments = vllm_arguments(model, given, config, for_cpu)
+    lacking = flags_lacking((*NEEDED_FLAGS, *for_cpu))
+    if lacking:
+        print(
+            f"seamark worker: the vLLM installed here has no {', '.join(lacking)}, left away; Seamark's hints need "
+            f"vLLM {SUPPORTED}, for one the image {IMAGE}",
+            file=sys.stderr,
+        )
+    arguments = vllm_arguments(model, given, config, for_cpu, lacking)
     if explain:
         from engine_patches.commands import explain as explaining
 

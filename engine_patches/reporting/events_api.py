@@ -1,8 +1,10 @@
 """What became of each request, and of the states it left: a path of the worker that no client of the gateway reaches.
 
 A stream cannot carry it: its headers leave before the request is scheduled, its body is the client's, and a state may
-go while no request asks. So the API server keeps the latest outcomes and events in order, and the gateway reads what is
-new. An answer that is no stream carries its outcome in a header, if the request asks for it.
+go while no request asks. So the process that collects reports keeps the latest outcomes and events in order, and the
+gateway reads what is new. This is read at the collector's own address. vLLM's `--middleware` gives the same at the API
+server's, for gateways that know no other; what needs it besides are three things that HTTP's messages carry: a hint in
+a header, the outcome in the head of an answer that is no stream, and a stream's opening in one piece.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ import os
 import re
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 from prometheus_client import make_asgi_app
 
-from engine_patches.reporting import hint_header
+from engine_patches.reporting import header_fields
+from engine_patches.reporting.report import FOLDER, READ_INSIDE, EngineReport, Event
 from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvent, StateEvicted, StateStored
+from engine_patches.scheduler.load import GatewayLoad
 
 PATH = "/seamark/outcomes"
 
@@ -36,11 +38,6 @@ MAX_ID = 512  # characters kept of an id; vLLM takes headers of megabytes, and t
 # Of a request with the value 1, and of its answer: REASON,HIT,SHARED,POSITION:POSITION.., lengths in tokens. Of one
 # that pins its prompt: also ,FATE.
 HEADER = b"x-seamark-outcome"
-
-# Of a request from a gateway: GATEWAY,PROMPT,LEFT. Its tokens, and how many of them the gateway expects to be computed.
-LOAD_HEADER = b"x-seamark-load"
-
-_LOAD = re.compile(rb"([0-9a-f]{1,32}),(\d{1,8}),(\d{1,8})", re.ASCII)
 
 MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
 
@@ -64,6 +61,14 @@ ID_WITHIN = 1024  # bytes
 
 # All children of a request but the first: they share its whole prompt, with the first one.
 _LATER_CHILD = re.compile(r"[1-9]\d*_(?:chatcmpl-|cmpl-|resp_)", re.ASCII)
+
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+
+# Parameters of a read that are numbers, and what stands for one that is not given.
+QUERY = (("after", "0"), ("wait", "0"), ("engine", ""))
+
+# Headers of the collector's answers that say something of their bodies.
+PASSED_ON = (b"content-type", b"x-accel-buffering")
 
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
@@ -97,89 +102,18 @@ def client_id(engine_id: str) -> str:
     return (match[1] if match else engine_id)[:MAX_ID]
 
 
-class GatewayLoad(NamedTuple):
-    """What there is to do."""
-
-    requests: int  # under way
-    prefill_tokens: int  # of their prompts, still to be computed
-
-
-@dataclass(eq=False)
-class CountedRequest:
-    """A request under way, as its gateway counts it; lengths in tokens."""
-
-    gateway: str
-    request_id: str  # its X-Request-Id
-    prompt: int
-    left: int  # to be computed
-
-
-class GatewayLoads:
-    """What each gateway has at this API server. Each counts its own; here they learn of one another."""
-
-    def __init__(self) -> None:
-        self._loads: dict[str, GatewayLoad] = {}  # by gateway; those with requests
-        self._requests: dict[str, CountedRequest] = {}  # by X-Request-Id
-
-    def begin(self, header: bytes, request_id: str) -> CountedRequest | None:
-        """A request with this `LOAD_HEADER` comes; None if that is nonsense, and the request is not counted."""
-        match = _LOAD.fullmatch(header)
-        if match is None:
-            return None
-        request = CountedRequest(match[1].decode(), request_id, int(match[2]), int(match[3]))
-        self._requests[request_id] = request
-        self._add(request.gateway, 1, request.left)
-        return request
-
-    def computed(self, request_id: str, end: int) -> None:
-        """So many tokens of a prompt are computed."""
-        if (request := self._requests.get(request_id)) is not None:
-            self._leave(request, max(0, request.prompt - end))
-
-    def answered(self, request: CountedRequest) -> None:
-        """Its answer begins: the prompt is computed."""
-        self._leave(request, 0)
-
-    def end(self, request: CountedRequest) -> None:
-        """It is over."""
-        self._leave(request, 0)
-        self._add(request.gateway, -1, 0)
-        if self._requests.get(request.request_id) is request:
-            del self._requests[request.request_id]
-
-    def beside(self, gateway: str) -> GatewayLoad:
-        """What all other gateways have."""
-        others = [load for name, load in self._loads.items() if name != gateway]
-        return GatewayLoad(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
-
-    def _leave(self, request: CountedRequest, left: int) -> None:
-        if left < request.left:
-            self._add(request.gateway, 0, left - request.left)
-            request.left = left
-
-    def _add(self, gateway: str, requests: int, tokens: int) -> None:
-        before = self._loads.get(gateway, GatewayLoad(0, 0))
-        load = GatewayLoad(before.requests + requests, before.prefill_tokens + tokens)
-        if load.requests:
-            self._loads[gateway] = load
-        else:
-            self._loads.pop(gateway, None)
-
-
 class Feed:
-    """The latest outcomes and events of one API server, numbered."""
+    """The latest outcomes and events of one engine, or the outcomes of several, numbered."""
 
-    def __init__(self) -> None:
-        self.boot = uuid.uuid4().hex  # every process numbers from 1
-        # An engine with several API servers sends each a part of its events, which is worse than none.
-        self.has_all_events = True
+    def __init__(self, boot: str) -> None:
+        self.boot = boot
+        self.has_events = True  # of several engines, each has states of its own
         self._cursor = 0
         self._kept: deque[tuple[int, Outcome | list[Any]]] = deque(maxlen=MAX_KEPT)
         self._latest: OrderedDict[str, Outcome] = OrderedDict()  # of those kept, by X-Request-Id
-        self._last_number: dict[int, int] = {}  # of an event, by engine
+        self._last_number = 0  # of an event
         self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
-        self._late: list[Callable[[], None]] = []  # put off by `later`
-        self.loads = GatewayLoads()
+        self._loads: dict[str, GatewayLoad] = {}  # by gateway
 
     def add_outcome(self, request: AdmittedRequest) -> None:
         """A request was admitted. One with several answers (`n`) has the outcome of its first child."""
@@ -203,66 +137,45 @@ class Feed:
         """The latest outcome under an `X-Request-Id`, once; None if this process knows none."""
         return self._latest.pop(request_id, None)
 
-    def add_event(self, engine: int, number: int, event: StateEvent) -> None:
-        """States came or went in an engine, which numbers its events without gaps."""
-        if number != self._last_number.get(engine, 0) + 1:
-            self._keep(["cleared"])  # the dropped events could have been any
-        self._last_number[engine] = number
-        match event:
-            case StateStored(request_id, end, states):
-                self.loads.computed(client_id(request_id), end)
-                self._keep(["came", client_id(request_id), end, states])
-            case StateEvicted(name):
-                self._keep(["gone", name])
-            case CacheCleared():
-                self._keep(["cleared"])
-            case AdapterReplaced(name):
-                self._keep(["adapter", name])
+    def add_event(self, number: int, event: Event) -> None:
+        """States came or went in the engine, which numbers its events without gaps."""
+        if number != self._last_number + 1:
+            self._keep(["cleared", "lost"])  # those that are missing could have been any
+        self._last_number = number
+        if event[0] == "came":
+            event = ["came", client_id(event[1]), *event[2:]]
+        self._keep(event)
+
+    def set_loads(self, loads: Mapping[str, GatewayLoad]) -> None:
+        """What gateways have the engine do, by their names; "" for what comes past them. Call where it is read."""
+        before, self._loads = self._loads, dict(loads)
+        changed = {name for name in {*before, *loads} if before.get(name) != loads.get(name)}
+        for reader, name in self._readers.items():
+            if name is not None and changed - {name}:
+                reader.set()
+
+    def beside(self, gateway: str) -> GatewayLoad:
+        """What all others have it do."""
+        others = [load for name, load in self._loads.items() if name != gateway]
+        return GatewayLoad(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
 
     def _keep(self, entry: Outcome | list[Any]) -> None:
         self._cursor += 1
         self._kept.append((self._cursor, entry))
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work`, which adds to what is read here or to metrics, when tokens no longer wait for it.
-
-        Outside of an event loop nothing waits, and it is done at once.
-        """
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            work()
-            return
-        if not self._late:
-            loop.call_later(SETTLE_SECONDS, self.catch_up)
-        self._late.append(work)
-
-    def catch_up(self) -> None:
-        """Do now, in order, what was put off: somebody reads."""
-        late, self._late = self._late, []
-        for work in late:
-            work()
 
     def wake_readers(self) -> None:
         """Something was added. Call in the event loop that serves."""
         for reader in self._readers:
             reader.set()
 
-    def wake_others(self, gateway: str) -> None:
-        """A gateway's load has changed. Call in the event loop that serves."""
-        for reader, name in self._readers.items():
-            if name is not None and name != gateway:
-                reader.set()
-
     def after(self, cursor: int, boot: str | None = None, gateway: str | None = None) -> dict[str, Any]:
         """Everything later than `cursor`, or everything kept if `boot` is another process's.
 
         `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
-        what its hint's entries name. `states` only if this process gets all events. `reset`: entries were lost to the
+        what its hint's entries name. `states` only of one engine. `reset`: entries were lost to the
         reader, so it no longer knows what the cache holds. `load`, with `states` and for a `gateway` that names itself:
         the requests of all others here, and the tokens of their prompts to compute.
         """
-        self.catch_up()
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
         reset = bool(boot) and (foreign or cursor + 1 < oldest)
@@ -282,9 +195,9 @@ class Feed:
             "outcomes": [(outcome.request_id, outcome.reason, outcome.hit_tokens) for outcome in outcomes],
             "resolved": [(outcome.request_id, outcome.shared, outcome.resolved) for outcome in outcomes],
         }
-        if not self.has_all_events:
+        if not self.has_events:
             return answer
-        load = {"load": self.loads.beside(gateway)} if gateway is not None else {}
+        load = {"load": self.beside(gateway)} if gateway is not None else {}
         return {**answer, "states": states[::-1], "reset": reset, **load}
 
     async def wait_after(
@@ -294,7 +207,7 @@ class Feed:
 
         `load`: what it knows, as REQUESTS:TOKENS.
         """
-        is_known = gateway is None or load is None or load == "{}:{}".format(*self.loads.beside(gateway))
+        is_known = gateway is None or load is None or load == "{}:{}".format(*self.beside(gateway))
         if seconds and boot == self.boot and cursor >= self._cursor and is_known:
             added = asyncio.Event()
             self._readers[added] = gateway
@@ -328,85 +241,164 @@ class Feed:
                 await asyncio.sleep((1 - credit) / LINES_PER_SECOND)
 
 
-feed = Feed()
+class Feeds:
+    """Of all engines behind one server. Of several, each has one of its own, beside that of all outcomes."""
+
+    def __init__(self) -> None:
+        self.are_collected = False  # by this process
+        self.main = Feed(uuid.uuid4().hex)  # every process numbers from 1
+        self._of_engine: dict[int, Feed] = {}
+        self._late: list[Callable[[], None]] = []  # put off by `later`
+
+    def of(self, engine: int | None) -> Feed | None:
+        """The feed of an engine, by its rank; None if it has not reported. All outcomes if none is named."""
+        if engine is None or (engine == 0 and self.main.has_events):
+            return self.main
+        return self._of_engine.get(engine)
+
+    def add_outcome(self, report: EngineReport, request: AdmittedRequest) -> None:
+        """A request was admitted."""
+        for feed in self._all_of(report):
+            feed.add_outcome(request)
+
+    def add_pin(self, report: EngineReport, engine_id: str, fate: str) -> None:
+        """What became of a request's wish to pin its prompt, or to release it."""
+        for feed in self._all_of(report):
+            feed.add_pin(engine_id, fate)
+
+    def add_events(self, report: EngineReport) -> None:
+        """States came or went, and gateways have other loads; readers learn of all that was added."""
+        own = self._all_of(report)[-1]
+        for number, event in report.events:
+            own.add_event(number, event)
+        own.set_loads({gateway: GatewayLoad(*load) for gateway, load in report.loads.items()})
+        for feed in self._all_of(report):
+            feed.wake_readers()
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work`, which adds to what is read here or to metrics, when tokens no longer wait for it.
+
+        Outside of an event loop nothing waits, and it is done at once.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            work()
+            return
+        if not self._late:
+            loop.call_later(SETTLE_SECONDS, self.catch_up)
+        self._late.append(work)
+
+    def catch_up(self) -> None:
+        """Do now, in order, what was put off: somebody reads."""
+        late, self._late = self._late, []
+        for work in late:
+            work()
+
+    def _all_of(self, report: EngineReport) -> tuple[Feed, ...]:
+        if report.engines == 1:
+            return (self.main,)
+        self.main.has_events = False
+        if report.engine not in self._of_engine:
+            self._of_engine[report.engine] = Feed(self.main.boot)
+        return self.main, self._of_engine[report.engine]
+
+
+feeds = Feeds()
 
 
 _metrics = make_asgi_app()
 
 
+async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    """The app beneath the collector's own address, which has nothing else to tell."""
+    if scope["type"] == "http":
+        await _answer(send, 404, {"error": f"only {PATH} and {METRICS_PATH} are read here"})
+
+
 class EventsEndpoint:
     """ASGI middleware for vLLM's `--middleware`: `GET /seamark/outcomes?boot=B&after=N&wait=S`, all else to the app.
 
-    With `gateway=ID&load=REQUESTS:TOKENS` a gateway also reads what others have here, by the `LOAD_HEADER` of each
-    request. With `lines=1` there are answers until S seconds are over, a line each, so that many cost as one read.
+    With `engine=RANK` one of several engines is meant. With `gateway=ID&load=REQUESTS:TOKENS` a gateway also reads what
+    others have the engine do. With `lines=1` there are answers until S seconds are over, a line each, so that many cost
+    as one read.
 
     `METRICS_PATH` gives metrics by name. The app's answer to a request with `HEADER` gets that header, if it is no
     stream and its outcome is known here; a stream's first events go out in one piece. A hint in a header of a request
-    from a trusted hop goes into its body (`hint_header`).
+    from a trusted hop goes into its body, and so does what an older gateway says of its load (`header_fields`).
     """
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in (METRICS_PATH, "/metrics", "/metrics/"):
-            feed.catch_up()
-        if scope["type"] == "http" and scope["path"] == METRICS_PATH:
-            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # no single process has the numbers of several API servers
-                await self._app({**scope, "path": "/metrics", "raw_path": b"/metrics"}, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"] in (PATH, METRICS_PATH):
+            if (elsewhere := collected_at()) is not None:
+                await _pass_on(elsewhere, scope, send)
+            elif scope["path"] == PATH:
+                await _tell(scope, send)
             else:
+                feeds.catch_up()
                 await _metrics(scope, receive, send)
-            return
-        if scope["type"] == "http" and hint_header.is_in(scope):
-            receive = await hint_header.into_body(scope, receive)
-        if scope["type"] != "http" or scope["path"] != PATH:
-            headers = dict(scope["headers"]) if scope["type"] == "http" else {}
-            sends = _joins_first(_adds_outcome(scope, send)) if headers.get(HEADER) == b"1" else send
-            if LOAD_HEADER in headers:
-                await _counted(self._app, scope, receive, sends, headers)
-            else:
-                await self._app(scope, receive, sends)
-            return
-        if scope["method"] != "GET":
-            await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
-            return
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        after, wait = query.get("after", ["0"])[-1], query.get("wait", ["0"])[-1]
-        if not (after.isascii() and after.isdigit()):
-            await _answer(send, 400, {"error": "after: use the cursor of the last answer, a number"})
-            return
-        if not _SECONDS.fullmatch(wait):
-            await _answer(send, 400, {"error": "wait: use a number of seconds"})
-            return
-        seconds = min(float(wait), MAX_WAIT)
-        boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
-        if query.get("lines") == ["1"]:
-            await _answer_in_lines(send, feed.answers(int(after), boot, seconds, gateway, load))
-            return
-        await _answer(send, 200, await feed.wait_after(int(after), boot, seconds, gateway, load))
+        else:
+            if scope["path"].startswith("/metrics"):
+                feeds.catch_up()
+            if header_fields.are_in(scope):
+                receive = await header_fields.into_body(scope, receive)
+            wants = any(name == HEADER and value == b"1" for name, value in scope["headers"])
+            await self._app(scope, receive, _joins_first(_adds_outcome(scope, send)) if wants else send)
 
 
-async def _counted(app: AsgiApp, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
-    """The app's answer, while the request counts as its gateway's."""
-    request_id = headers.get(b"x-request-id", b"").decode("latin-1")[:MAX_ID]
-    request = feed.loads.begin(headers[LOAD_HEADER], request_id)
-    if request is None:
-        await app(scope, receive, send)
-        return
-    counted = request
-    feed.wake_others(counted.gateway)
+def collected_at() -> str | None:
+    """The socket where another process of this machine gives what is read here; None: this one collects, or nobody."""
+    folder = os.environ.get(FOLDER)
+    return None if not folder or feeds.are_collected else f"{folder}/{READ_INSIDE}"
 
-    async def send_counted(message: Message) -> None:
-        if counted.left and message.get("body"):
-            feed.loads.answered(counted)
-            feed.wake_others(counted.gateway)
-        await send(message)
 
+async def _pass_on(address: str, scope: Scope, send: Send) -> None:
+    """The answer of the process that collects, as it comes."""
+    import aiohttp
+
+    target = scope["path"] + "?" + scope["query_string"].decode("latin-1")
     try:
-        await app(scope, receive, send_counted)
-    finally:
-        feed.loads.end(counted)
-        feed.wake_others(counted.gateway)
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=address)) as session,
+            session.request(scope["method"], "http://localhost" + target) as answer,
+        ):
+            headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() in PASSED_ON]
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            async for piece, _ in answer.content.iter_chunks():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+    except aiohttp.ClientConnectorError:
+        await _answer(send, 503, {"error": "the process that collects what engines report has ended"})
+
+
+async def _tell(scope: Scope, send: Send) -> None:
+    if scope["method"] != "GET":
+        await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
+        return
+    query = parse_qs(scope["query_string"].decode("latin-1"))
+    after, wait, engine = (query.get(name, [default])[-1] for name, default in QUERY)
+    if not _NUMBER.fullmatch(after):
+        await _answer(send, 400, {"error": "after: use the cursor of the last answer, a number"})
+        return
+    if not _SECONDS.fullmatch(wait):
+        await _answer(send, 400, {"error": "wait: use a number of seconds"})
+        return
+    feeds.catch_up()
+    feed = feeds.of(int(engine)) if _NUMBER.fullmatch(engine) else None if engine else feeds.of(None)
+    if feed is None:
+        await _answer(send, 404, {"error": "engine: no engine of this data parallel rank has reported here"})
+        return
+    seconds = min(float(wait), MAX_WAIT)
+    boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
+    if query.get("lines") == ["1"]:
+        await _answer_in_lines(send, feed.answers(int(after), boot, seconds, gateway, load))
+        return
+    await _answer(send, 200, await feed.wait_after(int(after), boot, seconds, gateway, load))
 
 
 def _adds_outcome(scope: Scope, send: Send) -> Send:
@@ -419,7 +411,7 @@ def _adds_outcome(scope: Scope, send: Send) -> Send:
     waiting: Message | None = None
 
     def with_outcome(head: Message, name: str) -> Message:
-        outcome = feed.take_latest(name)
+        outcome = feeds.main.take_latest(name)
         return head if outcome is None else {**head, "headers": [*head.get("headers", ()), (HEADER, outcome.header)]}
 
     async def send_with_outcome(message: Message) -> None:

@@ -1,20 +1,23 @@
-"""Seamark's numbers on the worker's `/metrics`: a vLLM stat logger, loaded in the process of the API server."""
+"""Seamark's numbers, as they are collected: on the worker's `/metrics` if its frontend is Python, and on our own.
+
+In the process of the one API server they stand beside vLLM's. Of several, each gives what all processes have written to
+the folder of Prometheus' client; there the collecting process writes, too. A frontend in Rust gives vLLM's alone.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import Counter as Counting
+from collections.abc import Iterator
 from functools import cache, partial
 from importlib import metadata
-from typing import Any, ClassVar
 
 import vllm
-from prometheus_client import Counter, Gauge
-from vllm.v1.metrics.loggers import StatLoggerBase
+from prometheus_client import REGISTRY, Counter, Gauge, values
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine_patches import kv_connectors, ledger, speculation
-from engine_patches.reporting.events_api import feed
-from engine_patches.reporting.stats_channel import EVENT, PIN, REQUEST, decode_event, decode_request, detach, take_cause
-from engine_patches.scheduler import match_unit, refusals
-from engine_patches.scheduler.state_events import StateEvicted
+from engine_patches.reporting.events_api import feeds
+from engine_patches.reporting.report import EngineReport
 
 
 class Families:
@@ -23,8 +26,8 @@ class Families:
     def __init__(self) -> None:
         self.info = Gauge(
             "seamark_engine_info",
-            "1 while Seamark's patches are live; lengths in tokens",
-            ["version", "vllm", "match_unit", "block_size", "ahead", "connector", "lane", "refused"],
+            "1 while Seamark's patches are live; lengths in tokens; `reports`: HOST:PORT where they are read",
+            ["version", "vllm", "match_unit", "block_size", "ahead", "connector", "lane", "refused", "reports"],
             multiprocess_mode="max",
         )
         self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
@@ -71,6 +74,33 @@ class Families:
         )
 
 
+class EngineNumbers:
+    """What a gateway reads of vLLM's own metrics, where the process that serves these has none of them."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, EngineReport] = {}  # by engine
+        self._hit_tokens: Counting[int] = Counting()  # by engine
+
+    def take(self, report: EngineReport) -> None:
+        """A report of one engine."""
+        self._last[report.engine] = report
+        self._hit_tokens[report.engine] += report.cache_hit_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        """As a collector of Prometheus' client. Not its own metrics: those would be added to vLLM's in a folder."""
+        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in steps", labels=["engine"])
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait", labels=["engine"])
+        hits = CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens from the prefix cache", labels=["engine"])
+        sizes = GaugeMetricFamily("vllm:cache_config_info", "1", labels=["engine", "kv_cache_size_tokens"])
+        for number, report in self._last.items():
+            engine = str(number)
+            running.add_metric([engine], report.running)
+            waiting.add_metric([engine], report.waiting)
+            hits.add_metric([engine], self._hit_tokens[number])
+            sizes.add_metric([engine, str(report.cache_tokens)], 1)
+        yield from (running, waiting, hits, sizes)
+
+
 families = cache(Families)
 
 
@@ -82,99 +112,70 @@ def own_version() -> str:
         return "unknown"
 
 
-class EngineMetrics(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """One per engine of this API server. Exports nothing if the patches are not live."""
+class CollectedMetrics:
+    """Everything that the reports of all engines of this process add up to."""
 
-    _engines: ClassVar[set[int]] = set()  # of this process
+    def __init__(self, read_at: str, *, beside_vllms: bool) -> None:
+        """`read_at`: HOST:PORT of the reports' own address; empty: they have none.
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.shown: tuple[str, ...] | None = None
-        connector = kv_connectors.decide(vllm_config)
-        self._connector = ("+".join(connector.names), connector.lane.value) if connector.names else ("", "")
-        # Each of several API servers gets a part of the events; of several engines, each has a cache of its own.
-        EngineMetrics._engines.add(engine_index)
-        if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1 or len(EngineMetrics._engines) > 1:
-            feed.has_all_events = False
-        if ledger.patches_live():
-            # Until the engine core has run its first step: what the same code decides in this process.
-            unit = match_unit.expected(vllm_config)
-            refusal = refusals.by_configuration(vllm_config)
-            self._show(
-                unit,
-                vllm_config.cache_config.block_size,
-                speculation.ahead(vllm_config, match_unit.unit_of(vllm_config)),
-                refusal.cause if refusal is not None else "",
-            )
+        `beside_vllms`: vLLM's own metrics stand in this process, too.
+        """
+        self._read_at = read_at
+        self._shown: dict[int, tuple[str, ...]] = {}  # labels of `seamark_engine_info`, by engine
+        self._of_vllm = None if beside_vllms else EngineNumbers()
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            # vLLM sets it once the client is imported, for the API servers, which add up what stands in the folder.
+            values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+        families()
+        if self._of_vllm is not None:
+            REGISTRY.register(self._of_vllm)
 
-    def _show(self, unit: int, block_size: int, ahead: int, refused: str) -> None:
-        """Lengths in tokens; `refused`: why hints are, empty if they are not."""
-        labels = (str(unit), str(block_size), str(ahead), *self._connector, refused)
-        if labels == self.shown:
-            return
-        self._hide()
-        families().info.labels(own_version(), vllm.__version__, *labels).set(1)
-        self.shown = labels
-
-    def _hide(self) -> None:
-        if self.shown is not None:
-            families().info.remove(own_version(), vllm.__version__, *self.shown)
-            self.shown = None
-
-    def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-    ) -> None:
-        """Take the engine core's report out of `scheduler_stats` and add it up."""
-        if scheduler_stats is None:
-            return
-        report = detach(scheduler_stats)
-        if not report:
-            self._hide()  # the engine core runs unpatched, whether or not this process is patched
-            return
-        self._show(report.pop("match_unit"), report.pop("block_size"), report.pop("ahead"), take_cause(report))
-        if not report:
-            return
-        for name in [name for name in report if name.startswith((f"{REQUEST}/", f"{PIN}/"))]:
-            self._add_to_outcomes(name, report.pop(name))  # the head of an answer may tell them
-        feed.later(partial(self._add_up, report, engine_idx))
-
-    def _add_to_outcomes(self, name: str, count: int) -> None:
-        group, _, label = name.partition("/")
-        if group == REQUEST:
-            feed.add_outcome(decode_request(label, hit_tokens=count))
-        else:
-            fate, _, request_id = label.partition("/")
+    def take(self, report: EngineReport) -> None:
+        """A report of one engine. Outcomes are there at once, for heads of answers; the rest when tokens are out."""
+        self._show(report)
+        for request in report.requests:
+            feeds.add_outcome(report, request)
+        for request_id, fate in report.pinned:
             families().pins.labels(fate).inc()
-            feed.add_pin(request_id, fate)
+            feeds.add_pin(report, request_id, fate)
+        feeds.later(partial(self._add_up, report))
 
-    def _add_up(self, report: dict[str, int], engine_idx: int) -> None:
+    def _show(self, report: EngineReport) -> None:
+        lengths = (str(report.match_unit), str(report.block_size), str(report.ahead))
+        labels = (*lengths, report.connector, report.lane, report.refused, self._read_at)
+        shown = self._shown.get(report.engine)
+        if labels == shown:
+            return
+        self._shown[report.engine] = labels
+        info = families().info
+        if shown is not None and shown not in self._shown.values():
+            info.labels(own_version(), vllm.__version__, *shown).set(0)  # files of several processes keep it for ever
+            info.remove(own_version(), vllm.__version__, *shown)
+        info.labels(own_version(), vllm.__version__, *labels).set(1)
+
+    def _add_up(self, report: EngineReport) -> None:
         metrics = families()
-        metrics.bytes.set(report.pop("bytes"))
-        metrics.hits.inc(report.pop("hits"))
-        metrics.hit_tokens.inc(report.pop("hit_tokens"))
-        metrics.saved.inc(report.pop("saved_ns") / 1e9)
-        metrics.spent.inc(report.pop("spent_ns") / 1e9)
-        metrics.pass_seconds.set(report.pop("pass_ns") / 1e9)
-        metrics.token_seconds.set(report.pop("token_ns") / 1e9)
-        metrics.pinned_blocks.set(report.pop("pinned_blocks"))
-        metrics.file_bytes.inc(report.pop("file_bytes"))
-        metrics.disk_bytes.set(report.pop("disk_bytes"))
-        metrics.loads_declined.inc(report.pop("loads_declined"))
-        labelled = {
-            "written": metrics.written,
-            "ignored": metrics.ignored,
-            "outcome": metrics.outcomes,
-            "follower": metrics.followers,
-            "refused_file": metrics.files_refused,
-        }
-        for name, count in report.items():
-            group, _, label = name.partition("/")
-            if group == EVENT:
-                number, event = decode_event(label)
-                metrics.evicted.inc(isinstance(event, StateEvicted))
-                feed.add_event(engine_idx, number, event)
-            else:
-                labelled[group].labels(label).inc(count)
-        feed.wake_readers()
-
-    def log_engine_initialized(self) -> None:
-        """Nothing: vLLM's own loggers describe the engine."""
+        metrics.bytes.set(report.state_bytes)
+        metrics.hits.inc(report.hits)
+        metrics.hit_tokens.inc(report.hit_tokens)
+        metrics.saved.inc(report.saved_seconds)
+        metrics.spent.inc(report.spent_seconds)
+        metrics.pass_seconds.set(report.pass_seconds)
+        metrics.token_seconds.set(report.token_seconds)
+        metrics.pinned_blocks.set(report.pinned_blocks)
+        metrics.file_bytes.inc(report.file_bytes)
+        metrics.disk_bytes.set(report.disk_bytes)
+        metrics.loads_declined.inc(report.loads_declined)
+        metrics.evicted.inc(sum(kind == "gone" for _, (kind, *_) in report.events))
+        for counter, counts in (
+            (metrics.written, report.written),
+            (metrics.ignored, report.ignored),
+            (metrics.outcomes, report.outcomes),
+            (metrics.followers, report.followers),
+            (metrics.files_refused, report.files_refused),
+        ):
+            for label, count in counts.items():
+                counter.labels(label).inc(count)
+        if self._of_vllm is not None:
+            self._of_vllm.take(report)
+        feeds.add_events(report)

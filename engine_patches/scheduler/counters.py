@@ -11,7 +11,7 @@ from typing import NamedTuple
 # Seconds between two reports of nothing new.
 REPORT_INTERVAL = 1.0
 
-# Requests that wait for the next report; with --disable-log-stats vLLM never reports.
+# Requests that wait for the next report, which may never come: nobody collects, or takes what is sent.
 MAX_REQUESTS = 1024
 
 
@@ -38,6 +38,7 @@ class Counts:
     files_refused: Counter[str] = field(default_factory=Counter)  # files of states by reason
     file_bytes: int = 0  # of states, written to disk
     loads_declined: int = 0  # requests that computed what a disk holds, since that takes less time
+    cache_hit_tokens: int = 0  # that vLLM's prefix cache gave, whatever led to them
     hits: int = 0  # requests that resumed from a state
     hit_tokens: int = 0
     saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
@@ -47,7 +48,7 @@ class Counts:
     def empty(self) -> bool:
         """Whether nothing has happened."""
         counted = (self.written, self.ignored, self.outcomes, self.followers, self.pinned, self.files_refused)
-        return not (any(counted) or self.file_bytes or self.loads_declined)
+        return not (any(counted) or self.file_bytes or self.loads_declined or self.cache_hit_tokens)
 
 
 class Counters:
@@ -57,6 +58,10 @@ class Counters:
         self.counts = Counts()
         self.disk_bytes = 0  # of states in files
         self._next_report = 0.0
+
+    def cache_hit(self, tokens: int) -> None:
+        """A request found so many tokens in vLLM's prefix cache."""
+        self.counts.cache_hit_tokens += tokens
 
     def state_written(self, kind: str) -> None:
         """A recurrent state was registered in the cache."""

@@ -190,6 +190,8 @@ def count_hits(original: Callable[..., None]) -> Callable[..., None]:
     def record_prefix_cache_stats(self: Any, request: Any, num_hits: int) -> None:
         original(self, request, num_hits)
         checkpoints = getattr(self, "seamark", None)
+        if checkpoints is not None:
+            checkpoints.counters.cache_hit(num_hits)
         if checkpoints is not None and checkpoints.states is not None:
             loaded = getattr(request, LOADED, 0)
             checkpoints.admitted(request, num_hits + loaded, loaded)

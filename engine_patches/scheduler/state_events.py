@@ -14,7 +14,7 @@ from engine_patches.scheduler.request_state import RequestState
 # States watched; an older one is forgotten, with an event as if it were evicted. Real caches hold some hundreds.
 MAX_STATES = 65_536
 
-# Events that wait for the next report; with --disable-log-stats vLLM never reports.
+# Events that wait for the next report, which may never come: nobody collects, or takes what is sent.
 MAX_EVENTS = 4096
 
 # The part of vLLM's cache key (36 bytes) that names a state: long enough that two states of a cache never share it.

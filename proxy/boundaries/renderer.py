@@ -89,7 +89,7 @@ class WorkerRenderer:
         if self._has_render_route:
             wanted = {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
             status, answer = await self._post(path + "/render", wanted)
-            if status not in (403, 404, 405):
+            if status not in (403, 404, 405, 501):  # the last of vLLM's frontend in Rust
                 return self._tokens(status, answer, "token_ids")
         if path != CHAT:
             raise RenderFailed(f"no route renders {path}")

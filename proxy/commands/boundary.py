@@ -95,7 +95,7 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     renderer = WorkerRenderer(upstream, url, RENDER_TIMEOUT)
     # The prompt itself is rendered first: the user reads why that failed.
     try:
-        models = [entry["id"] for entry in await Probe(upstream, url, RENDER_TIMEOUT).models()]
+        models = [entry["id"] for entry in await Probe(upstream, url, seconds=RENDER_TIMEOUT).models()]
         body = {**body, "model": body.get("model") or models[0]}
     except (Unreachable, Broken, Unwell, IndexError, ValueError):  # the last for what is no address
         raise NoBoundary(f"--worker: no vLLM server answers at {url}", 1) from None

@@ -21,7 +21,8 @@ from proxy.commands.ways import DEFAULT_PORT, LOOPBACK, FoundWay, Way, find, sur
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
-from proxy.fleet.probe import MODELS, NO_HTTP, Probe, Unwell, gateway_id, models_in, read_metrics
+from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_id, models_in, read_metrics
+from proxy.fleet.reports import Reports
 from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
@@ -162,7 +163,7 @@ async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Pro
     upstream = Upstream(CONNECT_SECONDS, DEFAULTS.max_header_bytes, api_key)
     upstream.trust(shown, userinfo)
     try:
-        yield Probe(upstream, shown, ANSWER_SECONDS)
+        yield Probe(upstream, shown, seconds=ANSWER_SECONDS)
     except (Unreachable, Broken) as error:
         raise NotAnswering(f"no {what} answers at {shown}: {_why_not(error, lacks_port)}") from None
     except Unwell as error:
@@ -208,20 +209,21 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
         raise NotAnswering(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
     model, parts = models[0]["id"], urlsplit(shown)
     cures = Cures(found, str(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
-    levels = read_metrics(worker_metrics.read, await worker.metrics()).sleep_levels
+    levels = read_metrics(worker_metrics.read, (await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         return Examination(f"cannot hit: {shown} is {why}", [Diagnosis(False, f"{shown} is {why}")])
     details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
-    text = await worker.metrics()
+    text, reports = await worker.all_metrics()
     engine, setup = read_metrics(worker_metrics.read, text).engine, read_metrics(worker_metrics.read_setup, text)
     diagnoses = [
         Diagnosis(True, f"serves {model}"),
         _vllm_version(await worker.version()),
+        *_frontend(await worker.frontend()),
         *_engine(engine, setup, cures),
         *_caching(setup, cures),
         *await _drafts(worker, model, engine, setup, cures),
         *_connector(setup, cures),
-        *([await _events(worker, cures)] if engine is not None else []),
+        *([await _events(worker, reports, cures)] if engine is not None or reports.why_not else []),
         details,
         await _render(worker, model, cures),
         *await _tools(worker, model, cures),
@@ -348,7 +350,7 @@ async def _refuses_hints(worker: Probe, model: str) -> bool:
     try:
         await worker.post(COMPLETIONS, request, COMPLETION_SECONDS)
         while time.monotonic() < until:
-            if read_metrics(worker_metrics.read_setup, await worker.metrics()).hints_refused:
+            if read_metrics(worker_metrics.read_setup, (await worker.all_metrics())[0]).hints_refused:
                 return True
             await asyncio.sleep(0.1)
     except (*NO_ANSWER, Unwell):
@@ -360,8 +362,20 @@ def _one_token(model: str) -> dict[str, Any]:
     return {"model": model, "prompt": "Seamark", "max_tokens": 1}
 
 
-async def _events(worker: Probe, cures: Cures) -> Diagnosis:
-    fine = await _is_open(worker.get(EVENTS))
+def _frontend(frontend: Frontend) -> list[Diagnosis]:
+    """Which HTTP server answers, if it lacks what vLLM's other one has."""
+    if not frontend.name:
+        return []
+    lacking = [path for path in frontend.lacks if not path.endswith("/render")]  # the gateway does without that one
+    lacks = f": it lacks {', '.join(lacking)} and answers with one choice alone (n=1)" if lacking else ""
+    return [Diagnosis(True, f"{frontend.name} serves{lacks}; a hint in a header does not reach the engine")]
+
+
+async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
+    asked = Probe(worker.upstream, reports.url or worker.url, seconds=ANSWER_SECONDS)
+    fine = await _is_open(asked.get(EVENTS))
+    if reports.why_not and not fine:
+        return Diagnosis(False, f"the engine's reports cannot be read: {reports.why_not}", fatal=reports.why_not)
     text = f"the engine's decisions are {'' if fine else 'not '}reported"
     return Diagnosis(fine, text, None if fine else cures.flag(EVENTS_FLAG, "without it, no evictions and no reasons"))
 

@@ -64,6 +64,7 @@ class WorkerPool:
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
+        self._ranks: dict[str, tuple[int, ...]] = {}  # of engines behind one address, if there are several
         self._name_keys: dict[str, str] = {}  # of all names in all lists, see `key_of`
         self._asking: asyncio.Future[Any] | None = None  # for a name that nobody lists
         self._asked_at = float("-inf")  # time.monotonic()
@@ -235,6 +236,10 @@ class WorkerPool:
     def discover(self, urls: tuple[str, ...]) -> None:
         """The names in the settings have these addresses now. New ones are looked at before they get requests."""
         self.discovered = urls
+        self._reconcile_and_look()
+
+    def _reconcile_and_look(self) -> None:
+        """Reconcile; whoever is new is looked at before the next health check."""
         before = {worker.url for worker in self.workers}
         self._reconcile()
         for worker in self.workers:
@@ -279,9 +284,11 @@ class WorkerPool:
         with_credentials: dict[str, bool] = {}
         for url, limit in named:
             address, userinfo = without_credentials(url)
-            wanted[address] = settings.max_inflight if limit is None else limit
+            ranks, limit = self._ranks.get(address, ()), settings.max_inflight if limit is None else limit
             self._upstream.trust(address, userinfo)
-            with_credentials[address] = userinfo is not None
+            for name in [f"{address}#{rank}" for rank in ranks] or [address]:
+                wanted[name] = max(1, limit // len(ranks)) if limit and ranks else limit
+                with_credentials[name] = userinfo is not None
         present = {worker.url: worker for worker in self.workers}
         for url in present.keys() - wanted.keys():
             logger.info("worker %s is removed", present[url].name)
@@ -289,7 +296,8 @@ class WorkerPool:
             for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
                 gauge.remove(present[url].name)
             self._checks.pop(url, None)
-            self._upstream.trust(url, None)
+            if present[url].address not in {name.partition("#")[0] for name in wanted}:
+                self._upstream.trust(present[url].address, None)
             self._stop_learning(present[url])
             self._shelf.tell(present[url], Change.REMOVED)
         self.workers = [present.get(url) or self._new(url) for url in wanted]
@@ -300,7 +308,8 @@ class WorkerPool:
 
     def _new(self, url: str) -> Worker:
         settings = self._settings
-        renderer = WorkerRenderer(self._upstream, url, settings.render_timeout, self._metrics.renders)
+        address = url.partition("#")[0]
+        renderer = WorkerRenderer(self._upstream, address, settings.render_timeout, self._metrics.renders)
         worker = Worker(url, renderer, in_shadow=settings.shadow)
         self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.is_sound)
         self._metrics.engine_patched.labels(worker.name).set(0)
@@ -352,6 +361,12 @@ class WorkerPool:
         of_plugin = worker.engine is not None
         probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=self._lull)
         self._note(worker, probed)
+        if probed.reports.ranks != self._ranks.get(worker.address, ()):
+            # Each engine has a cache of its own: it is a worker of its own, and requests are sent to it by its rank.
+            self._ranks[worker.address] = probed.reports.ranks
+            self._reconcile_and_look()
+            if worker not in self.workers:
+                return probed.words
         if probed.asleep:
             raise Unwell(probed.asleep)
         if probed.boot != last.boot:
@@ -403,7 +418,7 @@ class WorkerPool:
         await self._idle.lull(SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
 
     def _probe_of(self, worker: Worker) -> Probe:
-        return Probe(self._upstream, worker.url)
+        return Probe(self._upstream, worker.address, worker.url)
 
     def _set_up(self, worker: Worker, up: bool, words: str) -> None:
         """`words`: what it serves, or why it is down. They are logged when they change, not with each health check."""

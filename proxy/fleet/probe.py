@@ -11,10 +11,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.fleet import reports as reporting
 from proxy.fleet import worker_metrics
 from proxy.fleet.model_names import ListedNames, listed_names, some_of
+from proxy.fleet.reports import NOWHERE, Reports
 from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Malformed, Silent, Unreachable, Upstream
@@ -42,6 +45,21 @@ class Unwell(Exception):
         self.path, self.status = path, status
 
 
+class Frontend(NamedTuple):
+    """What a worker's HTTP server is, as far as that costs its clients something."""
+
+    name: str = ""  # empty: it has all routes
+    lacks: tuple[str, ...] = ()  # of `OPTIONAL`
+
+
+ALL = Frontend()
+
+# Routes that a frontend of vLLM may lack.
+OPTIONAL = (MESSAGES, RESPONSES, CHAT + "/render")
+
+RUST = b"Rust frontend"  # how it calls itself where it refuses
+
+
 @dataclass(frozen=True)
 class Probed:
     """What a worker has said of itself. If it sleeps, all but the models is from before: it computes nothing."""
@@ -53,6 +71,8 @@ class Probed:
     is_vllm: bool = False  # and no gateway before one
     vllm: str = ""  # version of vLLM; empty: it does not say
     metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
+    reports: Reports = NOWHERE
+    frontend: Frontend = ALL
     hits_before: int | None = None  # of `metrics.hits`, those from before this boot was first seen
     models: Sequence[Mapping[str, Any]] = ()
     answers: EngineAnswers = field(default_factory=lambda: EngineAnswers(""))
@@ -71,31 +91,43 @@ class Probed:
             return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
         if engine is not None:
             patched = f"patched (Seamark {engine.version}, match unit {engine.match_unit} tokens)"
+            if self.reports.why_not:
+                patched += f", but its reports cannot be read: {self.reports.why_not}"
             if engine.refused:
                 patched += f", but it gets no hints: {engine.refused}"
             return f"serves {models}; vLLM {self.vllm}; {patched}"
         if not self.vllm and self.metrics.hits is None:
             return f"serves {models}; not vLLM, as far as it shows: requests pass through without hints"
+        if self.reports.why_not:
+            return (
+                f"serves {models}; vLLM {self.vllm or 'of unknown version'}; it has Seamark's plugin and gets no "
+                f"hints, since its reports cannot be read: {self.reports.why_not}"
+            )
         patched = f"not patched, so it gets no hints: seamark doctor --worker {self.url}"
+        if self.reports.looked_at:
+            patched = f"not patched, or its reports are not at {self.reports.looked_at}, {patched.partition(', ')[2]}"
         return f"serves {models}; vLLM {self.vllm or 'of unknown version'}; {patched}"
 
 
 class Probe:
     """The questions to one worker. All raise `Unreachable` or `Broken` where nothing else is said."""
 
-    def __init__(self, upstream: Upstream, url: str, seconds: float | None = None) -> None:
-        """`seconds`: for each question, `PROBE_TIMEOUT` if they are not given."""
-        self._upstream, self.url = upstream, url
+    def __init__(self, upstream: Upstream, url: str, name: str = "", seconds: float | None = None) -> None:
+        """`url`: base URL; `name`: the worker's, if others share that. `seconds`: for each question, `PROBE_TIMEOUT` if
+        they are not given.
+        """
+        self.upstream, self.url = upstream, url
+        self._name = name or url
         self._seconds = PROBE_TIMEOUT if seconds is None else seconds
 
     async def get(self, path: str, seconds: float | None = None) -> tuple[int, bytes]:
         """The status and the body of an answer."""
-        return await self._upstream.fetch("GET", self.url + path, timeout=seconds or self._seconds)
+        return await self.upstream.fetch("GET", self.url + path, timeout=seconds or self._seconds)
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> tuple[int, bytes]:
         """The status and the body of an answer."""
         raw = json.dumps(body).encode()
-        return await self._upstream.fetch("POST", self.url + path, raw, timeout=seconds or self._seconds)
+        return await self.upstream.fetch("POST", self.url + path, raw, timeout=seconds or self._seconds)
 
     async def probe(self, last: Probed, *, own_id: str, of_plugin: bool, lull: Callable[[], Awaitable[None]]) -> Probed:
         """All that it says of itself, if it can be used. Raises `Unwell`.
@@ -111,24 +143,32 @@ class Probe:
         if status != 200:
             raise _wrong("/health", status)
         at = time.perf_counter()
-        exposition = await self.metrics(of_plugin)
+        exposition, reports = await self.metrics(last.reports if of_plugin else NOWHERE)
         models = await self.models()
         await lull()
         found = read_metrics(worker_metrics.read, exposition)
-        boot, engine, is_gateway = f"{self.url}#{found.boot}", found.engine, gateway is not None
+        boot, engine, is_gateway = f"{self._name}#{found.boot}", found.engine, gateway is not None
         vllm, hits_before = last.vllm if engine is None else engine.vllm, last.hits_before
         answers = EngineAnswers(boot, dict(last.answers.said)) if last.answers.boot == boot else EngineAnswers(boot)
         if asleep := await self.why_asleep(answers, found.sleep_levels):
             is_vllm = not is_gateway and (engine is not None or bool(vllm))
             return replace(last, models=models, is_vllm=is_vllm, answers=answers, asleep=asleep)
+        frontend = last.frontend
         if boot != last.boot:
+            if reports is last.reports:  # at the same port
+                reports = replace(reports, ranks=(await self._sources()).ranks)
             hits_before = found.hits
             vllm = await self.version() if engine is None else vllm
+            # One with the plugin's middleware runs Python, and so does one that says when it started.
+            may_lack = reports.url not in ("", self.url) or not found.boot
+            frontend = await self.frontend() if may_lack and (engine is not None or vllm) else ALL
         if engine is not None and not found.step_times.known:
             # A restarted engine learns them again: until then, the old ones stand.
             found = found._replace(step_times=last.metrics.step_times)
         is_vllm = not is_gateway and (engine is not None or bool(vllm))
-        return Probed(self.url, at, boot, is_gateway, is_vllm, vllm, found, hits_before, models, answers)
+        return Probed(
+            self.url, at, boot, is_gateway, is_vllm, vllm, found, reports, frontend, hits_before, models, answers
+        )
 
     async def models(self) -> list[dict[str, Any]]:
         """Its models, as OpenAI's API lists them. Raises `Unwell`."""
@@ -138,13 +178,72 @@ class Probe:
             raise _wrong(MODELS, status)
         return models
 
-    async def metrics(self, of_plugin: bool = False) -> bytes:
-        """Its metrics, for `read_metrics`. `of_plugin`: those that are read here, unless it has an older plugin now."""
-        if of_plugin:
-            status, some = await self.get(worker_metrics.OF_PLUGIN)
-            if status == 200 and worker_metrics.ENGINE.encode() in some:
-                return some
-        return (await self.get("/metrics"))[1]
+    async def metrics(self, known: Reports = NOWHERE) -> tuple[bytes, Reports]:
+        """Its metrics, for `read_metrics`, and where its reports are read.
+
+        `known`: where they were; then they are asked for first, and alone: a worker has a thousand other metrics.
+        """
+        if known.url and (some := await self._of_plugin(known.url)):
+            return some, known
+        return await self._found((await self.get("/metrics"))[1])
+
+    async def all_metrics(self) -> tuple[bytes, Reports]:
+        """Everything in its metrics, with its reports, and where these are read."""
+        exposition = (await self.get("/metrics"))[1]
+        some, reports = await self._found(exposition)
+        return (exposition if reports.url in ("", self.url) else exposition + b"\n" + some), reports
+
+    async def _found(self, exposition: bytes) -> tuple[bytes, Reports]:
+        """As `metrics`, of a worker whose own are `exposition`."""
+        has_plugin = worker_metrics.ENGINE.encode() in exposition
+        if has_plugin and (some := await self._of_plugin(self.url)):
+            return some, Reports(self.url, (await self._sources()).ranks)
+        told = await self._sources()
+        at = told.at or told.beside
+        if has_plugin:
+            engine = read_metrics(worker_metrics.read, exposition).engine
+            at = (engine.reports if engine is not None else None) or told.at
+        why_not = ""
+        if at:
+            try:
+                url = reporting.base_url(self.url, at)
+            except ValueError as error:
+                why_not = str(error)
+            else:
+                if some := await self._of_plugin(url):
+                    return some, Reports(url, told.ranks)
+                why_not = f"{url} does not give them"
+        if told.at or has_plugin:
+            return exposition, Reports(why_not=why_not)
+        return exposition, Reports(looked_at=at)
+
+    async def _of_plugin(self, url: str) -> bytes:
+        """What is read here of the metrics at `url`; empty unless the plugin has written them."""
+        try:
+            status, some = await self.upstream.fetch("GET", url + worker_metrics.OF_PLUGIN, timeout=self._seconds)
+        except (Unreachable, Broken):
+            return b""
+        return some if status == 200 and worker_metrics.ENGINE.encode() in some else b""
+
+    async def _sources(self) -> reporting.Told:
+        try:
+            status, answer = await self.get(reporting.SOURCES)
+        except (Unreachable, Broken):
+            return reporting.Told()
+        return reporting.read_sources(answer) if status == 200 else reporting.Told()
+
+    async def frontend(self) -> Frontend:
+        """What its HTTP server lacks: a request that means nothing is refused for what it says, or for its route."""
+        lacks, is_rust = [], False
+        for path in OPTIONAL:
+            try:
+                status, answer = await self.post(path, {})
+            except (Unreachable, Broken):
+                continue
+            is_rust = is_rust or RUST in answer
+            if status in (404, 405, 501):
+                lacks.append(path)
+        return Frontend("vLLM's Rust frontend", tuple(lacks)) if is_rust else ALL
 
     async def why_asleep(
         self, answers: EngineAnswers, levels: Sequence[int | None], seconds: float = SLEEP_TIMEOUT

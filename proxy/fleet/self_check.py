@@ -218,7 +218,7 @@ class SelfCheck(Part):
 
     async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Judgement | None:
         """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
-        _, metrics = await self._upstream.fetch("GET", worker.url + "/metrics", timeout=self._timeout)
+        _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=self._timeout)
         if worker_metrics.read(metrics.decode(errors="replace")).requests:
             return None  # another gateway's clients
         body = {**parse_object(replay.raw, *self._limits), **replay.put}
@@ -261,7 +261,7 @@ class SelfCheck(Part):
     ) -> Judgement | None:
         async def ask(salt: str | None, hint: Sequence[int] = ()) -> Continuation:
             request = completion_request(model, prompt, salt, hint)
-            return await continuation(self._upstream, worker.url, request, self._timeout)
+            return await continuation(self._upstream, worker.address, request, self._timeout)
 
         async def recomputed(hint: Sequence[int] = ()) -> Continuation:
             watched.recomputed += len(prompt)

@@ -27,6 +27,8 @@ TRIAL_SECONDS, MAX_TRIAL_SECONDS = 5.0, 60.0
 
 SALT_BYTES = 16
 
+RANK_HEADER = b"x-data-parallel-rank"  # vLLM's
+
 
 class CircuitBreaker:
     """Opens after `BREAKER_FAILURES` failures in a row; then one request at a time is a trial, until one succeeds."""
@@ -159,7 +161,7 @@ def fresh_salt() -> str:
 class Worker:
     """One vLLM server. `boot` changes when it restarts: what it held before is gone then."""
 
-    url: str  # without credentials
+    url: str  # its name: its address without credentials, and `#RANK` for one of several engines behind that
     renderer: WorkerRenderer
     max_inflight: int = 0  # requests at it at once, 0 for no limit
 
@@ -188,8 +190,28 @@ class Worker:
 
     @cached_property
     def name(self) -> str:
-        """Label in metrics and headers: host and port, and the path if it has one."""
+        """Label in metrics and headers: host and port, the path if it has one, and `#RANK`."""
         return self.url.split("://", 1)[-1]
+
+    @cached_property
+    def address(self) -> str:
+        """Base URL."""
+        return self.url.partition("#")[0]
+
+    @cached_property
+    def rank(self) -> str:
+        """Of its engine, among several behind the address; empty if it is the only one."""
+        return self.url.partition("#")[2]
+
+    @cached_property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What a request carries that is to be computed by its engine."""
+        return [(RANK_HEADER, self.rank.encode())] if self.rank else []
+
+    @property
+    def reports_url(self) -> str:
+        """Base URL of what its engine reports."""
+        return self.probed.reports.url or self.address
 
     @property
     def boot(self) -> str:

@@ -18,7 +18,8 @@ ENGINE = "seamark_engine_info"
 PASS, TOKEN = "seamark_pass_seconds", "seamark_token_seconds"
 HITS = "vllm:prefix_cache_hits_total"
 CACHE = "vllm:cache_config_info"
-DRAFTS = "vllm:spec_decode_num_drafts_total"  # there from the start, and only with speculative decoding
+# From the start, and only with speculative decoding, except for a frontend in Rust: it always has it, and no `BOOT`.
+DRAFTS = "vllm:spec_decode_num_drafts_total"
 IGNORED = "seamark_hints_ignored_total"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 SLEEP = "vllm:engine_sleep_state"  # of each engine, 1 at the state that it is in
@@ -55,11 +56,17 @@ class EngineInfo:
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them
     refused: str = ""  # why it keeps no state for any hint; empty if hints count
+    reports: str | None = None  # HOST:PORT where its reports are read, empty if only by its middleware; None: older
 
     @cached_property
     def takes_entries(self) -> bool:
         """Whether its plugin resolves entries of a hint that are no positions."""
         return _release(self.version) >= ENTRIES_SINCE
+
+    @property
+    def counts_loads(self) -> bool:
+        """Whether its engine counts what each gateway has it do, by a field of the request."""
+        return self.reports is not None
 
     @property
     def loads_prefills(self) -> bool:
@@ -123,7 +130,7 @@ def read(text: str) -> WorkerMetrics:
         sum(int(size) for size in sizes if size.isdecimal()),
         int(sum(sample.value for name in REQUESTS for sample in found[name])),
         _sleep_levels(found[SLEEP]),
-        bool(found[DRAFTS]),
+        bool(found[DRAFTS]) and (bool(found[BOOT]) or last(DRAFTS) > 0),
     )
 
 
@@ -151,9 +158,10 @@ class EngineSetup(NamedTuple):
 
 def read_setup(text: str) -> EngineSetup:
     """For a diagnosis. Raises `ValueError` for what is no exposition."""
-    wanted = (CACHE, DRAFTS, IGNORED, ENGINE)
+    wanted = (CACHE, DRAFTS, IGNORED, ENGINE, BOOT)
     lines = "\n".join(line for line in text.split("\n") if line.startswith(wanted))
     caching, block_size, drafts, refused, connector, lane, attention_only = None, None, False, False, "", "", False
+    counts_drafts = is_python = False
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:
             if sample.name == CACHE:
@@ -163,10 +171,13 @@ def read_setup(text: str) -> EngineSetup:
                 attention_only = sample.labels.get("mamba_block_size") == "None"  # vLLM sets it for recurrent layers
             elif sample.name == ENGINE and sample.value == 1:
                 connector, lane = sample.labels.get("connector", ""), sample.labels.get("lane", "")
-            drafts = drafts or sample.name == DRAFTS
+            counts_drafts = counts_drafts or sample.name == DRAFTS
+            drafts = drafts or (sample.name == DRAFTS and sample.value > 0)
+            is_python = is_python or sample.name == BOOT
             refused = refused or (
                 sample.name == IGNORED and sample.labels.get("reason") == "speculative" and sample.value > 0
             )
+    drafts = drafts or (counts_drafts and is_python)
     return EngineSetup(caching, block_size, drafts, refused, connector, lane, attention_only)
 
 
@@ -182,5 +193,5 @@ def _engine(labels: dict[str, str]) -> EngineInfo:
         raise ValueError("a match unit has a token at least")
     ahead = int(labels.get("ahead", 0))  # an older plugin refuses hints beside drafts
     cause = " ".join(labels.get("refused", "").split())[:MOST_CAUSE]
-    beside = labels.get("connector", ""), labels.get("lane", ""), cause
+    beside = labels.get("connector", ""), labels.get("lane", ""), cause, labels.get("reports")
     return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]), ahead, *beside)

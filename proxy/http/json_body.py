@@ -20,6 +20,9 @@ HINT = "seamark_boundaries"
 # Also in `vllm_xargs`, and never from clients: 1 has the engine keep the prompt in its cache, 0 let it go.
 PIN = "seamark_pin"
 
+# Also in `vllm_xargs`: GATEWAY,PROMPT,LEFT. Who sends the request, its tokens, and how many of them are to be computed.
+LOAD = "seamark_load"
+
 # Fields that say where to fetch whose cache from. A client must not set them.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
@@ -197,34 +200,38 @@ def _without(raw: bytes, names: Collection[str]) -> bytes:
     return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
 
-def with_hint(raw: bytes, parsed: dict[str, Any], entries: Sequence[int | str]) -> bytes:
+def with_hint(raw: bytes, parsed: dict[str, Any], entries: Sequence[int | str], load: str = "") -> bytes:
     """`raw` with these `entries` as its hint. A hint from the client is replaced, if need be by an empty one.
 
-    Everything else stays byte for byte. `parsed` is what `parse_object` makes of it. Returns `raw` itself if there is
-    nothing to change, or if the client's `vllm_xargs` is not an object: the worker refuses such a request.
+    `load`: the value of `LOAD`, none if it is empty. Everything else stays byte for byte. `parsed` is what
+    `parse_object` makes of it. Returns `raw` itself if there is nothing to change, or if the client's `vllm_xargs` is
+    not an object: the worker refuses such a request.
     """
     if not json.detect_encoding(raw).startswith("utf-8"):
         return raw
-    if XARGS not in parsed:
-        return with_fields(raw, parsed, {XARGS: {HINT: list(entries)}}) if entries else raw
-    xargs = parsed[XARGS]
+    xargs = parsed.get(XARGS)
     if xargs is None:
         xargs = {}
-    if not isinstance(xargs, dict) or (not entries and HINT not in xargs):
+    if not isinstance(xargs, dict):
         return raw
+    added: dict[str, Any] = {HINT: list(entries)} if entries and HINT not in xargs else {}
+    if load:
+        added[LOAD] = load
+    if not added and HINT not in xargs:
+        return raw
+    if XARGS not in parsed:
+        return with_fields(raw, parsed, {XARGS: added})
     text = raw.decode(errors="surrogatepass")
     # JSON readers keep the last of several equal names, so that one is the value to change.
     outer = [span for span in _members(text, 0) if span.name == XARGS][-1]
-    hint = json.dumps(list(entries), separators=(",", ":"))
+    if not xargs:
+        return (text[: outer.start] + _encode(added) + text[outer.end :]).encode(errors="surrogatepass")
+    inside = text[outer.start : outer.end - 1] + ("," + _encode(added)[1:-1] if added else "")  # to the closing brace
     if HINT in xargs:
         inner = [span for span in _members(text, outer.start) if span.name == HINT][-1]
-        start, end, new = inner.start, inner.end, hint
-    elif xargs:
-        start = end = outer.end - 1  # before the closing brace
-        new = f',"{HINT}":{hint}'
-    else:
-        start, end, new = outer.start, outer.end, f'{{"{HINT}":{hint}}}'
-    return (text[:start] + new + text[end:]).encode(errors="surrogatepass")
+        start, end = inner.start - outer.start, inner.end - outer.start
+        inside = inside[:start] + _encode(list(entries)) + inside[end:]
+    return (text[: outer.start] + inside + text[outer.end - 1 :]).encode(errors="surrogatepass")
 
 
 Path = tuple[str | int, ...]

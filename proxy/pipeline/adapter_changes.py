@@ -119,8 +119,10 @@ class AdapterChanges:
 
     @staticmethod
     async def _look(places: Any) -> None:
-        """Have the workers list what they have now."""
-        await asyncio.gather(*(place.pool.ask_models(place.worker) for place in places if place.worker.up))
+        """Have the workers list what they have now, all engines behind one address."""
+        here = {place.worker.address: place.pool for place in places}
+        found = [(pool, worker) for pool in {*here.values()} for worker in pool.workers if worker.address in here]
+        await asyncio.gather(*(pool.ask_models(worker) for pool, worker in found if worker.up))
 
     async def _ask(self, request: ProxiedRequest, worker: Worker, raw: bytes | None = None) -> _Changed:
         """Have one worker do it. `raw`: another body than the client's."""
@@ -132,7 +134,7 @@ class AdapterChanges:
         body = request.body.raw if raw is None else raw
         try:
             answer = await self._upstream.send(
-                "POST", worker.url + client.target, headers, body, self._silence_timeout, fresh=True
+                "POST", worker.address + client.target, headers, body, self._silence_timeout, fresh=True
             )
             kind, told = (answer.header("content-type") or "").encode(), await answer.read()
         except (Unreachable, Broken) as error:
@@ -144,7 +146,8 @@ class AdapterChanges:
 
 
 def _places(pool: WorkerPool) -> list[_Site]:
-    return [_Site(pool, worker) for worker in pool.workers]
+    """One for each address: engines behind the same one load together."""
+    return list({worker.address: _Site(pool, worker) for worker in reversed(pool.workers)}.values())[::-1]
 
 
 def _is_done(request: ProxiedRequest, worker: Worker, status: int, told: bytes, *, has_route: bool) -> bool:

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from proxy.chat.chat import REPORTING, RESPONSES
+from proxy.chat.chat import CHAT, HINTED, REPORTING, RESPONSES
 from proxy.chat.usage import PassingUsage, usage_of
-from proxy.errors import GatewayError, Overloaded, Stopping, WorkerFailed, WorkerSilent
+from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import RANK_HEADER, Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS, loads
@@ -60,6 +60,8 @@ RETRIES: Mapping[str, _Retry] = {
     REFUSED: _Retry(elsewhere=True),
 }
 
+NO_ROUTE = (404, 405, 501)
+
 # Statuses without a body, and without a length to announce.
 BODILESS = (204, 304)
 
@@ -91,11 +93,13 @@ class ResponseRelay:
     async def forward(self, request: ProxiedRequest, lease: Lease, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         """From the first byte to the worker to the last byte to the client.
 
-        Raises `WorkerFailed` or `WorkerSilent` if the worker breaks off and no event of a stream can say so.
+        Raises `WorkerFailed` or `WorkerSilent` if the worker breaks off and no event of a stream can say so, and
+        `NotServed` if it lacks the route.
         """
         try:
             response = await self._send(request, lease)
             try:
+                _check_route(request, lease.worker, response)
                 await self._deliver(request, lease, response, send, watch)
             finally:
                 response.close()
@@ -147,14 +151,19 @@ class ResponseRelay:
     ) -> Answer | tuple[str, Answer | None]:
         """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer."""
         client, worker = request.client, lease.worker
-        raw = self._encoded(request, worker, transfer)
-        if worker.engine is not None and client.method == "POST":
-            load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
-            headers = [*headers, (LOAD_HEADER, load.encode())]  # other gateways learn of it there
+        # Other gateways learn of it there.
+        load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
+        takes_load = worker.engine is not None and client.method == "POST"
+        in_body = takes_load and worker.engine is not None and worker.engine.counts_loads
+        raw = self._encoded(request, worker, transfer, load if in_body and client.endpoint in HINTED else "")
+        if takes_load and not in_body:
+            headers = [*headers, (LOAD_HEADER, load.encode())]
+        if worker.rank:
+            headers = [*(each for each in headers if each[0] != RANK_HEADER), *worker.headers]
         try:
             with request.timings.waiting():
                 answer = await self._upstream.send(
-                    client.method, worker.url + client.target, headers, raw, self._silence_timeout, fresh
+                    client.method, worker.address + client.target, headers, raw, self._silence_timeout, fresh
                 )
         except Exhausted:
             lease.never_sent()
@@ -189,8 +198,10 @@ class ResponseRelay:
     def _record_failure(self, request: ProxiedRequest, worker: Worker) -> None:
         self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)
 
-    def _encoded(self, request: ProxiedRequest, worker: Worker, transfer: dict[str, Any] | None = None) -> bytes:
-        """The body as `worker` gets it. `transfer`: where it finds the prompt computed."""
+    def _encoded(
+        self, request: ProxiedRequest, worker: Worker, transfer: dict[str, Any] | None = None, load: str = ""
+    ) -> bytes:
+        """The body as `worker` gets it. `transfer`: where it finds the prompt computed; `load`: as of `LOAD`."""
         body, choice = request.body, request.choice
         if request.client.method != "POST":
             return body.raw
@@ -201,7 +212,7 @@ class ResponseRelay:
             own[TRANSFERS[0]] = transfer
         if request.client.endpoint == RESPONSES and (key := request.client.key) is not None:
             own["request_id"] = key.new_response_id()
-        return body.encoded(choice.hint if choice is not None else (), own)
+        return body.encoded(choice.hint if choice is not None else (), own, load)
 
     async def _deliver(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
@@ -345,6 +356,16 @@ def _has_body(request: ProxiedRequest, response: Answer) -> bool:
     return response.status not in BODILESS and request.client.method != "HEAD"
 
 
+def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> None:
+    """Raises `NotServed` if the answer says no more than that the worker's HTTP server has no such route."""
+    frontend, endpoint = worker.probed.frontend, request.client.endpoint
+    if response.status in NO_ROUTE and endpoint in frontend.lacks:
+        raise NotServed(
+            f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
+            "without VLLM_USE_RUST_FRONTEND=1."
+        )
+
+
 def _with_valid_status(response: Answer) -> Answer:
     """The same answer. Raises `Malformed` for a status that no final answer has; 101 among them."""
     if 200 <= response.status < 600:
@@ -356,7 +377,7 @@ def _with_valid_status(response: Answer) -> Answer:
 def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderList:
     headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
     if 300 <= response.status < 400 and request.worker is not None:
-        headers = _redirected_here(headers, request.worker.url)
+        headers = _redirected_here(headers, request.worker.address)
     headers.append(request.client.id_header)
     if request.worker is not None:
         headers.append((b"x-seamark-worker", request.worker.name.encode()))

@@ -145,7 +145,7 @@ class Prefills:
         raw = body.for_prefill(worker.hint(request.prompt.found), put, _LEFT_OUT)
         try:
             response = await self._upstream.send(
-                client.method, worker.url + client.target, headers, raw, self._silence_timeout
+                client.method, worker.address + client.target, [*headers, *worker.headers], raw, self._silence_timeout
             )
         except Stale:
             return None
@@ -189,7 +189,11 @@ class Prefills:
         raw = request.body.for_prefill((), put, _LEFT_OUT)
         try:
             response = await self._upstream.send(
-                request.client.method, decoder.url + request.client.target, headers, raw, self._silence_timeout
+                request.client.method,
+                decoder.address + request.client.target,
+                [*headers, *decoder.headers],
+                raw,
+                self._silence_timeout,
             )
             async for _ in response.chunks():
                 pass

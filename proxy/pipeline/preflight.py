@@ -49,7 +49,7 @@ class Preflights:
         headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED_WITH_KEY)
         self._under_way += 1
         try:
-            url = workers[0].url + target_of(scope)
+            url = workers[0].address + target_of(scope)
             answer = await self._upstream.send("OPTIONS", url, headers, read_timeout=ANSWER_SECONDS)
             try:
                 body = b""

@@ -35,13 +35,14 @@ class Replayer:
             (b"content-type", b"application/json"),
             (b"x-request-id", name.encode()),
             (OUTCOME_HEADER.encode(), b"1"),
+            *worker.headers,
         ]
         if pin is not None:
             self._engine_events.sent(worker, name, prompt.found.boundaries, hint)
             self._prefix_index.record(prompt.found.boundaries, worker.boot, hint)
         boot, answered = worker.boot, False
         try:
-            url, raw = worker.url + prompt.endpoint, prompt.body_with(hint, pin=pin)
+            url, raw = worker.address + prompt.endpoint, prompt.body_with(hint, pin=pin)
             answer = await self._upstream.send("POST", url, headers, raw, read_timeout=self._timeout, fresh=True)
             try:
                 body = await answer.read()

@@ -21,7 +21,7 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import HINT, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
+from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import RememberedRequest
@@ -40,7 +40,7 @@ CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every eve
 OWN_TIME = b"x-seamark-overhead-ms"
 
 # In `vllm_xargs`, beside the hint, which is replaced.
-NOT_FROM_CLIENTS = frozenset({PIN, *TRANSFERS})
+NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
 SESSION_HEADERS = (
@@ -128,19 +128,21 @@ class RequestBody:
                 self.put["stream_options"] = {**options, **unheeded, "include_usage": True}
                 self.strips_usage = True
 
-    def encoded(self, hint: tuple[Entry, ...], own: Mapping[str, Any] = NO_FIELDS) -> bytes:
-        """The bytes to send, with this hint.
+    def encoded(self, hint: tuple[Entry, ...], own: Mapping[str, Any] = NO_FIELDS, load: str = "") -> bytes:
+        """The bytes to send, with this hint, and `load` as `LOAD`, none if it is empty.
 
         `own`: outermost fields to set for the worker that gets them. Everything else is as the client wrote it.
         """
         put = {**self.put, **own} if own else self.put
         if XARGS in put:
-            put = {**put, XARGS: {**put[XARGS], HINT: hint}}
+            put = {**put, XARGS: {**put[XARGS], HINT: hint, **({LOAD: load} if load else NO_FIELDS)}}
         elif XARGS not in self.parsed:
-            if hint:
+            if load:
+                put = {**put, XARGS: {HINT: hint, LOAD: load} if hint else {LOAD: load}}
+            elif hint:
                 put = {**put, XARGS: {HINT: hint}}
         else:
-            raw = with_hint(self.raw, self.parsed, hint)
+            raw = with_hint(self.raw, self.parsed, hint, load)
             self.hint = hint if raw is not self.raw else ()
             return with_fields(raw, self.names, put, self.dropped)
         self.hint = hint

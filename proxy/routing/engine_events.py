@@ -237,12 +237,14 @@ class EngineEvents(Part):
     async def _read(self, worker: Worker, feed: _FeedReader) -> None:
         wait = POLL_SECONDS if feed.follows else 0
         query = urlencode({"boot": feed.boot, "after": feed.cursor, "wait": wait, "gateway": self._gateway_id})
+        if worker.rank:
+            query += f"&engine={worker.rank}"
         if feed.load is not None:
             query += f"&load={feed.load.requests}:{feed.load.prefill_tokens}"
         if wait:
             query += "&lines=1"  # an older plugin gives one
         async with asyncio.timeout(READ_TIMEOUT):  # not `wait_for`: until Python 3.12 it can swallow a cancellation
-            answer = await self._upstream.ask("GET", f"{worker.url}{PATH}?{query}", timeout=READ_TIMEOUT)
+            answer = await self._upstream.ask("GET", f"{worker.reports_url}{PATH}?{query}", timeout=READ_TIMEOUT)
             try:
                 if answer.status != 200:
                     raise ValueError(f"status {answer.status}")
@@ -279,8 +281,11 @@ class EngineEvents(Part):
                 for states in batched(events["states"], STEP_EVENTS):
                     feed.held_states.apply(states, worker.boot)
                     yield
-                if any(kind == "cleared" for kind, *_ in events["states"]):
+                cleared = [why for kind, *why in events["states"] if kind == "cleared"]
+                if cleared:
                     self._shelf.tell(worker, Change.CLEARED)
+                if ["lost"] in cleared:
+                    logger.warning("worker %s: reports were lost, so what it holds is forgotten", worker.name)
                 for name in {str(name) for kind, *event in events["states"] if kind == "adapter" for name in event}:
                     self._shelf.tell(worker, Change.ADAPTER, name)
         except Exception as error:  # the events behind it are lost; reading them again would fail in the same way

@@ -73,6 +73,8 @@ def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
         "boot": worker.boot,
         "inflight": worker.inflight,
         "prefill_tokens": worker.prefill_tokens,
+        "frontend": worker.probed.frontend._asdict(),
+        "reports": {"url": worker.probed.reports.url, "why_not": worker.probed.reports.why_not},
         "models": [entry.get("id") for entry in worker.probed.models],
         "engine": asdict(worker.engine) if worker.engine is not None else None,
         "templates": {
@@ -137,7 +139,9 @@ def alarms(gateway: Gateway) -> list[str]:
 
 def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
-    sentences = [_refusing(worker) for worker in gateway.pool.workers if worker.up and worker.refused]
+    up = [worker for worker in gateway.pool.workers if worker.up]
+    sentences = [_refusing(worker) for worker in up if worker.refused]
+    sentences += [_unread(worker) for worker in up if worker.probed.reports.why_not]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
         sentences += [_drafting(worker) for worker in gateway.pool.workers if worker.up and worker.drafts]
@@ -163,8 +167,12 @@ def _measures(check: SelfCheck) -> str:
 
 
 def _without_plugin(worker: Worker) -> str:
-    cure = f"`seamark doctor --worker {worker.url}` says what to do"
+    cure = f"`seamark doctor --worker {worker.address}` says what to do"
     return f"Worker {worker.name} runs without Seamark's plugin: {cure}."
+
+
+def _unread(worker: Worker) -> str:
+    return f"What the engine of worker {worker.name} reports cannot be read: {worker.probed.reports.why_not}."
 
 
 def _refusing(worker: Worker) -> str:

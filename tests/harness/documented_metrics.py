@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine_patches.reporting import hint_header
+from engine_patches.reporting import header_fields
 from engine_patches.reporting.metrics import families
 from proxy.metrics import Metrics
 
@@ -22,4 +22,4 @@ def in_code(collector) -> Family:
 
 
 GATEWAY = {in_code(each) for each in vars(Metrics()).values() if hasattr(each, "_labelnames")}
-ENGINE = {in_code(each) for each in (*vars(families()).values(), hint_header.counted())}
+ENGINE = {in_code(each) for each in (*vars(families()).values(), header_fields.counted())}

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from engine_patches.reporting.events_api import EventsEndpoint, feed
+from engine_patches.reporting.events_api import EventsEndpoint, feeds
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.hints import FIELD, resolve
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
@@ -84,8 +84,8 @@ class InstantEngine:
         hint = json.loads(body)["vllm_xargs"][FIELD] if FIELD.encode() in body else []
         positions = resolve(hint, ids, len(ids), lambda reason: None)
         name = f"chatcmpl-{headers.get(b'x-request-id', b'').decode()}-00000000"
-        feed.add_outcome(AdmittedRequest(name, "hit" if cached else "cold", cached, cached, positions))
-        feed.wake_readers()
+        feeds.main.add_outcome(AdmittedRequest(name, "hit" if cached else "cold", cached, cached, positions))
+        feeds.main.wake_readers()
         if _STREAMED.search(body):
             await _stream(send, json.loads(body), len(ids), cached)
         else:

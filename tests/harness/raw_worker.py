@@ -36,6 +36,7 @@ PAGES = {
     b"/health": (b"", b"text/plain"),
     b"/metrics": _METRICS,
     b"/seamark/metrics": _METRICS,
+    b"/kv_event_sources": (b"{}", JSON),
     b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}', JSON),
     b"/seamark/outcomes": (b'{"boot":"b","cursor":0,"outcomes":[]}', JSON),
 }

@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, unquote
 from starlette.middleware.cors import CORSMiddleware
 
 from proxy.chat.chat import CHAT, RESPONSES
+from proxy.fleet.probe import OPTIONAL
 from proxy.http.auth import ADMIN_OF_WORKERS, LOAD_ADAPTER, UNLOAD_ADAPTER
 from tests.harness.computed_answers import Computed
 from tests.harness.fake_engine import (
@@ -104,6 +105,9 @@ class RecordingWorker:
     ahead: int = 0  # tokens past a state that a prompt has to share to find it
     connector: str = ""  # vLLM's name of its KV connector
     refused: str = ""  # why no hint counts
+    reports: str | None = None  # HOST:PORT where its plugin says that they are read; None: it is older
+    sources: dict[str, Any] | None = None  # publishers of KV events, by rank, that it lists; None: it has no such route
+    lacks: tuple[str, ...] = ()  # routes that its HTTP server does not serve, as vLLM's in Rust
     sleeps: tuple[int | None, ...] = (None,)  # the level of each engine's sleep, None for one awake
     paused: bool = False
     dev_mode: bool = True  # it has the routes that ask the engine for these
@@ -171,9 +175,10 @@ class RecordingWorker:
         if path == "/health":
             return await respond(send, b"", "text/plain")
         if path in ("/metrics", "/seamark/metrics"):
+            info = engine_info(self.version, self.ahead, self.connector, self.refused, self.reports)
             text = (
                 f"process_start_time_seconds {self.boot}\n"
-                + (engine_info(self.version, self.ahead, self.connector, self.refused) if self.patched else "")
+                + (info if self.patched else "")
                 + sleep_state(*self.sleeps)
                 + self.more_metrics
             )
@@ -190,6 +195,12 @@ class RecordingWorker:
             if not self.dev_mode or len(set(asleep)) > 1:  # vLLM's engines have to agree
                 return await respond(send, b"{}", status=500 if self.dev_mode else 404)
             return await respond(send, json.dumps({path[1:]: asleep[0]}).encode())
+        if path == "/kv_event_sources":
+            return await respond(send, json.dumps(self.sources).encode(), status=404 if self.sources is None else 200)
+        if path in self.lacks:
+            return await refuse(send, f"{path} is not supported by the Rust frontend yet", "NotImplemented", None, 501)
+        if body == b"{}" and path in OPTIONAL:
+            return await refuse(send, "1 validation error", "BadRequestError", None, 400)
         if path == "/version":
             return await respond(send, b'{"version":"0.32.0"}')
         if path == "/seamark/outcomes":

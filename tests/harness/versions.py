@@ -30,23 +30,30 @@ ROOT = Path(__file__).parents[2]
 
 TRITON = "3.9.0"
 
+RUST_FRONTEND = "vllm-rs"
+
 NEEDED_BY_NEWER = ("orjson",)  # imported by a vLLM that is newer than requirements.lock, and not in there
 
 
 def source_of(version: str) -> Path:
-    """Folder with the Python files of a vLLM, and metadata that makes it take a CPU for its platform."""
+    """Folder with the Python files of a vLLM, its frontend in Rust if it has one, and metadata that makes it take a CPU
+    for its platform.
+    """
     folder = (CACHE / f"vllm-{version}").resolve()
-    if not (folder / "vllm" / "version.py").exists():
+    metadata = folder / f"vllm-{version}.dist-info" / "METADATA"
+    if not metadata.exists():
         folder.mkdir(parents=True, exist_ok=True)
         fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
         subprocess.run([*fetch, "--dest", str(folder), f"vllm=={version}"], check=True)
         (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if name.endswith((".py", ".json"))])
+            wanted = (".py", ".json", "/" + RUST_FRONTEND)
+            archive.extractall(folder, [name for name in archive.namelist() if name.endswith(wanted)])
         wheel.unlink()
-        metadata = folder / f"vllm-{version}.dist-info"
-        metadata.mkdir(exist_ok=True)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+        if (frontend := folder / "vllm" / RUST_FRONTEND).exists():
+            frontend.chmod(0o755)  # archives of Python forget it
+        metadata.parent.mkdir(exist_ok=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     return folder
 
 

@@ -22,12 +22,11 @@ from engine_patches.disk.identity import identity_of
 from engine_patches.disk.tier import CheckedFiles
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.reporting import metrics
-from engine_patches.reporting.events_api import Feed
-from engine_patches.reporting.metrics import EngineMetrics
-from engine_patches.reporting.stats_channel import attach
+from engine_patches.reporting.events_api import Feeds
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
 from tests.harness.damaged_files import DAMAGES
+from tests.harness.reports import collect
 
 ROWS, ROW = 10, 8192
 
@@ -111,17 +110,7 @@ class Engine:
         """As at the end of a step."""
         checkpoints = Checkpoints(Grid(16, 16), 384)
         checkpoints.counters.disk_used(*self.tier.take_counts(), self.tier.bytes_held)
-        stats = SimpleNamespace(waiting_lora_adapters={})
-        attach(stats, checkpoints)
-        config = SimpleNamespace(
-            parallel_config=SimpleNamespace(_api_process_count=1),
-            cache_config=SimpleNamespace(prefix_match_unit=16, block_size=384),
-            model_config=SimpleNamespace(is_hybrid=False, is_attention_free=False),
-            speculative_config=None,
-            kv_transfer_config=None,
-            num_speculative_tokens=0,
-        )
-        EngineMetrics(config).record(stats, None)
+        collect(checkpoints)
         self.tier.shutdown()
 
 
@@ -162,7 +151,7 @@ KINDS = {damage.__name__: by_damage(damage) for damage in DAMAGES} | {
 def test_whatever_is_done_to_a_file_it_is_not_loaded_and_is_counted_by_its_reason(
     kind, identities, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(metrics, "feed", Feed())
+    monkeypatch.setattr(metrics, "feeds", Feeds())
     before = told()
     for number in range(TIMES):
         root = tmp_path / str(number)

@@ -12,16 +12,17 @@ from engine_patches.reporting.events_api import (
     HEADER,
     LINES_AT_ONCE,
     LINES_PER_SECOND,
-    LOAD_HEADER,
     MAX_KEPT,
     METRICS_PATH,
     PATH,
     SETTLE_SECONDS,
     EventsEndpoint,
     Feed,
+    Feeds,
 )
+from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.state_events import StateStored
+from engine_patches.scheduler.load import GatewayLoad
 from tests.harness.virtual_time import VirtualTimeLoop
 
 
@@ -30,9 +31,14 @@ def admitted(name="a", reason="cold", hit_tokens=0, shared=0, resolved=()):
 
 
 @pytest.fixture
-def feed(monkeypatch) -> Feed:
-    monkeypatch.setattr(events_api, "feed", Feed())
-    return events_api.feed
+def feeds(monkeypatch) -> Feeds:
+    monkeypatch.setattr(events_api, "feeds", Feeds())
+    return events_api.feeds
+
+
+@pytest.fixture
+def feed(feeds) -> Feed:
+    return feeds.main
 
 
 def answered(
@@ -104,7 +110,7 @@ def test_an_id_that_comes_again_gets_its_own_outcome_or_none(feed):
 
 def test_a_long_id_is_not_kept_whole(feed):
     feed.add_outcome(admitted("a" * 1_000_000))
-    feed.add_event(0, 1, StateStored("chatcmpl-" + "a" * 1_000_000 + "-00000000", 16, ()))
+    feed.add_event(1, ["came", "chatcmpl-" + "a" * 1_000_000 + "-00000000", 16, []])
     assert len(json.dumps(feed.after(0))) < 5_000
 
 
@@ -211,37 +217,37 @@ def test_pieces_of_a_stream_that_no_gateway_asked_for_stay_as_they_are():
     assert pieces_sent(b"opens", b"first", headers=[]) == [(b"opens", True), (b"first", True), (b"", False)]
 
 
-def test_what_can_wait_is_done_in_its_order_a_little_later_or_when_somebody_reads(feed):
+def test_what_can_wait_is_done_in_its_order_a_little_later_or_when_somebody_reads(feeds):
     done = []
 
     async def scenario():
         clock = asyncio.get_running_loop().time
         for number in range(3):
-            feed.later(lambda number=number: done.append((number, clock())))
+            feeds.later(lambda number=number: done.append((number, clock())))
         assert done == []
         await asyncio.sleep(SETTLE_SECONDS)
         assert done == [(number, SETTLE_SECONDS) for number in range(3)]
-        feed.later(lambda: done.append("read"))
-        feed.after(0)
+        feeds.later(lambda: done.append("read"))
+        feeds.catch_up()
         assert done[3:] == ["read"]
         await asyncio.sleep(1.0)
         assert len(done) == 4
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(scenario())
-    feed.later(lambda: done.append("no event loop"))
+    feeds.later(lambda: done.append("no event loop"))
     assert done[4:] == ["no event loop"]
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/", METRICS_PATH])
-def test_metrics_are_read_with_what_was_put_off(feed, path, monkeypatch):
+def test_metrics_are_read_with_what_was_put_off(feeds, path, monkeypatch):
     done, read = [], []
 
     async def app(scope, receive, send):
         read.extend(done)
 
     async def scenario():
-        feed.later(lambda: done.append("added up"))
+        feeds.later(lambda: done.append("added up"))
         await EventsEndpoint(app)({"type": "http", "path": path, "headers": []}, None, None)
 
     monkeypatch.setattr(events_api, "_metrics", app)
@@ -249,14 +255,14 @@ def test_metrics_are_read_with_what_was_put_off(feed, path, monkeypatch):
     assert read == ["added up"]
 
 
-def test_what_is_not_for_the_plugin_goes_to_the_app_as_it_is_and_hurries_nothing(feed):
+def test_what_is_not_for_the_plugin_goes_to_the_app_as_it_is_and_hurries_nothing(feeds):
     done, passed = [], []
 
     async def app(scope, receive, send):
         passed.append(scope)
 
     async def scenario():
-        feed.later(lambda: done.append("added up"))
+        feeds.later(lambda: done.append("added up"))
         for scope in scopes:
             await EventsEndpoint(app)(scope, None, None)
         assert not done
@@ -273,76 +279,83 @@ def test_what_is_kept_for_answers_is_bounded(feed):
     assert len(feed._latest) == MAX_KEPT - 1
 
 
-def counted(*requests: tuple[str, int, int], feed: Feed) -> list:
-    return [
-        feed.loads.begin(f"{gateway},{prompt},{left}".encode(), f"{gateway}-{at}")
-        for at, (gateway, prompt, left) in enumerate(requests)
-    ]
+def reported(*events, engine=0, engines=1, loads=(), requests=()) -> EngineReport:
+    """A report of an engine."""
+    return EngineReport(
+        engine=engine,
+        engines=engines,
+        match_unit=16,
+        block_size=384,
+        events=list(events),
+        loads=dict(loads),
+        requests=list(requests),
+    )
 
 
-def test_a_gateway_learns_what_others_have_here_and_nothing_of_its_own(feed):
-    first, second, third = counted(("a", 1000, 400), ("b", 2000, 1900), ("b", 10, 10), feed=feed)
-    assert feed.after(0, gateway="a")["load"] == (2, 1910)
-    assert feed.after(0, gateway="b")["load"] == (1, 400)
-    assert feed.after(0, gateway="c")["load"] == (3, 2310)
-    assert "load" not in feed.after(0)
-    feed.loads.answered(second)
-    feed.loads.end(third)
-    assert feed.after(0, gateway="a")["load"] == (1, 0)
-    feed.loads.end(second)
-    feed.loads.end(first)
-    assert feed.after(0, gateway="c")["load"] == (0, 0)
+def test_a_gateway_learns_what_others_have_the_engine_do_and_nothing_of_its_own(feeds):
+    feeds.add_events(reported(loads={"a": (1, 400), "b": (2, 1910), "": (3, 7)}))
+    assert feeds.main.after(0, gateway="a")["load"] == (5, 1917)
+    assert feeds.main.after(0, gateway="b")["load"] == (4, 407)
+    assert feeds.main.after(0, gateway="c")["load"] == (6, 2317)
+    assert "load" not in feeds.main.after(0)
+    feeds.add_events(reported())
+    assert feeds.main.after(0, gateway="c")["load"] == (0, 0)
 
 
-def test_what_the_engine_has_computed_of_a_prompt_is_no_longer_to_be_done(feed):
-    counted(("a", 1000, 400), feed=feed)
-    for number, (end, left) in enumerate([(500, 400), (800, 200), (1000, 0)], start=1):
-        feed.add_event(0, number, StateStored("chatcmpl-a-0-00000000", end, ()))
-        assert feed.after(0, gateway="b")["load"] == (1, left)
-
-
-def test_a_request_counts_from_its_head_to_its_end_and_its_prompt_until_the_answer_begins(feed):
-    seen = []
-
-    async def app(scope, receive, send):
-        seen.append(feed.loads.beside("b"))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        seen.append(feed.loads.beside("b"))
-        await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
-        seen.append(feed.loads.beside("b"))
-        raise ConnectionError("the client has left")
-
-    async def send(message):
-        pass
-
-    scope = {"type": "http", "path": "/v1/chat/completions", "headers": [(LOAD_HEADER, b"a,1000,400")]}
-    with pytest.raises(ConnectionError):
-        asyncio.run(EventsEndpoint(app)(scope, None, send))
-    assert seen == [(1, 400), (1, 400), (1, 0)] and feed.loads.beside("b") == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "header", [b"", b"a", b"a,1", b"a,1,-1", b"a,1,1,1", b"x y,1,1", b"a" * 33 + b",1,1", b"a,1,999999999"]
-)
-def test_a_request_with_a_load_that_is_none_is_served_and_not_counted(feed, header):
-    assert answered([*ASKS, (LOAD_HEADER, header)])[b"content-type"] == b"application/json"
-    assert feed.loads.begin(header, "r") is None and feed.loads.beside("b") == (0, 0)
-
-
-def test_a_gateway_that_waits_is_woken_by_others_and_not_by_itself(feed):
+def test_a_gateway_that_waits_is_woken_by_others_and_not_by_itself(feeds):
     async def scenario():
-        own = asyncio.create_task(feed.wait_after(0, feed.boot, 60.0, "a", "0:0"))
-        other = asyncio.create_task(feed.wait_after(0, feed.boot, 60.0, "b", "0:0"))
+        own = asyncio.create_task(feeds.main.wait_after(0, feeds.main.boot, 60.0, "a", "0:0"))
+        other = asyncio.create_task(feeds.main.wait_after(0, feeds.main.boot, 60.0, "b", "0:0"))
         await asyncio.sleep(0)
-        counted(("a", 1000, 400), feed=feed)
-        feed.wake_others("a")
+        feeds.main.set_loads({"a": GatewayLoad(1, 400)})
         assert (await other)["load"] == (1, 400)
+        await asyncio.sleep(0)
         assert not own.done()
         own.cancel()
         # What changed between two reads is not waited for.
-        assert (await feed.wait_after(0, feed.boot, 60.0, "b", "0:0"))["load"] == (1, 400)
+        assert (await feeds.main.wait_after(0, feeds.main.boot, 60.0, "b", "0:0"))["load"] == (1, 400)
 
     asyncio.run(scenario())
+
+
+def test_each_of_several_engines_has_a_feed_of_its_own_beside_that_of_all_outcomes(feeds):
+    for engine in (0, 1):
+        request = admitted(f"of-{engine}")
+        report = reported((1, ["gone", f"state {engine}"]), engine=engine, engines=2, requests=[request])
+        feeds.add_outcome(report, request)
+        feeds.add_events(report)
+    assert [name for name, *_ in feeds.main.after(0)["outcomes"]] == ["of-0", "of-1"]
+    assert feeds.main.after(0, gateway="a").keys() == {"boot", "cursor", "outcomes", "resolved"}
+    for engine in (0, 1):
+        answer = feeds.of(engine).after(0)
+        assert [name for name, *_ in answer["outcomes"]] == [f"of-{engine}"]
+        assert answer["states"] == [["gone", f"state {engine}"]] and answer["boot"] == feeds.main.boot
+    assert feeds.of(2) is None and feeds.of(None) is feeds.main
+
+
+def test_the_only_engine_is_number_nought_and_has_the_one_feed(feeds):
+    feeds.add_events(reported((1, ["gone", "a"])))
+    assert feeds.of(0) is feeds.of(None) is feeds.main and feeds.of(1) is None
+
+
+@pytest.mark.parametrize(("query", "status"), [("engine=1", 404), ("engine=x", 404), ("engine=0", 200), ("", 200)])
+def test_an_engine_that_has_not_reported_is_said_to_be_none(feeds, query, status):
+    assert asked(PATH, query)[0] == status
+
+
+def asked(path: str, query: str = "") -> tuple[int, bytes]:
+    """Status and body of what is read behind the middleware."""
+    sent: list = []
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "method": "GET", "query_string": query.encode(), "headers": []}
+    asyncio.run(EventsEndpoint(None)(scope, receive, send))
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
 def read_in_lines(feed, seconds, happens):
@@ -366,8 +379,7 @@ def test_a_read_in_lines_gives_each_thing_once_as_it_comes_and_ends(feed):
             feed.add_outcome(admitted(name))
             feed.wake_readers()
         await asyncio.sleep(0.5)
-        counted(("b", 1000, 400), feed=feed)
-        feed.wake_others("b")
+        feed.set_loads({"b": GatewayLoad(1, 400)})
 
     found = read_in_lines(feed, 2.0, happens)
     assert [at for at, _ in found] == [0.5, 0.75, 1.25, 2.0]
@@ -407,29 +419,53 @@ def test_lines_are_parts_of_one_answer_that_no_proxy_collects(feed):
     assert not end.get("more_body")
 
 
-def test_metrics_by_name_are_given_here_or_by_the_app_that_adds_up_those_of_several_servers(monkeypatch, tmp_path):
-    async def app(scope, receive, send):
-        sent.append(scope["path"])
-
-    async def send(message):
-        sent.append(message)
-
-    query = b"name%5B%5D=process_start_time_seconds"
-    scope = {"type": "http", "path": METRICS_PATH, "method": "GET", "query_string": query, "headers": []}
-    sent: list = []
-
-    async def receive():
-        return {"type": "http.request", "body": b""}
-
-    asyncio.run(EventsEndpoint(app)(scope, receive, send))
-    lines = sent[-1]["body"].decode().splitlines()
+def test_metrics_are_given_by_name(feeds):
+    _, told = asked(METRICS_PATH, "name%5B%5D=process_start_time_seconds")
+    lines = told.decode().splitlines()
     assert [line.split()[0] for line in lines if line[0] != "#"] == ["process_start_time_seconds"]
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    sent = []
-    asyncio.run(EventsEndpoint(app)(scope, receive, send))
-    assert sent == ["/metrics"] and scope["path"] == METRICS_PATH
 
 
-def test_one_of_several_api_servers_says_nothing_of_load(feed):
-    feed.has_all_events = False
-    assert "load" not in feed.after(0, gateway="a")
+@pytest.mark.parametrize("path", [PATH, METRICS_PATH])
+def test_an_api_server_beside_others_passes_on_what_the_collecting_process_tells(feeds, path, tmp_path, monkeypatch):
+    """As it comes, with its status; and says so if that process has ended."""
+
+    async def scenario() -> list:
+        asked_for: list[str] = []
+        may_go_on = asyncio.Event()
+
+        async def collector(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked_for.append((await reader.readuntil(b"\r\n\r\n")).decode().splitlines()[0])
+            head = "HTTP/1.1 418 x\r\ncontent-type: application/x-ndjson\r\nx-own: 1\r\nconnection: close\r\n\r\n"
+            writer.write(head.encode() + b"first\n")
+            await may_go_on.wait()
+            writer.write(b"second\n")
+            writer.close()
+
+        sent: list = []
+
+        async def send(message):
+            sent.append(message)
+            if message.get("body") == b"first\n":
+                may_go_on.set()
+
+        monkeypatch.setenv(events_api.FOLDER, str(tmp_path))
+        scope = {"type": "http", "path": path, "method": "GET", "query_string": b"after=3&lines=1", "headers": []}
+        server = await asyncio.start_unix_server(collector, tmp_path / events_api.READ_INSIDE)
+        async with server:
+            await EventsEndpoint(None)(scope, None, send)
+        assert asked_for == [f"GET {path}?after=3&lines=1 HTTP/1.1"]
+        (tmp_path / events_api.READ_INSIDE).unlink(missing_ok=True)
+        await EventsEndpoint(None)(scope, None, send)
+        return sent
+
+    head, *pieces, gone, said = asyncio.run(scenario())
+    assert head["status"] == 418 and head["headers"] == [(b"content-type", b"application/x-ndjson")]
+    assert [piece["body"] for piece in pieces] == [b"first\n", b"second\n", b""] and "more_body" not in pieces[-1]
+    assert gone["status"] == 503 and b"has ended" in said["body"]
+
+
+def test_the_collecting_process_itself_tells(feeds, tmp_path, monkeypatch):
+    monkeypatch.setenv(events_api.FOLDER, str(tmp_path))
+    feeds.are_collected = True
+    feeds.main.add_outcome(admitted("a"))
+    assert json.loads(asked(PATH)[1])["outcomes"] == [["a", "cold", 0]]

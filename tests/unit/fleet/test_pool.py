@@ -138,12 +138,15 @@ async def test_a_worker_with_the_plugin_is_asked_for_few_of_its_metrics_for_as_l
         return a.asked
 
     a.patched = True
-    assert await asked() == ["/metrics"]  # what it is, is not known before
+    assert await asked() == ["/metrics", worker_metrics.OF_PLUGIN]  # what it is, is not known before
     assert await asked() == [worker_metrics.OF_PLUGIN] and worker.engine is not None
     a.older = True
-    assert await asked() == [worker_metrics.OF_PLUGIN, "/metrics"] and worker.engine is not None
-    a.older, a.patched = False, False  # its patches are not live
-    assert await asked() == [worker_metrics.OF_PLUGIN, "/metrics"] and worker.engine is None
+    few = worker_metrics.OF_PLUGIN
+    assert await asked() == [few, "/metrics", few] and worker.engine is not None
+    a.older = False
+    assert await asked() == ["/metrics", few] and worker.engine is not None
+    a.patched = False  # its patches are not live
+    assert await asked() == [few, "/metrics"] and worker.engine is None
     assert await asked() == ["/metrics"]
     assert worker.boot == f"{A}#{a.boot}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes, WorkerMetrics, read
+from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes, WorkerMetrics, read, read_setup
 from tests.harness.fake_engine import sleep_state
 
 INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"}'
@@ -42,8 +42,16 @@ def test_why_no_hint_counts_is_one_short_line():
 
 
 def test_at_which_level_each_engine_sleeps():
-    text = sleep_state(None, 0, 2) + "vllm:spec_decode_num_drafts_total 0.0\n"
-    assert (read(text).sleep_levels, read(text).drafts, read("").drafts) == ((None, 0, 2), True, False)
+    text = sleep_state(None, 0, 2)
+    assert read(text).sleep_levels == (None, 0, 2)
+
+
+@pytest.mark.parametrize(("started", "count", "drafts"), [(True, 0, True), (False, 0, False), (False, 7, True)])
+def test_a_counter_of_drafts_means_drafts_except_at_nought_where_a_frontend_in_rust_always_has_it(
+    started, count, drafts
+):
+    text = "process_start_time_seconds 1.0\n" * started + f"vllm:spec_decode_num_drafts_total {count}\n"
+    assert read(text).drafts is read_setup(text).drafts is drafts and not read("").drafts
     assert read(sleep_state(1)).sleep_levels == (1,)
 
 

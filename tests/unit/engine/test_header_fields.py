@@ -1,4 +1,4 @@
-"""A hint in a header: whose is heard, what it becomes in the body, and that nothing else changes."""
+"""A hint in a header, and a load: whose is heard, what it becomes in the body, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_patches import settings
-from engine_patches.reporting import hint_header
+from engine_patches.reporting import header_fields
 from engine_patches.reporting.events_api import EventsEndpoint
 from engine_patches.scheduler.hints import MAX_ENTRIES, entries_in
 
@@ -20,16 +20,18 @@ TRUSTED = "10.1.2.3"
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch):
     monkeypatch.setenv(settings.HINTS_FROM, "10.0.0.0/8, 2001:db8::1")
-    hint_header.networks.cache_clear()
+    header_fields.networks.cache_clear()
     yield
-    hint_header.networks.cache_clear()
+    header_fields.networks.cache_clear()
 
 
 def counted(result: str) -> float:
-    return hint_header.counted().labels(result)._value.get()
+    return header_fields.counted().labels(result)._value.get()
 
 
-async def sent_on(body: bytes, *hints: bytes, peer: Any = (TRUSTED, 5), path: str = CHAT, method: str = "POST"):
+async def sent_on(
+    body: bytes, *hints: bytes, peer: Any = (TRUSTED, 5), path: str = CHAT, method: str = "POST", more: Any = ()
+):
     """Headers and body as the server behind the middleware gets them."""
     parts = [body[:7], body[7:]]
 
@@ -53,11 +55,13 @@ async def sent_on(body: bytes, *hints: bytes, peer: Any = (TRUSTED, 5), path: st
     headers = [
         (b"content-length", str(len(body)).encode()),
         (b"x-other", b"1"),
-        *((hint_header.NAME, h) for h in hints),
+        *((header_fields.NAME, h) for h in hints),
+        *more,
     ]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "client": peer}
     await EventsEndpoint(app)(scope, receive, None)
-    assert hint_header.NAME not in dict(seen["headers"]) and (b"x-other", b"1") in seen["headers"]
+    assert {header_fields.NAME, header_fields.LOAD}.isdisjoint(dict(seen["headers"]))
+    assert (b"x-other", b"1") in seen["headers"]
     assert dict(seen["headers"])[b"content-length"] == str(len(seen["body"])).encode()
     return seen["body"]
 
@@ -99,7 +103,7 @@ async def test_addresses_of_both_kinds_are_known(peer):
 async def test_by_default_nobody_is_heard_and_a_star_hears_all(monkeypatch):
     for value, heard in (("", False), ("*", True), ("nonsense, 127.0.0.1", False)):
         monkeypatch.setenv(settings.HINTS_FROM, value)
-        hint_header.networks.cache_clear()
+        header_fields.networks.cache_clear()
         assert (b"163" in await sent_on(b'{"model": "m"}', b"163")) is heard
 
 
@@ -130,3 +134,18 @@ async def test_two_headers_a_get_and_other_paths_carry_none():
 def test_as_many_entries_as_an_engine_takes():
     assert entries_in(";".join(map(str, range(1, MAX_ENTRIES + 1)))) == list(range(1, MAX_ENTRIES + 1))
     assert entries_in(";".join(map(str, range(1, MAX_ENTRIES + 2)))) is None
+
+
+async def test_what_an_older_gateway_says_of_its_load_joins_the_body_whoever_sends_it():
+    for peer in ((TRUSTED, 5), ("203.0.113.9", 5)):
+        found = json.loads(await sent_on(b'{"model": "m"}', peer=peer, more=[(header_fields.LOAD, b"ab,1000,400")]))
+        assert found == {"model": "m", "vllm_xargs": {"seamark_load": "ab,1000,400"}}
+    both = json.loads(await sent_on(b'{"model": "m"}', b"163", more=[(header_fields.LOAD, b"ab,1000,400")]))
+    assert both["vllm_xargs"] == {"seamark_load": "ab,1000,400", "seamark_boundaries": [163]}
+
+
+async def test_a_load_that_the_body_says_stands_and_where_there_is_no_field_none_is_said():
+    said = b'{"vllm_xargs": {"seamark_load": "cd,1,1"}}'
+    assert await sent_on(said, more=[(header_fields.LOAD, b"ab,1000,400")]) == said
+    for path in ("/v1/embeddings", "/tokenize"):
+        assert await sent_on(b'{"model": "m"}', path=path, more=[(header_fields.LOAD, b"ab,1,1")]) == b'{"model": "m"}'

@@ -1,0 +1,138 @@
+"""Who serves what engines report: the process that started them, whatever serves their HTTP API.
+
+Every engine of a machine is started by one process: the API server if there is one, else one that does nothing beside
+(of several API servers, of vLLM's frontend in Rust, `--headless`). There reports are taken, and read at an address of
+its own (`SEAMARK_REPORTS_AT`), which vLLM's routes tell: `/metrics` of a Python frontend in a label, and of every one
+`/kv_event_sources`. The middleware gives the same at the API server's own address.
+
+Engines in Ray actors (`--data-parallel-backend ray`) report if they run on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hmac
+import logging
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from engine_patches import settings
+from engine_patches.reporting.events_api import AsgiApp, EventsEndpoint, Receive, Scope, Send, feeds, not_found
+from engine_patches.reporting.metrics import CollectedMetrics
+from engine_patches.reporting.report import MAX_WAITING, READ_INSIDE, SENT_TO, EngineReport
+
+logger = logging.getLogger("vllm.seamark")
+
+MOST_PATH = 60  # characters of a folder for temporary files: names of sockets have at most 107
+
+_decode = msgspec.msgpack.Decoder(EngineReport).decode
+
+
+class Collector:
+    """One per process. It is made before the engines are, and works until the process ends."""
+
+    def __init__(self, address: tuple[str, int], keys: Collection[str]) -> None:
+        """`address`: host and port (0: any) that the reports are read at; `keys`: one of which a reader has to send.
+
+        If that is taken, the reports are read at the API server's own address, as far as there is one, and an error is
+        logged. Raises `OSError` if no reports can come.
+        """
+        self._keys = keys
+        place = None if len(tempfile.gettempdir()) <= MOST_PATH else "/tmp"  # noqa: S108  # a folder in it is ours alone
+        self.folder = Path(tempfile.mkdtemp(prefix="seamark-", dir=place))
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+        self._context = zmq.Context()
+        self._reports = self._context.socket(zmq.PULL)
+        self._reports.rcvhwm, self._reports.linger = MAX_WAITING, 0
+        self._reports.bind(f"ipc://{self.folder / SENT_TO}")
+        self._inside = socket.socket(socket.AF_UNIX)
+        self._inside.bind(str(self.folder / READ_INSIDE))
+        self._inside.listen()
+        self._listener = _listener(*address)
+        self.read_at = ""
+        if self._listener is not None:
+            host, port = self._listener.getsockname()[:2]
+            self.read_at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def start(self, metrics: CollectedMetrics) -> None:
+        """Take reports from now on: in the event loop that runs here, or in a thread of its own."""
+        feeds.are_collected = True
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            run: Callable[[], None] = lambda: asyncio.run(self._work(metrics))  # noqa: E731
+            threading.Thread(target=run, name="seamark-reports", daemon=True).start()
+        else:
+            self._task = loop.create_task(self._work(metrics))  # kept: the loop alone would let it go
+
+    async def _work(self, metrics: CollectedMetrics) -> None:
+        try:
+            inside = await _serve(EventsEndpoint(not_found), self._inside)
+            outside = None
+            if self._listener is not None:
+                outside = await _serve(_WithKey(EventsEndpoint(not_found), self._keys), self._listener)
+            try:
+                await self._take(metrics)
+            finally:
+                for server in filter(None, (inside, outside)):
+                    server.close()
+        except Exception:
+            logger.exception("seamark: reports end here: gateways learn nothing of this worker any more")
+
+    async def _take(self, metrics: CollectedMetrics) -> None:
+        import zmq.asyncio
+
+        source = zmq.asyncio.Socket.shadow(self._reports.underlying)
+        while True:
+            metrics.take(_decode(await source.recv()))
+
+
+class _WithKey:
+    """The app, for those who send one of the keys; nobody else learns that there is one."""
+
+    def __init__(self, app: AsgiApp, keys: Collection[str]) -> None:
+        self._app = app
+        self._wanted = [f"Bearer {key}".encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        # All are compared, each in constant time.
+        knows = [hmac.compare_digest(given, wanted) for wanted in self._wanted]
+        await (self._app if any(knows) or not knows else not_found)(scope, receive, send)
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        logger.error(
+            "seamark: reports cannot be read at %s:%d (%s=HOST:PORT): %s; a gateway reads them at the API server's "
+            "address if that has the middleware, and else learns nothing of this worker",
+            host,
+            port,
+            settings.REPORTS_AT,
+            error.strerror or error,
+        )
+        return None
+
+
+async def _serve(app: AsgiApp, listener: socket.socket) -> asyncio.Server:
+    """uvicorn's protocol on a socket, without its server: that one handles the signals of the whole process."""
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None)
+    config.load()
+    protocol: Any = config.http_protocol_class
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(lambda: protocol(config=config, server_state=state, app_state={}), sock=listener)

@@ -1,0 +1,129 @@
+"""What a request's headers say to the engine goes into its body, which alone reaches that.
+
+A hint as `x-seamark-boundaries` is for routers that can add headers and not change bodies. It is read from trusted hops
+only (`SEAMARK_HINTS_FROM`, by the address that opened the connection): it can cost a hit and never an answer, but it
+also costs a state, and clients must not say it. `x-seamark-load` is how gateways before 0.4 name themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from functools import cache
+from ipaddress import ip_address
+from typing import Any
+
+from prometheus_client import Counter
+
+from engine_patches import settings
+from engine_patches.scheduler import load
+from engine_patches.scheduler.hints import FIELD, entries_in
+
+NAME = b"x-seamark-boundaries"
+
+# GATEWAY,PROMPT,LEFT, as in `scheduler.load`.
+LOAD = b"x-seamark-load"
+
+# The paths whose bodies can carry a hint.
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+
+XARGS = "vllm_xargs"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+
+@cache
+def counted() -> Counter:
+    """By what became of them. A Prometheus registry admits the name once per process."""
+    return Counter("seamark_hint_headers_total", "Requests with a hint in a header", ["result"])
+
+
+networks = cache(settings.hints_from)
+
+
+def are_in(scope: MutableMapping[str, Any]) -> bool:
+    """Whether an HTTP request has any of the headers."""
+    return any(name in (NAME, LOAD) for name, _ in scope["headers"])
+
+
+async def into_body(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
+    """Take the headers out of `scope`, and put what they say into the body that the returned function gives.
+
+    What is not trusted or makes no sense is taken out alone. A field that the body has already stands.
+    """
+    hints = [value for name, value in scope["headers"] if name == NAME]
+    loads = [value for name, value in scope["headers"] if name == LOAD]
+    scope["headers"] = [header for header in scope["headers"] if header[0] not in (NAME, LOAD)]
+    takes_fields = scope["method"] == "POST" and scope["path"] in PATHS
+    fields: dict[str, Any] = {}
+    if loads and takes_fields:
+        fields[load.FIELD] = loads[0].decode("latin-1")  # the engine reads no other text than a gateway's
+    if hints:
+        entries = entries_in(hints[0].decode("latin-1")) if len(hints) == 1 and takes_fields else None
+        if not _is_trusted(scope):
+            counted().labels("untrusted").inc()
+        elif entries is None:
+            counted().labels("malformed").inc()
+        else:
+            fields[FIELD] = entries
+    if not fields:
+        return receive
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":  # the client has left
+            return _then(message, receive)
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    changed, result = _with_fields(bytes(body), fields)
+    if FIELD in fields:
+        counted().labels(result).inc()
+    length = (b"content-length", str(len(changed)).encode())
+    others = [header for header in scope["headers"] if header[0] not in (b"content-length", b"transfer-encoding")]
+    scope["headers"] = [*others, length]
+    return _then({"type": "http.request", "body": changed, "more_body": False}, receive)
+
+
+def _is_trusted(scope: MutableMapping[str, Any]) -> bool:
+    client = scope.get("client")
+    try:
+        address = ip_address(client[0]) if client else None
+    except ValueError:
+        address = None
+    if address is None:
+        return False
+    plain = getattr(address, "ipv4_mapped", None) or address
+    return any(plain in network for network in networks() if network.version == plain.version)
+
+
+def _with_fields(raw: bytes, fields: Mapping[str, Any]) -> tuple[bytes, str]:
+    """The body with these fields, and what became of a hint among them.
+
+    Of two fields of one name, JSON readers take the last.
+    """
+    try:
+        parsed = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw, "malformed"  # the server's to refuse
+    xargs = parsed.get(XARGS) if isinstance(parsed, dict) else ()
+    if xargs is not None and not isinstance(xargs, dict):
+        return raw, "malformed"
+    result = "in_body" if FIELD in (xargs or {}) else "used"
+    merged = {**fields, **(xargs or {})}
+    if merged == xargs:
+        return raw, result
+    text = raw.decode(json.detect_encoding(raw), "surrogatepass").rstrip()
+    field = json.dumps({XARGS: merged})[1:]
+    return f"{text[:-1]}{',' if parsed else ''}{field}".encode(errors="surrogatepass"), result
+
+
+def _then(first: Message, receive: Receive) -> Receive:
+    """`receive`, with this message before what it gives."""
+    waiting = [first]
+
+    async def received() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return received

@@ -1,0 +1,121 @@
+"""When a process starts engines, it becomes the one that collects what they report."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine_patches import settings
+from engine_patches.reporting.report import FOLDER, READ_AT
+
+RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"  # of variables, with commas between
+
+logger = logging.getLogger("vllm.seamark")
+
+
+def collect_before_the_engines(original: Callable[..., None]) -> Callable[..., None]:
+    """Replacement of `CoreEngineProcManager.__init__` and its like for Ray, which start the engines of this machine."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("vllm_config") or next(each for each in args if hasattr(each, "parallel_config"))
+        layout = _layout(config, kwargs)
+        if layout is not None and FOLDER not in os.environ:
+            _start(config, layout)
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+class Layout(enum.Enum):
+    """Who answers HTTP where engines are started."""
+
+    THIS_PROCESS = enum.auto()
+    OTHERS = enum.auto()  # several API servers, a frontend in Rust, or another machine
+
+
+def _layout(config: Any, kwargs: Mapping[str, Any]) -> Layout | None:
+    """None if nobody does: those are the engines of the class `LLM`, for which no gateway asks."""
+    if getattr(config.parallel_config, "_api_process_rank", 0) == -1 or kwargs.get("local_client") is False:
+        return Layout.OTHERS
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+    return Layout.THIS_PROCESS
+
+
+def _start(config: Any, layout: Layout) -> None:
+    host, port = settings.reports_at()
+    events = getattr(config, "kv_events_config", None)
+    if not port and events is not None and events.enable_kv_cache_events:
+        port = _beside(events.endpoint)
+    # Not before: every process of vLLM has this module, and few collect.
+    from engine_patches.reporting.collector import Collector
+    from engine_patches.reporting.metrics import CollectedMetrics
+
+    try:
+        collector = Collector((host, port), keys_in(sys.argv, os.environ))
+    except OSError as error:
+        logger.error("seamark: no reports, gateways learn nothing of this worker: %s", error)
+        return
+    os.environ[FOLDER], os.environ[READ_AT] = str(collector.folder), collector.read_at
+    # Ray gives its actors what vLLM is told to give them.
+    os.environ[RAY_PREFIXES] = ",".join(filter(None, (os.environ.get(RAY_PREFIXES), "SEAMARK_")))
+    collector.start(CollectedMetrics(collector.read_at, beside_vllms=layout is Layout.THIS_PROCESS))
+    if collector.read_at:
+        logger.info("seamark: a gateway reads what engines report at %s", collector.read_at)
+
+
+def _beside(endpoint: str) -> int:
+    """The port before that of KV events, where a gateway looks if `/kv_event_sources` tells of those; 0: any."""
+    port = endpoint.rpartition(":")[2]
+    candidate = int(port) - 1 if port.isdecimal() else 0
+    if not 0 < candidate < 65536:
+        return 0
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", candidate))
+        except OSError:
+            return 0
+    return candidate
+
+
+def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys that a `vllm serve` of these arguments asks for: its `--api-key`, or `VLLM_API_KEY`.
+
+    A file that `--config` names is read for them, too, as vLLM reads it.
+    """
+    given = list(arguments)
+    keys: list[str] = []
+    takes = False
+    for argument in given:
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") == "--api-key":
+            takes, keys = True, [value] if equals else []
+        elif argument.startswith("-"):
+            takes = False
+        elif takes:
+            keys.append(argument)
+    if not keys and "--config" in given[:-1]:
+        keys = _keys_of_file(given[given.index("--config") + 1])
+    return tuple(keys) or tuple(filter(None, [environment.get("VLLM_API_KEY")]))
+
+
+def _keys_of_file(path: str) -> list[str]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return []  # vLLM says so
+    flags = {str(name).replace("_", "-"): value for name, value in content.items()} if isinstance(content, dict) else {}
+    keys = flags.get("api-key") or []
+    return [str(key) for key in keys] if isinstance(keys, list) else [str(keys)]

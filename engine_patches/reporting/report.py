@@ -1,0 +1,134 @@
+"""What an engine core tells of itself: one `EngineReport` for all that happened in it since the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from engine_patches import kv_connectors
+from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvent, StateEvicted, StateStored
+
+# Set by the process that starts the engines, for its children: a folder of this user's own, in which sockets are.
+FOLDER = "SEAMARK_INTERNAL_REPORTS"
+SENT_TO = "sent"  # where engines send reports, a socket of ZeroMQ
+READ_INSIDE = "read"  # where other processes of the same server read them
+
+MAX_WAITING = 1000  # reports that were sent and not taken: some kilobytes each
+
+READ_AT = "SEAMARK_INTERNAL_REPORTS_READ_AT"  # HOST:PORT where gateways do
+
+# An event, as the gateway reads it: ["came", REQUEST, END, [[POSITION, STATE]..]], ["gone", STATE], ["cleared"] or
+# ["adapter", NAME]. Positions in tokens.
+Event = list[Any]
+
+
+class EngineReport(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How one engine is, and what has happened in it since its last report. Lengths in tokens."""
+
+    engine: int = 0  # its data parallel rank
+    engines: int = 1  # that the same server has behind it
+
+    match_unit: int  # what a hit is a multiple of
+    block_size: int
+    ahead: int = 0
+    refused: str = ""  # why hints are, empty if they are not
+    connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
+    lane: str = ""
+    cache_tokens: int = 0  # that fit into its cache; 0: vLLM does not say
+
+    running: int = 0  # requests
+    waiting: int = 0
+    loads: dict[str, tuple[int, int]] = {}  # by gateway: its requests, and tokens of their prompts to compute
+    state_bytes: int = 0
+    pinned_blocks: int = 0
+    disk_bytes: int = 0
+    pass_seconds: float = 0.0
+    token_seconds: float = 0.0
+
+    cache_hit_tokens: int = 0  # of prompts, from vLLM's prefix cache, on a state or not
+    hits: int = 0
+    hit_tokens: int = 0
+    saved_seconds: float = 0.0
+    spent_seconds: float = 0.0
+    file_bytes: int = 0
+    loads_declined: int = 0
+    written: dict[str, int] = {}  # states by kind
+    outcomes: dict[str, int] = {}  # requests by reason
+    followers: dict[str, int] = {}  # requests by fate
+    ignored: dict[str, int] = {}  # hint entries by reason
+    files_refused: dict[str, int] = {}  # by reason
+    requests: list[AdmittedRequest] = []
+    pinned: list[tuple[str, str]] = []  # requests that are among those, now or earlier, and fates
+    events: list[tuple[int, Event]] = []  # numbered without gaps: a missing number is an event that was lost
+
+
+def constants(config: Any) -> dict[str, Any]:
+    """Fields that all reports of an engine with this `VllmConfig` have in common."""
+    parallel, connector = config.parallel_config, kv_connectors.decide(config)
+    # With a server for each rank there is no other engine behind any of them.
+    alone = getattr(parallel, "data_parallel_external_lb", False)
+    return {
+        "engine": 0 if alone else getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
+        "engines": 1 if alone else parallel.data_parallel_size,
+        "connector": "+".join(connector.names),
+        "lane": connector.lane.value if connector.names else "",
+    }
+
+
+def report_of(scheduler: Any, constant: Mapping[str, Any], loads: Mapping[str, tuple[int, int]]) -> EngineReport:
+    """The report of a scheduler that is due now; what it tells is told once.
+
+    `constant`: of `constants`; `loads`: as of `EngineReport`.
+    """
+    checkpoints: Checkpoints = scheduler.seamark
+    states, counters = checkpoints.states, checkpoints.counters
+    counts = counters.take()
+    running, waiting = scheduler.get_request_counts()
+    return EngineReport(
+        **constant,
+        match_unit=checkpoints.grid.alignment,
+        block_size=checkpoints.block_size,
+        ahead=checkpoints.grid.ahead if states is not None else 0,
+        refused=checkpoints.refusal.cause if checkpoints.refusal is not None else "",
+        cache_tokens=getattr(scheduler.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0,
+        running=running,
+        waiting=waiting,
+        loads=dict(loads),
+        state_bytes=states.bytes_held if states is not None else 0,
+        pinned_blocks=states.pins.num_blocks if states is not None else 0,
+        disk_bytes=counters.disk_bytes,
+        pass_seconds=checkpoints.step_time.floor_seconds,
+        token_seconds=checkpoints.step_time.token_seconds,
+        cache_hit_tokens=counts.cache_hit_tokens,
+        hits=counts.hits,
+        hit_tokens=counts.hit_tokens,
+        saved_seconds=counts.saved_seconds,
+        spent_seconds=counts.spent_seconds,
+        file_bytes=counts.file_bytes,
+        loads_declined=counts.loads_declined,
+        written=counts.written,
+        outcomes=counts.outcomes,
+        followers=counts.followers,
+        ignored=counts.ignored,
+        files_refused=counts.files_refused,
+        requests=list(counts.requests),
+        pinned=list(counts.pinned),
+        events=[(number, written(event)) for number, event in states.events.take()] if states is not None else [],
+    )
+
+
+def written(event: StateEvent) -> Event:
+    """An event, as it is read."""
+    match event:
+        case StateStored(request_id, end, states):
+            return ["came", request_id, end, states]
+        case StateEvicted(name):
+            return ["gone", name]
+        case CacheCleared():
+            return ["cleared"]
+        case AdapterReplaced(name):
+            return ["adapter", name]

@@ -1,0 +1,163 @@
+"""vLLM's HTTP frontend in Rust before an engine with the plugin: a gateway that knows the worker's URL, and no more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
+from tests.harness.versions import engine_of
+from tests.harness.waiting import wait_for
+
+pytestmark = pytest.mark.thorough
+
+NEWEST = "0.33.0"
+
+CHAT = "/v1/chat/completions"
+
+HEALTH_SECONDS = "0.5"  # between two health checks of the gateway
+
+
+class Fleet(NamedTuple):
+    servers: Servers
+    rust: Server
+    python: Server
+    gateway: Server  # before the former
+    other: Server  # before the latter
+
+
+def environment() -> dict[str, str]:
+    """Of the newest vLLM with its frontend in Rust."""
+    return {"PYTHONPATH": str(engine_of(NEWEST)), "VLLM_USE_RUST_FRONTEND": "1", "VLLM_SERVER_DEV_MODE": "1"}
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Servers(tmp_path_factory.mktemp("rust")) as servers:
+        rust = servers.engine("rust", model, "1", (), environment())
+        python = servers.engine("python", model)
+        for engine in (rust, python):
+            engine.wait_until_ready()
+        gateways = [servers.gateway(each, flags=("--health-interval", HEALTH_SECONDS)) for each in (rust, python)]
+        for gateway in gateways:
+            gateway.wait_until_ready("/ready", seconds=60)
+        yield Fleet(servers, rust, python, *gateways)
+
+
+def chat(seed: int, question: str, **more: Any) -> dict[str, Any]:
+    head = {"role": "system", "content": prose(300, seed)}
+    return {
+        "model": MODEL_NAME,
+        "messages": [head, {"role": "user", "content": question}],
+        "max_tokens": 4,
+        "temperature": 0,
+        **more,
+    }
+
+
+def ask(gateway: Server, body: dict[str, Any]) -> httpx.Response:
+    answer = httpx.post(gateway.url + CHAT, json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def worker_of(gateway: Server) -> dict[str, Any]:
+    (worker,) = httpx.get(gateway.url + "/seamark/status", timeout=60).json()["workers"]
+    return dict(worker)
+
+
+def reason(gateway: Server, answer: httpx.Response) -> str:
+    explained: dict[str, Any] = {}
+
+    def is_explained() -> bool:
+        path = f"/seamark/requests/{answer.headers['x-request-id']}"
+        explained.update(httpx.get(gateway.url + path, timeout=60).json())
+        return explained.get("reason") is not None
+
+    wait_for(is_explained)
+    return str(explained["reason"])
+
+
+def test_the_worker_is_known_as_patched_and_as_what_it_is(fleet):
+    worker = worker_of(fleet.gateway)
+    assert worker["engine"]["vllm"].startswith(NEWEST) and worker["engine"]["match_unit"] == 16
+    assert worker["frontend"]["name"] == "vLLM's Rust frontend" and "/v1/messages" in worker["frontend"]["lacks"]
+    assert worker["reports"]["url"] not in ("", fleet.rust.url) and "patched" in fleet.gateway.log.read_text()
+
+
+def test_the_second_request_hits_as_predicted_with_its_reason_also_as_a_stream(fleet):
+    first = ask(fleet.gateway, chat(1, "Any ship today?"))
+    assert first.headers["x-seamark-cached"] == "0" and first.headers["x-seamark-reason"] == "cold"
+    second = ask(fleet.gateway, chat(1, "Any ship tomorrow?"))
+    cached = int(second.headers["x-seamark-cached"])
+    assert cached >= 256 and second.headers["x-seamark-predicted"] == str(cached)
+    assert second.headers["x-seamark-reason"] == "hit"
+    stream = ask(fleet.gateway, chat(1, "Any ship at all?", stream=True))
+    assert reason(fleet.gateway, stream) == "hit" and "[DONE]" in stream.text
+
+
+def test_answers_are_those_of_an_engine_that_has_never_seen_the_prompt(fleet):
+    for question in ("Any ship today?", "Any ship tomorrow?"):
+        warm = ask(fleet.gateway, chat(2, question)).json()["choices"][0]["message"]["content"]
+        cold = ask(fleet.gateway, chat(2, question, cache_salt=question)).json()["choices"][0]["message"]["content"]
+        assert warm == cold
+
+
+def test_all_facts_of_the_template_are_those_that_pythons_render_gives(fleet):
+    def facts(gateway: Server) -> dict[str, Any]:
+        return dict(worker_of(gateway)["templates"][MODEL_NAME])
+
+    def known(*gateways: Server) -> bool:
+        return not any(facts(each)["unknown"] for each in gateways)
+
+    # What a template writes is learnt as requests need it.
+    bodies = [chat(3, "Where?"), chat(3, "Where?", tools=[TOOL])]
+    gateways = (fleet.gateway, fleet.other)
+    wait_for(lambda: [ask(each, body) for each in gateways for body in bodies] and known(*gateways))
+    assert facts(fleet.gateway) == facts(fleet.other)
+    # And what is sent is the same.
+    sent = [[ask(each, body).headers["x-seamark-boundary"] for body in bodies] for each in gateways]
+    assert sent[0] == sent[1] and all(sent[0])
+
+
+TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_route_that_the_frontend_lacks_is_answered_with_its_name(fleet):
+    for path, body in (("/v1/messages", chat(4, "?")), ("/v1/responses", {"model": MODEL_NAME, "input": "?"})):
+        answer = httpx.post(fleet.gateway.url + path, json=body, timeout=60)
+        assert answer.status_code == 501 and "Rust frontend" in answer.text
+
+
+def test_an_emptied_cache_reaches_the_gateway_without_another_request(fleet):
+    ask(fleet.gateway, chat(5, "Any ship today?"))
+    assert ask(fleet.gateway, chat(5, "Any ship tomorrow?")).headers["x-seamark-predicted"] != "0"
+    httpx.post(fleet.rust.url + "/reset_prefix_cache", timeout=60).raise_for_status()
+    reports = worker_of(fleet.gateway)["reports"]["url"]
+    wait_for(lambda: ["cleared"] in httpx.get(reports + "/seamark/outcomes", timeout=60).json()["states"])
+    again = ask(fleet.gateway, chat(5, "Any ship at all?"))
+    assert again.headers["x-seamark-predicted"] == again.headers["x-seamark-cached"] == "0"
+
+
+def test_a_restarted_worker_is_another_boot_found_at_its_new_port(fleet, model):
+    for question in ("Any ship today?", "Any ship tomorrow?"):
+        ask(fleet.gateway, chat(6, question))
+    before = worker_of(fleet.gateway)
+    fleet.rust.stop()
+    port = int(fleet.rust.url.rpartition(":")[2])
+    again = fleet.servers.engine("rust-again", model, "1", (), environment(), port=port)
+    again.wait_until_ready()
+    with contextlib.suppress(httpx.HTTPError):
+        wait_for(lambda: worker_of(fleet.gateway)["up"] and worker_of(fleet.gateway)["boot"] != before["boot"])
+    now = worker_of(fleet.gateway)
+    assert now["engine"] is not None and now["boot"] != before["boot"]
+    assert now["reports"]["url"] != before["reports"]["url"]
+    wait_for(lambda: not worker_of(fleet.gateway)["warming"])
+    # What was shared before is computed again before its next request.
+    assert int(ask(fleet.gateway, chat(6, "Any ship at all?")).headers["x-seamark-cached"]) >= 256

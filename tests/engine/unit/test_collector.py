@@ -1,0 +1,294 @@
+"""From an engine's step to who reads it: nothing waits, nothing is lost unsaid, and nobody reads who may not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from engine_patches import settings
+from engine_patches.footprint import REPORTS
+from engine_patches.reporting import collector, events_api, launch, report, reporter
+from engine_patches.reporting.collector import Collector
+from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
+from engine_patches.reporting.launch import Layout, collect_before_the_engines, keys_in
+from engine_patches.reporting.report import FOLDER, READ_AT
+from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.state_events import StateEvicted
+from tests.harness.reports import scheduler_of
+
+KEY = {"authorization": "Bearer right"}
+
+
+class Taking:
+    """In place of the metrics: what was reported."""
+
+    def __init__(self, feeds: Feeds) -> None:
+        self.reports: list[Any] = []
+        self._feeds = feeds
+
+    def take(self, report: Any) -> None:
+        self.reports.append(report)
+        for request in report.requests:
+            self._feeds.add_outcome(report, request)
+        self._feeds.add_events(report)
+
+
+@pytest.fixture
+def taking(monkeypatch) -> Taking:
+    feeds = Feeds()
+    for module in (events_api, collector):
+        monkeypatch.setattr(module, "feeds", feeds)
+    monkeypatch.delenv(FOLDER, raising=False)
+    return Taking(feeds)
+
+
+class Events:
+    """Those of a scheduler, as many as fit."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.waiting: list[Any] = []
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.waiting)
+
+    def happen(self) -> None:
+        self.number += 1
+        self.waiting = [*self.waiting, (self.number, StateEvicted(f"{self.number:x}"))][-4:]
+
+    def take(self) -> list[Any]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+
+def engine(at: Collector) -> tuple[Any, reporter.Reporter, Events]:
+    """A scheduler that reports to a collector."""
+    events = Events()
+    states = SimpleNamespace(events=events, bytes_held=0, pins=SimpleNamespace(num_blocks=0))
+    scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384, states))
+    os.environ[FOLDER] = str(at.folder)
+    try:
+        reporter.report_from_the_start(lambda self: None)(scheduler)
+    finally:
+        del os.environ[FOLDER]
+    return scheduler, getattr(scheduler, REPORTS), events
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def read(url: str, headers: Any = None, path: str = PATH) -> httpx.Response:
+    return httpx.get(f"http://{url}{path}", headers=headers, timeout=60)
+
+
+async def read_beside(url: str, headers: Any = None, path: str = PATH) -> httpx.Response:
+    return await asyncio.to_thread(read, url, headers, path)
+
+
+async def test_what_an_engine_reports_is_read_where_the_collector_says(taking):
+    at = Collector(("127.0.0.1", 0), ())
+    at.start(taking)
+    scheduler, own, events = engine(at)
+    await until(lambda: len(taking.reports) == 1)  # before any step
+    scheduler.seamark.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
+    events.happen()
+    scheduler.seamark.last_planned = None
+    assert reporter.report_with_stats(lambda self: "statistics")(scheduler) == "statistics"
+    await until(lambda: len(taking.reports) == 2)
+    told = (await read_beside(at.read_at)).json()
+    assert told["outcomes"] == [["a", "hit", 160]] and told["states"] == [["gone", "1"]]
+    own.step_ends(busy=False)
+    assert len(taking.reports) == 2  # nothing new, nothing sent
+    assert reporter.report_resets(lambda self: True)(scheduler) is True
+    await until(lambda: len(taking.reports) == 3)
+    assert (await read_beside(at.read_at, path="/other")).status_code == 404
+
+
+def test_where_no_event_loop_runs_a_thread_collects(taking):
+    at = Collector(("127.0.0.1", 0), ())
+    at.start(taking)
+    engine(at)
+    assert read(at.read_at).status_code == 200
+    assert any(thread.name == "seamark-reports" and thread.daemon for thread in threading.enumerate())
+
+
+async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lost_is_said(taking, monkeypatch):
+    monkeypatch.setattr(report, "MAX_WAITING", 4)
+    monkeypatch.setattr(reporter, "MAX_WAITING", 4)
+    monkeypatch.setattr(collector, "MAX_WAITING", 4)
+    at = Collector(("127.0.0.1", 0), ())
+    scheduler, own, events = engine(at)
+    for number in range(400):
+        scheduler.seamark.counters.request_admitted(AdmittedRequest(f"chatcmpl-{number}-00000000", "cold", 0, 0, ()))
+        events.happen()
+        own.step_ends(busy=True)
+    at.start(taking)
+    # What did not fit went on being counted, and comes with the next report.
+    async with asyncio.timeout(60):
+        while sum(each.outcomes.get("cold", 0) for each in taking.reports) < 400:
+            own.step_ends(busy=True)
+            await asyncio.sleep(0.01)
+    told = (await read_beside(at.read_at)).json()
+    assert ["cleared", "lost"] in told["states"] and told["states"][-1] == ["gone", f"{400:x}"]
+    names = [name for name, *_ in told["outcomes"]]
+    assert names == [str(number) for number in range(400)]
+
+
+async def test_without_one_of_vllms_keys_nothing_is_told(taking):
+    at = Collector(("127.0.0.1", 0), ("right", "another"))
+    at.start(taking)
+    for path in (PATH, METRICS_PATH):
+        for headers in (None, {"authorization": "Bearer wrong"}, {"authorization": "right"}, {"x-api-key": "right"}):
+            answer = await read_beside(at.read_at, headers, path)
+            assert answer.status_code == 404 and answer.json() == (await read_beside(at.read_at, KEY, "/no")).json()
+        assert (await read_beside(at.read_at, KEY, path)).status_code == 200
+        assert (await read_beside(at.read_at, {"authorization": "Bearer another"}, path)).status_code == 200
+
+
+async def test_other_processes_of_the_same_server_read_without_a_key_and_no_other_user_can(taking):
+    at = Collector(("127.0.0.1", 0), ("right",))
+    at.start(taking)
+    assert at.folder.stat().st_mode & 0o777 == 0o700
+    transport = httpx.AsyncHTTPTransport(uds=str(at.folder / report.READ_INSIDE))
+    async with httpx.AsyncClient(transport=transport) as client:
+        assert (await client.get(f"http://inside{PATH}")).status_code == 200
+
+
+async def test_nobody_reads_from_elsewhere_unless_it_was_asked_for(taking, monkeypatch):
+    """Another address of this machine stands for another machine."""
+    monkeypatch.delenv(settings.REPORTS_AT, raising=False)
+    at = Collector(settings.reports_at(), ())
+    at.start(taking)
+    port = at.read_at.rpartition(":")[2]
+    assert at.read_at.startswith("127.0.0.1:")
+    with pytest.raises(httpx.ConnectError):
+        await read_beside(f"127.0.0.2:{port}")
+    monkeypatch.setenv(settings.REPORTS_AT, "0.0.0.0:0")
+    opened = Collector(settings.reports_at(), ())
+    opened.start(taking)
+    assert (await read_beside(f"127.0.0.2:{opened.read_at.rpartition(':')[2]}")).status_code == 200
+
+
+async def test_a_port_that_is_taken_costs_a_line_and_reports_still_come(taking, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        at = Collector(("127.0.0.1", port), ())
+    assert at.read_at == "" and f"127.0.0.1:{port}" in caplog.text and "SEAMARK_REPORTS_AT" in caplog.text
+    at.start(taking)
+    engine(at)
+    await until(lambda: taking.reports)
+
+
+@pytest.mark.parametrize("value", ["nonsense", "host:port", "host:99999", ":", "host:-1"])
+def test_an_address_that_is_none_is_said_and_loopback_is_used(value, monkeypatch, caplog):
+    monkeypatch.setenv(settings.REPORTS_AT, value)
+    assert settings.reports_at() == ("127.0.0.1", 0) and "SEAMARK_REPORTS_AT" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "address"),
+    [
+        ("", ("127.0.0.1", 0)),
+        ("192.0.2.7:8001", ("192.0.2.7", 8001)),
+        (":8001", ("127.0.0.1", 8001)),
+        ("[::]:1", ("::", 1)),
+    ],
+)
+def test_addresses(value, address, monkeypatch):
+    monkeypatch.setenv(settings.REPORTS_AT, value)
+    assert settings.reports_at() == address
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[Layout]:
+    monkeypatch.delenv(FOLDER, raising=False)
+    layouts: list[Layout] = []
+    monkeypatch.setattr(launch, "_start", lambda config, layout: layouts.append(layout))
+    return layouts
+
+
+def engines_of(rank: int = 0, **kwargs: Any) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=rank))
+    collect_before_the_engines(lambda self, *args, **kwargs: None)(object(), 1, 0, 0, config, **kwargs)
+
+
+async def test_a_collector_is_started_where_an_api_server_runs_in_this_process(started):
+    engines_of()
+    assert started == [Layout.THIS_PROCESS]
+
+
+def test_and_where_others_serve_but_not_for_engines_that_nobody_serves(started, monkeypatch):
+    engines_of(-1)
+    engines_of(local_client=False)
+    assert started == [Layout.OTHERS, Layout.OTHERS]
+    engines_of()
+    assert len(started) == 2
+    monkeypatch.setenv(FOLDER, "/somewhere")  # there is one
+    engines_of(-1)
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "keys"),
+    [
+        ("vllm serve m --port 1", {}, ()),
+        ("vllm serve m --api-key a", {}, ("a",)),
+        ("vllm serve m --api-key a b --port 1", {"VLLM_API_KEY": "c"}, ("a", "b")),
+        ("vllm serve m --api_key=a", {}, ("a",)),
+        ("vllm serve m --api-key a --api-key b", {}, ("b",)),
+        ("vllm serve m -tp 2", {"VLLM_API_KEY": "c"}, ("c",)),
+        ("vllm serve m", {"VLLM_API_KEY": ""}, ()),
+    ],
+)
+def test_the_keys_are_vllms_own(arguments, environment, keys):
+    assert keys_in(arguments.split(), environment) == keys
+
+
+@pytest.mark.parametrize(("text", "keys"), [("api-key: a", ("a",)), ("api_key: [a, b]", ("a", "b")), ("port: 1", ())])
+def test_keys_of_a_file(text, keys, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert keys_in(["vllm", "serve", "--config", str(file)], {}) == keys
+
+
+class Null:
+    """A scheduler without KV events."""
+
+    def get_kv_event_publisher_config(self) -> None:
+        return None
+
+
+def test_an_engine_that_publishes_kv_events_tells_of_these_alone(monkeypatch):
+    monkeypatch.setenv(READ_AT, "127.0.0.1:7")
+    theirs = object()
+    assert reporter.tell_where(lambda self: theirs)(Null()) is theirs
+    monkeypatch.delenv(READ_AT)
+    assert reporter.tell_where(lambda self: None)(Null()) is None
+
+
+@pytest.mark.parametrize(("endpoint", "is_free"), [("tcp://*:{}", True), ("tcp://*:{}", False), ("inproc://x", None)])
+def test_beside_kv_events_reports_are_read_at_the_port_before_theirs_if_that_is_free(endpoint, is_free):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        if is_free:
+            holder.close()
+        assert launch._beside(endpoint.format(port + 1)) == (port if is_free else 0)
+
+
+def test_what_is_collected_is_json_for_every_reader(taking):
+    taking._feeds.main.add_event(1, ["gone", "5c"])
+    assert json.loads(json.dumps(taking._feeds.main.after(0)))["states"] == [["gone", "5c"]]

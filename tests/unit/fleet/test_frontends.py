@@ -1,0 +1,336 @@
+"""Workers whose HTTP server has no middleware, and engines that share one: found by the worker's URL alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+
+from proxy.bench.harness.prompts import prose
+from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.server.status import warnings
+from tests.harness.fake_engine import FakeEngine, engine_info
+from tests.harness.in_memory_gateway import InMemoryGateway, told
+from tests.harness.recording_worker import EVENTS, RecordingWorker, respond
+from tests.harness.waiting import until
+
+URL = "http://127.0.0.1:1"
+
+REPORTS = 2  # port
+
+Started = Callable[..., Awaitable[InMemoryGateway]]
+
+
+@dataclass
+class Rust(RecordingWorker):
+    """vLLM's frontend in Rust: no middleware, and few of vLLM's metrics."""
+
+    url: str = URL
+    hits: bool = True
+    lacks: tuple[str, ...] = (MESSAGES, RESPONSES, CHAT + "/render")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/metrics":
+            text = "vllm:spec_decode_num_drafts_total 0.0\nvllm:prefix_cache_hits_total 0.0\n"
+            await respond(send, text.encode(), "text/plain")
+        elif scope["path"].startswith("/seamark/"):
+            await respond(send, b"", status=404)
+        elif scope["path"] == "/tokenize" and b"messages" in (body := (await receive())["body"]):
+            ids = list(map(ord, self.template(json.loads(body))))
+            await respond(send, json.dumps({"tokens": ids}).encode())
+        else:
+            await super().__call__(scope, receive, send)
+
+
+@dataclass
+class Collector:
+    """The port that a worker's reports are read at."""
+
+    worker: RecordingWorker
+    port: int = REPORTS
+    api_key: str | None = None
+    refused: int = 0
+    asked: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        wanted = (b"authorization", f"Bearer {self.api_key}".encode())
+        self.asked += 1
+        if not scope["path"].startswith("/seamark/") or (self.api_key is not None and wanted not in scope["headers"]):
+            self.refused += 1
+            await respond(send, b"", status=404)
+        else:
+            await RecordingWorker.__call__(self.worker, scope, receive, send)
+
+
+class Stranger:
+    """Another program at the port."""
+
+    url = f"http://127.0.0.1:{REPORTS}"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await respond(send, b"<html>seamark</html>", "text/html")
+
+
+def listed(port: int = REPORTS, host: str = "127.0.0.1") -> dict[str, Any]:
+    return {"0": {"publisher": "null", "endpoint": f"tcp://{host}:{port}", "topic": "seamark"}}
+
+
+KV_EVENTS = {"0": {"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv-events"}}
+
+
+async def before(in_memory: Started, worker: RecordingWorker, *others: Any, key: str = "") -> InMemoryGateway:
+    """A gateway that knows the worker's URL, and its key if it has one, where `others` answer at theirs."""
+    gateway = await in_memory(worker, is_started=False)
+    gateway.upstream.workers |= {each.url: each for each in others}
+    gateway.upstream.own_headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    gateway.app.gateway.start()
+    await gateway.gateway.pool.ready()
+    return gateway
+
+
+SYSTEM = {"role": "system", "content": prose(300, 1)}
+
+
+def chat(question: str, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}], **more}
+
+
+async def test_without_middleware_the_second_request_hits_as_predicted_with_its_reason_also_as_a_stream(in_memory):
+    worker = Rust(sources=listed())
+    gateway = await before(in_memory, worker, Collector(worker))
+    (status,) = (await gateway.status())["workers"]
+    assert status["engine"]["match_unit"] == 16 and status["reports"]["url"] == f"http://127.0.0.1:{REPORTS}"
+    await gateway.post(chat("Any ship today?"))
+    await told(worker)
+    second = await gateway.post(chat("Any ship tomorrow?"))
+    cached = int(second.headers["x-seamark-cached"])
+    assert cached and second.headers["x-seamark-predicted"] == str(cached)
+    assert second.headers["x-seamark-reason"] == "hit"
+    worker.streams[CHAT] = lambda prompt, cached: [
+        event.replace(b'"cached_tokens": 160', b'"cached_tokens": %d' % cached) for event in EVENTS
+    ]
+    stream = await gateway.post(chat("Any ship at all?", stream=True))
+    assert (await gateway.explained(stream))["reason"] == "hit"
+    assert gateway.metric("seamark_engine_patched") == 1
+
+
+async def test_a_template_is_learnt_by_tokens_where_the_frontend_renders_nothing(in_memory):
+    worker, python = Rust(sources=listed()), RecordingWorker()
+    gateways = [await before(in_memory, worker, Collector(worker)), await in_memory(python)]
+    facts = []
+    for gateway in gateways:
+        await gateway.shows(lambda status: status["workers"][0]["templates"]["m"]["learnt"])
+        facts.append((await gateway.status())["workers"][0]["templates"]["m"])
+    assert facts[0] == facts[1] and facts[0]["known"]
+
+
+async def test_what_the_frontend_lacks_is_said_on_the_page_and_to_clients(in_memory):
+    worker = Rust(sources=listed())
+    gateway = await before(in_memory, worker, Collector(worker))
+    (status,) = (await gateway.status())["workers"]
+    assert status["frontend"] == {"name": "vLLM's Rust frontend", "lacks": list(worker.lacks)}
+    for path, body in ((MESSAGES, chat("?", max_tokens=1)), (RESPONSES, {"model": "m", "input": "?"})):
+        answer = await gateway.post(body, path)
+        assert answer.status_code == 501
+        assert path in answer.text and "Rust frontend" in answer.text and CHAT in answer.text
+    assert not any("drafts" in sentence for sentence in warnings(gateway.gateway))
+
+
+async def test_a_restarted_worker_is_found_at_its_new_port_as_another_boot(in_memory):
+    worker = Rust(sources=listed())
+    first, second = Collector(worker), Collector(worker, port=3)
+    gateway = await before(in_memory, worker, first)
+    boot = (await gateway.status())["workers"][0]["boot"]
+    await gateway.post(chat("Any ship today?"))
+    await told(worker)
+    del gateway.upstream.workers[first.url]
+    worker.boot, worker.sources = "1.8e+09", listed(3)
+    gateway.upstream.workers[second.url] = second
+    await gateway.shows(lambda status: status["workers"][0]["boot"] not in ("", boot, f"{URL}#"))
+    (status,) = (await gateway.status())["workers"]
+    assert status["reports"]["url"] == second.url and status["boot"].endswith("1.8e+09")
+
+
+async def test_an_eviction_and_an_emptied_cache_reach_the_gateway(in_memory):
+    worker = Rust(sources=listed())
+    gateway = await before(in_memory, worker, Collector(worker))
+    await gateway.post(chat("Any ship today?"))
+    await told(worker)
+    worker.engine.clear()
+    await told(worker)
+    worker.hits, worker.cached = False, 0
+    answer = await gateway.post(chat("Any ship tomorrow?"))
+    assert answer.headers["x-seamark-predicted"] == "0"
+
+
+async def test_lost_reports_are_said_and_what_they_may_have_told_is_forgotten(in_memory, caplog):
+    worker = Rust(sources=listed())
+    gateway = await before(in_memory, worker, Collector(worker))
+    await gateway.post(chat("Any ship today?"))
+    await told(worker)
+    worker.engine._kept.append((None, None, ["cleared", "lost"]))
+    await told(worker)
+    answer = await gateway.post(chat("Any ship tomorrow?"))
+    assert answer.headers["x-seamark-predicted"] == "0" and "reports were lost" in caplog.text
+
+
+async def test_the_workers_key_is_sent_to_its_port_and_a_stranger_there_is_not_believed(in_memory, caplog):
+    caplog.set_level(logging.INFO)
+    worker = Rust(sources=listed(), api_key="right")
+    collector = Collector(worker, api_key="right")
+    gateway = await before(in_memory, worker, collector, key="right")
+    assert (await gateway.status())["workers"][0]["engine"] and not collector.refused
+    for other in (Stranger(), None):
+        worker = Rust(sources=listed())
+        gateway = await before(in_memory, worker, *filter(None, (other,)))
+        (status,) = (await gateway.status())["workers"]
+        assert status["engine"] is None and f"http://127.0.0.1:{REPORTS} does not give them" in caplog.text
+        assert any("cannot be read" in sentence for sentence in warnings(gateway.gateway))
+        assert (await gateway.post(chat("?"))).status_code == 200
+        caplog.clear()
+
+
+async def test_a_port_of_the_workers_own_machine_is_not_looked_for_here(in_memory, caplog):
+    caplog.set_level(logging.INFO)
+    worker = Rust(url="http://spark:1", sources=listed())
+    here = Collector(worker)
+    await before(in_memory, worker, here)
+    assert not here.asked and "SEAMARK_REPORTS_AT" in caplog.text
+
+
+@pytest.mark.parametrize("beside", [True, False])
+async def test_while_kv_events_are_on_the_reports_are_at_the_port_before_theirs_or_it_is_said_where_they_were_sought(
+    in_memory, beside, caplog
+):
+    caplog.set_level(logging.INFO)
+    worker = Rust(sources=KV_EVENTS)
+    gateway = await before(in_memory, worker, *([Collector(worker, port=5556)] if beside else []))
+    (status,) = (await gateway.status())["workers"]
+    assert (status["engine"] is not None) is beside
+    assert ("its reports are not at *:5556" in caplog.text) is not beside
+
+
+@dataclass
+class Python(RecordingWorker):
+    """A `vllm serve` that was started without the flag `--middleware`, with the plugin installed."""
+
+    url: str = URL
+    hits: bool = True
+    reports: str | None = f"127.0.0.1:{REPORTS}"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"].startswith("/seamark/"):
+            await respond(send, b"", status=404)
+        elif scope["path"] == "/metrics":
+            text = f"process_start_time_seconds {self.boot}\n{engine_info(reports=self.reports)}"
+            await respond(send, text.encode(), "text/plain")
+        else:
+            await super().__call__(scope, receive, send)
+
+
+@pytest.mark.parametrize("sources", [None, KV_EVENTS])
+async def test_a_python_frontend_tells_the_port_in_its_metrics_whatever_its_version(in_memory, sources):
+    worker = Python(sources=sources)
+    gateway = await before(in_memory, worker, Collector(worker))
+    await gateway.post(chat("Any ship today?"))
+    await told(worker)
+    second = await gateway.post(chat("Any ship tomorrow?"))
+    assert second.headers["x-seamark-reason"] == "hit" and second.headers["x-seamark-predicted"] != "0"
+    (status,) = (await gateway.status())["workers"]
+    assert status["frontend"] == {"name": "", "lacks": []}
+
+
+@dataclass
+class Ranks(RecordingWorker):
+    """Two engines behind one API server, which sends a request to the one that its header names."""
+
+    url: str = URL
+    hits: bool = True
+    sources: dict[str, Any] | None = field(default_factory=lambda: {rank: listed()["0"] for rank in "01"})
+    of: dict[str, FakeEngine] = field(default_factory=lambda: {rank: FakeEngine(f"rank {rank}") for rank in "01"})
+    rank: str = "0"
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.of[self.rank]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        query = parse_qs(scope["query_string"].decode())
+        named = dict(scope["headers"]).get(b"x-data-parallel-rank", b"").decode()
+        before, self.rank = self.rank, named or query.get("engine", ["0"])[-1]
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.rank = before
+
+
+async def test_engines_behind_one_address_are_workers_each_with_a_feed_and_requests_of_its_own(in_memory):
+    worker = Ranks()
+    gateway = await in_memory(worker)
+    await gateway.shows(lambda status: [each["up"] for each in status["workers"]] == [True, True])
+    assert [each["name"] for each in (await gateway.status())["workers"]] == ["127.0.0.1:1#0", "127.0.0.1:1#1"]
+    seen = []
+    for number in range(6):
+        answer = await gateway.post(chat(f"Question {number}?"))
+        (rank,) = [value for name, value in worker.requests[-1].headers if name == b"x-data-parallel-rank"]
+        seen.append(rank.decode())
+        assert answer.headers["x-seamark-worker"] == f"127.0.0.1:1#{seen[-1]}"
+        engine = worker.of[seen[-1]]
+        await until(lambda engine=engine: engine.read_to >= engine.cursor)
+        assert answer.headers["x-seamark-predicted"] == answer.headers["x-seamark-cached"]
+    assert len(set(seen)) == 1  # all share a beginning, and one engine holds it
+
+
+async def test_a_client_cannot_say_which_engine(in_memory):
+    worker = Ranks()
+    gateway = await in_memory(worker)
+    await gateway.shows(lambda status: [each["up"] for each in status["workers"]] == [True, True])
+    for _ in range(3):
+        await gateway.post(chat("?"), x_data_parallel_rank="7")
+        named = [value for name, value in worker.requests[-1].headers if name == b"x-data-parallel-rank"]
+        assert named in ([b"0"], [b"1"])
+
+
+async def test_engines_that_became_one_are_one_worker_again(in_memory):
+    worker = Ranks()
+    gateway = await in_memory(worker)
+    await gateway.shows(lambda status: len(status["workers"]) == 2)
+    worker.sources, worker.boot = listed(), "1.8e+09"
+    await gateway.shows(lambda status: [each["name"] for each in status["workers"]] == ["127.0.0.1:1"])
+    assert (await gateway.post(chat("?"))).status_code == 200
+
+
+async def test_two_gateways_learn_of_each_other_through_the_engine(in_memory):
+    """What each says of its load in the body is what the engine counts (`tests/unit/engine/test_load.py`)."""
+    worker = Python()
+    gateways = [await before(in_memory, worker, Collector(worker)) for _ in range(2)]
+    ids = [gateway.gateway.pool.gateway_id for gateway in gateways]
+    for gateway in gateways:
+        await gateway.post(chat("?"))
+    said = [json.loads(request.body)["vllm_xargs"]["seamark_load"].split(",") for request in worker.requests]
+    assert [name for name, *_ in said] == ids and all(int(prompt) >= int(left) > 0 for _, prompt, left in said)
+    assert not any(b"x-seamark-load" in dict(request.headers) for request in worker.requests)
+
+
+async def test_a_client_cannot_say_whose_load_it_is(in_memory):
+    worker = Python()
+    gateway = await before(in_memory, worker, Collector(worker))
+    await gateway.post(chat("?", vllm_xargs={"seamark_load": "ab,1,1", "mine": 1}))
+    xargs = json.loads(worker.requests[-1].body)["vllm_xargs"]
+    assert xargs["mine"] == 1 and xargs["seamark_load"].startswith(gateway.gateway.pool.gateway_id)
+
+
+async def test_an_older_plugin_is_told_the_load_in_a_header(in_memory):
+    worker = RecordingWorker()
+    gateway = await in_memory(worker)
+    await gateway.post(chat("?"))
+    assert worker.requests[-1].header(b"x-seamark-load") and b"seamark_load" not in worker.requests[-1].body
