@@ -34,8 +34,13 @@ from engine_patches.forward.scan_states import plan_scan_states, scan_with_state
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
 from engine_patches.forward.step_writes import skip_vllm_exports, track_batch, track_steps
 from engine_patches.ledger import Function, Patch, PatchRole, Shape, exists
-from engine_patches.reporting.launch import collect_before_the_engines
-from engine_patches.reporting.reporter import report_from_the_start, report_resets, report_with_stats, tell_where
+from engine_patches.reporting.hooks import (
+    collect_before_the_engines,
+    report_from_the_start,
+    report_resets,
+    report_with_stats,
+    tell_where,
+)
 from engine_patches.scheduler.adapters import (
     admit_by_adapter,
     hash_contents,
@@ -688,6 +693,7 @@ PATCHES: tuple[Patch, ...] = (
         why="no step may follow an emptied cache for hours",
         until=NEVER,
         build=report_resets,
+        mentions=("self.kv_cache_manager.reset_prefix_cache()",),
     ),
     Patch(
         "reports-collected",

@@ -26,9 +26,10 @@ import msgspec
 import zmq
 
 from engine_patches import settings
+from engine_patches.reporting.addresses import MAX_WAITING, READ_INSIDE, SENT_TO
 from engine_patches.reporting.events_api import AsgiApp, EventsEndpoint, Receive, Scope, Send, feeds, not_found
 from engine_patches.reporting.metrics import CollectedMetrics
-from engine_patches.reporting.report import MAX_WAITING, READ_INSIDE, SENT_TO, EngineReport
+from engine_patches.reporting.report import EngineReport
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -50,8 +51,9 @@ class Collector:
         place = None if len(tempfile.gettempdir()) <= MOST_PATH else "/tmp"  # noqa: S108  # a folder in it is ours alone
         self.folder = Path(tempfile.mkdtemp(prefix="seamark-", dir=place))
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
-        self._context = zmq.Context()
-        self._reports = self._context.socket(zmq.PULL)
+        # The process's one: another would wait for its sockets when it is collected as garbage.
+        context: Any = zmq.Context.instance()
+        self._reports = context.socket(zmq.PULL)
         self._reports.rcvhwm, self._reports.linger = MAX_WAITING, 0
         self._reports.bind(f"ipc://{self.folder / SENT_TO}")
         self._inside = socket.socket(socket.AF_UNIX)

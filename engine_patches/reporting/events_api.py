@@ -22,7 +22,8 @@ from urllib.parse import parse_qs
 from prometheus_client import make_asgi_app
 
 from engine_patches.reporting import header_fields
-from engine_patches.reporting.report import FOLDER, READ_INSIDE, EngineReport, Event
+from engine_patches.reporting.addresses import FOLDER, READ_INSIDE
+from engine_patches.reporting.report import EngineReport, Event
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.load import GatewayLoad
 
@@ -105,8 +106,10 @@ def client_id(engine_id: str) -> str:
 class Feed:
     """The latest outcomes and events of one engine, or the outcomes of several, numbered."""
 
-    def __init__(self, boot: str) -> None:
+    def __init__(self, boot: str, catch_up: Callable[[], None] = lambda: None) -> None:
+        """`catch_up` is called before anything is read: what was put off is added then."""
         self.boot = boot
+        self._catch_up = catch_up
         self.has_events = True  # of several engines, each has states of its own
         self._cursor = 0
         self._kept: deque[tuple[int, Outcome | list[Any]]] = deque(maxlen=MAX_KEPT)
@@ -176,6 +179,7 @@ class Feed:
         reader, so it no longer knows what the cache holds. `load`, with `states` and for a `gateway` that names itself:
         the requests of all others here, and the tokens of their prompts to compute.
         """
+        self._catch_up()
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
         reset = bool(boot) and (foreign or cursor + 1 < oldest)
@@ -246,7 +250,7 @@ class Feeds:
 
     def __init__(self) -> None:
         self.are_collected = False  # by this process
-        self.main = Feed(uuid.uuid4().hex)  # every process numbers from 1
+        self.main = Feed(uuid.uuid4().hex, self.catch_up)  # every process numbers from 1
         self._of_engine: dict[int, Feed] = {}
         self._late: list[Callable[[], None]] = []  # put off by `later`
 
@@ -300,7 +304,7 @@ class Feeds:
             return (self.main,)
         self.main.has_events = False
         if report.engine not in self._of_engine:
-            self._of_engine[report.engine] = Feed(self.main.boot)
+            self._of_engine[report.engine] = Feed(self.main.boot, self.catch_up)
         return self.main, self._of_engine[report.engine]
 
 

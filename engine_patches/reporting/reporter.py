@@ -7,20 +7,15 @@ their numbers, which tells the gateway to forget what it may have missed.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import zmq
 
-from engine_patches.footprint import REPORTS
-from engine_patches.reporting.report import FOLDER, MAX_WAITING, READ_AT, SENT_TO, constants, report_of
+from engine_patches.reporting.addresses import MAX_WAITING
+from engine_patches.reporting.report import constants, report_of
 from engine_patches.scheduler import load
 from engine_patches.scheduler.load import GatewayLoad
-
-# How vLLM's list of KV event publishers names one that is none, but where reports are read.
-TOPIC = "seamark"
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -59,60 +54,3 @@ class Reporter:
                 self._loads = loads
             # The socket has room, and this thread alone fills it.
             self._socket.send(_encode(report_of(self._scheduler, self._constant, self._loads)), zmq.DONTWAIT)
-
-
-def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of `Scheduler.__init__`: what the engine is, is known before its first request."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        folder = os.environ.get(FOLDER)
-        if folder:
-            reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")
-            setattr(self, REPORTS, reporter)
-            reporter.send()
-
-    return __init__
-
-
-def report_with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `Scheduler.make_stats`, called at the end of each step, also with `--disable-log-stats`."""
-
-    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reporter: Reporter | None = getattr(self, REPORTS, None)
-        if reporter is not None:
-            reporter.step_ends(busy=load.may_have_changed(self.seamark.last_planned))
-        return original(self, *args, **kwargs)
-
-    return make_stats
-
-
-def report_resets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `Scheduler.reset_prefix_cache`, which no step may follow for hours."""
-
-    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        emptied = original(self, *args, **kwargs)
-        reporter: Reporter | None = getattr(self, REPORTS, None)
-        if reporter is not None:
-            reporter.send()
-        return emptied
-
-    return reset_prefix_cache
-
-
-def tell_where(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `Scheduler.get_kv_event_publisher_config`, by which every frontend answers `/kv_event_sources`.
-
-    A frontend in Rust has no other route of ours. A publisher of KV events is left as it is.
-    """
-
-    def get_kv_event_publisher_config(self: Any) -> Any:
-        config = original(self)
-        at = os.environ.get(READ_AT)
-        if config is not None or not at:
-            return config
-        from vllm.config.kv_events import KVEventsConfig
-
-        return KVEventsConfig(publisher="null", endpoint=f"tcp://{at}", topic=TOPIC)
-
-    return get_kv_event_publisher_config

@@ -21,6 +21,8 @@ NEWEST = "0.33.0"
 
 CHAT = "/v1/chat/completions"
 
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
 HEALTH_SECONDS = "0.5"  # between two health checks of the gateway
 
 
@@ -40,8 +42,8 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with Servers(tmp_path_factory.mktemp("rust")) as servers:
-        rust = servers.engine("rust", model, "1", (), environment())
-        python = servers.engine("python", model)
+        rust = servers.engine("rust", model, "1", TOOLS, environment())
+        python = servers.engine("python", model, "1", TOOLS)
         for engine in (rust, python):
             engine.wait_until_ready()
         gateways = [servers.gateway(each, flags=("--health-interval", HEALTH_SECONDS)) for each in (rust, python)]
@@ -113,14 +115,10 @@ def test_all_facts_of_the_template_are_those_that_pythons_render_gives(fleet):
     def facts(gateway: Server) -> dict[str, Any]:
         return dict(worker_of(gateway)["templates"][MODEL_NAME])
 
-    def known(*gateways: Server) -> bool:
-        return not any(facts(each)["unknown"] for each in gateways)
-
-    # What a template writes is learnt as requests need it.
-    bodies = [chat(3, "Where?"), chat(3, "Where?", tools=[TOOL])]
     gateways = (fleet.gateway, fleet.other)
-    wait_for(lambda: [ask(each, body) for each in gateways for body in bodies] and known(*gateways))
-    assert facts(fleet.gateway) == facts(fleet.other)
+    bodies = [chat(3, "Where?"), chat(3, "Where?", tools=[TOOL])]
+    wait_for(lambda: [ask(each, body) for each in gateways for body in bodies] and not facts(fleet.other)["unknown"])
+    wait_for(lambda: facts(fleet.gateway) == facts(fleet.other))
     # And what is sent is the same.
     sent = [[ask(each, body).headers["x-seamark-boundary"] for body in bodies] for each in gateways]
     assert sent[0] == sent[1] and all(sent[0])
@@ -141,6 +139,7 @@ def test_an_emptied_cache_reaches_the_gateway_without_another_request(fleet):
     httpx.post(fleet.rust.url + "/reset_prefix_cache", timeout=60).raise_for_status()
     reports = worker_of(fleet.gateway)["reports"]["url"]
     wait_for(lambda: ["cleared"] in httpx.get(reports + "/seamark/outcomes", timeout=60).json()["states"])
+    ask(fleet.gateway, chat(50, "Whose outcome is read, and so all that happened before?"))
     again = ask(fleet.gateway, chat(5, "Any ship at all?"))
     assert again.headers["x-seamark-predicted"] == again.headers["x-seamark-cached"] == "0"
 
@@ -151,7 +150,7 @@ def test_a_restarted_worker_is_another_boot_found_at_its_new_port(fleet, model):
     before = worker_of(fleet.gateway)
     fleet.rust.stop()
     port = int(fleet.rust.url.rpartition(":")[2])
-    again = fleet.servers.engine("rust-again", model, "1", (), environment(), port=port)
+    again = fleet.servers.engine("rust-again", model, "1", TOOLS, environment(), port=port)
     again.wait_until_ready()
     with contextlib.suppress(httpx.HTTPError):
         wait_for(lambda: worker_of(fleet.gateway)["up"] and worker_of(fleet.gateway)["boot"] != before["boot"])

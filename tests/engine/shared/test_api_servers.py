@@ -85,9 +85,9 @@ def test_whichever_server_is_asked_there_is_one_feed_with_every_outcome_and_ever
 
 def test_an_emptied_cache_reaches_the_gateway_without_another_request_and_nothing_is_warned_of(both):
     engine, gateway = both
-    head = {"role": "system", "content": prose(200, 7500)}
 
-    def ask(question: str) -> httpx.Response:
+    def ask(question: str, seed: int = 7500) -> httpx.Response:
+        head = {"role": "system", "content": prose(200, seed)}
         body = {"model": MODEL_NAME, "messages": [head, {"role": "user", "content": question}], "max_tokens": 1}
         return httpx.post(gateway.url + CHAT, json=body, timeout=120)
 
@@ -96,6 +96,7 @@ def test_an_emptied_cache_reaches_the_gateway_without_another_request_and_nothin
     assert second.headers["x-seamark-predicted"] == second.headers["x-seamark-cached"] != "0"
     httpx.post(engine.url + "/reset_prefix_cache", timeout=60).raise_for_status()
     wait_for(lambda: ["cleared"] in fresh(engine.url, "/seamark/outcomes").json()["states"])
+    ask("Whose outcome is read, and so all that happened before?", seed=7501)
     third = ask("Three?")
     assert third.headers["x-seamark-predicted"] == third.headers["x-seamark-cached"] == "0"
     assert "WARNING" not in gateway.log.read_text()

@@ -15,11 +15,11 @@ import pytest
 
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
-from engine_patches.reporting import collector, events_api, launch, report, reporter
+from engine_patches.reporting import addresses, collector, events_api, hooks, reporter
+from engine_patches.reporting.addresses import FOLDER, READ_AT
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
-from engine_patches.reporting.launch import Layout, collect_before_the_engines, keys_in
-from engine_patches.reporting.report import FOLDER, READ_AT
+from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.grid import Grid
@@ -79,7 +79,7 @@ def engine(at: Collector) -> tuple[Any, reporter.Reporter, Events]:
     scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384, states))
     os.environ[FOLDER] = str(at.folder)
     try:
-        reporter.report_from_the_start(lambda self: None)(scheduler)
+        hooks.report_from_the_start(lambda self: None)(scheduler)
     finally:
         del os.environ[FOLDER]
     return scheduler, getattr(scheduler, REPORTS), events
@@ -107,13 +107,13 @@ async def test_what_an_engine_reports_is_read_where_the_collector_says(taking):
     scheduler.seamark.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
     events.happen()
     scheduler.seamark.last_planned = None
-    assert reporter.report_with_stats(lambda self: "statistics")(scheduler) == "statistics"
+    assert hooks.report_with_stats(lambda self: "statistics")(scheduler) == "statistics"
     await until(lambda: len(taking.reports) == 2)
     told = (await read_beside(at.read_at)).json()
     assert told["outcomes"] == [["a", "hit", 160]] and told["states"] == [["gone", "1"]]
     own.step_ends(busy=False)
     assert len(taking.reports) == 2  # nothing new, nothing sent
-    assert reporter.report_resets(lambda self: True)(scheduler) is True
+    assert hooks.report_resets(lambda self: True)(scheduler) is True
     await until(lambda: len(taking.reports) == 3)
     assert (await read_beside(at.read_at, path="/other")).status_code == 404
 
@@ -127,7 +127,6 @@ def test_where_no_event_loop_runs_a_thread_collects(taking):
 
 
 async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lost_is_said(taking, monkeypatch):
-    monkeypatch.setattr(report, "MAX_WAITING", 4)
     monkeypatch.setattr(reporter, "MAX_WAITING", 4)
     monkeypatch.setattr(collector, "MAX_WAITING", 4)
     at = Collector(("127.0.0.1", 0), ())
@@ -163,7 +162,7 @@ async def test_other_processes_of_the_same_server_read_without_a_key_and_no_othe
     at = Collector(("127.0.0.1", 0), ("right",))
     at.start(taking)
     assert at.folder.stat().st_mode & 0o777 == 0o700
-    transport = httpx.AsyncHTTPTransport(uds=str(at.folder / report.READ_INSIDE))
+    transport = httpx.AsyncHTTPTransport(uds=str(at.folder / addresses.READ_INSIDE))
     async with httpx.AsyncClient(transport=transport) as client:
         assert (await client.get(f"http://inside{PATH}")).status_code == 200
 
@@ -217,7 +216,7 @@ def test_addresses(value, address, monkeypatch):
 def started(monkeypatch) -> list[Layout]:
     monkeypatch.delenv(FOLDER, raising=False)
     layouts: list[Layout] = []
-    monkeypatch.setattr(launch, "_start", lambda config, layout: layouts.append(layout))
+    monkeypatch.setattr(hooks, "_start", lambda config, layout: layouts.append(layout))
     return layouts
 
 
@@ -275,9 +274,9 @@ class Null:
 def test_an_engine_that_publishes_kv_events_tells_of_these_alone(monkeypatch):
     monkeypatch.setenv(READ_AT, "127.0.0.1:7")
     theirs = object()
-    assert reporter.tell_where(lambda self: theirs)(Null()) is theirs
+    assert hooks.tell_where(lambda self: theirs)(Null()) is theirs
     monkeypatch.delenv(READ_AT)
-    assert reporter.tell_where(lambda self: None)(Null()) is None
+    assert hooks.tell_where(lambda self: None)(Null()) is None
 
 
 @pytest.mark.parametrize(("endpoint", "is_free"), [("tcp://*:{}", True), ("tcp://*:{}", False), ("inproc://x", None)])
@@ -286,7 +285,7 @@ def test_beside_kv_events_reports_are_read_at_the_port_before_theirs_if_that_is_
         port = holder.getsockname()[1]
         if is_free:
             holder.close()
-        assert launch._beside(endpoint.format(port + 1)) == (port if is_free else 0)
+        assert hooks._beside(endpoint.format(port + 1)) == (port if is_free else 0)
 
 
 def test_what_is_collected_is_json_for_every_reader(taking):

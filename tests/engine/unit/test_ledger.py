@@ -175,7 +175,7 @@ patches = applicable()
 from engine_patches import kv_connectors
 transfers = [patch.name for patch in patches if patch.applies is kv_connectors.hands_over]
 shape = ["cpu-block-size", *transfers]
-gone = [*shape, "mamba2-promise", "written-rows-connector", "adapter-lookup-connector"]
+gone = [*shape, "mamba2-promise", "written-rows-connector", "adapter-lookup-connector", "reports-found"]
 fine = {{"another shape": shape, "gone": gone}}[how]
 for patch in patches:
     if patch.name in fine:

@@ -23,7 +23,7 @@ DOCUMENTS = (
 
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
 
-NO_METRICS = {"seamark_boundaries", "seamark_pin", "seamark_stops"}  # begin alike: fields of requests
+NO_METRICS = {"seamark_boundaries", "seamark_pin", "seamark_load", "seamark_stops"}  # begin alike: fields of requests
 
 
 NAMES = {family.name for family in GATEWAY | ENGINE}

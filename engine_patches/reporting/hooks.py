@@ -1,4 +1,8 @@
-"""When a process starts engines, it becomes the one that collects what they report."""
+"""Where this room meets vLLM: its scheduler reports, and who starts engines collects what they report.
+
+Every process of vLLM has this module, and the tools that have no vLLM, too; what else the room needs is imported where
+it is used.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.reporting.report import FOLDER, READ_AT
+from engine_patches.footprint import REPORTS
+from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
+from engine_patches.scheduler import load
+
+# How vLLM's list of KV event publishers names one that is none, but where reports are read.
+TOPIC = "seamark"
 
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"  # of variables, with commas between
 
@@ -56,7 +65,6 @@ def _start(config: Any, layout: Layout) -> None:
     events = getattr(config, "kv_events_config", None)
     if not port and events is not None and events.enable_kv_cache_events:
         port = _beside(events.endpoint)
-    # Not before: every process of vLLM has this module, and few collect.
     from engine_patches.reporting.collector import Collector
     from engine_patches.reporting.metrics import CollectedMetrics
 
@@ -119,3 +127,62 @@ def _keys_of_file(path: str) -> list[str]:
     flags = {str(name).replace("_", "-"): value for name, value in content.items()} if isinstance(content, dict) else {}
     keys = flags.get("api-key") or []
     return [str(key) for key in keys] if isinstance(keys, list) else [str(keys)]
+
+
+def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
+    """Replacement of `Scheduler.__init__`: what the engine is, is known before its first request."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        folder = os.environ.get(FOLDER)
+        if folder:
+            from engine_patches.reporting.reporter import Reporter
+
+            reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")
+            setattr(self, REPORTS, reporter)
+            reporter.send()
+
+    return __init__
+
+
+def report_with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `Scheduler.make_stats`, called at the end of each step, also with `--disable-log-stats`."""
+
+    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reporter = getattr(self, REPORTS, None)
+        if reporter is not None:
+            reporter.step_ends(busy=load.may_have_changed(self.seamark.last_planned))
+        return original(self, *args, **kwargs)
+
+    return make_stats
+
+
+def report_resets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `Scheduler.reset_prefix_cache`, which no step may follow for hours."""
+
+    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        emptied = original(self, *args, **kwargs)
+        reporter = getattr(self, REPORTS, None)
+        if reporter is not None:
+            reporter.send()
+        return emptied
+
+    return reset_prefix_cache
+
+
+def tell_where(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `Scheduler.get_kv_event_publisher_config`, by which every frontend answers `/kv_event_sources`.
+
+    A frontend in Rust has no other route of ours. A publisher of KV events is left as it is.
+    """
+
+    def get_kv_event_publisher_config(self: Any) -> Any:
+        config = original(self)
+        at = os.environ.get(READ_AT)
+        if config is not None or not at:
+            return config
+        from vllm.config.kv_events import KVEventsConfig
+
+        return KVEventsConfig(publisher="null", endpoint=f"tcp://{at}", topic=TOPIC)
+
+    return get_kv_event_publisher_config
