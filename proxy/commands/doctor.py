@@ -215,17 +215,18 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
     details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
     text, reports = await worker.all_metrics()
     engine, setup = read_metrics(worker_metrics.read, text).engine, read_metrics(worker_metrics.read_setup, text)
+    frontend = await worker.frontend()
     diagnoses = [
         Diagnosis(True, f"serves {model}"),
         _vllm_version(await worker.version()),
-        *_frontend(await worker.frontend()),
+        *_frontend(frontend),
         *_engine(engine, setup, cures),
         *_caching(setup, cures),
         *await _drafts(worker, model, engine, setup, cures),
         *_connector(setup, cures),
         *([await _events(worker, reports, cures)] if engine is not None or reports.why_not else []),
         details,
-        await _render(worker, model, cures),
+        *([] if frontend.name else [await _render(worker, model, cures)]),
         *await _tools(worker, model, cures),
     ]
     fatal = next((diagnosis.fatal for diagnosis in diagnoses if diagnosis.fatal), None)

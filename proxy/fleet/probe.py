@@ -191,7 +191,11 @@ class Probe:
         """Everything in its metrics, with its reports, and where these are read."""
         exposition = (await self.get("/metrics"))[1]
         some, reports = await self._found(exposition)
-        return (exposition if reports.url in ("", self.url) else exposition + b"\n" + some), reports
+        if reports.url in ("", self.url):
+            return exposition, reports
+        # Whether the frontend is Python's shows in what it says itself.
+        others = [line for line in some.splitlines() if not line.startswith(worker_metrics.BOOT.encode())]
+        return b"\n".join((exposition, *others)), reports
 
     async def _found(self, exposition: bytes) -> tuple[bytes, Reports]:
         """As `metrics`, of a worker whose own are `exposition`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -216,6 +217,24 @@ def test_a_missing_feed_costs_reasons_and_no_hit(worker, examined):
     told = examined(worker.url)
     assert told.status == 1 and told.verdict.startswith("will hit") and "1 to change" in told.verdict
     assert "--middleware engine_patches.reporting.events_api.EventsEndpoint" in told.text
+
+
+def test_a_frontend_in_rust_is_named_with_what_it_lacks_and_its_counter_of_drafts_is_none(worker, examined):
+    """Its reports are read at a port of their own."""
+    with recording_worker(sources={}) as rust:
+        port = urlsplit(worker.url).port
+        rust.patched, rust.boot = False, ""
+        rust.more_metrics = "vllm:spec_decode_num_drafts_total 0.0\n"
+        rust.sources = {"0": {"publisher": "null", "endpoint": f"tcp://127.0.0.1:{port}", "topic": "seamark"}}
+        rust.lacks = ("/v1/messages", "/v1/responses", "/v1/chat/completions/render")
+        told = examined(rust.url)
+        assert told.status == 0 and told.verdict.startswith("will hit")
+        assert "vLLM's Rust frontend serves: it lacks /v1/messages, /v1/responses" in told.text
+        assert "the engine's decisions are reported" in told.text and "speculative" not in told.text
+        assert "render" not in told.text
+        worker.has_feed, worker.patched = False, False
+        told = examined(rust.url)
+        assert told.status == 1 and "reports cannot be read" in told.text and f":{port} does not give them" in told.text
 
 
 def test_an_older_plugin_is_to_be_updated(worker, examined):

@@ -177,7 +177,7 @@ class RecordingWorker:
         if path in ("/metrics", "/seamark/metrics"):
             info = engine_info(self.version, self.ahead, self.connector, self.refused, self.reports)
             text = (
-                f"process_start_time_seconds {self.boot}\n"
+                (f"process_start_time_seconds {self.boot}\n" if self.boot else "")
                 + (info if self.patched else "")
                 + sleep_state(*self.sleeps)
                 + self.more_metrics

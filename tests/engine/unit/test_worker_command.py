@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,36 @@ def started(monkeypatch):
     monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
     monkeypatch.setattr(worker, "serve", lambda arguments, port: calls.append(arguments) or 0)
     return calls
+
+
+def test_a_frontend_in_rust_gets_no_middleware(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "--middleware" not in vllm_arguments("model", []) and "--enable-prefix-caching" in vllm_arguments(
+        "model", []
+    )
+
+
+@pytest.mark.parametrize("where", ["entrypoints/openai", "entrypoints/launchers"])
+def test_flags_that_an_older_vllm_lacks_are_left_away_and_said_with_the_image_to_take(
+    where, started, tmp_path, monkeypatch, capsys
+):
+    for path, text in (
+        ("engine/arg_utils.py", "enable_prefix_caching"),
+        (f"{where}/cli_args.py", "enable_prompt_tokens"),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text + "_details: disable_access_log_for_endpoints")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: spec)
+    assert main(["m"]) == 0
+    assert "--enable-scale-out" not in started[0] and "--enable-prefix-caching" in started[0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has no --enable-scale-out" in line and "0.31 to 0.33" in line and "vllm/vllm-openai:v0.33.0" in line
+
+
+def test_the_installed_vllm_lacks_no_flag_that_is_needed():
+    assert worker.flags_lacking([*worker.NEEDED_FLAGS, *worker.CPU_GDN_FLAGS]) == []
+    assert worker.flags_lacking(["--no-such-flag"]) == ["--no-such-flag"]
 
 
 def test_the_model_comes_first_and_the_needed_flags_are_added():
