@@ -220,7 +220,7 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
         Diagnosis(True, f"serves {model}"),
         _vllm_version(await worker.version()),
         *_frontend(frontend),
-        *_engine(engine, setup, cures),
+        *(_engine(engine, setup, cures) if engine is not None or not reports.why_not else []),
         *_caching(setup, cures),
         *await _drafts(worker, model, engine, setup, cures),
         *_connector(setup, cures),

@@ -232,7 +232,7 @@ def test_a_frontend_in_rust_is_named_with_what_it_lacks_and_its_counter_of_draft
         assert "vLLM's Rust frontend serves: it lacks /v1/messages, /v1/responses" in told.text
         assert "the engine's decisions are reported" in told.text and "speculative" not in told.text
         assert "render" not in told.text
-        worker.has_feed, worker.patched = False, False
+        rust.has_feed, worker.patched = False, False
         told = examined(rust.url)
         assert told.status == 1 and "reports cannot be read" in told.text and f":{port} does not give them" in told.text
 
