@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import hmac
 import logging
+import os
 import shutil
 import socket
 import tempfile
@@ -45,7 +46,7 @@ class Collector:
         """`address`: host and port (0: any) that the reports are read at; `keys`: one of which a reader has to send.
 
         If that is taken, the reports are read at the API server's own address, as far as there is one, and an error is
-        logged. Raises `OSError` if no reports can come.
+        logged. Raises `OSError` or `zmq.ZMQError` if no reports can come.
         """
         self._keys = keys
         place = None if len(tempfile.gettempdir()) <= MOST_PATH else "/tmp"  # noqa: S108  # a folder in it is ours alone
@@ -67,7 +68,7 @@ class Collector:
 
     def start(self, metrics: CollectedMetrics) -> None:
         """Take reports from now on: in the event loop that runs here, or in a thread of its own."""
-        feeds.are_collected = True
+        feeds.collected_by = os.getpid()
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -95,7 +96,11 @@ class Collector:
 
         source = zmq.asyncio.Socket.shadow(self._reports.underlying)
         while True:
-            metrics.take(_decode(await source.recv()))
+            told = await source.recv()
+            try:
+                metrics.take(_decode(told))
+            except Exception as error:  # its events are missing then, which the next report's numbers show
+                logger.error("seamark: a report could not be read: %s", type(error).__name__)
 
 
 class _WithKey:

@@ -249,7 +249,7 @@ class Feeds:
     """Of all engines behind one server. Of several, each has one of its own, beside that of all outcomes."""
 
     def __init__(self) -> None:
-        self.are_collected = False  # by this process
+        self.collected_by: int | None = None  # id of the process; None: not known here
         self.main = Feed(uuid.uuid4().hex, self.catch_up)  # every process numbers from 1
         self._of_engine: dict[int, Feed] = {}
         self._late: list[Callable[[], None]] = []  # put off by `later`
@@ -358,7 +358,7 @@ class EventsEndpoint:
 def collected_at() -> str | None:
     """The socket where another process of this machine gives what is read here; None: this one collects, or nobody."""
     folder = os.environ.get(FOLDER)
-    return None if not folder or feeds.are_collected else f"{folder}/{READ_INSIDE}"
+    return None if not folder or feeds.collected_by == os.getpid() else f"{folder}/{READ_INSIDE}"
 
 
 async def _pass_on(address: str, scope: Scope, send: Send) -> None:

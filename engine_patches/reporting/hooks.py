@@ -70,7 +70,7 @@ def _start(config: Any, layout: Layout) -> None:
 
     try:
         collector = Collector((host, port), keys_in(sys.argv, os.environ))
-    except OSError as error:
+    except Exception as error:  # vLLM serves without
         logger.error("seamark: no reports, gateways learn nothing of this worker: %s", error)
         return
     os.environ[FOLDER], os.environ[READ_AT] = str(collector.folder), collector.read_at
@@ -138,7 +138,11 @@ def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
         if folder:
             from engine_patches.reporting.reporter import Reporter
 
-            reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")
+            try:
+                reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")
+            except Exception as error:
+                logger.error("seamark: no reports, gateways learn nothing of this engine: %s", error)
+                return
             setattr(self, REPORTS, reporter)
             reporter.send()
 

@@ -7,6 +7,7 @@ their numbers, which tells the gateway to forget what it may have missed.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from engine_patches.reporting.addresses import MAX_WAITING
 from engine_patches.reporting.report import constants, report_of
 from engine_patches.scheduler import load
 from engine_patches.scheduler.load import GatewayLoad
+
+logger = logging.getLogger("vllm.seamark")
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -29,6 +32,7 @@ class Reporter:
         self._constant = constants(scheduler.vllm_config)
         self._loads: dict[str, GatewayLoad] = {}
         self._num_requests = 0
+        self._has_failed = False  # which is said once
         context: Any = zmq.Context.instance()
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm, self._socket.linger = MAX_WAITING, 0
@@ -52,5 +56,11 @@ class Reporter:
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
             if loads is not None:
                 self._loads = loads
-            # The socket has room, and this thread alone fills it.
-            self._socket.send(_encode(report_of(self._scheduler, self._constant, self._loads)), zmq.DONTWAIT)
+            report = report_of(self._scheduler, self._constant, self._loads)
+            try:
+                # The socket has room, and this thread alone fills it.
+                self._socket.send(_encode(report), zmq.DONTWAIT)
+            except Exception as error:  # a name that is no text, for one: no request may end for that
+                if not self._has_failed:
+                    logger.error("seamark: a report could not be sent: %s", type(error).__name__)
+                self._has_failed = True

@@ -147,6 +147,23 @@ async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lo
     assert names == [str(number) for number in range(400)]
 
 
+async def test_what_cannot_be_sent_or_read_ends_nothing_and_is_seen_as_lost(taking, engine_log):
+    at = Collector(("127.0.0.1", 0), ())
+    at.start(taking)
+    scheduler, own, events = engine(at)
+    scheduler.seamark.counters.request_admitted(AdmittedRequest("half of a pair: \ud800", "cold", 0, 0, ()))
+    for _ in range(2):
+        events.happen()
+        own.step_ends(busy=True)
+    own._socket.send(b"no report")
+    events.happen()
+    own.step_ends(busy=True)
+    await until(lambda: taking.reports and taking.reports[-1].events == [(3, ["gone", "3"])])
+    assert (await read_beside(at.read_at)).json()["states"] == [["cleared", "lost"], ["gone", "2"], ["gone", "3"]]
+    said = [record.getMessage() for record in engine_log.records]
+    assert [line.split(":")[1] for line in said] == [" a report could not be sent", " a report could not be read"]
+
+
 async def test_without_one_of_vllms_keys_nothing_is_told(taking):
     at = Collector(("127.0.0.1", 0), ("right", "another"))
     at.start(taking)

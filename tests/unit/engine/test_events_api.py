@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 
 import pytest
 
@@ -466,6 +467,6 @@ def test_an_api_server_beside_others_passes_on_what_the_collecting_process_tells
 
 def test_the_collecting_process_itself_tells(feeds, tmp_path, monkeypatch):
     monkeypatch.setenv(events_api.FOLDER, str(tmp_path))
-    feeds.are_collected = True
+    feeds.collected_by = os.getpid()
     feeds.main.add_outcome(admitted("a"))
     assert json.loads(asked(PATH)[1])["outcomes"] == [["a", "cold", 0]]
