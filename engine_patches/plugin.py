@@ -9,7 +9,7 @@ import logging
 import os
 
 from engine_patches import ledger
-from engine_patches.settings import FULL, MODE_VARIABLE, OFF, REFERENCE
+from engine_patches.settings import FULL, IMAGE, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
 
 # vLLM configures only its own tree of loggers; a line outside it would be lost.
 logger = logging.getLogger("vllm.seamark")
@@ -28,7 +28,8 @@ def register() -> None:
 
         applied = ledger.apply([patch for patch in PATCHES if mode == FULL or patch.role is ledger.PatchRole.CURE])
     except Exception as error:
-        logger.error("seamark: vLLM is left untouched, no checkpoints: %s", error)
+        known = f"the patches fit vLLM {SUPPORTED}, for one {IMAGE}"
+        logger.error("seamark: vLLM is left untouched, no checkpoints: %s; %s", error, known)
         return
     if mode == FULL and applied:
         logger.info("seamark: %d patches live", applied)

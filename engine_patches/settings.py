@@ -11,6 +11,9 @@ MODE_VARIABLE = "SEAMARK_ENGINE"
 
 FULL, REFERENCE, OFF = "1", "reference", "0"
 
+# vLLMs that the patches fit, and where to find one of them.
+SUPPORTED, IMAGE = "0.31 to 0.33", "vllm/vllm-openai:v0.33.0"
+
 LOOPBACK = "127.0.0.1"
 
 DEFAULT_SHARE = 0.5  # of all cache blocks

@@ -24,9 +24,7 @@ from engine_patches.commands.port import port_of, why_taken
 from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.kv_connectors import ConnectorLane, decide_by, needs_a_gpu
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
-from engine_patches.settings import FULL, MODE_VARIABLE, OFF, REFERENCE
-
-SUPPORTED, IMAGE = "0.31 to 0.33", "vllm/vllm-openai:v0.33.0"
+from engine_patches.settings import FULL, IMAGE, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
 
 INSTALL = (
     f'run it in the environment that vLLM is installed in ("pip install vllm", {SUPPORTED}), after '

@@ -73,6 +73,7 @@ def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
         "boot": worker.boot,
         "inflight": worker.inflight,
         "prefill_tokens": worker.prefill_tokens,
+        "others": worker.others._asdict(),
         "frontend": worker.probed.frontend._asdict(),
         "reports": {"url": worker.probed.reports.url, "why_not": worker.probed.reports.why_not},
         "models": [entry.get("id") for entry in worker.probed.models],

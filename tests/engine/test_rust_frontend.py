@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ import pytest
 
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
+from proxy.commands.render_server import free_port
 from tests.harness.versions import engine_of
 from tests.harness.waiting import wait_for
 
@@ -133,6 +136,28 @@ def test_a_route_that_the_frontend_lacks_is_answered_with_its_name(fleet):
         assert answer.status_code == 501 and "Rust frontend" in answer.text
 
 
+def test_two_gateways_know_each_others_load_and_what_comes_past_both(fleet):
+    first = fleet.gateway
+    second = fleet.servers.gateway(fleet.rust)
+    second.wait_until_ready("/ready", seconds=60)
+    for gateway in (first, second):
+        ask(gateway, chat(8, "Any ship today?"))  # from now on it reads
+
+    def others(gateway: Server) -> int:
+        return int(worker_of(gateway)["others"]["requests"])
+
+    def held(url: str) -> contextlib.AbstractContextManager[httpx.Response]:
+        """A request that is under way until it is left."""
+        body = chat(9, "Tell all.", stream=True) | {"max_tokens": 7000, "ignore_eos": True}
+        return httpx.stream("POST", url + CHAT, json=body, timeout=120)
+
+    with held(first.url):
+        wait_for(lambda: (others(first), others(second)) == (0, 1))
+        with held(fleet.rust.url):
+            wait_for(lambda: (others(first), others(second)) == (1, 2))
+    wait_for(lambda: (others(first), others(second)) == (0, 0))
+
+
 def test_an_emptied_cache_reaches_the_gateway_without_another_request(fleet):
     ask(fleet.gateway, chat(5, "Any ship today?"))
     assert ask(fleet.gateway, chat(5, "Any ship tomorrow?")).headers["x-seamark-predicted"] != "0"
@@ -160,3 +185,22 @@ def test_a_restarted_worker_is_another_boot_found_at_its_new_port(fleet, model):
     wait_for(lambda: not worker_of(fleet.gateway)["warming"])
     # What was shared before is computed again before its next request.
     assert int(ask(fleet.gateway, chat(6, "Any ship at all?")).headers["x-seamark-cached"]) >= 256
+
+
+def test_while_kv_events_are_on_their_publisher_is_as_it_was_asked_for_and_the_reports_are_found(fleet, model):
+    port = next(port for port in iter(free_port, None) if is_free(port + 1))
+    asked_for = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port + 1}"}
+    flags = ("--kv-events-config", json.dumps(asked_for))
+    engine = fleet.servers.engine("rust-events", model, "1", flags, environment())
+    engine.wait_until_ready()
+    gateway = fleet.servers.gateway(engine)
+    gateway.wait_until_ready("/ready", seconds=60)
+    told = httpx.get(engine.url + "/kv_event_sources", timeout=60).json()["0"]
+    assert asked_for.items() <= told.items() and told["topic"] == ""
+    worker = worker_of(gateway)
+    assert worker["reports"]["url"] == f"http://127.0.0.1:{port}" and worker["engine"] is not None
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
