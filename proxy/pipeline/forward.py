@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from proxy.chat.chat import CHAT, HINTED, REPORTING, RESPONSES
+from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
 from proxy.chat.usage import PassingUsage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
@@ -25,6 +25,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import Lease
+from proxy.pipeline.message_answer import MessageAnswer
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, choices_of
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
@@ -155,7 +156,7 @@ class ResponseRelay:
         load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
         takes_load = worker.engine is not None and client.method == "POST"
         in_body = takes_load and worker.engine is not None and worker.engine.counts_loads
-        raw = self._encoded(request, worker, transfer, load if in_body and client.endpoint in HINTED else "")
+        target, raw = self._encoded(request, worker, transfer, load if in_body and client.endpoint in HINTED else "")
         if takes_load and not in_body:
             headers = [*headers, (LOAD_HEADER, load.encode())]
         if worker.rank:
@@ -163,7 +164,7 @@ class ResponseRelay:
         try:
             with request.timings.waiting():
                 answer = await self._upstream.send(
-                    client.method, worker.address + client.target, headers, raw, self._silence_timeout, fresh
+                    client.method, worker.address + target, headers, raw, self._silence_timeout, fresh
                 )
         except Exhausted:
             lease.never_sent()
@@ -178,6 +179,8 @@ class ResponseRelay:
         except Broken:
             self._record_failure(request, worker)
             raise
+        if target != client.target:
+            answer = MessageAnswer(answer)
         self._judge(request, worker, answer.status)
         if lease.seeks_on(answer.status):
             return NOT_STORED, answer
@@ -200,19 +203,24 @@ class ResponseRelay:
 
     def _encoded(
         self, request: ProxiedRequest, worker: Worker, transfer: dict[str, Any] | None = None, load: str = ""
-    ) -> bytes:
-        """The body as `worker` gets it. `transfer`: where it finds the prompt computed; `load`: as of `LOAD`."""
-        body, choice = request.body, request.choice
-        if request.client.method != "POST":
-            return body.raw
+    ) -> tuple[str, bytes]:
+        """Path and body as `worker` gets them. `transfer`: where it finds the prompt computed; `load`: as of `LOAD`."""
+        body, choice, client = request.body, request.choice, request.client
+        if client.method != "POST":
+            return client.target, body.raw
         own: dict[str, Any] = {}
         if (salt := worker.cache.salt(body.parsed)) is not None:
             own["cache_salt"] = salt
         if transfer is not None:
             own[TRANSFERS[0]] = transfer
-        if request.client.endpoint == RESPONSES and (key := request.client.key) is not None:
+        if client.endpoint == RESPONSES and (key := client.key) is not None:
             own["request_id"] = key.new_response_id()
-        return body.encoded(choice.hint if choice is not None else (), own, load)
+        hint = choice.hint if choice is not None else ()
+        if client.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
+            through_chat = body.as_chat(hint, own, load)
+            if through_chat is not None:
+                return CHAT, through_chat
+        return client.target, body.encoded(hint, own, load)
 
     async def _deliver(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
@@ -359,7 +367,7 @@ def _has_body(request: ProxiedRequest, response: Answer) -> bool:
 def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> None:
     """Raises `NotServed` if the answer says no more than that the worker's HTTP server has no such route."""
     frontend, endpoint = worker.probed.frontend, request.client.endpoint
-    if response.status in NO_ROUTE and endpoint in frontend.lacks:
+    if response.status in NO_ROUTE and endpoint in frontend.lacks and not isinstance(response, MessageAnswer):
         raise NotServed(
             f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
             "without VLLM_USE_RUST_FRONTEND=1."

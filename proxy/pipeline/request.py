@@ -6,6 +6,7 @@ They are what the client sent, what is changed in its body, what was predicted, 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from proxy.boundaries.resolve import Entry
 from proxy.boundaries.template_facts import Setting
 from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
 from proxy.chat.lax_values import flag, number
+from proxy.chat.through_chat import chat_of
 from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
@@ -147,6 +149,23 @@ class RequestBody:
             return with_fields(raw, self.names, put, self.dropped)
         self.hint = hint
         return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
+
+    def as_chat(self, hint: tuple[Entry, ...], own: Mapping[str, Any], load: str) -> bytes | None:
+        """The bytes to send to the chat API in place of /v1/messages; None if the body holds no chat.
+
+        As `encoded`, whose arguments it takes.
+        """
+        put = {name: value for name, value in self.put.items() if name != XARGS}
+        body = {**self.parsed, **put, **own}
+        xargs = body.get(XARGS) or {}
+        if isinstance(xargs, dict):
+            told = {HINT: hint, LOAD: load}
+            body[XARGS] = {**xargs, **{name: value for name, value in told.items() if value or name in xargs}}
+        chat = chat_of(body)
+        if chat is None:
+            return None
+        self.hint = hint
+        return json.dumps(chat).encode()
 
     def for_prefill(self, hint: tuple[Entry, ...], put: Mapping[str, Any], left_out: Collection[str]) -> bytes:
         """The bytes of a call about the same prompt that is not the client's: `put` and `left_out` are its own."""

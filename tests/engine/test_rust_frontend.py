@@ -22,7 +22,9 @@ pytestmark = pytest.mark.thorough
 
 NEWEST = "0.33.0"
 
-CHAT = "/v1/chat/completions"
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+
+MESSAGE_TOOL = {"name": "tide", "input_schema": {"type": "object", "properties": {}}}
 
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
@@ -131,9 +133,36 @@ TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": 
 
 
 def test_a_route_that_the_frontend_lacks_is_answered_with_its_name(fleet):
-    for path, body in (("/v1/messages", chat(4, "?")), ("/v1/responses", {"model": MODEL_NAME, "input": "?"})):
-        answer = httpx.post(fleet.gateway.url + path, json=body, timeout=60)
-        assert answer.status_code == 501 and "Rust frontend" in answer.text
+    answer = httpx.post(fleet.gateway.url + "/v1/responses", json={"model": MODEL_NAME, "input": "?"}, timeout=60)
+    assert answer.status_code == 501 and "Rust frontend" in answer.text
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [MESSAGE_TOOL]}])
+def test_a_message_is_answered_as_the_python_frontend_answers_it(fleet, more):
+    def message(question: str) -> dict[str, Any]:
+        body = {"model": MODEL_NAME, "system": prose(300, 10), "messages": [{"role": "user", "content": question}]}
+        return {**body, "max_tokens": 12, "temperature": 0, **more}
+
+    def told(gateway: Server, question: str) -> dict[str, Any]:
+        answer = httpx.post(gateway.url + MESSAGES, json=message(question), timeout=120)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    for question in ("Any ship today?", "Any ship tomorrow?"):
+        ours, theirs = told(fleet.gateway, question), told(fleet.other, question)
+        assert ours["content"] == theirs["content"] and ours["stop_reason"] == theirs["stop_reason"]
+        assert sum(tokens for name, tokens in ours["usage"].items() if "input" in name) > 300
+    assert ours["usage"]["cache_read_input_tokens"] >= 256
+
+    def streamed(gateway: Server) -> list[dict[str, Any]]:
+        body = message("Any ship at all?") | {"stream": True}
+        lines = httpx.post(gateway.url + MESSAGES, json=body, timeout=120).text.splitlines()
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+    ours, theirs = streamed(fleet.gateway), streamed(fleet.other)
+    assert {event["type"] for event in ours} == {event["type"] for event in theirs}
+    texts = ["".join(event["delta"].get("text", "") for event in each if "delta" in event) for each in (ours, theirs)]
+    assert texts[0] == texts[1] and texts[0]
 
 
 def test_two_gateways_know_each_others_load_and_what_comes_past_both(fleet):

@@ -138,11 +138,56 @@ async def test_what_the_frontend_lacks_is_said_on_the_page_and_to_clients(in_mem
     gateway = await before(in_memory, worker, Collector(worker))
     (status,) = (await gateway.status())["workers"]
     assert status["frontend"] == {"name": "vLLM's Rust frontend", "lacks": list(worker.lacks)}
-    for path, body in ((MESSAGES, chat("?", max_tokens=1)), (RESPONSES, {"model": "m", "input": "?"})):
-        answer = await gateway.post(body, path)
-        assert answer.status_code == 501
-        assert path in answer.text and "Rust frontend" in answer.text and CHAT in answer.text
+    answer = await gateway.post({"model": "m", "input": "?"}, RESPONSES)
+    assert answer.status_code == 501
+    assert RESPONSES in answer.text and "Rust frontend" in answer.text and CHAT in answer.text
     assert not any("drafts" in sentence for sentence in warnings(gateway.gateway))
+
+
+def message(question: str, **more: Any) -> dict[str, Any]:
+    said = {"system": SYSTEM["content"], "messages": [{"role": "user", "content": question}], "max_tokens": 9}
+    return {"model": "m", **said, **more}
+
+
+async def test_a_message_is_answered_with_what_the_chat_api_gives_and_hits_as_a_chat_does(in_memory):
+    worker = Rust(sources=listed())
+    gateway = await before(in_memory, worker, Collector(worker))
+    await gateway.post(message("Any ship today?"), MESSAGES)
+    await told(worker)
+    second = await gateway.post(message("Any ship tomorrow?", vllm_xargs={"mine": 1}), MESSAGES)
+    sent = worker.requests[-1]
+    assert sent.target == CHAT and sent.fields["messages"][0] == SYSTEM and sent.fields["vllm_xargs"]["mine"] == 1
+    assert sent.fields["vllm_xargs"]["seamark_boundaries"] and sent.fields["max_tokens"] == 9
+    answer = second.json()
+    assert (answer["type"], answer["role"]) == ("message", "assistant")
+    assert answer["content"] == [{"type": "text", "text": "é"}] and answer["stop_reason"] == "max_tokens"
+    cached = int(second.headers["x-seamark-cached"])
+    assert cached and answer["usage"]["cache_read_input_tokens"] == cached
+    assert second.headers["x-seamark-predicted"] == str(cached) and second.headers["x-seamark-reason"] == "hit"
+    assert int(second.headers["content-length"]) == len(second.content)
+    # And a chat hits what a message has left.
+    assert (await gateway.post(chat("Any ship at all?"))).headers["x-seamark-cached"] == str(cached)
+
+
+async def test_a_message_that_is_streamed_comes_as_events_of_its_own_kind(in_memory):
+    worker = Rust(sources=listed())
+    gateway = await before(in_memory, worker, Collector(worker))
+    answer = await gateway.post(message("Any ship today?", stream=True), MESSAGES)
+    kinds = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert kinds == ["message_start", *block, "message_delta", "message_stop"]
+    explained = await gateway.explained(answer)
+    assert explained["reason"] in ("cold", "hit")
+
+
+async def test_an_error_to_a_message_is_one_of_its_own_kind_and_what_is_no_chat_names_the_frontend(in_memory):
+    worker = Rust(sources=listed(), checks_names=True)
+    gateway = await before(in_memory, worker, Collector(worker))
+    answer = await gateway.post(message("?", model="another"), MESSAGES)
+    assert answer.status_code == 404 and answer.json()["type"] == "error"
+    assert answer.json()["error"] == {"type": "NotFoundError", "message": "The model does not exist."}
+    answer = await gateway.post({"model": "m", "max_tokens": 1, "messages": []}, MESSAGES)
+    assert answer.status_code == 501 and "Rust frontend" in answer.text
 
 
 async def test_a_restarted_worker_is_found_at_its_new_port_as_another_boot(in_memory):

@@ -1,0 +1,233 @@
+"""/v1/messages for a worker that has none: the request goes to the chat API, and its answer comes back as a message.
+
+vLLM's own route does the same in its process; requests, stop reasons and blocks are turned as it turns them (vLLM 0.33,
+`entrypoints/anthropic/serving.py`), so that a client cannot tell which of the two has answered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from proxy.chat.anthropic import messages_request
+from proxy.chat.chat import listed
+
+# Fields of a request that have the same meaning in both APIs, and by which name in the chat API.
+_SAME = {
+    "stop_sequences": "stop",
+    **{name: name for name in ("temperature", "top_p", "top_k", "watermarking", "cache_salt", "vllm_xargs")},
+    **{name: name for name in ("chat_template_kwargs", "kv_transfer_params", "ec_transfer_params")},
+}
+
+_OPENS, _DELTA, _ENDS = "content_block_start", "content_block_delta", "content_block_stop"
+
+
+def chat_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The request to the chat API that a request to /v1/messages means; None if it holds no chat."""
+    chat = messages_request(body)
+    if chat is None:
+        return None
+    made = dict(chat.body)
+    for theirs, ours in _SAME.items():
+        if body.get(theirs) is not None:
+            made[ours] = body[theirs]
+    if body.get("max_tokens") is not None:
+        made["max_tokens"] = made["max_completion_tokens"] = body["max_tokens"]
+    choice, thinking, output = (_mapping(body.get(name)) for name in ("tool_choice", "thinking", "output_config"))
+    if choice.get("disable_parallel_tool_use"):
+        made["parallel_tool_calls"] = False
+    if thinking.get("type") == "enabled" and thinking.get("budget_tokens") is not None:
+        made["thinking_token_budget"] = thinking["budget_tokens"]
+    if (schema := _mapping(output.get("format")).get("schema")) is not None:
+        kind = _mapping(output.get("format")).get("type")
+        made["response_format"] = {"type": kind, "json_schema": {"name": kind, "schema": schema}}
+    if body.get("stream"):
+        made |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    return made
+
+
+def message_of(answer: bytes) -> bytes:
+    """A whole answer of the chat API as a message; an error as Anthropic's; anything else as it is."""
+    try:
+        parsed = json.loads(answer)
+    except (ValueError, RecursionError):
+        return answer
+    if isinstance(parsed, dict) and isinstance(error := parsed.get("error"), dict):
+        told = {"type": str(error.get("type") or "api_error"), "message": str(error.get("message") or "")}
+        return json.dumps({"type": "error", "error": told}).encode()
+    try:
+        (choice, *_), blocks = parsed["choices"], []
+        said = choice["message"]
+        if thought := said.get("reasoning"):
+            blocks.append({"type": "thinking", "thinking": thought, "signature": os.urandom(16).hex()})
+        if text := said.get("content"):
+            blocks.append({"type": "text", "text": text})
+        for call in listed(said.get("tool_calls")):
+            function = call["function"]
+            arguments = json.loads(function["arguments"])
+            blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+        has_calls = bool(said.get("tool_calls"))
+        message = _message(parsed, blocks or [{"type": "text", "text": ""}], _usage(parsed.get("usage")))
+        message |= _stopped(choice.get("finish_reason"), choice.get("stop_reason"), has_calls, has_calls)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return answer
+    return json.dumps(message).encode()
+
+
+class MessageStream:
+    """The events of a chat's stream as those of a message's."""
+
+    def __init__(self) -> None:
+        self._begun = b""  # of an event that is not complete
+        self._has_opened = False
+        self._is_over = False
+        self._index = 0  # of the block that is open, or of the next one
+        self._block = ""  # the kind of the one that is open
+        self._call = ""  # id of the tool call that is open
+        self._calls: dict[Any, str] = {}  # ids, by index
+        self._arguments = ""  # of the latest tool call
+        self._text_behind = ""  # that came within a tool call
+        self._finish: tuple[Any, Any] = (None, None)
+
+    def events(self, piece: bytes) -> bytes:
+        """What follows from the next bytes of the chat's stream."""
+        *ended, self._begun = (self._begun + piece).split(b"\n")
+        made = "".join(event for line in ended for event in self._line(line.strip()))
+        return made.encode(errors="surrogatepass")
+
+    def _line(self, line: bytes) -> Iterator[str]:
+        if not line.startswith(b"data:"):
+            return
+        data = line.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            if self._has_opened and not self._is_over:
+                yield from self._close()
+                yield _event("message_stop")
+            self._is_over = True
+            return
+        try:
+            chunk = json.loads(data)
+            if isinstance(error := chunk.get("error"), dict):
+                told = {"type": str(error.get("type") or "api_error"), "message": str(error.get("message") or "")}
+                yield _event("error", error=told)
+                self._is_over = True
+                return
+            yield from self._chunk(chunk)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            yield _event("error", error={"type": "api_error", "message": "The worker's stream could not be read."})
+            self._is_over = True
+
+    def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[str]:
+        if not self._has_opened:
+            self._has_opened = True
+            message = _message(chunk, [], _usage(chunk.get("usage")))
+            yield _event("message_start", message={**message, "stop_reason": None, "stop_sequence": None})
+        if not chunk["choices"]:
+            yield from self._close()
+            finish, stop = self._finish
+            stopped = _stopped(
+                finish or "stop", stop, bool(self._calls), bool(self._calls) and _is_json(self._arguments)
+            )
+            yield _event("message_delta", delta=stopped, usage=_usage(chunk.get("usage")))
+            return
+        choice = chunk["choices"][0]
+        if choice.get("finish_reason") is not None:
+            self._finish = choice["finish_reason"], choice.get("stop_reason")
+        delta = choice["delta"]
+        if thought := delta.get("reasoning"):
+            yield from self._open("thinking", {"thinking": ""})
+            yield self._delta("thinking_delta", thinking=thought)
+        if text := delta.get("content"):
+            if self._block == "tool_use":
+                self._text_behind += text
+            else:
+                yield from self._open("text", {"text": ""})
+                yield self._delta("text_delta", text=text)
+        for call in listed(delta.get("tool_calls")):
+            yield from self._called(call)
+
+    def _called(self, call: Mapping[str, Any]) -> Iterator[str]:
+        function = call.get("function") or {}
+        if call.get("id") is not None:
+            self._calls[call.get("index")] = call["id"]
+            if self._call != call["id"] and function.get("name") is not None:
+                yield from self._close()
+                self._arguments = ""
+                yield from self._open("tool_use", {"id": call["id"], "name": function["name"], "input": {}})
+                self._call = call["id"]
+        if (more := function.get("arguments")) and self._call and self._calls.get(call.get("index")) == self._call:
+            self._arguments += more
+            yield self._delta("input_json_delta", partial_json=more)
+
+    def _open(self, kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
+        if self._block != kind or kind == "tool_use":
+            yield from self._close()
+            self._block = kind
+            yield _event(_OPENS, index=self._index, content_block={"type": kind, **fields})
+
+    def _delta(self, kind: str, **fields: str) -> str:
+        return _event(_DELTA, index=self._index, delta={"type": kind, **fields})
+
+    def _close(self) -> Iterator[str]:
+        """End the block that is open, and give what came within it as a block of its own."""
+        if self._block:
+            if self._block == "thinking":
+                yield self._delta("signature_delta", signature=os.urandom(16).hex())
+            yield _event(_ENDS, index=self._index)
+            self._index += 1
+            self._block = self._call = ""
+        if behind := self._text_behind:
+            self._text_behind = ""
+            yield from self._open("text", {"text": ""})
+            yield self._delta("text_delta", text=behind)
+            yield from self._close()
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+def _message(answer: Mapping[str, Any], blocks: list[Any], usage: Mapping[str, int]) -> dict[str, Any]:
+    own = {"id": answer.get("id"), "type": "message", "role": "assistant", "content": blocks}
+    return {**own, "model": answer.get("model"), "usage": usage}
+
+
+def _usage(usage: Any) -> dict[str, int]:
+    """Anthropic's input tokens are those neither read from the cache nor written to it."""
+    usage = _mapping(usage)
+    details, told = _mapping(usage.get("prompt_tokens_details")), {}
+    fresh = usage.get("prompt_tokens") or 0
+    for ours, theirs in (("cached_tokens", "cache_read"), ("created_cache_tokens", "cache_creation")):
+        if (tokens := details.get(ours)) is not None:
+            fresh -= tokens
+            told[f"{theirs}_input_tokens"] = tokens
+    return {"input_tokens": max(0, fresh), "output_tokens": usage.get("completion_tokens") or 0, **told}
+
+
+def _stopped(finish: Any, stop: Any, has_calls: bool, are_complete: bool) -> dict[str, Any]:
+    """Why it ended. A stop string wins unless the calls are complete: a call that it cut short must not run."""
+    reason, sequence = None, None
+    if finish == "length":
+        reason = "max_tokens"
+    elif finish in ("stop", "tool_calls"):
+        if are_complete:
+            reason = "tool_use"
+        elif isinstance(stop, str):
+            reason, sequence = "stop_sequence", stop
+        else:
+            reason = "tool_use" if has_calls or finish == "tool_calls" else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
