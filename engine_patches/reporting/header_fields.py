@@ -2,7 +2,7 @@
 
 A hint as `x-seamark-boundaries` is for routers that can add headers and not change bodies. It is read from trusted hops
 only (`SEAMARK_HINTS_FROM`, by the address that opened the connection): it can cost a hit and never an answer, but it
-also costs a state, and clients must not say it. `x-seamark-load` is how gateways before 0.4 name themselves.
+also costs a state, and clients must not say it. `x-seamark-load` is how older gateways name themselves.
 """
 
 from __future__ import annotations
