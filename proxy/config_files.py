@@ -24,6 +24,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _HTTP_URL = TypeAdapter(HttpUrl)
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # hosts that are this machine
+
 
 def read_toml(setting: str, path: Path) -> dict[str, Any]:
     """The file's content. Raises `SettingsError` naming the `setting` that leads to it."""

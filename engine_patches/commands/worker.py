@@ -21,18 +21,17 @@ from typing import Any, NamedTuple
 
 from engine_patches import settings
 from engine_patches.commands.port import port_of, why_taken
+from engine_patches.config_file import read_config
 from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.kv_connectors import ConnectorLane, decide_by, needs_a_gpu
 from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
-from engine_patches.settings import FULL, IMAGE, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
+from engine_patches.settings import FULL, IMAGE, LOOPBACK, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
 
 INSTALL = (
     f'run it in the environment that vLLM is installed in ("pip install vllm", {SUPPORTED}), after '
     '"pip install --no-deps /path/to/seamark" there; '
     "without a GPU, ./set-up.sh in Seamark's source makes a .venv with vLLM's CPU build"
 )
-
-LOOPBACK = "127.0.0.1"  # vLLM alone listens to everybody
 
 # Flags without which hits stay invisible (prompt-tokens-details) or the gateway cannot ask for tokens (scale-out).
 NEEDED_FLAGS: Mapping[str, str | None] = {
@@ -173,19 +172,6 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     return CommandLine(model, flags, config, explain)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The flags in a file of vLLM's `--config`, by name. Raises `ValueError` with the reason if it cannot be read."""
-    import yaml  # vLLM brings it
-
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(content, dict):
-        raise ValueError("it has no lines `flag: value`")
-    return {str(name): value for name, value in content.items()}
-
-
 def vllm_arguments(
     model: str | None,
     given: Sequence[str],
@@ -201,6 +187,7 @@ def vllm_arguments(
     names = [argument.partition("=")[0] for argument in given if argument.startswith("--")]
     taken = {name.replace("_", "-") for name in (*names, *(f"--{name}" for name in config))}
     arguments = [] if model is None else [model]
+    # vLLM alone listens to everybody.
     defaults: dict[str, str | None] = {"--host": LOOPBACK, **NEEDED_FLAGS, **for_cpu}
     for flag, value in defaults.items():
         if flag not in lacking and flag not in taken and flag.replace("--", "--no-", 1) not in taken:

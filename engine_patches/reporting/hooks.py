@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches import settings
+from engine_patches.config_file import read_config
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
 from engine_patches.scheduler import load
@@ -118,13 +119,10 @@ def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[s
 
 
 def _keys_of_file(path: str) -> list[str]:
-    import yaml
-
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        flags = {name.replace("_", "-"): value for name, value in read_config(Path(path)).items()}
+    except ValueError:
         return []  # vLLM says so
-    flags = {str(name).replace("_", "-"): value for name, value in content.items()} if isinstance(content, dict) else {}
     keys = flags.get("api-key") or []
     return [str(key) for key in keys] if isinstance(keys, list) else [str(keys)]
 

@@ -77,10 +77,10 @@ def report_of(scheduler: Any, constant: Mapping[str, Any], loads: Mapping[str, t
     """
     checkpoints: Checkpoints = scheduler.seamark
     states, counters = checkpoints.states, checkpoints.counters
-    counts = counters.take()
+    counts = vars(counters.take())  # by the names that they have here
     running, waiting = scheduler.get_request_counts()
     return EngineReport(
-        **constant,
+        **{**constant, **counts, "requests": list(counts["requests"]), "pinned": list(counts["pinned"])},
         match_unit=checkpoints.grid.alignment,
         block_size=checkpoints.block_size,
         ahead=checkpoints.grid.ahead if states is not None else 0,
@@ -94,25 +94,11 @@ def report_of(scheduler: Any, constant: Mapping[str, Any], loads: Mapping[str, t
         disk_bytes=counters.disk_bytes,
         pass_seconds=checkpoints.step_time.floor_seconds,
         token_seconds=checkpoints.step_time.token_seconds,
-        cache_hit_tokens=counts.cache_hit_tokens,
-        hits=counts.hits,
-        hit_tokens=counts.hit_tokens,
-        saved_seconds=counts.saved_seconds,
-        spent_seconds=counts.spent_seconds,
-        file_bytes=counts.file_bytes,
-        loads_declined=counts.loads_declined,
-        written=counts.written,
-        outcomes=counts.outcomes,
-        followers=counts.followers,
-        ignored=counts.ignored,
-        files_refused=counts.files_refused,
-        requests=list(counts.requests),
-        pinned=list(counts.pinned),
-        events=[(number, written(event)) for number, event in states.events.take()] if states is not None else [],
+        events=[(number, as_read(event)) for number, event in states.events.take()] if states is not None else [],
     )
 
 
-def written(event: StateEvent) -> Event:
+def as_read(event: StateEvent) -> Event:
     """An event, as it is read."""
     match event:
         case StateStored(request_id, end, states):

@@ -55,8 +55,7 @@ def message_of(answer: bytes) -> bytes:
     except (ValueError, RecursionError):
         return answer
     if isinstance(parsed, dict) and isinstance(error := parsed.get("error"), dict):
-        told = {"type": str(error.get("type") or "api_error"), "message": str(error.get("message") or "")}
-        return json.dumps({"type": "error", "error": told}).encode()
+        return json.dumps({"type": "error", "error": _error(error)}).encode()
     try:
         (choice, *_), blocks = parsed["choices"], []
         said = choice["message"]
@@ -110,8 +109,7 @@ class MessageStream:
         try:
             chunk = json.loads(data)
             if isinstance(error := chunk.get("error"), dict):
-                told = {"type": str(error.get("type") or "api_error"), "message": str(error.get("message") or "")}
-                yield _event("error", error=told)
+                yield _event("error", error=_error(error))
                 self._is_over = True
                 return
             yield from self._chunk(chunk)
@@ -187,6 +185,10 @@ class MessageStream:
 
 def _event(kind: str, **fields: Any) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+def _error(told: Mapping[str, Any]) -> dict[str, str]:
+    return {"type": str(told.get("type") or "api_error"), "message": str(told.get("message") or "")}
 
 
 def _message(answer: Mapping[str, Any], blocks: list[Any], usage: Mapping[str, int]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from proxy.chat.chat import CHAT, COMPLETIONS
 from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures
 from proxy.commands.parser import Parser
-from proxy.commands.ways import DEFAULT_PORT, LOOPBACK, FoundWay, Way, find, surroundings
-from proxy.config_files import base_url, read_secret, without_credentials
+from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
+from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
 from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_id, models_in, read_metrics

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.commands.cures import NEEDED
-from proxy.commands.ways import DEFAULT_PORT, LOOPBACK
+from proxy.commands.ways import DEFAULT_PORT
+from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
 
 BASE_URL = "http://127.0.0.1:8080/v1"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+from proxy.config_files import LOOPBACK
 
 DEFAULT_PORT = 8000  # vLLM's
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from proxy.config_files import LOOPBACK
+
 SOURCES = "/kv_event_sources"
 
 TOPIC = "seamark"  # how the plugin names itself in vLLM's list of KV event publishers
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from proxy.fleet.model_names import ListedNames
 from proxy.fleet.probe import Probed
 from proxy.fleet.sleep import ASLEEP
 from proxy.fleet.worker_metrics import EngineInfo, StepTimes
+from proxy.http.asgi import HeaderList
 
 # Different requests in a row that a worker took and failed. One that fails wherever it goes counts once.
 BREAKER_FAILURES = 3
@@ -203,10 +204,11 @@ class Worker:
         """Of its engine, among several behind the address; empty if it is the only one."""
         return self.url.partition("#")[2]
 
-    @cached_property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """What a request carries that is to be computed by its engine."""
-        return [(RANK_HEADER, self.rank.encode())] if self.rank else []
+    def addressed(self, headers: HeaderList) -> HeaderList:
+        """The headers of a request that its engine is to compute: these, whichever engine they named."""
+        if not self.rank:
+            return headers
+        return [*(header for header in headers if header[0] != RANK_HEADER), (RANK_HEADER, self.rank.encode())]
 
     @property
     def reports_url(self) -> str:

@@ -17,7 +17,7 @@ from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
 from proxy.chat.usage import PassingUsage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
-from proxy.fleet.worker import RANK_HEADER, Worker
+from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS, loads
@@ -152,15 +152,15 @@ class ResponseRelay:
     ) -> Answer | tuple[str, Answer | None]:
         """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer."""
         client, worker = request.client, lease.worker
-        # Other gateways learn of it there.
-        load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
-        takes_load = worker.engine is not None and client.method == "POST"
-        in_body = takes_load and worker.engine is not None and worker.engine.counts_loads
-        target, raw = self._encoded(request, worker, transfer, load if in_body and client.endpoint in HINTED else "")
-        if takes_load and not in_body:
-            headers = [*headers, (LOAD_HEADER, load.encode())]
-        if worker.rank:
-            headers = [*(each for each in headers if each[0] != RANK_HEADER), *worker.headers]
+        load = ""  # in the body
+        if client.method == "POST" and (engine := worker.engine) is not None:  # other gateways learn of it there
+            told = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
+            if not engine.counts_loads:
+                headers = [*headers, (LOAD_HEADER, told.encode())]
+            elif client.endpoint in HINTED:
+                load = told
+        target, raw = self._encoded(request, worker, transfer, load)
+        headers = worker.addressed(headers)
         try:
             with request.timings.waiting():
                 answer = await self._upstream.send(

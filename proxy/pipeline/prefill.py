@@ -145,7 +145,7 @@ class Prefills:
         raw = body.for_prefill(worker.hint(request.prompt.found), put, _LEFT_OUT)
         try:
             response = await self._upstream.send(
-                client.method, worker.address + client.target, [*headers, *worker.headers], raw, self._silence_timeout
+                client.method, worker.address + client.target, worker.addressed(headers), raw, self._silence_timeout
             )
         except Stale:
             return None
@@ -191,7 +191,7 @@ class Prefills:
             response = await self._upstream.send(
                 request.client.method,
                 decoder.address + request.client.target,
-                [*headers, *decoder.headers],
+                decoder.addressed(headers),
                 raw,
                 self._silence_timeout,
             )

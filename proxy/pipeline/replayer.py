@@ -35,7 +35,6 @@ class Replayer:
             (b"content-type", b"application/json"),
             (b"x-request-id", name.encode()),
             (OUTCOME_HEADER.encode(), b"1"),
-            *worker.headers,
         ]
         if pin is not None:
             self._engine_events.sent(worker, name, prompt.found.boundaries, hint)
@@ -43,7 +42,9 @@ class Replayer:
         boot, answered = worker.boot, False
         try:
             url, raw = worker.address + prompt.endpoint, prompt.body_with(hint, pin=pin)
-            answer = await self._upstream.send("POST", url, headers, raw, read_timeout=self._timeout, fresh=True)
+            answer = await self._upstream.send(
+                "POST", url, worker.addressed(headers), raw, read_timeout=self._timeout, fresh=True
+            )
             try:
                 body = await answer.read()
             finally:

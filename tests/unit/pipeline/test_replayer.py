@@ -17,7 +17,9 @@ FOUND = Found((Boundary("system", b"s", "first:1", estimate=150),), (b"s",))
 
 PROMPT = WarmupRequest(CHAT, b'{"model":"m","messages":[]}', ("model", "messages"), {}, FOUND, "m")
 
-WORKER = SimpleNamespace(url="http://w", address="http://w", headers=[], boot="w#1", hint=lambda found: found.entries())
+WORKER = SimpleNamespace(
+    url="http://w", address="http://w", addressed=list, boot="w#1", hint=lambda found: found.entries()
+)
 
 
 class Answering(Upstream):
