@@ -97,6 +97,17 @@ class Outcome(NamedTuple):
         return ",".join(map(str, fields if self.pin else fields[:-1])).encode()
 
 
+class PinFate(NamedTuple):
+    """What became of a request's wish to pin its prompt, or to release it."""
+
+    request_id: str  # its X-Request-Id
+    fate: str
+
+
+# A state's event is a list.
+Kept = Outcome | PinFate | list[Any]
+
+
 def client_id(engine_id: str) -> str:
     """The `X-Request-Id` in vLLM's name of a request, or the name itself if it has another form; its beginning."""
     match = _COMPLETION.fullmatch(engine_id) or _OTHER.fullmatch(engine_id)
@@ -112,7 +123,7 @@ class Feed:
         self._catch_up = catch_up
         self.has_events = True  # of several engines, each has states of its own
         self._cursor = 0
-        self._kept: deque[tuple[int, Outcome | list[Any]]] = deque(maxlen=MAX_KEPT)
+        self._kept: deque[tuple[int, Kept]] = deque(maxlen=MAX_KEPT)
         self._latest: OrderedDict[str, Outcome] = OrderedDict()  # of those kept, by X-Request-Id
         self._last_number = 0  # of an event
         self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
@@ -133,6 +144,7 @@ class Feed:
     def add_pin(self, engine_id: str, fate: str) -> None:
         """What became of a request's wish to pin its prompt, or to release it; it was admitted before."""
         name = client_id(engine_id)
+        self._keep(PinFate(name, fate))
         if (outcome := self._latest.get(name)) is not None:
             self._latest[name] = outcome._replace(pin=fate)
 
@@ -162,7 +174,7 @@ class Feed:
         others = [load for name, load in self._loads.items() if name != gateway]
         return GatewayLoad(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
 
-    def _keep(self, entry: Outcome | list[Any]) -> None:
+    def _keep(self, entry: Kept) -> None:
         self._cursor += 1
         self._kept.append((self._cursor, entry))
 
@@ -175,7 +187,7 @@ class Feed:
         """Everything later than `cursor`, or everything kept if `boot` is another process's.
 
         `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
-        what its hint's entries name. `states` only of one engine. `reset`: entries were lost to the
+        what its hint's entries name. `pins`: id and fate. `states` only of one engine. `reset`: entries were lost to the
         reader, so it no longer knows what the cache holds. `load`, with `states` and for a `gateway` that names itself:
         the requests of all others here, and the tokens of their prompts to compute.
         """
@@ -184,12 +196,15 @@ class Feed:
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
         reset = bool(boot) and (foreign or cursor + 1 < oldest)
         outcomes: list[Outcome] = []
+        pins: list[PinFate] = []
         states: list[list[Any]] = []
         for number, entry in reversed(self._kept):
             if number <= cursor and not foreign:
                 break
             if isinstance(entry, Outcome):
                 outcomes.append(entry)
+            elif isinstance(entry, PinFate):
+                pins.append(entry)
             else:
                 states.append(entry)
         outcomes.reverse()
@@ -198,6 +213,7 @@ class Feed:
             "cursor": self._cursor,
             "outcomes": [(outcome.request_id, outcome.reason, outcome.hit_tokens) for outcome in outcomes],
             "resolved": [(outcome.request_id, outcome.shared, outcome.resolved) for outcome in outcomes],
+            "pins": pins[::-1],
         }
         if not self.has_events:
             return answer

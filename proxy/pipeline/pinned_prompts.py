@@ -31,7 +31,6 @@ from proxy.http.json_body import memory_of, parse_object
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.replayer import Replayer
 from proxy.pipeline.request import ProxiedRequest, request_of
-from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.pinned_prompts")
@@ -57,7 +56,7 @@ WORDS = {
     WAITING: "not tried yet: the worker is down, starts, or gets no hints",
     FAILED: "the worker answered with an error; it is tried again",
     NO_FACTS: "its chat template does not tell where a prompt can be cut; it is tried again",
-    NOT_TOLD: "the worker does not say: its plugin is older, or it has several API servers",
+    NOT_TOLD: "the worker does not say: its plugin is older, or its reports cannot be read",
 }
 
 # What is tried again by itself, and what a release of another pin may change.
@@ -276,12 +275,11 @@ class PinnedPrompts(Part):
         body = request.body
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
         replay = WarmupRequest(CHAT, body.raw, body.names, put, found.without_request(), prompt.model)
-        answer, told = await self._replayer.send(worker, replay, pin=pin)
+        answer = await self._replayer.send(worker, replay, pin=pin)
         if answer.status != 200:
             return FAILED
-        prompt.tokens = _prompt_tokens(told) or prompt.tokens
-        outcome = outcome_in(answer.header(OUTCOME_HEADER))
-        return outcome.pin if outcome is not None and outcome.pin else NOT_TOLD
+        prompt.tokens = _prompt_tokens(answer.body) or prompt.tokens
+        return answer.pin or NOT_TOLD
 
     def _request(self, prompt: PinnedPrompt) -> ProxiedRequest:
         scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}

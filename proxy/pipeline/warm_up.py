@@ -34,10 +34,10 @@ class WarmUp(Part):
 
     async def _replay(self, prompt: WarmupRequest, worker: Worker) -> None:
         try:
-            answer, body = await self._replayer.send(worker, prompt)
+            answer = await self._replayer.send(worker, prompt)
             is_done = answer.status == 200
         except (Unreachable, Broken):
             is_done = False
         self._replays.labels(worker.name, "done" if is_done else "failed").inc()
         if is_done:
-            self._accounting.replayed(prompt.model, worker, body)
+            self._accounting.replayed(prompt.model, worker, answer.body)

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -34,6 +34,8 @@ PATH = "/seamark/outcomes"
 TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
 
 PATIENCE = 2.0  # seconds until one for which nobody waits is taken not to come
+
+PIN_PATIENCE = 10.0  # seconds to wait for what became of a pin; nothing but the pin's own answer waits for it
 
 SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
@@ -96,6 +98,7 @@ class _FeedReader:
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
     outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
+    pins: dict[str, asyncio.Future[str]] = field(default_factory=dict)  # asked for, by request id
     wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for an outcome
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
@@ -177,6 +180,25 @@ class EngineEvents(Part):
             if not done and not feed.follows:  # an engine that has answered has an outcome to report
                 feed.silent_until = time.monotonic() + SILENT_SECONDS
         return feed.outcomes.pop(request_id, None)
+
+    @contextlib.contextmanager
+    def pin_asked(self, worker: Worker, request_id: str) -> Iterator[Callable[[], Awaitable[str]]]:
+        """While a request is sent that pins its prompt: gives what to await once it is answered.
+
+        That is what became of the wish; empty if the engine does not say.
+        """
+        feed = self._feed(worker)
+        told = feed.pins[request_id] = asyncio.get_running_loop().create_future()
+
+        async def fate() -> str:
+            if not told.done() and feed.reader is not None:
+                await asyncio.wait((told, feed.reader), timeout=PIN_PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+            return told.result() if told.done() else ""
+
+        try:
+            yield fate
+        finally:
+            feed.pins.pop(request_id, None)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
         """The feed of a removed worker is read no longer."""
@@ -291,6 +313,11 @@ class EngineEvents(Part):
         except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
             logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
             feed.held_states.forget_all(worker.boot)
+        fates = {str(name): str(fate) for name, fate in events.get("pins", ())}
+        tells_pins = feed.follows and "pins" in events
+        for name, asked in feed.pins.items():
+            if not asked.done() and (name in fates or not tells_pins):
+                asked.set_result(fates.get(name, ""))
         for outcomes in batched(events["outcomes"], STEP_EVENTS):
             for request_id, reason, _ in outcomes:
                 feed.outcomes[request_id] = EngineOutcome(str(reason), *said.get(request_id, ()))

@@ -140,6 +140,15 @@ async def test_one_worker_without_room_does_not_refuse_it_for_the_others(in_memo
     assert (await word(own, one), await word(own, two)) == ("pinned", "no_room")
 
 
+async def test_what_the_answer_does_not_say_the_engines_report_does(in_memory):
+    one, full = (RecordingWorker(cached=0, has_middleware=False) for _ in range(2))
+    full.engine.room = 0
+    own = await in_memory(one, full)
+    assert (await pin(own)).status_code == 200
+    assert (await word(own, one), await word(own, full)) == ("pinned", "no_room")
+    assert len(one.requests) == len(full.requests) == 1
+
+
 @pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
 async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, version, monkeypatch):
     monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.0)

@@ -100,6 +100,7 @@ class FakeEngine:
         self.read_to = 0  # what a gateway has read
         self.room = 8  # prompts that can be pinned
         self.pinned: list[tuple[str, str]] = []  # cache salts and prompts
+        self._fates: list[tuple[int, str, str]] = []  # of pins: cursor, request id, and what became of it
 
     @property
     def cursor(self) -> int:
@@ -135,6 +136,8 @@ class FakeEngine:
                 ["came", request_id, len(ids), states] if hint else None,
             )
         )
+        if admitted.pin:
+            self._fates.append((self.cursor, request_id, admitted.pin))
         return admitted
 
     def clear(self) -> None:
@@ -184,6 +187,8 @@ class FakeEngine:
         }
         if tuple(map(int, version.split(".")[:2])) >= ENTRIES_VERSION:
             events["resolved"] = [resolved for _, resolved, _ in new if resolved is not None]
+            read = after if boot == self.boot else 0
+            events["pins"] = [(name, fate) for cursor, name, fate in self._fates if cursor > read]
         return events
 
 

@@ -133,6 +133,7 @@ class RecordingWorker:
     allowed_origins: tuple[str, ...] = ("*",)  # when it starts, as vLLM's --allowed-origins
     gzips: str | None = None  # as a proxy before it: "accepted" what the client takes so, "always" everything
     has_feed: bool = True
+    has_middleware: bool = True  # which says in the head of an answer what became of its request
     api_key: str | None = None  # that it wants for /v1, as vLLM's --api-key
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
     held_text: bytes = b""  # in the bodies of those that wait
@@ -269,7 +270,7 @@ class RecordingWorker:
             status, in_halves = (200, True) if self.computed is None else (self.status, False)
             return await self._send(head, events, receive, send, status=status, in_halves=in_halves)
         head = _head("application/json", len(answer), self.more_headers)
-        if admitted is not None and request.header(b"x-seamark-outcome") == b"1":
+        if admitted is not None and self.has_middleware and request.header(b"x-seamark-outcome") == b"1":
             head.append((b"x-seamark-outcome", admitted.header.encode()))
         return await self._send(head, (answer[:20], answer[20:]), receive, send, status=self.status)
 

@@ -73,6 +73,15 @@ def test_shared_tokens_and_resolved_entries_stand_beside_the_outcomes_in_their_o
     assert feed.after(1, feed.boot)["resolved"] == [("b", 0, ())]
 
 
+def test_what_became_of_pins_is_told_whether_or_not_an_answer_has_carried_it(feed):
+    feed.add_outcome(admitted("a"))
+    feed.add_pin("chatcmpl-a-0a1b2c3d", "pinned")
+    feed.add_pin("chatcmpl-b-0a1b2c3d", "no_room")
+    assert feed.take_latest("a").pin == "pinned"
+    assert feed.after(0)["pins"] == [("a", "pinned"), ("b", "no_room")]
+    assert feed.after(2, feed.boot)["pins"] == [("b", "no_room")]
+
+
 def test_an_answer_carries_its_outcome(feed):
     feed.add_outcome(admitted("a", "hit", 160, 176, (163, 0, 990)))
     assert answered(ASKS) == {b"content-type": b"application/json", HEADER: b"hit,160,176,163:0:990"}
@@ -326,7 +335,7 @@ def test_each_of_several_engines_has_a_feed_of_its_own_beside_that_of_all_outcom
         feeds.add_outcome(report, request)
         feeds.add_events(report)
     assert [name for name, *_ in feeds.main.after(0)["outcomes"]] == ["of-0", "of-1"]
-    assert feeds.main.after(0, gateway="a").keys() == {"boot", "cursor", "outcomes", "resolved"}
+    assert feeds.main.after(0, gateway="a").keys() == {"boot", "cursor", "outcomes", "resolved", "pins"}
     for engine in (0, 1):
         answer = feeds.of(engine).after(0)
         assert [name for name, *_ in answer["outcomes"]] == [f"of-{engine}"]

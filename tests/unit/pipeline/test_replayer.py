@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -36,7 +39,7 @@ class Answering(Upstream):
         async def read() -> bytes:
             return b"{}"
 
-        return SimpleNamespace(status=self._status, read=read, close=lambda: None)
+        return SimpleNamespace(status=self._status, read=read, close=lambda: None, header=lambda name: None)
 
 
 class Events:
@@ -51,6 +54,10 @@ class Events:
     def refused(self, *what: object) -> None:
         self.told.append("refused")
 
+    @contextlib.contextmanager
+    def pin_asked(self, *what: object) -> Iterator[Callable[[], Awaitable[str]]]:
+        yield AsyncMock(return_value="pinned")
+
 
 @pytest.mark.parametrize("status", [200, 503, None])
 @pytest.mark.parametrize("pin", [None, True])
@@ -61,8 +68,8 @@ async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(status,
         with pytest.raises(Broken):
             await replayer.send(WORKER, PROMPT, pin=pin)
     else:
-        answer, _ = await replayer.send(WORKER, PROMPT, pin=pin)
-        assert answer.status == status
+        answer = await replayer.send(WORKER, PROMPT, pin=pin)
+        assert answer.status == status and answer.pin == ("pinned" if pin and status == 200 else "")
     if pin is None:
         assert (index.sent((b"s",), {"w#1"}) is not None) == (status == 200) and events.told == []
     else:
