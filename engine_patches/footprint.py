@@ -46,7 +46,7 @@ WEIGHTS = "seamark_weights"  # on a model: the name of its weights; on a VllmCon
 GROUPS = "_seamark_groups"  # on a model runner: the cache group of each layer, and of which configuration that is
 
 # On a recurrent layer's metadata.
-SCAN_STATES = "seamark_scan_states"  # what to keep of the step's scan
+SCAN_STATES = "seamark_scan_states"  # what to keep of the step's scan, or of the inputs of its convolution
 SEGMENTS = "seamark_segments"  # how its tokens are run
 PLAN = "seamark_plan"  # what other cache groups need to make their segments
 
@@ -57,6 +57,7 @@ class Running:
 
     step: Any = None  # `forward.step_writes.Step`; None, too, if the scheduler leaves the states to vLLM
     scan: Any = None  # `forward.scan_states.AnyScanStates` of the layer that runs now, and its cache
+    convolution: Any = None  # `forward.conv_states.ConvStates` of the layer that runs now; None once they are kept
     kernel: Any = None  # `forward.cpu_scan.KernelRun`s of the kernel that is called next, and who keeps its states
 
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import RUNNING, SCAN_STATES
+from engine_patches.forward.conv_states import Windows
 from engine_patches.forward.cpu_scan import CpuScanPlan, CpuScanStates, plan_cpu_scan
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
 from engine_patches.forward.step_writes import PrefillRow, Write, running_step, upload
@@ -67,28 +68,15 @@ class ScanPlan:
 
     targets: Sequence[Mapping[int, int]]  # block of each state, by cache group
     group_of_layer: Mapping[str, int]
-    ends: Any  # tokens before each state's position, (states,)
-    starts: Any  # first token of each state's row, (states,)
-    rows: Any  # (states,)
-    resumed: Any  # whether a row begins with a state, (states,)
-    shortest: int  # tokens from a row's start to its first state, at least
+    windows: Windows  # of the convolution
     chunks: Any  # last chunk that ends at or before each state's position, (states,)
     tails: _Tails | None  # None if all states lie at chunk ends
-    _windows: dict[int, Any] = field(default_factory=dict)  # by width
 
     def of_group(self, metadata: Any, layer: str) -> ScanStates:
         """The states in blocks of the cache group that `layer` is in, and that `metadata` was made for."""
         group = self.group_of_layer[layer]
-        blocks = upload([target[group] for target in self.targets], self.ends.device)
-        return ScanStates(self, blocks, metadata.state_indices_tensor_p[self.rows].long())
-
-    def window(self, width: int) -> Any:
-        """The `width` tokens before each position, (states, width); those before the first one are negative."""
-        import torch
-
-        if width not in self._windows:
-            self._windows[width] = self.ends[:, None] + torch.arange(-width, 0, device=self.ends.device)
-        return self._windows[width]
+        blocks = upload([target[group] for target in self.targets], self.windows.ends.device)
+        return ScanStates(self, blocks, metadata.state_indices_tensor_p[self.windows.rows].long())
 
 
 class ScanStates(NamedTuple):
@@ -99,26 +87,8 @@ class ScanStates(NamedTuple):
     running: Any  # block of each state's running row, (states,)
 
     def keep_conv(self, inputs: Any, conv_state: Any) -> None:
-        """Keep the convolution's part: its last inputs before each position.
-
-        `inputs`: (tokens, channels). `conv_state`: by block, channel and width, without the room for drafts behind. To
-        be called before the layer runs, since that overwrites the running states, of which a state near its row's start
-        has a part.
-        """
-        import torch
-
-        plan, width = self.plan, conv_state.shape[-1]
-        window = plan.window(width)
-        if plan.shortest >= width:
-            last = inputs.index_select(0, window.flatten()).unflatten(0, window.shape)
-            conv_state[self.blocks] = last.transpose(1, 2).to(conv_state.dtype)
-            return
-        before = window - plan.starts[:, None]  # negative: in the running state
-        new = inputs[window.clamp(min=0)].transpose(1, 2).to(conv_state.dtype)
-        old = conv_state[self.running]
-        old = old.gather(2, (before + width).clamp(0, width - 1)[:, None].expand_as(old))
-        old = torch.where(plan.resumed[:, None, None], old, 0)
-        conv_state[self.blocks] = torch.where((before >= 0)[:, None], new, old)
+        """Keep the convolution's part, as `Windows.keep`. To be called before the layer runs."""
+        self.plan.windows.keep(inputs, conv_state, self.blocks, self.running)
 
     def scan(self, scan: Function, ssm_state: Any, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run a step's scan and keep the wanted states. Returns what vLLM's scan returns: the rows' last states.
@@ -261,7 +231,7 @@ def _plan_of(
         chunks_before += len(ends)
     states = at_ends + inside
     of_rows = [rows[state.row] for state in states]
-    ends_, starts, chunks, row_numbers = upload(
+    ends, starts, chunks, row_numbers = upload(
         [
             [row.start + state.end for state, row in zip(states, of_rows, strict=True)],
             [row.start for row in of_rows],
@@ -273,11 +243,13 @@ def _plan_of(
     return ScanPlan(
         targets=[state.blocks for state in states],
         group_of_layer=group_of_layer,
-        ends=ends_,
-        starts=starts,
-        rows=row_numbers,
-        resumed=metadata.has_initial_states_p[row_numbers],
-        shortest=min(state.end for state in states),
+        windows=Windows(
+            ends,
+            starts,
+            row_numbers,
+            resumed=metadata.has_initial_states_p[row_numbers],
+            shortest=min(state.end for state in states),
+        ),
         chunks=chunks,
         tails=_tails_of(inside, rows, device) if inside else None,
     )

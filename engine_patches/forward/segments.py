@@ -71,7 +71,7 @@ def plan_segments(original: Function) -> Function:
         step = running_step()
         if step is not None and (writes := step.writes_by_row(common_attn_metadata.num_reqs)):
             levels = []
-            drafting = _drafting_rows(kwargs, common_attn_metadata.num_reqs)
+            drafting = drafting_rows(kwargs, common_attn_metadata.num_reqs)
             for level in _levels(common_attn_metadata, writes, drafting):
                 part = metadata
                 if not level.whole:
@@ -98,7 +98,7 @@ def plan_segments_of_group(original: Function) -> Function:
     return update_block_table
 
 
-def _drafting_rows(options: Mapping[str, Any], num_rows: int) -> list[int]:
+def drafting_rows(options: Mapping[str, Any], num_rows: int) -> list[int]:
     """Rows that verify drafts; `options`: what vLLM gives a builder besides the batch."""
     drafts = options.get("num_decode_draft_tokens_cpu")  # -1 for all other rows
     return [] if drafts is None else [row for row, count in enumerate(drafts[:num_rows].tolist()) if count >= 0]
@@ -202,7 +202,7 @@ def _attach(metadata: Any, plan: _SegmentPlan, layer: str) -> None:
             tokens = _tokens(level, running.device)
             own = with_running_blocks(part, running[upload(level.rows, running.device)])
             if plan.drafting:
-                own = _with_drafting_rows(own, metadata, level.rows, plan.drafting)
+                own = _withdrafting_rows(own, metadata, level.rows, plan.drafting)
         segments.append(Segment(tokens, own, sources, targets))
     setattr(metadata, SEGMENTS, segments)
     setattr(metadata, PLAN, plan)
@@ -254,7 +254,7 @@ def with_running_blocks(metadata: Any, blocks: Any) -> Any:
     return dataclasses.replace(metadata, **changes)
 
 
-def _with_drafting_rows(metadata: Any, whole: Any, rows: Sequence[int], drafting: Sequence[int]) -> Any:
+def _withdrafting_rows(metadata: Any, whole: Any, rows: Sequence[int], drafting: Sequence[int]) -> Any:
     """`metadata` of a segment of GDN layers with these `rows` of a step, of which those `drafting` verify drafts.
 
     `whole`: the metadata of the step. `metadata` has the running blocks of all its rows as if none verified drafts.

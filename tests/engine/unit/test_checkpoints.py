@@ -15,7 +15,7 @@ from engine_patches.scheduler import states
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.hints import FIELD
+from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.pins import Pins
 from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY
@@ -241,6 +241,18 @@ def test_a_learned_state_has_to_add_to_the_one_that_was_found(checkpoints):
         checkpoints.step_time.step_took(1, 0.4)
         checkpoints.step_time.step_took(801, 0.8)
     assert [checkpoints.worth_writing(state, target) for target in targets] == [False, True, True]
+
+
+def test_a_state_of_a_prompt_that_is_pinned_is_written_whatever_it_saves(checkpoints):
+    pinning, other = request(HEAD, [16], name="pins"), request(HEAD, [16], name="other")
+    pinning.sampling_params.extra_args[PIN] = 1
+    for _ in range(8):
+        checkpoints.step_time.step_took(1, 0.4)
+        checkpoints.step_time.step_took(801, 0.8)
+    worth = [
+        checkpoints.worth_writing(checkpoints.state_of(each), CheckpointTarget(16, HINTED)) for each in (pinning, other)
+    ]
+    assert worth == [True, False]
 
 
 def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(checkpoints):
