@@ -164,6 +164,11 @@ def is_applied(patch: Patch) -> bool:
     return any(getattr(function, NAME, None) == patch.name for function in _chain(resolve(patch.target).value))
 
 
+def is_replaced(function: Any) -> bool:
+    """Whether a function is the replacement of one of vLLM's."""
+    return hasattr(function, NAME)
+
+
 def _module_of(path: str) -> str:
     return path.partition(":")[0]
 

@@ -16,14 +16,31 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine_patches import kv_connectors
+from engine_patches.families import (
+    GLM_KDA,
+    K3_KDA,
+    KIMI_KDA,
+    LING_KDA,
+    MAMBA2_MIXER,
+    OLMO_GDN,
+    QWEN_GDN,
+    QWEN_NGRAM,
+    SHORT_CONVOLUTION,
+    RecurrentLayer,
+)
+from engine_patches.forward.conv_states import (
+    keep_inputs,
+    keep_ngram_states,
+    plan_conv_states,
+    plan_ngram_states,
+)
 from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.forward.layers import (
-    GDN,
-    LAYERS,
-    MAMBA2,
+    convolution_with_states,
     cpu_gdn_beside_drafts_in_segments,
     cpu_gdn_in_segments,
     gdn_in_segments,
+    kda_in_segments,
     mamba2_with_states,
     promise_writes_in_forward,
     require_promise_of_all,
@@ -100,6 +117,12 @@ RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
+LAYERS = "vllm.model_executor.layers.mamba"
+
+MAMBA2 = MAMBA2_MIXER.path
+
+GDN = QWEN_GDN.path
+
 CPU_PLATFORM = "vllm.platforms.cpu:CpuPlatform"
 
 MAMBA2_BUILDER = "vllm.v1.attention.backends.mamba2_attn:Mamba2AttentionMetadataBuilder"
@@ -107,6 +130,10 @@ MAMBA2_BUILDER = "vllm.v1.attention.backends.mamba2_attn:Mamba2AttentionMetadata
 BASE_BUILDER = "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadataBuilder"
 
 GDN_BUILDER = "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder"
+
+K3_BUILDER = "vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadataBuilder"
+
+NGRAM_BUILDER = "vllm.v1.attention.backends.short_conv_attn:PleShortConvAttentionMetadataBuilder"
 
 SPLIT_PARAMETERS = "self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens"
 
@@ -143,6 +170,23 @@ def _promise_patch(name: str, layer: str, in_every_version: bool = False) -> Pat
         build=promise_writes_in_forward,
         parameters="self, vllm_config",
         applies=lambda: in_every_version or exists(target),
+    )
+
+
+def _has(layer: RecurrentLayer) -> Callable[[], bool]:
+    """Whether this vLLM has such layers. If so, it has to have all that is said of them, or nothing is patched."""
+    return lambda: exists(layer.path)
+
+
+def _kda_patch(name: str, layer: RecurrentLayer, output: str = "core_attn_out[0, :num_actual_tokens]") -> Patch:
+    return Patch(
+        f"{name}-core",
+        f"{layer.path}.{layer.core}",
+        why="the recurrent core runs segment by segment and keeps the states between",
+        until=MANY_EXPORTS,
+        build=kda_in_segments,
+        mentions=(".get(self.prefix)", output, "= self.kv_cache"),
+        applies=_has(layer),
     )
 
 
@@ -812,6 +856,110 @@ PATCHES: tuple[Patch, ...] = (
         build=gdn_in_segments,
         parameters="self, mixed_qkv, b, a, core_attn_out",
         mentions=("attn_metadata = attn_metadata_raw.get(self.prefix)", "self_kv_cache = self.kv_cache"),
+    ),
+    Patch(
+        "olmo-core",
+        f"{OLMO_GDN.path}.{OLMO_GDN.core}",
+        why="as gdn-core",
+        until=MANY_EXPORTS,
+        build=gdn_in_segments,
+        parameters="self, mixed_qkv, b, a, core_attn_out",
+        mentions=(".get(self.prefix)", "= self.kv_cache"),
+        applies=_has(OLMO_GDN),
+    ),
+    _kda_patch("kimi", KIMI_KDA),
+    _kda_patch("k3", K3_KDA),
+    _kda_patch("glm", GLM_KDA),
+    _kda_patch("ling", LING_KDA),
+    Patch(
+        "k3-states",
+        f"{K3_BUILDER}.build",
+        why="Kimi-K3 has a builder of its own, which gives blocks away as the one of gated delta nets does",
+        until=MANY_EXPORTS,
+        build=plan_segments,
+        mentions=("common_prefix_len: int", "common_attn_metadata: CommonAttentionMetadata"),
+        applies=_has(K3_KDA),
+    ),
+    Patch(
+        "ngram-states",
+        f"{NGRAM_BUILDER}.build",
+        why="a convolution has to know where in a step's tokens the states are that it hands out",
+        until=MANY_EXPORTS,
+        build=plan_ngram_states,
+        mentions=("common_prefix_len: int", "torch.cat((decode_req_idx_cpu, prefill_req_idx_cpu))"),
+        applies=_has(QWEN_NGRAM),
+    ),
+    Patch(
+        "ngram-core",
+        f"{QWEN_NGRAM.path}.{QWEN_NGRAM.core}",
+        why="a convolution's state is taken from its inputs",
+        until=MANY_EXPORTS,
+        build=keep_ngram_states,
+        parameters="self, inputs, residual, outer_residual, metadata, conv_state, conv_weights",
+        relies_on=(
+            Shape(
+                f"{QWEN_NGRAM.path}._short_conv",
+                mentions=("conv_state = conv_state[..., -state_capacity:]", "inputs=inputs"),
+            ),
+        ),
+        applies=_has(QWEN_NGRAM),
+    ),
+    Patch(
+        "short-conv-states",
+        f"{BASE_BUILDER}.build",
+        why="as ngram-states; short convolutions have no builder of their own",
+        until=MANY_EXPORTS,
+        build=plan_conv_states,
+        mentions=("common_prefix_len: int", "common_attn_metadata: CommonAttentionMetadata"),
+        applies=_has(SHORT_CONVOLUTION),
+    ),
+    Patch(
+        "short-conv-states-of-group",
+        f"{BASE_BUILDER}.update_block_table",
+        why="each cache group writes its states into blocks of its own",
+        until=MANY_EXPORTS,
+        build=states_of_group,
+        parameters="self, metadata, blk_table, slot_mapping",
+        applies=lambda: exists(SHORT_CONVOLUTION.path) and exists(f"{MAMBA2_BUILDER}.update_block_table"),
+    ),
+    Patch(
+        "short-conv-core",
+        f"{SHORT_CONVOLUTION.path}.{SHORT_CONVOLUTION.core}",
+        why="its kernel has to know which states to keep",
+        until=MANY_EXPORTS,
+        build=convolution_with_states,
+        parameters="self, hidden_states, output",
+        mentions=(".get(self.prefix)", "= causal_conv1d_fn("),
+        applies=_has(SHORT_CONVOLUTION),
+    ),
+    Patch(
+        "short-conv-core-cpu",
+        f"{SHORT_CONVOLUTION.path}.forward_native",
+        why="the same on a CPU",
+        until=MANY_EXPORTS,
+        build=convolution_with_states,
+        parameters="self, hidden_states, output",
+        mentions=(".get(self.prefix)", "causal_conv1d_fn_cpu as causal_conv1d_torch"),
+        applies=lambda: exists(SHORT_CONVOLUTION.path) and runs_on_cpu(),
+    ),
+    Patch(
+        "short-conv-inputs",
+        f"{LAYERS}.ops.causal_conv1d:causal_conv1d_fn",
+        why="a convolution's state is taken from its inputs, which only its kernel is given",
+        until=MANY_EXPORTS,
+        build=keep_inputs,
+        mentions=("x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:",),
+        rebind=(f"{LAYERS}.short_conv",),
+        applies=_has(SHORT_CONVOLUTION),
+    ),
+    Patch(
+        "short-conv-inputs-cpu",
+        f"{LAYERS}.ops.cpu.causal_conv1d:causal_conv1d_fn_cpu",
+        why="the same on a CPU",
+        until=MANY_EXPORTS,
+        build=keep_inputs,
+        mentions=("x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:",),
+        applies=lambda: exists(SHORT_CONVOLUTION.path) and runs_on_cpu(),
     ),
     Patch(
         "gdn-core-cpu",

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches import kv_connectors, plugin, settings, speculation
+from engine_patches import families, kv_connectors, plugin, settings, speculation
 from engine_patches.kv_connectors import WITHOUT, ConnectorLane, Decision
 from engine_patches.scheduler import refusals
-from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 from engine_patches.scheduler.refusals import Refusal
 
 HERE, GPU = "here", "gpu"  # whose attention kernels decide the length of a block
@@ -188,7 +187,7 @@ def is_hybrid(config: Mapping[str, Any]) -> bool:
     """Whether a model's `config.json` names recurrent layers beside attention; False if it does not say."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
-    if str(text.get("model_type", "")).startswith(GDN_MODEL_TYPES) or text.get("linear_attn_config"):
+    if {families.GDN, families.KDA} & set(families.kinds_in(text)):
         return True
     kinds = set(text.get("layers_block_type") or text.get("layer_types") or ())
     if kinds:
@@ -252,7 +251,7 @@ def _stand_ins(config: Any, kinds: Sequence[str]) -> dict[str, Any]:
 
 def family_of(config: Any) -> CacheFamily:
     """Which family's recurrent layers a text config describes; `CannotExplain` for one that is not known here."""
-    if config.model_type.startswith(GDN_MODEL_TYPES):
+    if families.GDN in families.kinds_in(config):
         return GDN
     for attribute, family in OTHERS.items():
         if getattr(config, attribute, None):

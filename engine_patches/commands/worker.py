@@ -19,12 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from engine_patches import settings
+from engine_patches import families, settings
 from engine_patches.commands.port import port_of, why_taken
 from engine_patches.config_file import read_config
 from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.kv_connectors import ConnectorLane, decide_by, needs_a_gpu
-from engine_patches.scheduler.match_unit import GDN_MODEL_TYPES
 from engine_patches.settings import FULL, IMAGE, LOOPBACK, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
 
 INSTALL = (
@@ -67,7 +66,7 @@ CPU_ENVIRONMENT = {
 
 def cpu_flags(model_type: str) -> Mapping[str, str | None]:
     """The flags that a model of this type needs on a CPU."""
-    return CPU_GDN_FLAGS if model_type.startswith(GDN_MODEL_TYPES) else CPU_FLAGS
+    return CPU_GDN_FLAGS if families.GDN in families.kinds_in({"model_type": model_type}) else CPU_FLAGS
 
 
 def model_type_of(model: str) -> str:

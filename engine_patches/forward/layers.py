@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 from engine_patches import ledger, speculation
+from engine_patches.families import INSIDE, RecurrentLayer
 from engine_patches.footprint import SCAN_STATES, SEGMENTS
+from engine_patches.forward.conv_states import run_convolution
 from engine_patches.forward.scan_states import run_layer
 from engine_patches.forward.segments import Segment
 from engine_patches.forward.step_writes import writes_nothing, wrote_states
@@ -16,11 +18,10 @@ from engine_patches.ledger import Function
 
 logger = logging.getLogger("vllm.seamark")
 
-LAYERS = "vllm.model_executor.layers.mamba"
+BREAKABLE = "vllm.compilation.breakable_cudagraph"
 
-MAMBA2 = f"{LAYERS}.mamba_mixer2:MambaMixer2"
-
-GDN = f"{LAYERS}.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
+# Of the tensors that the core of a Kimi delta attention takes: those by token behind a dimension of one.
+_BEHIND_ONE = ("g1", "beta", "core_attn_out")
 
 
 class PromisedShapes(tuple[tuple[int, ...], ...]):
@@ -51,10 +52,7 @@ def promise_writes_in_forward(original: Function) -> Function:
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
-        if spec is None or not _writes_in_forward(self, vllm_config):
-            return spec
-        self.get_attn_backend()  # imports what makes the layer's metadata, the last module that is patched
-        if ledger.rely_on_patches():
+        if spec is not None and _writes_in_forward(self, vllm_config) and ledger.rely_on_patches():
             promise(spec)
         return spec
 
@@ -84,24 +82,33 @@ def require_promise_of_all(original: Function) -> Function:
 
 
 def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
+    """Whether what runs a layer, and what makes its metadata, are known and replaced."""
+    known = next((each for each in INSIDE if _is_a(each.path, layer)), None)
+    if known is None or not _is_configured(known, vllm_config):
+        return False
+    # A class that derives from it may have a core or metadata of its own. Asking for the backend imports the latter's
+    # module, the last one that is patched.
+    builder = layer.get_attn_backend().get_builder_cls()
+    return ledger.is_replaced(getattr(type(layer), known.core, None)) and ledger.is_replaced(builder.build)
+
+
+def _is_configured(known: RecurrentLayer, vllm_config: Any) -> bool:
     from vllm.platforms import current_platform
 
     # ReplaySSM keeps part of a state as inputs to replay. Micro-batches are built from a part of the step's rows.
     if speculation.unsupported(vllm_config) is not None or getattr(vllm_config.cache_config, "use_replayssm", False):
         return False
-    if vllm_config.parallel_config.use_ubatching:
+    if vllm_config.parallel_config.use_ubatching or (speculation.drafting(vllm_config) and not known.beside_drafts):
         return False
     if current_platform.is_cpu():  # model runner V2, with a Triton for CPUs, is not patched there
-        known = not getattr(vllm_config, "use_v2_model_runner", False)
-    else:
-        known = current_platform.is_cuda() or _is_a(MAMBA2, layer)  # ROCm has a GDN core of its own
-    return known and (_is_a(MAMBA2, layer) or _is_a(GDN, layer))
+        return not getattr(vllm_config, "use_v2_model_runner", False)
+    return bool(current_platform.is_cuda()) or known.on_rocm
 
 
 def _is_a(path: str, layer: Any) -> bool:
     """Whether the layer is one of a "module:Class"; a class that nobody has imported has no layers."""
     module, _, name = path.partition(":")
-    return module in sys.modules and isinstance(layer, getattr(sys.modules[module], name))
+    return module in sys.modules and isinstance(layer, getattr(sys.modules[module], name, ()))
 
 
 def mamba2_with_states(original: Function) -> Function:
@@ -120,13 +127,55 @@ def mamba2_with_states(original: Function) -> Function:
 
 
 def gdn_in_segments(original: Function) -> Function:
-    """Replacement of `QwenGatedDeltaNetAttention._forward_core(mixed_qkv, b, a, core_attn_out)`."""
+    """Replacement of `_forward_core(mixed_qkv, b, a, core_attn_out)` of Qwen's and OLMo's gated delta nets."""
 
     def _forward_core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
         if not _ran_in_segments(self, original, (mixed_qkv, b, a), core_attn_out):
             original(self, mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
 
     return _forward_core
+
+
+def kda_in_segments(original: Function) -> Function:
+    """Replacement of `_forward` of a Kimi delta attention, which is called by names and fills `core_attn_out`.
+
+    Where it is decorated as a break in the capture of a graph, a replayed graph calls what is decorated. So that is
+    replaced, and decorated again.
+    """
+    core = getattr(original, "__wrapped__", original)
+
+    def _forward(self: Any, **tensors: Any) -> None:
+        by_token = {name: tensor[0] if name in _BEHIND_ONE else tensor for name, tensor in tensors.items()}
+        output = by_token.pop("core_attn_out")
+        names = (*by_token, "core_attn_out")
+
+        def run(layer: Any, *parts: Any) -> None:
+            named = zip(names, parts, strict=True)
+            core(layer, **{name: part.unsqueeze(0) if name in _BEHIND_ONE else part for name, part in named})
+
+        if not _ran_in_segments(self, run, tuple(by_token.values()), output):
+            core(self, **tensors)
+
+    if core is original:
+        return _forward
+    decorate: Function = sys.modules[BREAKABLE].eager_break_during_capture
+    return decorate(_forward)
+
+
+def convolution_with_states(original: Function) -> Function:
+    """Replacement of what runs a short convolution, `forward_cuda` or `forward_native`, which fills `output`."""
+
+    def forward(self: Any, hidden_states: Any, output: Any) -> Any:
+        states = getattr(_metadata_of(self), SCAN_STATES, None)
+        if states is not None:
+            run_convolution(partial(original, self, hidden_states, output), states)
+            wrote_states(self.prefix)
+            return None
+        if _ran_in_segments(self, original, (hidden_states,), output):
+            return None
+        return original(self, hidden_states, output)
+
+    return forward
 
 
 def cpu_gdn_in_segments(original: Function) -> Function:

@@ -131,7 +131,11 @@ class Checkpoints:
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether a hit at a target of a request would be felt, as far as is known, or is asked for whatever it saves."""
         rate = self.step_time.tokens_per_pass
-        return bool(state.wish.pin) or not self.step_time.known or self.planner.worth_writing(target, state.resumed_at, rate)
+        return (
+            bool(state.wish.pin)
+            or not self.step_time.known
+            or self.planner.worth_writing(target, state.resumed_at, rate)
+        )
 
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group; None if the cache has none to spare."""

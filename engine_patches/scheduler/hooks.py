@@ -12,6 +12,7 @@ from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ConnectorLane, Decision
 from engine_patches.scheduler import pins, preflight, refusals, transfers
+from engine_patches.scheduler.cache_groups import GroupRole, role_of
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
@@ -108,10 +109,8 @@ def warn_of_narrow_states(specs: Iterable[Any]) -> None:
 
 def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool) -> States:
     """Those of a scheduler whose `recurrent` managers keep them."""
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
     manager = scheduler.kv_cache_manager
-    attention = [each for each in manager.coordinator.single_type_managers if isinstance(each, FullAttentionManager)]
+    attention = [each for each in manager.coordinator.single_type_managers if role_of(each) is GroupRole.ATTENTION]
     groups = [_group_of(scheduler, each) for each in recurrent]
     pool = manager.block_pool
     states = States(

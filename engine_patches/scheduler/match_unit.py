@@ -15,14 +15,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_patches import settings, speculation
-from engine_patches.scheduler import refusals
+from engine_patches import families, settings, speculation
+from engine_patches.scheduler import cache_groups, refusals
 
 DEFAULT = 16  # tokens
-
-GDN_CHUNK = 64  # tokens, of every kernel vLLM has for it
-
-GDN_MODEL_TYPES = ("qwen3_next", "qwen3_5")  # the beginning of a config's `model_type`
 
 
 def expected(vllm_config: Any) -> int:
@@ -31,28 +27,27 @@ def expected(vllm_config: Any) -> int:
     if not vllm_config.model_config.is_hybrid or refusals.by_configuration(vllm_config) is not None:
         return configured or int(vllm_config.cache_config.block_size)
     unit = unit_of(vllm_config)
-    gdn = vllm_config.model_config.hf_text_config.model_type.startswith(GDN_MODEL_TYPES)
-    return math.lcm(unit, GDN_CHUNK) if gdn and settings.chunk_ends(default=True) else unit
+    kinds = families.kinds_in(vllm_config.model_config.hf_text_config)
+    return math.lcm(unit, *(kind.chunk for kind in kinds)) if settings.chunk_ends(default=True) else unit
 
 
 def unit_of(vllm_config: Any) -> int:
     """The match unit of a hybrid with this configuration, before it has said so itself."""
-    return int(vllm_config.cache_config.prefix_match_unit or DEFAULT)
+    configured: int | None = vllm_config.cache_config.prefix_match_unit
+    return configured or math.lcm(DEFAULT, families.compression_in(vllm_config.model_config.hf_text_config))
 
 
 def kernel_chunk(spec: Any, vllm_config: Any) -> int:
     """Tokens that the kernels of a recurrent layer compute at once, counted from the start of a pass; 1 if unknown."""
-    if "GDN" in spec.mamba_type.name:
-        return GDN_CHUNK
-    if "MAMBA2" in spec.mamba_type.name:
+    if spec.mamba_type.name == families.MAMBA2.backend:
         return int(vllm_config.model_config.get_mamba_chunk_size() or 1)
-    return 1
+    return max((kind.chunk for kind in families.KINDS if kind.backend == spec.mamba_type.name), default=1)
 
 
 def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> int:
     """States are placed on multiples of this many tokens; `specs` are those of the recurrent layers."""
-    gdn = any("GDN" in spec.mamba_type.name for spec in specs)
-    if not settings.chunk_ends(default=gdn):
+    delta = any(spec.mamba_type.name == families.GDN.backend for spec in specs)
+    if not settings.chunk_ends(default=delta):
         return match_unit
     return math.lcm(match_unit, *(kernel_chunk(spec, vllm_config) for spec in specs))
 
@@ -60,7 +55,8 @@ def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> 
 def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `resolve_kv_cache_block_sizes`: if the user set nothing, hybrids get a fine unit.
 
-    It is the finest that states are placed on, or `DEFAULT` if that one does not divide the model's cache blocks.
+    It is the finest that states are placed on, or `DEFAULT` if that one does not divide the model's cache blocks; of a
+    model with a compressed index a multiple of what the index has one key for.
     """
 
     def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Any:
@@ -78,7 +74,8 @@ def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return coarse
         coarsest = DEFAULT if speculation.drops(vllm_config) else state_alignment(recurrent, vllm_config, DEFAULT)
-        for unit in sorted({coarsest, DEFAULT}, reverse=True):
+        compressed = cache_groups.compression(groups)
+        for unit in sorted({math.lcm(each, *compressed) for each in (coarsest, DEFAULT)}, reverse=True):
             cache_config.prefix_match_unit = unit
             try:
                 return original(kv_cache_config, vllm_config)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from engine_patches import kv_connectors, speculation
 from engine_patches.forward.layers import is_promised
 from engine_patches.kv_connectors import ConnectorLane
+from engine_patches.scheduler.cache_groups import compression, not_known
 
 LONGEST = 200  # characters of a cause, which is a label of a metric
 
@@ -66,6 +67,13 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
     drafting = speculation.drafting(vllm_config)
     if scheduler is not None:
         coordinator = scheduler.kv_cache_manager.coordinator
+        unknown = not_known(coordinator.single_type_managers)
+        if unknown:
+            yield refused(
+                NO_STATES,
+                f"vLLM keeps a cache of this model by {', '.join(unknown)}, beside which hints are not known to be "
+                "right",
+            )
         in_whole_blocks = [
             manager
             for manager in coordinator.single_type_managers
@@ -99,8 +107,22 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
         yield refused(NO_STATES, f"--mamba-cache-mode {cache.mamba_cache_mode} keeps no states at hints, align does")
     elif scheduler is not None and not scheduler.mamba_partial_cache_hit:
         yield from _of_match_unit(scheduler)
+    elif scheduler is not None:
+        yield from _of_compression(scheduler)
     if (switched_off := speculation.switched_off(vllm_config)) is not None:
         yield refused(SPECULATIVE, switched_off)
+
+
+def _of_compression(scheduler: Any) -> Iterator[Refusal]:
+    """A match unit that an index's keys do not fit; vLLM refuses one, too, except at the ends of whole blocks."""
+    unit, groups = scheduler.hash_block_size, scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    for tokens in compression(groups):
+        if unit % tokens:
+            yield refused(
+                NO_STATES,
+                f"the match unit, {unit} tokens, is no multiple of the {tokens} that this model's index keeps one key "
+                "for (--prefix-match-unit)",
+            )
 
 
 def _of_match_unit(scheduler: Any) -> Iterator[Refusal]:

@@ -1,0 +1,166 @@
+"""Kinds of recurrent states, and vLLM's layers that have them. The table in README.md is made of it.
+
+A layer with a `core` here writes states inside a pass: that method is replaced (`forward/layers.py`), and where it
+does not carry the replacement, the layer promises nothing. For any other layer a chunk is cut at each state.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Shown(enum.StrEnum):
+    """How it was shown that answers are those of an engine without a cache."""
+
+    ENGINE = "engine"  # a real one on a CPU
+    INTERPRETER = "interpreter"  # a whole engine, its kernels in Triton's interpreter
+    READ = "read"  # of vLLM's source, and applied to it; nothing ran
+
+
+class Kind(NamedTuple):
+    """A kind of recurrent state."""
+
+    name: str
+    backend: str  # in vLLM's `MambaAttentionBackendEnum`
+    chunk: int = 1  # tokens that every kernel vLLM has for it computes at once, from where a pass begins; 1: any
+
+
+MAMBA2 = Kind("Mamba2", "MAMBA2")  # its kernels' chunks are configured
+
+GDN = Kind("gated delta net", "GDN_ATTN", chunk=64)
+
+KDA = Kind("KDA", "GDN_ATTN", chunk=64)
+
+SHORT_CONV = Kind("short convolution", "SHORT_CONV")
+
+NGRAM_CONV = Kind("convolution of n-grams", "SHORT_CONV")
+
+MAMBA1 = Kind("Mamba1", "MAMBA1")
+
+LINEAR = Kind("linear attention", "LINEAR")
+
+
+KINDS = (MAMBA2, GDN, KDA, SHORT_CONV, NGRAM_CONV, MAMBA1, LINEAR)
+
+
+class RecurrentLayer(NamedTuple):
+    """A class of vLLM's."""
+
+    path: str  # "module:Class"
+    kind: Kind
+    shown: Shown
+    core: str = ""  # its method that is replaced; empty: its states are not written inside a pass
+    on_rocm: bool = False  # whether the replaced method is the one that runs there, too
+    beside_drafts: bool = False  # whether the rows that verify drafts are known to keep their states then
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return self.path.rpartition(":")[2]
+
+
+_LAYERS = "vllm.model_executor.layers.mamba"
+
+MAMBA2_MIXER = RecurrentLayer(
+    f"{_LAYERS}.mamba_mixer2:MambaMixer2", MAMBA2, Shown.ENGINE, "conv_ssm_forward", on_rocm=True, beside_drafts=True
+)
+
+QWEN_GDN = RecurrentLayer(
+    f"{_LAYERS}.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention",
+    GDN,
+    Shown.ENGINE,
+    "_forward_core",
+    beside_drafts=True,
+)
+
+OLMO_GDN = RecurrentLayer(
+    f"{_LAYERS}.gdn.olmo_gdn_linear_attn:OlmoHybridGatedDeltaNetAttention", GDN, Shown.INTERPRETER, "_forward_core"
+)
+
+KIMI_KDA = RecurrentLayer(
+    f"{_LAYERS}.gdn.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention", KDA, Shown.INTERPRETER, "_forward"
+)
+
+K3_KDA = RecurrentLayer("vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention", KDA, Shown.READ, "_forward")
+
+GLM_KDA = RecurrentLayer("vllm.models.glm5next.common.kda:Glm5NextLinearAttention", KDA, Shown.READ, "_forward")
+
+LING_KDA = RecurrentLayer(
+    "vllm.model_executor.models.bailing_moe_v3:BailingMoeV3KimiDeltaAttention", KDA, Shown.READ, "_forward"
+)
+
+QWEN_NGRAM = RecurrentLayer(
+    "vllm.models.qwen4_exp.nvidia.ple_layer:Qwen4ExpPLELayer",
+    NGRAM_CONV,
+    Shown.INTERPRETER,
+    "_short_conv_dilated_dispatch",
+)
+
+SHORT_CONVOLUTION = RecurrentLayer(f"{_LAYERS}.short_conv:ShortConv", SHORT_CONV, Shown.ENGINE, "forward_cuda")
+
+INSIDE = (
+    MAMBA2_MIXER,
+    QWEN_GDN,
+    OLMO_GDN,
+    KIMI_KDA,
+    K3_KDA,
+    GLM_KDA,
+    LING_KDA,
+    QWEN_NGRAM,
+    SHORT_CONVOLUTION,
+)
+
+CUT = (
+    RecurrentLayer(f"{_LAYERS}.mamba_mixer:MambaMixer", MAMBA1, Shown.READ),
+    RecurrentLayer(f"{_LAYERS}.linear.base:LinearAttention", LINEAR, Shown.READ),
+    RecurrentLayer("vllm.models.kimi_k3.amd.kda:KimiK3DeltaAttention", KDA, Shown.READ),
+    RecurrentLayer("vllm.models.qwen4_exp.amd.ple_layer:Qwen4ExpPLELayer", NGRAM_CONV, Shown.READ),
+)
+
+_BY_MODEL_TYPE = {  # the beginning of a text config's `model_type`
+    "qwen3_next": (GDN,),
+    "qwen3_5": (GDN,),
+    "qwen4_exp": (GDN, NGRAM_CONV),
+    "olmo_hybrid": (GDN,),
+    "kimi_linear": (KDA,),
+    "kimi_k3": (KDA,),
+    "glm5_next": (KDA,),
+    "alice_ai": (KDA,),
+}
+
+_BY_ATTRIBUTE = {  # that only the configs of this kind have
+    "linear_attn_config": (KDA,),
+    "short_conv_kernel_size": (KDA,),  # Ling-3.0, whose type is that of Ling-2.5, too
+    "linear_num_value_heads": (GDN,),
+    "conv_L_cache": (SHORT_CONV,),
+    "mamba_dt_rank": (MAMBA1,),
+    "mamba_num_heads": (MAMBA2,),
+    "mamba_n_heads": (MAMBA2,),
+    "n_mamba_heads": (MAMBA2,),
+}
+
+
+def kinds_in(config: Any) -> Sequence[Kind]:
+    """The kinds of states of a model, by its text config, the one that its matches follow from first.
+
+    Empty if it has none, or of a kind that is not known here. `config`: transformers' object, or what it was read from.
+    """
+    told: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+    model_type = str(told.get("model_type", ""))
+    for beginning, kinds in _BY_MODEL_TYPE.items():
+        if model_type.startswith(beginning):
+            return kinds
+    return next((kinds for attribute, kinds in _BY_ATTRIBUTE.items() if told.get(attribute)), ())
+
+
+def compression_in(config: Any) -> int:
+    """Tokens that the attention index of a model keeps one key for, by its text config; 1 without one."""
+    told: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+    return int(told.get("indexer_compress_ratio") or told.get("index_kpool") or 1)
+
+
+def written_inside(kind: Kind) -> bool:
+    """Whether states of a kind are written inside a pass, as far as is known before a model is there."""
+    return any(layer.kind == kind for layer in INSIDE)
