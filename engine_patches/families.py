@@ -19,7 +19,7 @@ class Shown(enum.StrEnum):
     READ = "read"  # of vLLM's source, and applied to it; nothing ran
 
 
-class Kind(NamedTuple):
+class StateKind(NamedTuple):
     """A kind of recurrent state."""
 
     name: str
@@ -27,19 +27,19 @@ class Kind(NamedTuple):
     chunk: int = 1  # tokens that every kernel vLLM has for it computes at once, from where a pass begins; 1: any
 
 
-MAMBA2 = Kind("Mamba2", "MAMBA2")  # its kernels' chunks are configured
+MAMBA2 = StateKind("Mamba2", "MAMBA2")  # its kernels' chunks are configured
 
-GDN = Kind("gated delta net", "GDN_ATTN", chunk=64)
+GDN = StateKind("gated delta net", "GDN_ATTN", chunk=64)
 
-KDA = Kind("KDA", "GDN_ATTN", chunk=64)
+KDA = StateKind("KDA", "GDN_ATTN", chunk=64)
 
-SHORT_CONV = Kind("short convolution", "SHORT_CONV")
+SHORT_CONV = StateKind("short convolution", "SHORT_CONV")
 
-NGRAM_CONV = Kind("convolution of n-grams", "SHORT_CONV")
+NGRAM_CONV = StateKind("convolution of n-grams", "SHORT_CONV")
 
-MAMBA1 = Kind("Mamba1", "MAMBA1")
+MAMBA1 = StateKind("Mamba1", "MAMBA1")
 
-LINEAR = Kind("linear attention", "LINEAR")
+LINEAR = StateKind("linear attention", "LINEAR")
 
 
 KINDS = (MAMBA2, GDN, KDA, SHORT_CONV, NGRAM_CONV, MAMBA1, LINEAR)
@@ -49,7 +49,7 @@ class RecurrentLayer(NamedTuple):
     """A class of vLLM's."""
 
     path: str  # "module:Class"
-    kind: Kind
+    kind: StateKind
     shown: Shown
     core: str = ""  # its method that is replaced; empty: its states are not written inside a pass
     on_rocm: bool = False  # whether the replaced method is the one that runs there, too
@@ -142,7 +142,7 @@ _BY_ATTRIBUTE = {  # that only the configs of this kind have
 }
 
 
-def kinds_in(config: Any) -> Sequence[Kind]:
+def kinds_in(config: Any) -> Sequence[StateKind]:
     """The kinds of states of a model, by its text config, the one that its matches follow from first.
 
     Empty if it has none, or of a kind that is not known here. `config`: transformers' object, or what it was read from.
@@ -161,6 +161,6 @@ def compression_in(config: Any) -> int:
     return int(told.get("indexer_compress_ratio") or told.get("index_kpool") or 1)
 
 
-def written_inside(kind: Kind) -> bool:
+def written_inside(kind: StateKind) -> bool:
     """Whether states of a kind are written inside a pass, as far as is known before a model is there."""
     return any(layer.kind == kind for layer in INSIDE)

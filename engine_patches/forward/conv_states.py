@@ -19,7 +19,7 @@ from engine_patches.ledger import Function
 
 @dataclass(frozen=True)
 class Windows:
-    """The inputs before each of some positions. Tensors of one number for each state; tokens count the layer's inputs."""
+    """The inputs before each of some positions: tensors with a number for each state. Tokens count the layer's own."""
 
     ends: Any  # tokens before each position
     starts: Any  # first token of each state's row

@@ -158,8 +158,8 @@ def kda_in_segments(original: Function) -> Function:
 
     if core is original:
         return _forward
-    decorate: Function = sys.modules[BREAKABLE].eager_break_during_capture
-    return decorate(_forward)
+    decorated: Function = sys.modules[BREAKABLE].eager_break_during_capture(_forward)
+    return decorated
 
 
 def convolution_with_states(original: Function) -> Function:

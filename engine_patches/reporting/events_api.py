@@ -187,9 +187,9 @@ class Feed:
         """Everything later than `cursor`, or everything kept if `boot` is another process's.
 
         `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
-        what its hint's entries name. `pins`: id and fate. `states` only of one engine. `reset`: entries were lost to the
-        reader, so it no longer knows what the cache holds. `load`, with `states` and for a `gateway` that names itself:
-        the requests of all others here, and the tokens of their prompts to compute.
+        what its hint's entries name. `pins`: id and fate. `states` only of one engine. `reset`: entries were lost to
+        the reader, so it no longer knows what the cache holds. `load`, with `states` and for a `gateway` that names
+        itself: the requests of all others here, and the tokens of their prompts to compute.
         """
         self._catch_up()
         foreign = boot != self.boot

@@ -129,13 +129,10 @@ class Checkpoints:
             self.gate.expect(request, start, (target.position for target in self.targets(request)))
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether a hit at a target of a request would be felt, as far as is known, or is asked for whatever it saves."""
-        rate = self.step_time.tokens_per_pass
-        return (
-            bool(state.wish.pin)
-            or not self.step_time.known
-            or self.planner.worth_writing(target, state.resumed_at, rate)
-        )
+        """Whether a hit at a target of a request would be felt, as far as is known; pinned states are not judged."""
+        if state.wish.pin or not self.step_time.known:
+            return True
+        return self.planner.worth_writing(target, state.resumed_at, self.step_time.tokens_per_pass)
 
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group; None if the cache has none to spare."""

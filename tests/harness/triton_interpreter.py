@@ -43,11 +43,14 @@ def prepare() -> None:
     vllm.platforms._current_platform = Interpreter()
 
 
-def bind_late() -> None:
-    """To be called once FLA's ops are imported: they bind `tl.exp` and others before the interpreter replaces those."""
+def bind_late(*more: str) -> None:
+    """To be called once FLA's ops are imported: they bind `tl.exp` and others before the interpreter replaces those.
+
+    `more`: beginnings of names of modules that do the same.
+    """
     from triton import language
 
-    for module in [module for name, module in sys.modules.items() if name.startswith(FLA_OPS)]:
+    for module in [module for name, module in sys.modules.items() if name.startswith((FLA_OPS, *more))]:
         module.range = _range  # type: ignore[attr-defined]
         for name in {"exp", "exp2", "log", "log2", "gather"} & vars(module).keys():
             if getattr(vars(module)[name], "__module__", "").startswith("triton.language"):

@@ -49,7 +49,7 @@ class Recurrent(SimpleNamespace):
     """A `MambaSpec`, as far as it is read."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(mamba_type=SimpleNamespace(name=name))
+        super().__init__(mamba_type=SimpleNamespace(name=name), prefix_cacheable=True, tokens_per_state=-1)
 
 
 MAMBA1, MAMBA2, GDN = Recurrent("MAMBA1"), Recurrent("MAMBA2"), Recurrent("GDN_ATTN")
@@ -126,7 +126,14 @@ def groups(*specs: Any) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-ATTENTION = SimpleNamespace()
+def attention(tokens: int = 1, prefix_cacheable: bool = True) -> SimpleNamespace:
+    """The spec of an attention layer that has an entry for so many tokens."""
+    return SimpleNamespace(prefix_cacheable=prefix_cacheable, tokens_per_state=tokens)
+
+
+ATTENTION = attention()
+
+RING = attention(24, prefix_cacheable=False)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +143,34 @@ def test_a_hybrid_gets_the_finest_unit_that_divides_its_blocks(resolve, spec, bl
     vllm_config = config(block=block)
     assert resolve(groups(ATTENTION, spec), vllm_config) == (block, unit)
     assert vllm_config.cache_config.prefix_match_unit == (unit if unit < block else None)
+
+
+@pytest.mark.parametrize(
+    ("index", "unit"),
+    [(attention(4), 64), (attention(16), 64), (attention(128), 128), (attention(48), 192), (RING, 64)],
+)
+@pytest.mark.parametrize("of_layers", [False, True])
+def test_a_unit_fits_what_an_index_has_one_key_for(resolve, index, unit, of_layers):
+    spec = SimpleNamespace(kv_cache_specs={"a": ATTENTION, "index": index}) if of_layers else index
+    assert resolve(groups(ATTENTION, spec, GDN), config()) == (384, unit)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ({"model_type": "qwen4_exp_text", "indexer_compress_ratio": 128}, 128),
+        ({"model_type": "qwen4_exp_text", "indexer_compress_ratio": 24}, 192),
+        ({"model_type": "glm5_next_text", "index_kpool": 16}, 64),
+        ({"model_type": "kimi_linear"}, 64),
+        ({"model_type": "bailing_hybrid", "short_conv_kernel_size": 4}, 64),
+        ({"model_type": "bailing_hybrid"}, 16),
+        ({"model_type": "lfm2", "conv_L_cache": 3}, 16),
+    ],
+)
+def test_the_unit_of_this_seasons_models_before_the_engine_has_reported_it(text, unit):
+    vllm_config = config()
+    vllm_config.model_config.hf_text_config = SimpleNamespace(**text)
+    assert expected(vllm_config) == unit
 
 
 @pytest.mark.parametrize(("connector", "unit"), [("NixlPushConnector", 16), ("DecodeBenchConnector", 384)])

@@ -18,6 +18,26 @@ OTHER_DRAFTS = SimpleNamespace(method="medusa", use_multi_module_mtp=lambda: Fal
 (FILLS_THE_CACHE,) = (name for name, lane in CONNECTORS.items() if lane is ConnectorLane.NO_HINTS)
 
 
+class MambaManager(SimpleNamespace):
+    """By such names vLLM's managers of cache groups are known."""
+
+
+class FullAttentionManager(SimpleNamespace):
+    pass
+
+
+class SlidingWindowManager(SimpleNamespace):
+    pass
+
+
+class RSWAManager(FullAttentionManager):
+    pass
+
+
+class UnheardOfManager(FullAttentionManager):
+    pass
+
+
 class Promised(tuple):
     """Shapes of a layer whose states can be written inside a pass."""
 
@@ -47,19 +67,33 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
 
 
 def scheduler(
-    vllm_config: Any, *, unit: int = 16, fine: bool = True, window: bool = False, in_pass: bool = True
+    vllm_config: Any,
+    *,
+    unit: int = 16,
+    fine: bool = True,
+    window: bool = False,
+    in_pass: bool = True,
+    beside: type = FullAttentionManager,
+    compression: int = 1,
 ) -> Any:
-    """What is read of vLLM's scheduler, with cache blocks of 64 tokens. `fine`: it finds prefixes between them."""
-    spec = SimpleNamespace(prefix_cacheable=True, shapes=Promised() if in_pass else ())
-    recurrent = SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, supports_fine_grained_hash_lookup=True)
-    attention = SimpleNamespace(kv_cache_group_id=1, kv_cache_spec=spec, supports_fine_grained_hash_lookup=not window)
+    """What is read of vLLM's scheduler, with cache blocks of 64 tokens. `fine`: it finds prefixes between them.
+
+    `beside`: what manages a further cache; `compression`: tokens that an index has one key for.
+    """
+    spec = SimpleNamespace(prefix_cacheable=True, shapes=Promised() if in_pass else (), tokens_per_state=compression)
+    recurrent = MambaManager(kv_cache_group_id=0, kv_cache_spec=spec, supports_fine_grained_hash_lookup=True)
+    kind = SlidingWindowManager if window else FullAttentionManager
+    attention = kind(kv_cache_group_id=1, kv_cache_spec=spec, supports_fine_grained_hash_lookup=not window)
+    further = beside(kv_cache_group_id=2, kv_cache_spec=spec, supports_fine_grained_hash_lookup=True)
     return SimpleNamespace(
         vllm_config=vllm_config,
         mamba_partial_cache_hit=fine and not window and unit < 64,
         hash_block_size=unit,
         block_size=64,
         kv_cache_manager=SimpleNamespace(
-            coordinator=SimpleNamespace(single_type_managers=[recurrent, attention], num_reprefillable_tokens=0),
+            coordinator=SimpleNamespace(
+                single_type_managers=[recurrent, attention, further], num_reprefillable_tokens=0
+            ),
             kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2),
         ),
     )
@@ -94,6 +128,9 @@ def of(made: Any) -> Refusal | None:
         (scheduler(config(MTP, overlap=True)), "speculative", "--no-async-scheduling"),
         (scheduler(config(MTP, overlap=True), in_pass=False), "speculative", "--no-async-scheduling"),
         (scheduler(config(connector=FILLS_THE_CACHE), window=True), "no_states", "sliding window"),
+        (scheduler(config(), beside=RSWAManager), "no_states", "RSWAManager"),
+        (scheduler(config(caching=False), beside=UnheardOfManager), "no_states", "UnheardOfManager"),
+        (scheduler(config(), compression=128), "no_states", "no multiple of the 128"),
     ],
 )
 def test_the_last_cause_is_told_in_one_sentence(made, reason, told):
@@ -111,6 +148,8 @@ def test_the_last_cause_is_told_in_one_sentence(made, reason, told):
         scheduler(config(), unit=64),
         scheduler(config(), unit=64, in_pass=False),
         scheduler(config(connector="NixlPushConnector")),
+        scheduler(config(), compression=16),
+        scheduler(config(), unit=64, compression=16),
     ],
 )
 def test_states_are_kept_wherever_vllm_can_find_them(made):

@@ -1,0 +1,263 @@
+"""A whole engine of a narrow model of this season's families, with vLLM's own layers, in Triton's interpreter.
+
+Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`, on vLLM's newest source. WANTED is a file
+of JSON: `mode` (of the plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is
+not as usual: `budget` (tokens of a step), `preempt` (steps after which the first wave's requests are preempted, and the
+cache emptied), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its tokens, their log probabilities, what it
+found in the cache and the states announced for it; the forward passes of each wave; facts of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.harness import kernel_engine, toy_qwen4, triton_interpreter
+from tests.harness.engines import CPU_PROCESS
+
+KDA, QWEN4, QWEN4_RINGS, OLMO = "kda", "qwen4_exp", "qwen4_exp with its index", "olmo_hybrid"
+
+KDA_OPS = "vllm.models.kimi_k3.nvidia.ops.third_party"
+
+ANSWER = 4  # tokens
+
+LONGEST = 6144  # tokens
+
+
+def config_of(family: str) -> dict[str, Any]:
+    if family == KDA:
+        from tests.harness import toy_kda
+
+        return toy_kda.config()
+    if family == OLMO:
+        return {
+            "architectures": ["OlmoHybridForCausalLM"],
+            "model_type": "olmo_hybrid",
+            "vocab_size": 4096,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 8192,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+        }
+    return toy_qwen4.config(rings=family == QWEN4_RINGS)
+
+
+def prepare(family: str) -> None:
+    """Before an engine is made: the family's kernels in the interpreter, and the plugin's ways of a GPU."""
+    triton_interpreter.admit_triton()
+    if family in (QWEN4, QWEN4_RINGS):
+        _on_runner_v2()
+        toy_qwen4.prepare(rings=family == QWEN4_RINGS)
+        return
+    kernel_engine.choose_kernels_of_a_gpu()
+    if family == OLMO:
+        from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn  # noqa: F401
+    else:
+        import vllm.models.kimi_k3.nvidia.ops.third_party.kda  # noqa: F401
+        from vllm import ModelRegistry
+        from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
+
+        kimi_gdn_linear_attn.gather_initial_states = _gathered
+        from tests.harness import toy_kda  # of vLLM's layers, which are to be imported now
+
+        ModelRegistry.register_model(toy_kda.NAME, f"{toy_kda.__name__}:{toy_kda.NAME}")
+    triton_interpreter.bind_late(KDA_OPS)
+
+
+def _gathered(state: Any, indices: Any, has_initial_state: Any) -> Any:
+    """Stands for a kernel that asks for a GPU."""
+    found = state[indices.long()].clone()
+    found[~has_initial_state] = 0
+    return found
+
+
+def _on_runner_v2() -> None:
+    from engine_patches import patches
+    from engine_patches.forward import layers
+
+    for row in patches.PATCHES:
+        if row.name in {"worker-steps-v2", "worker-batch-v2"}:
+            object.__setattr__(row, "applies", lambda: True)  # frozen
+    layers._is_configured = lambda known, config: True
+
+
+def draw_weights(model: Any, added_to_one: bool) -> None:
+    """Weights by which prompts are told apart in so narrow a model. `added_to_one`: weights of norms are."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            drawn = torch.randn(weight.shape, generator=generator)
+            if name.endswith("A_log"):
+                weight.copy_(torch.rand(weight.shape, generator=generator).add(0.5).log())
+            elif name.endswith("dt_bias"):
+                weight.copy_(drawn * 0.5 - 2)
+            elif "norm" in name and weight.dim() == 1:
+                weight.copy_(drawn * 0.1 if added_to_one else torch.ones(weight.shape))
+            elif weight.is_floating_point():
+                wide = any(part in name for part in ("embed", "lm_head", "conv1d"))
+                weight.copy_((drawn * (0.5 if wide else 0.15)).to(weight.dtype))
+
+
+def _window_a_token_late() -> None:
+    import torch
+
+    from engine_patches.forward import conv_states
+
+    keep = conv_states.Windows.keep
+
+    def late(self: Any, inputs: Any, *rest: Any) -> None:
+        keep(self, torch.roll(inputs, 1, 0), *rest)
+
+    conv_states.Windows.keep = late  # type: ignore[method-assign]
+
+
+def _a_channel_missing() -> None:
+    from engine_patches.forward import segments
+
+    def damaged(self: Any, kv_cache: Any) -> None:
+        if self.targets is not None:
+            for state in kv_cache:
+                state[self.targets] = state[self.sources]
+                state[self.targets, ..., :1] = 0
+
+    segments.Segment.keep_states = damaged  # type: ignore[method-assign]
+
+
+def _a_stale_block() -> None:
+    """States are said to be written, and the blocks that were reserved for them keep what they held."""
+    from engine_patches.forward import conv_states, segments
+
+    segments.Segment.keep_states = lambda self, kv_cache: None  # type: ignore[method-assign]
+    conv_states.Windows.keep = lambda self, *_: None  # type: ignore[method-assign]
+
+
+WINDOW, CHANNEL, STALE = "the window a token late", "a channel missing", "a stale block"
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    WINDOW: _window_a_token_late,
+    CHANNEL: _a_channel_missing,
+    STALE: _a_stale_block,
+}
+
+
+def main(family: str, file: str) -> None:
+    wanted = json.loads(Path(file).read_text())
+    mode = wanted["mode"]
+    on_v2 = family in (QWEN4, QWEN4_RINGS)
+    os.environ |= {
+        "SEAMARK_ENGINE": mode,
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(on_v2)),
+        **CPU_PROCESS,
+        "VLLM_CPU_CI_ENV": "1",
+    }
+    del os.environ["VLLM_PLUGINS"]
+    prepare(family)
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = lambda self, model, config: draw_weights(model, added_to_one=on_v2)
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory(prefix="seamark-toy-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(config_of(family)))
+        engine = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            max_model_len=LONGEST,
+            max_num_seqs=4,
+            max_num_batched_tokens=wanted.get("budget", LONGEST),
+            kv_cache_memory_bytes=1 << 28,
+            enforce_eager=True,
+            dtype="float32" if family == KDA else "bfloat16",
+            load_format="dummy",
+            enable_prefix_caching=mode != "reference",
+            async_scheduling=False,
+            **({} if family == KDA else {"mamba_ssm_cache_dtype": "float32"}),
+            **({"engram_config": {"cpu_offload": False}} if on_v2 else {}),
+        )
+    if defect := wanted.get("defect"):
+        DEFECTS[defect]()
+    core = engine.llm_engine.engine_core.engine_core
+    scheduler, runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
+    passes = 0
+    run = runner.execute_model
+
+    def counted(scheduled: Any, *args: Any, **options: Any) -> Any:
+        nonlocal passes
+        passes += bool(scheduled.total_num_scheduled_tokens)
+        if passes == wanted.get("preempt"):
+            # Between two steps, as an operator's call would come.
+            core.step = preempting
+        return run(scheduled, *args, **options)
+
+    step = core.step
+
+    def preempting() -> Any:
+        core.step = step
+        assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        return step()
+
+    runner.execute_model = counted
+    checkpoints = getattr(scheduler, "seamark", None)
+    states = checkpoints.states if checkpoints is not None else None
+    answers, passes_of_waves = [], []
+    for wave in wanted["waves"]:
+        before = passes
+        parameters = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=ANSWER,
+                logprobs=1,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"seamark_boundaries": hint} if hint else None,
+            )
+            for _, hint, _ in wave
+        ]
+        prompts = [{"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})} for ids, _, salt in wave]
+        for request in engine.generate(prompts, parameters, use_tqdm=False):
+            output = request.outputs[0]
+            tokens = list(output.token_ids)
+            logprobs = [of_step[token].logprob for of_step, token in zip(output.logprobs, tokens, strict=True)]
+            answers.append({"tokens": tokens, "logprobs": logprobs, "cached": request.num_cached_tokens or 0})
+        passes_of_waves.append(passes - before)
+    groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    events = [event for _, event in states.events.take()] if states is not None else []
+    print(
+        json.dumps(
+            {
+                "answers": answers,
+                "passes": passes_of_waves,
+                "writes_in_forward": states is not None and states.in_pass,
+                "refused": checkpoints.refusal.cause if checkpoints and checkpoints.refusal else None,
+                "announced": [event.states for event in events if hasattr(event, "states")],
+                "evicted": [event.name for event in events if type(event).__name__ == "StateEvicted"],
+                "unit": scheduler.hash_block_size,
+                "block": scheduler.block_size,
+                "groups": [type(group.kv_cache_spec).__name__ for group in groups],
+                "attention": [each.group for each in states.keys.attention] if states is not None else [],
+                "runner": type(runner).__module__,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,124 @@
+"""A narrow Qwen3.8-Flash-Next (`qwen4_exp`): vLLM's own model class, on the model runner that it needs, V2.
+
+Its sparse attention wants a GPU. Plain attention stands for it, and beside it, if asked for, the two caches of its
+index, which vLLM allocates and manages as ever: compressed keys, and a ring of raw ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+NAME = "Qwen4ExpForCausalLM"
+
+RATIO = 16  # tokens of one compressed key
+
+
+def prepare(*, rings: bool) -> None:
+    """Before anything of the model is imported."""
+    _without_images()
+    from vllm import ModelRegistry
+    from vllm.models.qwen4_exp.nvidia import model
+
+    if rings:
+        model.Qwen4ExpQSAAttention = _attention_beside_rings()
+    ModelRegistry.register_model(NAME, model.Qwen4ExpForCausalLM)
+
+
+def _without_images() -> None:
+    """transformers' image processor wants torchvision, and a model of text asks it nothing."""
+    processor = types.ModuleType("transformers.models.qwen2_vl.image_processing_qwen2_vl")
+    for name in ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "smart_resize"):
+        setattr(processor, name, type(name, (), {}))
+    sys.modules[processor.__name__] = processor
+
+
+def _attention_beside_rings() -> type:
+    import torch
+    from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
+    from vllm.models.qwen4_exp.common import qsa_cache
+
+    layout = type(qsa_cache.QSAStateBackend.supported_kv_cache_layouts()[0])
+    qsa_cache.QSAStateBackend.supported_kv_cache_layouts = classmethod(lambda cls: (layout.LBHNC,))  # a CPU's
+
+    class BesideRings(Qwen3NextAttention):  # type: ignore[misc]
+        def __init__(
+            self,
+            *,
+            vllm_config: Any,
+            config: Any,
+            layer_id: int,
+            quant_config: Any = None,
+            reduce_results: bool = True,
+            prefix: str = "",
+        ) -> None:
+            super().__init__(
+                config,
+                model_config=vllm_config.model_config,
+                cache_config=vllm_config.cache_config,
+                quant_config=quant_config,
+                prefix=prefix,
+                reduce_results=reduce_results,
+            )
+            of_both = {
+                "head_size": int(config.indexer_head_dim),
+                "dtype": torch.bfloat16,
+                "cache_config": vllm_config.cache_config,
+                "vllm_config": vllm_config,
+                "compress_ratio": int(config.indexer_compress_ratio),
+            }
+            self.ring = qsa_cache.QSAKeyStateCache(prefix=f"{prefix}.indexer.raw", **of_both)
+            self.compressed = qsa_cache.QSACompressedKeyCache(prefix=f"{prefix}.indexer.compressed", **of_both)
+
+    return BesideRings
+
+
+def config(*, rings: bool) -> dict[str, Any]:
+    """Two gated delta nets with embeddings of n-grams around one layer of attention."""
+    indexed = {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": RATIO,
+    }
+    return {
+        "architectures": [NAME],
+        "model_type": "qwen4_exp_text",
+        "vocab_size": 4096,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 8192,
+        "hc_count": 2,
+        "hc_lowrank": 16,
+        "ple_layer_ids": [1, 3],
+        "ple_embed_dim": 64,
+        "ple_conv_kernel_size": 4,
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 500,
+        "split_ngram_parts": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "output_gate_type": "silu",
+        "tie_word_embeddings": False,
+    } | (indexed if rings else {})
