@@ -2,9 +2,10 @@
 
 Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`, on vLLM's newest source. WANTED is a file
 of JSON: `mode` (of the plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is
-not as usual: `budget` (tokens of a step), `preempt` (steps after which the first wave's requests are preempted, and the
-cache emptied), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its tokens, their log probabilities, what it
-found in the cache and the states announced for it; the forward passes of each wave; facts of the engine.
+not as usual: `budget` (tokens of a step), `blocks` (of the cache), `preempt` (steps after which all that runs is
+preempted, and the cache emptied), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its tokens, their log
+probabilities and what it found in the cache; the forward passes of each wave; the states that were announced and
+evicted; facts of the engine.
 """
 
 from __future__ import annotations
@@ -183,7 +184,11 @@ def main(family: str, file: str) -> None:
             max_model_len=LONGEST,
             max_num_seqs=4,
             max_num_batched_tokens=wanted.get("budget", LONGEST),
-            kv_cache_memory_bytes=1 << 28,
+            **(
+                {"num_gpu_blocks_override": wanted["blocks"]}
+                if "blocks" in wanted
+                else {"kv_cache_memory_bytes": 1 << 28}
+            ),
             enforce_eager=True,
             dtype="float32" if family == KDA else "bfloat16",
             load_format="dummy",

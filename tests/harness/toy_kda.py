@@ -1,4 +1,4 @@
-"""A narrow hybrid of vLLM's own layers of Kimi delta attention, and of plain attention: a CPU has no MLA with a cache."""
+"""A narrow hybrid of vLLM's own layers of KDA and of plain attention: a CPU has no MLA with a cache."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ index, which vLLM allocates and manages as ever: compressed keys, and a ring of 
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
+
+from tests.harness import without_images
 
 NAME = "Qwen4ExpForCausalLM"
 
@@ -17,21 +17,13 @@ RATIO = 16  # tokens of one compressed key
 
 def prepare(*, rings: bool) -> None:
     """Before anything of the model is imported."""
-    _without_images()
+    without_images.stand_for_processor()
     from vllm import ModelRegistry
     from vllm.models.qwen4_exp.nvidia import model
 
     if rings:
         model.Qwen4ExpQSAAttention = _attention_beside_rings()
     ModelRegistry.register_model(NAME, model.Qwen4ExpForCausalLM)
-
-
-def _without_images() -> None:
-    """transformers' image processor wants torchvision, and a model of text asks it nothing."""
-    processor = types.ModuleType("transformers.models.qwen2_vl.image_processing_qwen2_vl")
-    for name in ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "smart_resize"):
-        setattr(processor, name, type(name, (), {}))
-    sys.modules[processor.__name__] = processor
 
 
 def _attention_beside_rings() -> type:

@@ -4,21 +4,32 @@ import ast
 import inspect
 import pickle
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import forward_context
+from vllm.compilation import breakable_cudagraph
 from vllm.config import CompilationConfig
 from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+from engine_patches import module_source
+from engine_patches.families import GLM_KDA, K3_KDA, KIMI_KDA, LING_KDA, OLMO_GDN, QWEN_NGRAM, SHORT_CONVOLUTION
 from engine_patches.footprint import RUNNING, SEGMENTS
 from engine_patches.forward import segments
-from engine_patches.forward.layers import _ran_in_segments, is_promised, promise, require_promise_of_all
+from engine_patches.forward.layers import (
+    _BEHIND_ONE,
+    _ran_in_segments,
+    is_promised,
+    kda_in_segments,
+    promise,
+    require_promise_of_all,
+)
 from engine_patches.forward.segments import Segment
 from engine_patches.forward.step_writes import Step, Write
 
@@ -93,6 +104,86 @@ def test_the_steps_metadata_stands_again_after_a_segment_that_failed(monkeypatch
     with pytest.raises(RuntimeError, match="out of memory"):
         _ran_in_segments(layer, failing, (torch.arange(6),), torch.zeros(6))
     assert layer.by_layer == {"layers.0": layer.metadata}
+
+
+# The tensors that `_forward` of each class takes, beside the layer; `core_attn_out` is filled.
+KDA_CALLS = {
+    KIMI_KDA.name: ("mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+    K3_KDA.name: ("mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+    GLM_KDA.name: ("qkv_proj_states", "g1", "beta", "core_attn_out"),
+    LING_KDA.name: ("q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"),
+}
+
+TOKENS, WIDTH = 7, 3
+
+
+def kda_tensors(names: Sequence[str]) -> dict[str, torch.Tensor]:
+    drawn = {name: torch.randn(*((1,) if name in _BEHIND_ONE else ()), TOKENS, WIDTH) for name in names}
+    return {**drawn, "core_attn_out": torch.zeros(1, TOKENS, WIDTH)}
+
+
+def kda_core(layer, **tensors) -> None:
+    """A core that adds up, by token, whatever it is given."""
+    inputs = [tensor.reshape(-1, WIDTH) for name, tensor in tensors.items() if name != "core_attn_out"]
+    tensors["core_attn_out"].copy_(sum(inputs)[None])
+
+
+@pytest.mark.parametrize("layer", [KIMI_KDA, K3_KDA, GLM_KDA, LING_KDA], ids=lambda layer: layer.name)
+def test_a_kda_core_is_called_as_vllms_source_says_and_runs_in_segments_as_in_one_piece(monkeypatch, layer):
+    names = KDA_CALLS[layer.name]
+    (definition,) = module_source.definitions(*f"{layer.path}._forward".split(":"))
+    assert definition.parameters == ", ".join(("self", *names))
+    segments = [Segment(slice(0, 4), "a"), Segment(torch.tensor([6, 4]), "b"), Segment(slice(5, 6), "c")]
+    by_layer = {"l": SimpleNamespace(**{SEGMENTS: segments})}
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: SimpleNamespace(attn_metadata=by_layer))
+    monkeypatch.setattr(RUNNING, "step", Step({"r": [Write(1, {0: 1})]}, {"l": 0}, ["r"]))
+    tensors = kda_tensors(names)
+    right = {**tensors, "core_attn_out": tensors["core_attn_out"].clone()}
+    kda_core(None, **right)
+    kda_in_segments(kda_core)(SimpleNamespace(prefix="l", kv_cache=()), **tensors)
+    assert torch.equal(tensors["core_attn_out"], right["core_attn_out"])
+
+
+class Capturing(SimpleNamespace):
+    """A capture of a pass in graphs, with breaks between them."""
+
+    _capturing = True
+
+    def add_eager(self, run) -> None:
+        run()
+        self.replayed = run
+
+
+def test_a_replayed_graph_calls_the_replacement_of_a_kda_core(monkeypatch):
+    ran, capture = [], Capturing()
+    monkeypatch.setattr(breakable_cudagraph, "is_breakable_cudagraph_enabled", lambda: True)
+
+    def core(layer, *, g1, core_attn_out) -> None:
+        ran.append(len(g1[0]))
+
+    replaced = kda_in_segments(breakable_cudagraph.eager_break_during_capture(core))
+    monkeypatch.setattr(breakable_cudagraph, "weak_ref_tensor", lambda tensor: tensor)  # of a GPU
+    layer = SimpleNamespace(prefix="l", kv_cache=())
+    tensors = {"g1": torch.zeros(1, TOKENS, WIDTH), "core_attn_out": torch.zeros(1, TOKENS, WIDTH)}
+    monkeypatch.setattr(breakable_cudagraph.BreakableCUDAGraphCapture._tls, "active", capture, raising=False)
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: SimpleNamespace(attn_metadata=None))
+    replaced(layer, **tensors)
+    assert ran == [TOKENS]
+    segments = [Segment(slice(0, 4), "a"), Segment(slice(4, 7), "b")]
+    by_layer = {"l": SimpleNamespace(**{SEGMENTS: segments})}
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: SimpleNamespace(attn_metadata=by_layer))
+    monkeypatch.setattr(RUNNING, "step", Step({"r": [Write(4, {0: 1})]}, {"l": 0}, ["r"]))
+    capture.replayed()
+    assert ran == [TOKENS, 4, 3]
+
+
+def test_the_other_cores_are_looked_up_on_each_replay():
+    """Of Mamba2, of gated delta nets and of convolutions: what breaks a capture calls them by their names."""
+    for layer, name in ((QWEN_NGRAM, "_short_conv"), (SHORT_CONVOLUTION, "short_conv"), (OLMO_GDN, "_full_forward")):
+        module, _, owner = layer.path.partition(":")
+        attribute = name if layer is SHORT_CONVOLUTION else f"{owner}.{name}"
+        (definition,) = module_source.definitions(module, attribute)
+        assert f"self.{layer.core}(" in definition.source, layer
 
 
 GROUP = 1  # a cache group with one layer

@@ -29,6 +29,8 @@ def replaced():
 
 # All that is patched.
 WHOLE = """
+from tests.harness import without_images
+without_images.leave_package_bare("vllm.models.glm5next")
 from engine_patches import ledger
 from engine_patches.patches import PATCHES
 for patch in PATCHES:
@@ -200,6 +202,38 @@ print(ledger.patches_live(), len(replaced()) == len(patches))
     assert out.split() == ["True", "True"]
 
 
+@pytest.mark.parametrize("imported", [True, False])
+def test_each_recurrent_layer_whose_core_is_gone_leaves_vllm_untouched_with_one_line(run, begin, imported):
+    """Or has another name. As the class is imported, or from its source, before any model is."""
+    imported_code = """
+    owner = ledger.resolve(layer.path).value
+    core = vars(owner)[layer.core]
+    delattr(owner, layer.core)
+    plugin.register()
+    setattr(owner, layer.core, core)
+"""
+    read_code = """
+    gone = f"{layer.name}.{layer.core}"
+    module_source.definitions = lambda module, attributes: [] if attributes == gone else read(module, attributes)
+    plugin.register()
+    module_source.definitions = read
+"""
+    code = f"""
+from engine_patches import module_source
+from engine_patches.families import INSIDE
+read = module_source.definitions
+for layer in INSIDE:
+    {imported_code if imported else read_code}
+    (line,) = log.getvalue().splitlines()
+    log.truncate(0); log.seek(0)
+    assert replaced() == [] and not ledger.patches_live(), layer
+    assert f"{{layer.name}}.{{layer.core}}" in line and "untouched" in line, line
+plugin.register()
+print(ledger.patches_live(), len(INSIDE) > 8)
+"""
+    assert (run(code) if imported else begin("cpu", code)).split() == ["True", "True"]
+
+
 def test_another_list_of_free_blocks_leaves_vllm_untouched(run):
     out = run(
         """
@@ -314,10 +348,12 @@ def test_each_module_is_patched_when_it_is_imported_and_functions_taken_from_it_
     out = begin(
         "cpu",
         """
+from tests.harness import without_images
 wanted = applicable()
 plugin.register()
 del sys.meta_path[[type(finder).__name__ for finder in sys.meta_path].index("NoModules")]
 assert "vllm.model_executor.layers.mamba.mamba_mixer2" not in sys.modules
+without_images.leave_package_bare("vllm.models.glm5next")
 import vllm.v1.worker.gpu_model_runner as runner, vllm.v1.worker.utils as utils, vllm.v1.engine.core as core
 import vllm.v1.core.kv_cache_utils as cache
 print(hasattr(runner.copy_kv_cache_blocks_inplace, ledger.MARK))
