@@ -8,6 +8,8 @@ import pytest
 
 from tests.harness.scheduler_process import audit
 
+RINGS = "rings taken for attention"
+
 ROOM = {"blocks": 200}
 
 TIGHT = {"blocks": 30, "running": 4}
@@ -26,6 +28,26 @@ def test_every_key_leads_to_what_it_promises(model: Path, cores):
     for found in audit("scheduler", model, seeds=[1, 2], chats=80, cores=cores):
         assert found["errors"] == []
         assert found["hit_tokens"] > 400
+
+
+INDEXED = {"index": 16}  # groups of an index, of its ring of raw keys, and of a convolution
+
+
+def test_beside_an_index_and_its_ring_every_key_leads_to_what_it_promises(model: Path):
+    cores = [INDEXED, {"index": 4, "overlap": True}, {**INDEXED, "blocks": 60, "running": 4, "kv_events": "units"}]
+    cores += [{**INDEXED, "writes_in_forward": False}]
+    for found in audit("scheduler", model, seeds=[1, 2], chats=60, cores=cores):
+        assert found["errors"] == [] and found["refused"] is None
+        assert found["hit_tokens"] > 400 and found["evicted"] > 20 and found["missing"] == 0
+
+
+def test_the_audit_notices_a_ring_that_is_taken_for_attention_and_a_hit_inside_an_indexs_key(model: Path):
+    audited = {"seeds": [1], "chats": 40, "cores": [INDEXED]}
+    (found,) = audit("scheduler", model, **audited, planted=[RINGS])
+    assert any("and not reported" in error for error in found["errors"])
+    (found,) = audit("scheduler", model, **{**audited, "cores": [{"index": 64}]})
+    assert "no multiple of the 64" in found["refused"]
+    assert any("inside what its index has one key for" in error for error in found["errors"])  # vLLM's own hits
 
 
 WHOLE_BLOCKS = {"unit": 64}  # as short convolutions have on a GPU, or whoever asks for so coarse a match unit

@@ -8,9 +8,11 @@ from tests.harness.scheduler_process import run_forked
 from tests.harness.situation_table import EXPECTED
 
 
-@pytest.fixture(scope="module")
-def shown(model):
-    return run_forked("scheduler_situations", str(model))
+@pytest.fixture(
+    scope="module", params=["0", "16"], ids=["two kinds of groups", "beside an index, its ring and n-grams"]
+)
+def shown(model, request):
+    return run_forked("scheduler_situations", str(model), request.param)
 
 
 def test_all_situations_were_run(shown):
@@ -24,7 +26,7 @@ def test_situation(shown, name):
 
 
 def test_the_audit_notices_rows_that_are_copied_before_they_are_written(model):
-    found = run_forked("scheduler_situations", str(model), "written-rows")
+    found = run_forked("scheduler_situations", str(model), "0", "written-rows")
     assert {name for name, scene in found.items() if scene["errors"]} == {
         "the same prompt twice in one step",
         "rows evicted and their state kept",

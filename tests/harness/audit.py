@@ -30,6 +30,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
@@ -42,10 +43,12 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     get_mamba_prefill_checkpoint_position,
     is_mamba_prefill_checkpoint_valid,
@@ -170,6 +173,9 @@ class Worker:
             elif blocks is not None:
                 for table, ids in zip(self.tables[name], blocks, strict=True):
                     table.extend(ids)
+        for name in begun(output):
+            if starts[name] % self.core.index_tokens:
+                self.core.errors.append(f"{name} resumes at {starts[name]}, inside what its index has one key for")
         return starts
 
     def compute_row(self, name: str, start: int, end: int, output: Any) -> list[int]:
@@ -241,6 +247,7 @@ class Core:
         running: int = 6,
         attention_groups: int = 1,
         window: int = 0,
+        index: int = 0,
         block: int = BLOCK,
         unit: int = UNIT,
         speculative: dict[str, Any] | None = None,
@@ -251,7 +258,8 @@ class Core:
         """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
         at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
         `attention_groups`: 0 for a model that has recurrent layers alone; `window`: of its attention layers, in tokens.
-        `unit`: the match unit, at most a block.
+        `index`: tokens that its attention's index has one key for, beside a ring of raw keys; such a model has a
+        convolution, too, in a recurrent group of its own. `unit`: the match unit, at most a block.
         `speculative`, `connector`: as vLLM's `--speculative-config` and `--kv-transfer-config`. Steps can be audited in
         blocks of `BLOCK` tokens.
         `kv_events`: what its KV events announce (`SEAMARK_KV_EVENTS`), which are audited then; None: events are off.
@@ -302,6 +310,17 @@ class Core:
         if not attention_groups:
             del groups[1:]
             self.recurrent, self.attention = (0,), []
+        self.index_tokens, self.rings = index or 1, set()
+        if index:
+            self.attention.append(len(groups))
+            groups.append(KVCacheGroupSpec(["index"], MLAAttentionSpec(**rows, tokens_per_state=index)))
+            self.rings.add(len(groups))
+            groups.append(KVCacheGroupSpec(["ring"], CircularBufferSpec(**rows, head_size_v=0)))
+            self.recurrent = (*self.recurrent, len(groups))
+            convolution = MambaSpec(**recurrent, mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
+            if writes_in_forward:
+                promise(convolution)
+            groups.append(KVCacheGroupSpec(["ngrams"], convolution))
         self.windows = dict.fromkeys(self.attention, window) if window else {}  # in tokens, by group
         self.worker = worker or Worker()
         self.worker.core = self
@@ -526,6 +545,8 @@ class Core:
         for key, entry in keys.items():
             wanted, length = self._meant[bytes(get_block_hash(key))]
             group = get_group_id(key)
+            if group in self.rings:
+                self.errors.append("a ring has a key, and is each request's own")
             slot = (length - 1) % BLOCK if group in self.attention else "state"
             for block in [entry] if isinstance(entry, KVCacheBlock) else entry.values():
                 if self.worker.contents.get(block.block_id, {}).get(slot) != wanted:

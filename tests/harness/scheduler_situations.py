@@ -363,7 +363,8 @@ def _waiting_always_pays(core: Any) -> None:
         step_time.step_took(100, 1.0)
 
 
-def main(model: str, *without: str) -> None:
+def main(model: str, index: str = "0", *without: str) -> None:
+    """`index`: of `Core`, in all situations; `without`: patches that are not applied."""
     logging.disable(logging.INFO)
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -374,7 +375,13 @@ def main(model: str, *without: str) -> None:
 
     init_none_hash(sha256)
     ledger.apply([patch for patch in PATCHES if patch.name not in without])
-    results = {name: run(lambda **options: Core(model, **options)) for name, run in SITUATIONS.items()}
+
+    def made(**options: Any) -> Core:
+        if index != "0" and "blocks" in options:  # it has twice as many cache groups
+            options["blocks"] = 2 * options["blocks"] - 1  # and one null block
+        return Core(model, index=int(index), **options)
+
+    results = {name: run(made) for name, run in SITUATIONS.items()}
     print(json.dumps(results))
 
 

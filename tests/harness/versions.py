@@ -150,6 +150,8 @@ def main(versions: list[str]) -> int:
     cut = {"writes_in_forward": False}  # chunks end at the states instead
     tight = {"blocks": 30, "running": 4}
     cores = [{}, tight, {"overlap": True}, cut, {**cut, "export": False}, {**tight, "kv_events": "units"}]
+    indexed = {"index": 16}  # groups of an index, its ring and a convolution
+    cores += [indexed, {**indexed, **cut}, {**indexed, "blocks": 60, "running": 4, "kv_events": "units"}]
     drafting_model = str(generated_model(print, mtp=True))
     drafting = [*draft_cores.CORES, *draft_cores.HEADS]
     wanted = {
@@ -162,15 +164,16 @@ def main(versions: list[str]) -> int:
     wrong = False
     for version in versions:
         source = source_of(version)
-        shown = run(source, "scheduler_situations", model)
-        found = differences(shown)
+        shown = {index: run(source, "scheduler_situations", model, index) for index in ("0", "16")}
+        found = [line for of_index in shown.values() for line in differences(of_index)]
+        situations = sum(map(len, shown.values()))
         audits = run(source, "audit", "scheduler", model, json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
         errors = [f"{audit['core']}: {audit['errors']}" for audit in audits if audit["errors"]]
         drafts = [
             draft_cores.faults(audit) for audit in run(source, "audit", "draft", drafting_model, json.dumps(wanted))
         ]
         held = (
-            f"{len(shown) - len(found)} of {len(shown)} situations, {len(cores) - len(errors)} of {len(cores)} audits"
+            f"{situations - len(found)} of {situations} situations, {len(cores) - len(errors)} of {len(cores)} audits"
         )
         print(f"{version}: {held}, {drafts.count([])} of {len(drafting)} audits with drafts")
         faults = [*found, *errors, *itertools.chain.from_iterable(drafts)]
