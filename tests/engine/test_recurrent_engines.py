@@ -1,15 +1,26 @@
-"""A model of recurrent layers alone: states are kept at the ends of whole cache blocks, and answers are right."""
+"""Models that `seamark model` does not write: hits where they are owed, and answers as without a cache."""
 
 from __future__ import annotations
 
-from tests.harness.recurrent_engines import OWN
+import pytest
+
+from tests.harness.recurrent_engines import FAMILIES, MAMBA2_ALONE, SHORT_CONVOLUTIONS, STALE
 from tests.harness.scheduler_process import run_apart
 
 
-def test_a_state_of_a_whole_block_is_found_by_the_second_prompt():
-    for found in run_apart("recurrent_engines"):
-        assert found["refused"] is None and found["unit"] == found["block"], found
-        assert found["wrong"] == 0, found
-        for length, hits in found["hits"].items():
-            owed = int(length) // found["unit"] * found["unit"]
-            assert owed and hits == [0] + [owed] * (len(OWN) - 1), found
+@pytest.mark.parametrize("name", FAMILIES)
+def test_states_are_found_by_the_second_prompt_and_change_no_answer(name):
+    """A model of recurrent layers alone keeps them at the ends of whole blocks, short convolutions inside the pass."""
+    (found,) = run_apart("recurrent_engines", name)
+    assert found["refused"] is None and found["wrong"] == 0 < found["compared"], found
+    assert (found["unit"] == found["block"]) is (name == MAMBA2_ALONE)
+    assert found["writes_in_forward"]
+    for length, hits in found["hits"].items():
+        owed = int(length) // found["unit"] * found["unit"]
+        assert owed and hits == [0] + [owed] * (len(FAMILIES[name].own) - 1), found
+
+
+@pytest.mark.thorough
+def test_a_short_convolution_that_keeps_no_inputs_is_seen():
+    (found,) = run_apart("recurrent_engines", f"{SHORT_CONVOLUTIONS}: {STALE}")
+    assert found["wrong"] > 0, found
