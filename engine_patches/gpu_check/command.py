@@ -21,7 +21,7 @@ from typing import Any
 
 from engine_patches.commands.model import why_not, write_model
 from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build, model_type_of
-from engine_patches.gpu_check import report
+from engine_patches.gpu_check import drawn_models, report
 from engine_patches.gpu_check.judge import NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of
 from engine_patches.gpu_check.processes import Engines
@@ -38,10 +38,11 @@ REPORT = Path("seamark-gpu-check.json")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = """\
-On a GPU six lanes run one by one, in the order of their value: first what `seamark worker` runs (compiled, CUDA graphs,
-vLLM's own choice of model runner and kernels), Mamba2, then gated delta nets, both timed beside vLLM alone; then the
-other model runner; eager, with vLLM's own copy of a partial block; and last drafts (MTP) on both families: vLLM alone
-with them beside vLLM alone without, then Seamark with SEAMARK_DRAFTS=1 beside it. Each is printed when it is known.
+On a GPU eight lanes run one by one, in the order of their value: first what `seamark worker` runs (compiled, CUDA
+graphs, vLLM's own choice of model runner and kernels), Mamba2, then gated delta nets, both timed beside vLLM alone; then
+the other model runner; eager, with vLLM's own copy of a partial block; layers of Qwen3.8-Flash-Next and of Kimi-Linear;
+and last drafts (MTP) on the first two families: vLLM alone with them beside vLLM alone without, then Seamark with
+SEAMARK_DRAFTS=1 beside it. Each is printed when it is known.
 Everything after -- are flags of vLLM, as --attention-backend FLASHINFER.
 
 exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM), so
@@ -228,7 +229,11 @@ def own_lanes(model: str, flags: Sequence[str], device: str, quick: bool, specul
 def _tiny_model(lane: Lane, folder: Path) -> Path:
     """A model of the lane's family, which is written when it is first needed."""
     target = folder / (lane.family if lane.drafts is None else f"{lane.family}-mtp")
-    return target if target.is_dir() else write_model(target, lane.family, mtp=lane.drafts is not None)
+    if target.is_dir():
+        return target
+    if lane.family in drawn_models.CONFIGS:
+        return drawn_models.write_config(target, lane.family)
+    return write_model(target, lane.family, mtp=lane.drafts is not None)
 
 
 @contextlib.contextmanager

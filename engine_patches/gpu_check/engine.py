@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine_patches.gpu_check import drawn_models
 from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, Geometry, QuestionWave
 from engine_patches.ledger import Function
 from engine_patches.scheduler.cache_keys import key_at
@@ -34,7 +35,10 @@ class LaneEngine:
     def __init__(self, arguments: Mapping[str, Any], flags: Sequence[str] = ()) -> None:
         from vllm import LLM
 
-        self._llm = LLM(**{**_arguments_in(flags), **arguments})
+        given = {**_arguments_in(flags), **arguments}
+        if given.get("load_format") == "dummy":
+            drawn_models.draw_in_place_of_loading()
+        self._llm = LLM(**given)
         core = self._llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.config = self._llm.llm_engine.vllm_config

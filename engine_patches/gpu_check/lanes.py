@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine_patches.gpu_check.drawn_models import FLASH_NEXT, KIMI_LINEAR
 from engine_patches.gpu_check.job import LaneJob
 from engine_patches.gpu_check.questions import PARALLEL
 
@@ -20,6 +21,10 @@ BUDGET = 2048  # tokens that an engine with a cache computes in a step
 MTP = '{"method": "mtp", "num_speculative_tokens": 3}'
 
 NEMOTRON, QWEN = "nemotron_h", "qwen3_next"
+
+NO_WEIGHTS = ("--load-format", "dummy")
+
+OF_FLASH_NEXT = (*NO_WEIGHTS, "--engram-config", '{"cpu_offload": false}')  # embeddings of n-grams on the GPU
 
 # Small enough to find room beside a server that is running on the same GPU.
 ARGUMENTS: Mapping[str, Any] = {
@@ -47,6 +52,7 @@ class Lane(NamedTuple):
     drafts: str | None = None  # JSON of vLLM's --speculative-config: vLLM alone with them, then Seamark beside it
     few: bool = False  # fewer cases
     on_cpu: bool = False
+    wants_gpu: bool = False  # has no kernels for a CPU, where it is not run
     own_model: bool = False
     flags: Sequence[str] = ()  # of vLLM
 
@@ -80,6 +86,8 @@ LANES = {
         Lane(QWEN, "bfloat16", timed=True),
         Lane(NEMOTRON, "bfloat16", other_runner=True),
         Lane(NEMOTRON, "bfloat16", eager=True, block_copy=True),
+        Lane(FLASH_NEXT, "bfloat16", few=True, flags=OF_FLASH_NEXT),
+        Lane(KIMI_LINEAR, "bfloat16", few=True, flags=NO_WEIGHTS),
         Lane(QWEN, "bfloat16", timed=True, drafts=MTP, few=True),
         # vLLM 0.33 keeps a layer of this family's head in float32, and fails in bfloat16.
         Lane(NEMOTRON, "float32", eager=True, drafts=MTP, few=True),
@@ -88,6 +96,8 @@ LANES = {
         Lane(NEMOTRON, "float32", eager=True, timed=True, block_copy=True, on_cpu=True),
         Lane(QWEN, "bfloat16", eager=True, few=True, on_cpu=True),
         Lane(NEMOTRON, "float32", eager=True, drafts=MTP, few=True, on_cpu=True),
+        Lane(FLASH_NEXT, on_cpu=True, wants_gpu=True),
+        Lane(KIMI_LINEAR, on_cpu=True, wants_gpu=True),
     ),
 }
 
@@ -96,5 +106,5 @@ QUICK = {"cuda": 2, "cpu": 1}  # lanes that --quick runs
 
 def lanes_of(device: str, quick: bool, flags: Sequence[str] = ()) -> list[Lane]:
     """The lanes with tiny models on `cpu` or `cuda`, each with these flags of vLLM."""
-    lanes = [lane._replace(flags=tuple(flags)) for lane in LANES[device]]
+    lanes = [lane._replace(flags=(*lane.flags, *flags)) for lane in LANES[device]]
     return [lane._replace(few=True, block_copy=False) for lane in lanes[: QUICK[device]]] if quick else lanes

@@ -61,6 +61,8 @@ class Runner:
             yield end.check
 
     def _checks(self, lane: Lane, model: Path | str) -> Iterator[Check]:
+        if lane.wants_gpu:
+            raise _not_run(lane, "its kernels are for a GPU alone")
         job = lane.job(model, True)._replace(passes=True, timed=lane.timed)
         patched, truth = yield from self._asked(lane, model, job)
         mine, reference = truth.patched, truth.reference

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_patches.gpu_check import drawn_models
 from tests.harness import kernel_engine, toy_qwen4, triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 
@@ -98,25 +99,6 @@ def _on_runner_v2() -> None:
     layers._is_configured = lambda known, config: True
 
 
-def draw_weights(model: Any, added_to_one: bool) -> None:
-    """Weights by which prompts are told apart in so narrow a model. `added_to_one`: weights of norms are."""
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
-            drawn = torch.randn(weight.shape, generator=generator)
-            if name.endswith("A_log"):
-                weight.copy_(torch.rand(weight.shape, generator=generator).add(0.5).log())
-            elif name.endswith("dt_bias"):
-                weight.copy_(drawn * 0.5 - 2)
-            elif "norm" in name and weight.dim() == 1:
-                weight.copy_(drawn * 0.1 if added_to_one else torch.ones(weight.shape))
-            elif weight.is_floating_point():
-                wide = any(part in name for part in ("embed", "lm_head", "conv1d"))
-                weight.copy_((drawn * (0.5 if wide else 0.15)).to(weight.dtype))
-
-
 def _window_a_token_late() -> None:
     import torch
 
@@ -171,9 +153,7 @@ def main(family: str, file: str) -> None:
     }
     del os.environ["VLLM_PLUGINS"]
     prepare(family)
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    DummyModelLoader.load_weights = lambda self, model, config: draw_weights(model, added_to_one=on_v2)
+    drawn_models.draw_in_place_of_loading()
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="seamark-toy-") as folder:

@@ -18,10 +18,21 @@ from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from engine_patches import module_source
-from engine_patches.families import GLM_KDA, K3_KDA, KIMI_KDA, LING_KDA, OLMO_GDN, QWEN_NGRAM, SHORT_CONVOLUTION
+from engine_patches import ledger, module_source, speculation
+from engine_patches.families import (
+    GDN,
+    GLM_KDA,
+    K3_KDA,
+    KIMI_KDA,
+    LING_KDA,
+    OLMO_GDN,
+    QWEN_NGRAM,
+    SHORT_CONVOLUTION,
+    RecurrentLayer,
+    Shown,
+)
 from engine_patches.footprint import RUNNING, SEGMENTS
-from engine_patches.forward import segments
+from engine_patches.forward import layers, segments
 from engine_patches.forward.layers import (
     _BEHIND_ONE,
     _ran_in_segments,
@@ -104,6 +115,71 @@ def test_the_steps_metadata_stands_again_after_a_segment_that_failed(monkeypatch
     with pytest.raises(RuntimeError, match="out of memory"):
         _ran_in_segments(layer, failing, (torch.arange(6),), torch.zeros(6))
     assert layer.by_layer == {"layers.0": layer.metadata}
+
+
+def replaced(name: str):
+    """A function that the ledger has put in the place of vLLM's."""
+
+    def function(self) -> None:
+        pass
+
+    setattr(function, ledger.NAME, name)
+    return function
+
+
+def vllms(self) -> None:
+    """A function that is as vLLM has it."""
+
+
+class Builder:
+    build = replaced("states")
+
+
+class Recurrent:
+    _core = replaced("core")
+    builder = Builder
+
+    def get_attn_backend(self):
+        return SimpleNamespace(get_builder_cls=lambda: self.builder)
+
+
+class WithItsOwnCore(Recurrent):
+    _core = vllms
+
+
+class WithItsOwnMetadata(Recurrent):
+    builder = type("Other", (), {"build": vllms})
+
+
+class WithoutACore(Recurrent):
+    _core = None
+
+
+CONFIGURED = SimpleNamespace(
+    speculative_config=None,
+    cache_config=SimpleNamespace(use_replayssm=False),
+    parallel_config=SimpleNamespace(use_ubatching=False),
+    use_v2_model_runner=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("layer", "promises"),
+    [(Recurrent, True), (WithItsOwnCore, False), (WithItsOwnMetadata, False), (WithoutACore, False), (Builder, False)],
+)
+def test_a_layer_promises_only_if_its_own_core_and_what_makes_its_metadata_are_replaced(monkeypatch, layer, promises):
+    known = RecurrentLayer(f"{__name__}:Recurrent", GDN, Shown.READ, "_core")
+    monkeypatch.setattr(layers, "INSIDE", (known,))
+    assert layers._writes_in_forward(layer(), CONFIGURED) is promises
+
+
+def test_beside_drafts_a_layer_promises_only_if_its_rows_are_known_to_keep_their_states(monkeypatch):
+    monkeypatch.setattr(speculation, "unsupported", lambda config: None)
+    monkeypatch.setattr(speculation, "drafting", lambda config: True)
+    for beside_drafts in (True, False):
+        known = RecurrentLayer(f"{__name__}:Recurrent", GDN, Shown.READ, "_core", beside_drafts=beside_drafts)
+        monkeypatch.setattr(layers, "INSIDE", (known,))
+        assert layers._writes_in_forward(Recurrent(), CONFIGURED) is beside_drafts
 
 
 # The tensors that `_forward` of each class takes, beside the layer; `core_attn_out` is filled.

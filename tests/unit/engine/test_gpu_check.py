@@ -45,7 +45,7 @@ FACTS: dict[str, Any] = {
     **{"block": 384, "match_unit": 16, "alignment": 16, "chunk": 64, "pages_at_one_address": []},
 }
 
-MAMBA, DELTA, RUNNER, COPY, DELTA_DRAFTS, MAMBA_DRAFTS = LANES = lanes_of("cuda", quick=False)
+MAMBA, DELTA, RUNNER, COPY, FLASH_NEXT, KIMI, DELTA_DRAFTS, MAMBA_DRAFTS = LANES = lanes_of("cuda", quick=False)
 
 
 def right_answer(question: Question) -> CheckedAnswer:
@@ -158,7 +158,7 @@ def checks_of(lane: Lane, engines: ToldEngines) -> list[Check]:
     return list(runner.run(lane, Path("m")))
 
 
-PLAIN = (MAMBA, DELTA, COPY)
+PLAIN = (MAMBA, DELTA, COPY, FLASH_NEXT, KIMI)
 DRAFTING = (DELTA_DRAFTS, MAMBA_DRAFTS)
 
 # The engine that has a fault and the fault; the verdict of the lane; the check that says so, and some of its words.
@@ -236,12 +236,14 @@ def test_each_fault_of_an_engine_has_its_verdict_and_is_named(lane, faults, verd
     assert any(words in each.says for each in named), checks
 
 
-def test_six_lanes_come_in_the_order_of_their_value_and_ask_for_what_they_show():
+def test_the_lanes_come_in_the_order_of_their_value_and_ask_for_what_they_show():
     assert [lane.name for lane in LANES] == [
         "nemotron_h bfloat16 compiled",
         "qwen3_next bfloat16 compiled",
         "nemotron_h bfloat16 compiled, other model runner",
         "nemotron_h bfloat16 eager",
+        "qwen4_exp bfloat16 compiled",
+        "kimi_linear bfloat16 compiled",
         "qwen3_next bfloat16 compiled, drafts (mtp, 3)",
         "nemotron_h float32 eager, drafts (mtp, 3)",
     ]
@@ -250,13 +252,27 @@ def test_six_lanes_come_in_the_order_of_their_value_and_ask_for_what_they_show()
     }
     judged = ["exactness", "chunk-aligned", "the check can see"]
     assert shown[MAMBA] == shown[DELTA] == ["environment", *judged, "forward passes", "speed"]
-    assert shown[RUNNER] == ["environment", *judged, "forward passes"]
+    assert shown[RUNNER] == shown[FLASH_NEXT] == shown[KIMI] == ["environment", *judged, "forward passes"]
     assert shown[COPY] == ["environment", *judged, "forward passes", "block copy"]
     own = [f"{check}, {DELTA_DRAFTS.name}, the head's own drafts" for check in judged]
     alone = ["vLLM alone with drafts, cache off", "vLLM alone with drafts, cache on"]
     assert shown[DELTA_DRAFTS] == ["environment", *alone, *judged, *own, "acceptance", "forward passes", "speed"]
     assert [lane.name for lane in lanes_of("cuda", quick=True)] == [lane.name for lane in LANES[:2]]
-    assert {lane.family for lane in lanes_of("cpu", quick=False)} == {"nemotron_h", "qwen3_next"}
+    *on_cpu, flash_next, kimi = lanes_of("cpu", quick=False)
+    assert {lane.family for lane in on_cpu} == {"nemotron_h", "qwen3_next"}
+    for lane in (flash_next, kimi):
+        (check,) = Runner(ToldEngines()).run(lane, Path("m"))
+        assert check.verdict == NOT_RUN and "for a GPU alone" in check.says and lane.family in check.name
+
+
+def test_the_families_without_weights_of_ours_are_written_as_configurations_that_vllm_fills(tmp_path):
+    for lane in (FLASH_NEXT, KIMI):
+        model = command._tiny_model(lane, tmp_path)
+        assert [file.name for file in model.iterdir()] == ["config.json"]
+        assert json.loads((model / "config.json").read_text())["model_type"].startswith(lane.family)
+        assert lane.flags[:2] == ("--load-format", "dummy") and lanes_of("cuda", False, ("--seed", "1"))
+    flags = [lane.flags for lane in lanes_of("cuda", quick=False, flags=("--seed", "1"))]
+    assert all(of_lane[-2:] == ("--seed", "1") for of_lane in flags) and flags[4][:2] == ("--load-format", "dummy")
 
 
 def test_another_runner_without_answers_to_compare_with_is_not_run():
@@ -303,10 +319,10 @@ def broken(_: LaneResult) -> ProcessEnd:
 @pytest.mark.parametrize(
     ("faults", "status", "counts", "last"),
     [
-        ({}, 0, (6, 0, 0), "right: all 6 lanes ran and found exact answers on this GPU; hits save time"),
-        ({f"{MAMBA.name} patched": other_tokens}, 1, (5, 1, 0), f"WRONG: {MAMBA.name}"),
-        ({f"{COPY.name} patched": LATE}, 3, (5, 0, 1), f"not proven: {COPY.name} (the engine with the patches did not"),
-        ({f"{MAMBA.name} patched": broken}, 3, (4, 0, 2), f"not proven: {MAMBA.name} (failed: KeyError"),
+        ({}, 0, (8, 0, 0), "right: all 8 lanes ran and found exact answers on this GPU; hits save time"),
+        ({f"{MAMBA.name} patched": other_tokens}, 1, (7, 1, 0), f"WRONG: {MAMBA.name}"),
+        ({f"{COPY.name} patched": LATE}, 3, (7, 0, 1), f"not proven: {COPY.name} (the engine with the patches did not"),
+        ({f"{MAMBA.name} patched": broken}, 3, (6, 0, 2), f"not proven: {MAMBA.name} (failed: KeyError"),
     ],
     ids=["right", "wrong", "late", "a fault of the check itself"],
 )
@@ -316,7 +332,7 @@ def test_the_last_line_is_the_verdict_and_one_lane_hides_no_other(gpu_check, fau
     assert written["lanes"] == {**dict(zip((OK, WRONG, NOT_RUN), counts, strict=True)), "left out": []}
     final = printed.rstrip().splitlines()[-1]
     assert final == written["verdict"] and final.startswith(last)
-    assert f"{DELTA.name}: ok" in printed and (status != 3 or f"{counts[0]} of 6 lanes are right" in final)
+    assert f"{DELTA.name}: ok" in printed and (status != 3 or f"{counts[0]} of 8 lanes are right" in final)
 
 
 def test_each_lane_is_printed_and_written_before_the_next_one_starts(gpu_check, capsys, tmp_path):
@@ -453,7 +469,7 @@ def test_wrong_usage_is_2_and_runs_nothing(monkeypatch, capsys, tmp_path, argume
 def test_flags_of_vllm_reach_every_engine(gpu_check):
     engines = ToldEngines()
     gpu_check(engines, "--", "--attention-backend", "FLASHINFER")
-    assert {job.flags for _, job, *_ in engines.started} == {("--attention-backend", "FLASHINFER")}
+    assert {job.flags[-2:] for _, job, *_ in engines.started} == {("--attention-backend", "FLASHINFER")}
 
 
 def test_without_a_gpu_one_sentence_says_so(monkeypatch, capsys, tmp_path):
