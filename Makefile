@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast test-all lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-disk test-clients test-chart
+.PHONY: demo test test-fast test-all lint test-deploy soak fuzz attacks bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-ray test-disk test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -45,6 +45,11 @@ test-drafts:
 test-nixl:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_connector_lanes.py tests/engine/test_prefill_decode.py tests/engine/test_prefill_workers.py $(ARGS)
+
+# Engines whose workers Ray starts, a Ray of this machine that believes to have GPUs. Fetches it (some 75 MB) into .cache once.
+test-ray:
+	@./set-up.sh
+	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_ray.py $(ARGS)
 
 # Two workers on one checkpoint directory for DISK_MINUTES (10), of which one is killed every minute.
 test-disk:

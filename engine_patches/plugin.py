@@ -9,7 +9,7 @@ import logging
 import os
 
 from engine_patches import ledger
-from engine_patches.settings import FULL, IMAGE, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
+from engine_patches.settings import FULL, IMAGE, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED, take_along_to_ray
 
 # vLLM configures only its own tree of loggers; a line outside it would be lost.
 logger = logging.getLogger("vllm.seamark")
@@ -17,6 +17,7 @@ logger = logging.getLogger("vllm.seamark")
 
 def register() -> None:
     """Apply what `SEAMARK_ENGINE` asks for: `1` (default) everything, `reference` only the cures, `0` nothing."""
+    take_along_to_ray()  # here, since each process that starts others has run it by then; the mode 0, too, is for all
     mode = os.environ.get(MODE_VARIABLE, FULL).strip().lower()
     if mode == OFF:
         return

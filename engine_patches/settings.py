@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network, ip_network
 
+PREFIX = "SEAMARK_"
+
 MODE_VARIABLE = "SEAMARK_ENGINE"
 
 FULL, REFERENCE, OFF = "1", "reference", "0"
@@ -36,9 +38,22 @@ DRAFTS = "SEAMARK_DRAFTS"  # 1: hints are used beside speculative decoding, too
 
 REPORTS_AT = "SEAMARK_REPORTS_AT"  # HOST:PORT where gateways read what engines report; of this machine, and any, if not
 
+RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"  # vLLM's: of variables, with commas between
+
 KV_EVENTS = "SEAMARK_KV_EVENTS"  # what vLLM's KV events say of a hybrid; 0: what vLLM says
 
 UNITS, BLOCKS = "units", "blocks"  # attention blocks that lead to a state, as long as the match unit or a cache block
+
+
+def take_along_to_ray() -> None:
+    """Have vLLM give these settings to the processes that Ray starts for it, engines and workers.
+
+    Ray's own processes may have been started by somebody else, on another machine. Of its own accord vLLM takes along
+    what it knows by name.
+    """
+    prefixes = [each for each in os.environ.get(RAY_PREFIXES, "").split(",") if each.strip()]
+    if PREFIX not in map(str.strip, prefixes):
+        os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])
 
 
 def drafts() -> bool:

@@ -25,8 +25,6 @@ from engine_patches.scheduler import load
 # How vLLM's list of KV event publishers names one that is none, but where reports are read.
 TOPIC = "seamark"
 
-RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"  # of variables, with commas between
-
 logger = logging.getLogger("vllm.seamark")
 
 
@@ -75,8 +73,6 @@ def _start(config: Any, layout: Layout) -> None:
         logger.error("seamark: no reports, gateways learn nothing of this worker: %s", error)
         return
     os.environ[FOLDER], os.environ[READ_AT] = str(collector.folder), collector.read_at
-    # Ray gives its actors what vLLM is told to give them.
-    os.environ[RAY_PREFIXES] = ",".join(filter(None, (os.environ.get(RAY_PREFIXES), "SEAMARK_")))
     collector.start(CollectedMetrics(collector.read_at, beside_vllms=layout is Layout.THIS_PROCESS))
     if collector.read_at:
         logger.info("seamark: a gateway reads what engines report at %s", collector.read_at)

@@ -90,6 +90,9 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
     connector = kv_connectors.decide(vllm_config)
     if connector.lane is ConnectorLane.NO_HINTS:
         yield refused(CONNECTOR, connector.reason)
+    elif connector.names and vllm_config.parallel_config.decode_context_parallel_size > 1:
+        # An attention block then spans several blocks of states, and what a connector loads ends at one kind of edge.
+        yield refused(CONNECTOR, "with decode context parallelism, hints are not used beside a KV connector")
     if (unsupported := speculation.unsupported(vllm_config)) is not None:
         yield refused(SPECULATIVE, unsupported)
     if drafting and not in_pass:

@@ -15,8 +15,13 @@ TIGHT: dict[str, Any] = {"blocks": 40, "budget": 128, "running": 4, "rows": 24, 
 
 @pytest.mark.parametrize(
     ("core", "seeds"),
-    [({}, range(7)), (TIGHT, range(7, 14)), ({**TIGHT, "budget": 256, "overlap": True}, range(14, 20))],
-    ids=["room", "hardly any room", "the next step planned ahead"],
+    [
+        ({}, range(7)),
+        (TIGHT, range(7, 14)),
+        ({**TIGHT, "budget": 256, "overlap": True}, range(14, 20)),
+        ({**TIGHT, "stages": 2}, range(20, 23)),
+    ],
+    ids=["room", "hardly any room", "the next step planned ahead", "pipeline stages"],
 )
 @TRAFFIC
 def test_copies_that_come_late_and_files_that_are_damaged_lead_to_no_wrong_state(model: Path, core, seeds, share):
@@ -26,6 +31,12 @@ def test_copies_that_come_late_and_files_that_are_damaged_lead_to_no_wrong_state
     assert found["errors"] == [] and found["inside_pass"]
     assert found["loaded"] > 20 * len(seeds) and found["files_refused"] > len(seeds)
     assert found["resets"] == 3 * len(seeds)  # once in each life
+
+
+def test_beside_decode_context_parallelism_nothing_is_stored_and_that_is_said(model: Path):
+    (found,) = audit("disk", model, chats=20, seeds=[1], cores=[{"context_ranks": 2}])
+    assert found["errors"] == [] and "decode context parallelism" in found["refused"]
+    assert found["loaded"] == 0
 
 
 @TRAFFIC

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.scheduler_process import audit
 
-RINGS = "rings taken for attention"
+RINGS, RANK = "rings taken for attention", "a rank taken for all"
 
 ROOM = {"blocks": 200}
 
@@ -21,8 +21,31 @@ TIGHT = {"blocks": 30, "running": 4}
         [ROOM, TIGHT, {**TIGHT, "budget": 50}, {**TIGHT, "policy": "priority"}],
         [{**ROOM, "overlap": True}, {**TIGHT, "overlap": True}],
         [{**ROOM, "writes_in_forward": False, "export": False}, {**TIGHT, "writes_in_forward": False, "export": True}],
+        [
+            {**ROOM, "stages": 2},
+            {**TIGHT, "stages": 2},
+            {**TIGHT, "stages": 3, "policy": "priority"},
+            {**ROOM, "stages": 2, "overlap": True},
+            {**TIGHT, "stages": 2, "overlap": True},
+            {**ROOM, "stages": 2, "writes_in_forward": False, "export": False},
+        ],
+        [
+            {**ROOM, "context_ranks": 2},
+            {**TIGHT, "context_ranks": 2},
+            {**TIGHT, "context_ranks": 4, "budget": 50},
+            {**TIGHT, "context_ranks": 2, "overlap": True, "policy": "priority"},
+            {**ROOM, "context_ranks": 2, "stages": 2},
+            {**ROOM, "context_ranks": 2, "attention_groups": 2},
+            {**ROOM, "context_ranks": 2, "writes_in_forward": False, "export": False},
+        ],
     ],
-    ids=["states inside the pass", "the next step planned ahead", "states at chunk ends"],
+    ids=[
+        "states inside the pass",
+        "the next step planned ahead",
+        "states at chunk ends",
+        "pipeline stages",
+        "attention blocks dealt out to ranks",
+    ],
 )
 def test_every_key_leads_to_what_it_promises(model: Path, cores):
     for found in audit("scheduler", model, seeds=[1, 2], chats=80, cores=cores):
@@ -48,6 +71,13 @@ def test_the_audit_notices_a_ring_that_is_taken_for_attention_and_a_hit_inside_a
     (found,) = audit("scheduler", model, **{**audited, "cores": [{"index": 64}]})
     assert "no multiple of the 64" in found["refused"]
     assert any("inside what its index has one key for" in error for error in found["errors"])  # vLLM's own hits
+
+
+def test_the_audit_notices_keys_placed_as_if_a_rank_had_all_of_a_block(model: Path):
+    audited = {"seeds": [1], "chats": 40, "planted": [RANK]}
+    alone, dealt_out = audit("scheduler", model, **audited, cores=[ROOM, {**ROOM, "context_ranks": 2}])
+    assert alone["errors"] == []
+    assert any("wrong block" in error for error in dealt_out["errors"])
 
 
 WHOLE_BLOCKS = {"unit": 64}  # as short convolutions have on a GPU, or whoever asks for so coarse a match unit
@@ -87,6 +117,15 @@ def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, bl
         assert audited["missing"] == 0
         assert audited["announced"] > 100 and audited["hit_tokens"] > 300
     assert all(audited["withdrawn"] > 100 for audited in found[1:])
+
+
+@pytest.mark.parametrize("blocks", ["units", "blocks"])
+def test_kv_events_announce_nothing_that_cannot_be_resumed_where_attention_blocks_are_dealt_out(model: Path, blocks):
+    """A few states that can be are missing: those at a recurrent block's edge, where they have no attention key."""
+    dealt_out = {**TIGHT, "context_ranks": 2, "kv_events": blocks}
+    (found,) = audit("scheduler", model, seeds=[1, 2], chats=60, cores=[dealt_out])
+    assert found["errors"] == []
+    assert found["announced"] > 50 and found["missing"] < found["announced"] / 10
 
 
 def test_the_audit_notices_kv_events_of_what_cannot_be_resumed(model: Path):

@@ -16,6 +16,7 @@ import importlib
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import sys
@@ -39,6 +40,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
     make_block_hash_with_group_id,
+    resolve_dcp_kv_block_size,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -210,14 +212,14 @@ class Worker:
     def attend(self, name: str, start: int, end: int, seen: Sequence[int], known: Sequence[int]) -> None:
         """Read rows up to `start`, write those up to `end`. `prefixes` of what is computed, and of what is right."""
         for group in self.core.attention:
-            rows = self.tables[name][group]
+            rows, span = self.tables[name][group], self.core.spans[group]
             for position in range(self.core.first_read(group, start), start):
-                found = self.contents.get(rows[position // BLOCK], {}).get(position % BLOCK)
+                found = self.contents.get(rows[position // span], {}).get(position % span)
                 if found != known[position + 1]:
                     self.core.errors.append(f"{name} reads someone else's keys at {position} in group {group}")
                     break
             for position in range(start, end):
-                self.contents.setdefault(rows[position // BLOCK], {})[position % BLOCK] = seen[position + 1]
+                self.contents.setdefault(rows[position // span], {})[position % span] = seen[position + 1]
 
     def write_states(self, name: str, start: int, seen: Sequence[int], column: int, asked: Iterable[Any]) -> None:
         """Go on from the state in a column, and write what the step asks for. `seen`: `prefixes`."""
@@ -254,6 +256,8 @@ class Core:
         kv_events: str | None = None,
         connector: dict[str, Any] | None = None,
         weights: Weights = WEIGHTS,
+        stages: int = 1,
+        context_ranks: int = 1,
     ) -> None:
         """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
         at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
@@ -263,6 +267,10 @@ class Core:
         `speculative`, `connector`: as vLLM's `--speculative-config` and `--kv-transfer-config`. Steps can be audited in
         blocks of `BLOCK` tokens.
         `kv_events`: what its KV events announce (`SEAMARK_KV_EVENTS`), which are audited then; None: events are off.
+        `stages`: workers that compute a step one after the other, each some of the layers (pipeline parallel), so that
+        so many steps are under way, and one more with `overlap`.
+        `context_ranks`: workers to which the rows of an attention block are dealt out (decode context parallel), each
+        with `block` of them. States are whole on each.
         """
         config = EngineArgs(
             model=model,
@@ -281,6 +289,8 @@ class Core:
         config.cache_config.block_size = config.cache_config.mamba_block_size = block
         config.cache_config.prefix_match_unit = unit
         config.cache_config.num_gpu_blocks = blocks
+        config.parallel_config.pipeline_parallel_size = stages
+        config.parallel_config.decode_context_parallel_size = context_ranks
         config.seamark_weights = weights
         if connector:  # a CPU's configuration plans no step ahead
             config.scheduler_config.async_scheduling = overlap
@@ -325,14 +335,17 @@ class Core:
         self.worker = worker or Worker()
         self.worker.core = self
         self.worker.place_layers(groups)
-        self.export, self.overlap, self.policy = export, overlap, policy
+        # Tokens of a block, by group. Which rank has a row, and where, follows from its place among them.
+        self.spans = [resolve_dcp_kv_block_size(group.kv_cache_spec, context_ranks) for group in groups]
+        self.export, self.policy = export, policy
+        self.overlap, self._under_way = overlap, stages + overlap  # steps, at most
         if kv_events:
             os.environ[settings.KV_EVENTS] = kv_events
         self.scheduler: Any = (AsyncScheduler if overlap else Scheduler)(
             config,
             KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             StructuredOutputManager(config),
-            block_size=block,
+            block_size=math.lcm(*self.spans),
             hash_block_size=unit,
             log_stats=False,
         )
@@ -346,7 +359,10 @@ class Core:
         self.hits: dict[str, int] = {}  # tokens each request started with, when first admitted
         self.stored: dict[str, tuple[Any, int]] = {}  # by name, states that events say can be found: hashes, position
         self.ever: dict[str, Request] = {}
-        self.index = KvEventIndex(block if kv_events == settings.BLOCKS else unit) if kv_events else None
+        announced = (
+            max(self.spans) if kv_events == settings.BLOCKS else unit
+        )  # an attention block's, or the unit's tokens
+        self.index = KvEventIndex(announced) if kv_events else None
         self._last_held: set[int] = set()
         if kv_events:
             self.scheduler.kv_event_publisher = self
@@ -405,22 +421,22 @@ class Core:
     def step(self) -> Any:
         """Plan a step, compute it, check every key, and report back what was sampled.
 
-        An engine that plans ahead computes one step, or reports one, behind the plan of the next.
+        An engine that plans ahead computes, or reports, as many steps behind the plan of the next as are under way.
         """
         self.worker.before_step()
         output = self.scheduler.schedule()
         self.worker.planned(output)
         self._record_meanings()
         self._check_events()
-        behind = self.overlap and output.total_num_scheduled_tokens > 0
+        behind = self._under_way - 1 if output.total_num_scheduled_tokens else 0
         self._planned.append(output)
-        while len(self._planned) > (behind and self.worker.late):
+        while len(self._planned) > (behind if self.worker.late else 0):
             planned = self._planned.popleft()
             self._computed.append((planned, self.worker.compute(planned)))
         if not self._planned:
             self._check_keys()
         self.worker.computed()
-        while len(self._computed) > (behind and not self.worker.late):
+        while len(self._computed) > (0 if self.worker.late else behind):
             self._report(*self._computed.popleft())
         return output
 
@@ -547,7 +563,7 @@ class Core:
             group = get_group_id(key)
             if group in self.rings:
                 self.errors.append("a ring has a key, and is each request's own")
-            slot = (length - 1) % BLOCK if group in self.attention else "state"
+            slot = (length - 1) % self.spans[group] if group in self.attention else "state"
             for block in [entry] if isinstance(entry, KVCacheBlock) else entry.values():
                 if self.worker.contents.get(block.block_id, {}).get(slot) != wanted:
                     self.errors.append(f"key of {length} tokens in group {group} leads to a wrong block")

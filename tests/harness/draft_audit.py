@@ -143,11 +143,10 @@ class DraftWorker(Worker):
     def attend(self, name: str, start: int, end: int, seen: Sequence[int], known: Sequence[int]) -> None:
         super().attend(name, start, end, seen, known)
         if self._head_group >= 0:
-            rows = self.tables[name][self._head_group]
+            rows, span = self.tables[name][self._head_group], self.core.spans[self._head_group]
             for position in range(start, end):
-                self.contents[rows[position // BLOCK]]["head", position % BLOCK] = known[
-                    min(position + 2, len(known) - 1)
-                ]
+                made = known[min(position + 2, len(known) - 1)]
+                self.contents[rows[position // span]]["head", position % span] = made
 
     def _leave_states(self, name: str, start: int, end: int, seen: Sequence[int], verifies: bool) -> None:
         """The state behind the last token; behind each one where drafts are verified, in a column of its own."""
@@ -172,12 +171,13 @@ class DraftWorker(Worker):
     def _count_foreign_rows(self, name: str, hit: int) -> None:
         if self._head_group < 0:
             return
-        rows, known = self.tables[name][self._head_group], prefixes(self.tokens[name])
+        rows, span = self.tables[name][self._head_group], self.core.spans[self._head_group]
+        known = prefixes(self.tokens[name])
         for position in range(self.core.first_read(self._head_group, hit), min(hit, len(known) - 2)):
-            made = self.contents.get(rows[position // BLOCK], {}).get(("head", position % BLOCK))
+            made = self.contents.get(rows[position // span], {}).get(("head", position % span))
             foreign = made != known[position + 2]
             self.core.counts["found_rows"] += 1
-            self.core.counts["foreign_rows"] += foreign and (position + 1) % BLOCK > 0
+            self.core.counts["foreign_rows"] += foreign and (position + 1) % span > 0
 
     def reported(self, output: Any, answers: Any) -> None:
         scheduler = self.core.scheduler

@@ -34,6 +34,8 @@ CORES: list[dict[str, Any]] = [
     {"attention_groups": 2},
     PREEMPTING,
     {"overlap": True, **PREEMPTING},
+    {"context_ranks": 2},
+    {"context_ranks": 2, "overlap": True, **TIGHT},
 ]
 
 # The shapes that heads of other methods have: eagle3, dflash, dspark.

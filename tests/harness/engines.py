@@ -9,6 +9,8 @@ from proxy.bench.harness.servers import Server
 
 FLOAT32_DELTA = {"seamark_float32_delta": "tests.harness.float32_delta:register"}
 
+EAGER_STAGES = {"seamark_eager_stages": "tests.harness.eager_stages:register"}
+
 # Of an engine that is one process on a CPU, beside others.
 CPU_PROCESS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

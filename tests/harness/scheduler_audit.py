@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from engine_patches.scheduler import hooks
+from engine_patches.scheduler import cache_keys, hooks, state_writes
 from engine_patches.scheduler.cache_groups import GroupRole, role_of
 from tests.harness.audit import Core, Scene, random_traffic
 
@@ -18,9 +19,21 @@ def _take_rings_for_attention() -> None:
     hooks.role_of = lambda each: GroupRole.ATTENTION if isinstance(each, FullAttentionManager) else role_of(each)
 
 
-RINGS = "rings taken for attention"
+def _take_a_rank_for_all() -> None:
+    """Keys inside an attention block are placed as if the rows of one rank were all that the block has."""
+    keep = cache_keys.keep_attention_keys
 
-DEFECTS = {RINGS: _take_rings_for_attention}
+    def keep_attention_keys(manager: Any, request: Any, positions: Iterable[int]) -> None:
+        of_a_rank = copy.copy(manager)
+        of_a_rank.block_size = manager.kv_cache_spec.block_size
+        keep(of_a_rank, request, positions)
+
+    cache_keys.keep_attention_keys = state_writes.keep_attention_keys = keep_attention_keys
+
+
+RINGS, RANK = "rings taken for attention", "a rank taken for all"
+
+DEFECTS = {RINGS: _take_rings_for_attention, RANK: _take_a_rank_for_all}
 
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:

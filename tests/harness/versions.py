@@ -28,7 +28,7 @@ from tests.harness.situation_table import differences
 
 ROOT = Path(__file__).parents[2]
 
-TRITON = "3.9.0"
+TRITON, RAY = "3.9.0", "2.60.0"
 
 RUST_FRONTEND = "vllm-rs"
 
@@ -82,18 +82,29 @@ def engine_of(version: str) -> Path:
 
 def triton() -> Path:
     """Folder with Triton, for its interpreter: vLLM's CPU build comes without. Some 290 MB to fetch."""
-    folder = (CACHE / f"triton-{TRITON}").resolve()
+    return _fetched("triton", TRITON)
+
+
+def ray() -> Path:
+    """Folder with Ray and what it needs besides vLLM's own libraries. Some 75 MB to fetch."""
+    return _fetched("ray", RAY, "msgpack")
+
+
+def _fetched(name: str, version: str, *others: str) -> Path:
+    """Folder with a package that tests need and the environment lacks, and `others`."""
+    folder = (CACHE / f"{name}-{version}").resolve()
     if not folder.exists():
         CACHE.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE, prefix="triton-") as incomplete:
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{name}-") as incomplete:
             install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
+            wanted = [f"{name}=={version}", *others]
             fetched = subprocess.run(
-                [*install, "--target", f"{incomplete}/site", f"triton=={TRITON}"], capture_output=True, text=True
+                [*install, "--target", f"{incomplete}/site", *wanted], capture_output=True, text=True
             )
             if fetched.returncode:
                 raise RuntimeError(
-                    f"Triton {TRITON}, which these tests run kernels with, could not be fetched. Give pip a package "
-                    f"index that has it, or unpack its wheel into {folder}:\n{fetched.stderr[-2000:]}"
+                    f"{' and '.join(wanted)}, which these tests need, could not be fetched. Give pip a package index "
+                    f"that has them, or unpack their wheels into {folder}:\n{fetched.stderr[-2000:]}"
                 )
             with contextlib.suppress(OSError):  # another process was faster
                 Path(incomplete, "site").rename(folder)
@@ -152,6 +163,9 @@ def main(versions: list[str]) -> int:
     cores = [{}, tight, {"overlap": True}, cut, {**cut, "export": False}, {**tight, "kv_events": "units"}]
     indexed = {"index": 16}  # groups of an index, its ring and a convolution
     cores += [indexed, {**indexed, **cut}, {**indexed, "blocks": 60, "running": 4, "kv_events": "units"}]
+    cores += [{"stages": 2}, {**tight, "stages": 2}, {**tight, "stages": 3, "overlap": True}]
+    cores += [{"context_ranks": 2, "stages": 2}, {**tight, "context_ranks": 4}, {**cut, "context_ranks": 2}]
+    cores += [{**tight, "context_ranks": 2, "kv_events": "units"}]
     drafting_model = str(generated_model(print, mtp=True))
     drafting = [*draft_cores.CORES, *draft_cores.HEADS]
     wanted = {

@@ -58,7 +58,10 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
         ),
         speculative_config=drafts,
         num_speculative_tokens=2 if drafts else 0,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=changes.get("stages", 1),
+            decode_context_parallel_size=changes.get("context_ranks", 1),
+        ),
         kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(async_scheduling=changes.get("overlap", False)),
@@ -131,6 +134,9 @@ def of(made: Any) -> Refusal | None:
         (scheduler(config(), beside=RSWAManager), "no_states", "RSWAManager"),
         (scheduler(config(caching=False), beside=UnheardOfManager), "no_states", "UnheardOfManager"),
         (scheduler(config(), compression=128), "no_states", "no multiple of the 128"),
+        (scheduler(config(connector="NixlConnector", context_ranks=2)), "connector", "decode context parallelism"),
+        (scheduler(config(MTP, connector="NixlConnector", context_ranks=2)), "connector", "context parallelism"),
+        (scheduler(config(MTP, stages=2)), "speculative", "pipeline parallelism"),
     ],
 )
 def test_the_last_cause_is_told_in_one_sentence(made, reason, told):
@@ -150,6 +156,8 @@ def test_the_last_cause_is_told_in_one_sentence(made, reason, told):
         scheduler(config(connector="NixlPushConnector")),
         scheduler(config(), compression=16),
         scheduler(config(), unit=64, compression=16),
+        scheduler(config(connector="NixlConnector", stages=2)),
+        scheduler(config(stages=2, context_ranks=2)),
     ],
 )
 def test_states_are_kept_wherever_vllm_can_find_them(made):
@@ -168,6 +176,7 @@ def test_drafts_are_not_refused_once_they_are_asked_for(monkeypatch):
         (config(hybrid=False, pure=True, caching=False), "prefix caching is off"),
         (config(hybrid=False, caching=False), None),  # attention alone: there are no states to keep
         (config(MTP), "SEAMARK_DRAFTS=1"),
+        (config(connector="NixlConnector", context_ranks=2), "decode context parallelism"),
         (config(), None),
     ],
 )

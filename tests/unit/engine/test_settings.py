@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 
-from engine_patches import settings
+from engine_patches import plugin, settings
 
 
 @pytest.fixture
@@ -50,3 +51,22 @@ def test_a_switch_is_on_off_or_as_by_default(monkeypatch, lines, value, on, logg
 def test_kv_events_name_units_blocks_or_what_vllm_does(monkeypatch, lines, value, events, logged):
     monkeypatch.setenv(settings.KV_EVENTS, value)
     assert settings.kv_events() == events and len(lines.messages) == logged
+
+
+@pytest.mark.parametrize(
+    ("others", "prefixes"),
+    [("", "SEAMARK_"), ("MINE_, ", "MINE_,SEAMARK_"), ("MINE_, SEAMARK_", "MINE_, SEAMARK_")],
+)
+def test_vllm_is_told_once_to_give_rays_processes_the_settings(monkeypatch, others, prefixes):
+    monkeypatch.setenv(settings.RAY_PREFIXES, others)
+    settings.take_along_to_ray()
+    settings.take_along_to_ray()
+    assert os.environ[settings.RAY_PREFIXES] == prefixes
+
+
+@pytest.mark.parametrize("mode", [settings.OFF, "no mode"])
+def test_rays_processes_get_the_settings_of_an_engine_that_is_left_untouched_too(monkeypatch, engine_log, mode):
+    monkeypatch.setenv(settings.RAY_PREFIXES, "")
+    monkeypatch.setenv(settings.MODE_VARIABLE, mode)
+    plugin.register()
+    assert os.environ[settings.RAY_PREFIXES] == settings.PREFIX
