@@ -7,7 +7,7 @@ does not carry the replacement, the layer promises nothing. For any other layer 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -112,47 +112,64 @@ INSIDE = (
     SHORT_CONVOLUTION,
 )
 
+MAMBA_MIXER = RecurrentLayer(f"{_LAYERS}.mamba_mixer:MambaMixer", MAMBA1, Shown.READ)
+
+LINEAR_ATTENTION = RecurrentLayer(f"{_LAYERS}.linear.base:LinearAttention", LINEAR, Shown.READ)
+
 CUT = (
-    RecurrentLayer(f"{_LAYERS}.mamba_mixer:MambaMixer", MAMBA1, Shown.READ),
-    RecurrentLayer(f"{_LAYERS}.linear.base:LinearAttention", LINEAR, Shown.READ),
+    MAMBA_MIXER,
+    LINEAR_ATTENTION,
     RecurrentLayer("vllm.models.kimi_k3.amd.kda:KimiK3DeltaAttention", KDA, Shown.READ),
     RecurrentLayer("vllm.models.qwen4_exp.amd.ple_layer:Qwen4ExpPLELayer", NGRAM_CONV, Shown.READ),
 )
 
 _BY_MODEL_TYPE = {  # the beginning of a text config's `model_type`
-    "qwen3_next": (GDN,),
-    "qwen3_5": (GDN,),
-    "qwen4_exp": (GDN, NGRAM_CONV),
-    "olmo_hybrid": (GDN,),
-    "kimi_linear": (KDA,),
-    "kimi_k3": (KDA,),
-    "glm5_next": (KDA,),
-    "alice_ai": (KDA,),
+    "qwen3_next": (QWEN_GDN,),
+    "qwen3_5": (QWEN_GDN,),
+    "qwen4_exp": (QWEN_GDN, QWEN_NGRAM),
+    "olmo_hybrid": (OLMO_GDN,),
+    "kimi_linear": (KIMI_KDA,),
+    "kimi_k3": (K3_KDA,),
+    "glm5_next": (GLM_KDA,),
+    "alice_ai": (KIMI_KDA,),
 }
 
 _BY_ATTRIBUTE = {  # that only the configs of this kind have
-    "linear_attn_config": (KDA,),
-    "short_conv_kernel_size": (KDA,),  # Ling-3.0, whose type is that of Ling-2.5, too
-    "linear_num_value_heads": (GDN,),
-    "conv_L_cache": (SHORT_CONV,),
-    "mamba_dt_rank": (MAMBA1,),
-    "mamba_num_heads": (MAMBA2,),
-    "mamba_n_heads": (MAMBA2,),
-    "n_mamba_heads": (MAMBA2,),
+    "linear_attn_config": (KIMI_KDA,),
+    "short_conv_kernel_size": (LING_KDA,),  # Ling-3.0, whose type is that of Ling-2.5, too
+    "layer_group_size": (LINEAR_ATTENTION,),  # Ling-2.5
+    "linear_num_value_heads": (QWEN_GDN,),
+    "conv_L_cache": (SHORT_CONVOLUTION,),
+    "mamba_dt_rank": (MAMBA_MIXER,),
+    "mamba_num_heads": (MAMBA2_MIXER,),
+    "mamba_n_heads": (MAMBA2_MIXER,),
+    "n_mamba_heads": (MAMBA2_MIXER,),
 }
 
 
-def kinds_in(config: Any) -> Sequence[StateKind]:
-    """The kinds of states of a model, by its text config, the one that its matches follow from first.
+def layers_in(config: Any) -> Sequence[RecurrentLayer]:
+    """The recurrent layers that vLLM makes of a model, by its text config, the one that its matches follow from first.
 
     Empty if it has none, or of a kind that is not known here. `config`: transformers' object, or what it was read from.
     """
     told: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+    if (told.get("linear_attn_config") or {}).get("use_full_rank_gate"):
+        return (K3_KDA,)  # its text config has the type of Kimi-Linear's
     model_type = str(told.get("model_type", ""))
-    for beginning, kinds in _BY_MODEL_TYPE.items():
+    for beginning, layers in _BY_MODEL_TYPE.items():
         if model_type.startswith(beginning):
-            return kinds
-    return next((kinds for attribute, kinds in _BY_ATTRIBUTE.items() if told.get(attribute)), ())
+            return layers
+    return next((layers for attribute, layers in _BY_ATTRIBUTE.items() if told.get(attribute)), ())
+
+
+def kinds_in(config: Any) -> Sequence[StateKind]:
+    """The kinds of states of a model, by its text config, as `layers_in` has them."""
+    return tuple(dict.fromkeys(layer.kind for layer in layers_in(config)))
+
+
+def shown_of(layers: Iterable[RecurrentLayer]) -> Shown:
+    """How a model was shown: as that of its layers which was shown least."""
+    return max((layer.shown for layer in layers), key=list(Shown).index)
 
 
 def compression_in(config: Any) -> int:
