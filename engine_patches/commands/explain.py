@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_patches import families, kv_connectors, plugin, settings, speculation
+from engine_patches.families import RecurrentLayer, Shown
 from engine_patches.kv_connectors import WITHOUT, ConnectorLane, Decision
 from engine_patches.scheduler import refusals
 from engine_patches.scheduler.refusals import Refusal
@@ -24,7 +26,9 @@ HERE, GPU = "here", "gpu"  # whose attention kernels decide the length of a bloc
 
 RECURRENT = frozenset({"linear_attention", "mamba", "mamba2", "conv", "short_conv", "kda", "hybrid"})
 
-ATTENTION = frozenset({"full_attention", "attention", "hybrid"})  # a layer of a `hybrid` has both
+ATTENTION = frozenset(  # a layer of a `hybrid` has both
+    {"full_attention", "attention", "hybrid", "indexed_attention", "deepseek_sparse_attention"}
+)
 
 WITHOUT_CACHE = frozenset({"mlp", "moe"})
 
@@ -37,6 +41,8 @@ NO_DRAFTS_ON_A_CPU = (
     "leave --speculative-config away"
 )
 
+INDEX_QUANT_BLOCK = 128  # values of an index key in GLM-5.3 that share a scale of four bytes
+
 FEW = 16  # states: fewer than so many shared prefixes and running conversations are soon found again by nobody
 
 
@@ -44,24 +50,15 @@ class CannotExplain(Exception):
     """vLLM does not know the model, or it has no recurrent states; the message is one sentence."""
 
 
-class CacheFamily(NamedTuple):
-    """Models whose recurrent layers are computed by the same kernels."""
-
-    name: str
-    kernels: str  # in vLLM's `MambaAttentionBackendEnum`
-    in_segments: bool = False  # its states can be written inside a pass
-
-
-MAMBA2 = CacheFamily("Mamba2", "MAMBA2", in_segments=True)
-
-GDN = CacheFamily("gated delta net", "GDN_ATTN", in_segments=True)
-
-OTHERS = {  # by an attribute that only the family's configs have
-    "linear_attn_config": CacheFamily("KDA", "GDN_ATTN"),
-    "linear_num_value_heads": CacheFamily("gated delta net", "GDN_ATTN"),
-    "conv_L_cache": CacheFamily("short convolution", "SHORT_CONV"),
-    "mamba_dt_rank": CacheFamily("Mamba1", "MAMBA1"),
+SHOWN = {
+    Shown.ENGINE: "shown on an engine",
+    Shown.INTERPRETER: "shown in the interpreter of a GPU's kernels",
+    Shown.READ: "read, and nothing ran",
 }
+
+ROUNDED = (families.MAMBA2, families.GDN)  # kinds whose states vLLM can keep in other types than it computes
+
+NOT_INSPECTED = "failed to be inspected"  # of vLLM, whose log says why
 
 
 @dataclass(frozen=True)
@@ -69,10 +66,10 @@ class StateCost:
     """What vLLM makes of one model, for each GPU (tensor-parallel rank). Bytes and tokens."""
 
     model: str
-    recurrent_layers: int
+    architecture: str
+    layers: Mapping[RecurrentLayer, int]  # how many of each, those first that matches follow from
     attention_layers: int
-    family: CacheFamily
-    state_types: tuple[str, ...]  # of the tensors that make up a state
+    state_types: tuple[str, ...]  # of the tensors that make up a state of the first
     kv_type: str
     state_bytes: int  # of one state, all layers, as the layers read it
     state_blocks: int  # blocks of the cache that it takes: one for each recurrent cache group
@@ -80,6 +77,13 @@ class StateCost:
     block_tokens: int
     attention_groups: int
     match_unit: int
+    inside: bool = True  # whether its states are written inside a pass, as far as the layers decide that
+    notes: tuple[str, ...] = ()  # what these numbers leave out
+
+    @property
+    def recurrent_layers(self) -> int:
+        """Of all kinds."""
+        return sum(self.layers.values())
 
     @property
     def bytes_in_cache(self) -> int:
@@ -120,7 +124,28 @@ def configure(arguments: Sequence[str]) -> Any:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         # pydantic counts its errors first, and describes what it was given at the end of a line
         reason = next((line for line in lines if "Value error, " in line), lines[0]).split(" [type=")[0].strip()
+        if NOT_INSPECTED in reason:
+            reason = _why_not_imported(reason) or reason
         raise CannotExplain(f"vLLM cannot configure {given.model}: {reason}") from error
+
+
+def _why_not_imported(reason: str) -> str:
+    """What is missing for a model's class, which vLLM inspects in a process of its own; empty if nothing is."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in re.findall(r"'(\w+)'", reason):
+        registered = ModelRegistry.models.get(name)
+        try:
+            if registered is not None:
+                registered.load_model_cls()
+        except ImportError as error:
+            missing = f"the package {error.name}" if isinstance(error, ModuleNotFoundError) else _first_line(error)
+            return f"its class {name} needs {missing}, which is not installed here"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def cost_of(config: Any) -> StateCost:
@@ -133,37 +158,90 @@ def cost_of(config: Any) -> StateCost:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
-    kinds = layer_kinds(config.model_config.hf_text_config)
-    recurrent, attention = (sum(kind in which for kind in kinds) for which in (RECURRENT, ATTENTION))
-    if not recurrent or not attention:
+    text = config.model_config.hf_text_config
+    kinds = layer_kinds(text)
+    attention = sum(kind in ATTENTION for kind in kinds)
+    layers = recurrent_layers(text, kinds)
+    if not layers or not attention:
         raise CannotExplain(f"{config.model_config.model} is no hybrid: it has no states to keep beside a KV cache")
-    layers = _stand_ins(config, kinds)
-    config.compilation_config.static_forward_context.update(layers)
+    stand_ins = _stand_ins(config, layers, attention)
+    config.compilation_config.static_forward_context.update(stand_ins)
     current_platform.update_block_size_for_backend(config)
-    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
-    backends = dict.fromkeys(layer.get_attn_backend() for layer in layers.values())
+    specs = {name: layer.get_kv_cache_spec(config) for name, layer in stand_ins.items()}
+    backends = dict.fromkeys(layer.get_attn_backend() for layer in stand_ins.values())
     layouts = [layout.name for layout in get_supported_kv_cache_layouts(list(backends))]
     resolve_kv_cache_layout(config, [layouts], list(specs.values()))
     groups = kv_cache_utils.get_kv_cache_groups(config, specs)
-    of_states = [group for group in groups if isinstance(group.kv_cache_spec, MambaSpec)]
-    spec = of_states[0].kv_cache_spec
-    cache = config.cache_config
     caches = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
-    _, unit = kv_cache_utils.resolve_kv_cache_block_sizes(caches, config)
+    # Of a group whose layers differ the scheduler is told one.
+    told = kv_cache_utils.generate_scheduler_kv_cache_config([caches])
+    told_specs = [group.kv_cache_spec for group in told.kv_cache_groups]
+    _, unit = kv_cache_utils.resolve_kv_cache_block_sizes(told, config)
+    states = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
+    of_states = [spec for spec in told_specs if isinstance(spec, MambaSpec)]
+    # A ring of raw keys is each request's own, and as long for any length of it.
+    of_rows = [spec for spec in told_specs if spec.prefix_cacheable and not isinstance(spec, MambaSpec)]
+    cache = config.cache_config
     return StateCost(
         model=config.model_config.model,
-        recurrent_layers=recurrent,
+        architecture=config.model_config.architecture,
+        layers=layers,
         attention_layers=attention,
-        family=family_of(config.model_config.hf_text_config),
-        state_types=tuple(_name(dtype) for dtype in spec.dtypes),
+        state_types=tuple(_name(dtype) for dtype in states[0].dtypes),
         kv_type=_name(config.model_config.dtype) if cache.cache_dtype == "auto" else cache.cache_dtype,
-        state_bytes=recurrent * spec.real_page_size_bytes,
+        state_bytes=sum(spec.real_page_size_bytes for spec in states),
         state_blocks=len(of_states),
-        block_bytes=spec.page_size_bytes * max(len(group.layer_names) for group in groups),
+        block_bytes=max(map(_block_bytes, groups)),
         block_tokens=cache.block_size,
-        attention_groups=len(groups) - len(of_states),
+        attention_groups=len(of_rows),
         match_unit=unit,
+        inside=_written_inside(layers, config),
+        notes=tuple(_notes(config, layers, unit)),
     )
+
+
+def recurrent_layers(config: Any, kinds: Sequence[str]) -> Mapping[RecurrentLayer, int]:
+    """How many layers of each recurrent class vLLM makes of a text config; `kinds`: of its layers.
+
+    Raises `CannotExplain` for layers that are of a kind which is not known here.
+    """
+    number = sum(kind in RECURRENT for kind in kinds)
+    known = families.layers_in(config)
+    if number and not known:
+        raise CannotExplain(f"the recurrent layers of {config.model_type} are of a kind that is not known here")
+    counted = dict.fromkeys(known, number)
+    if families.QWEN_NGRAM in counted:  # beside the layers that it belongs to
+        counted[families.QWEN_NGRAM] = len(config.ple_layer_ids)
+    return {layer: many for layer, many in counted.items() if many}
+
+
+def _written_inside(layers: Iterable[RecurrentLayer], config: Any) -> bool:
+    """Whether the states of all these layers are written inside a pass, as far as a `VllmConfig` tells."""
+    from vllm.platforms import current_platform
+
+    if config.parallel_config.use_ubatching or getattr(config.cache_config, "use_replayssm", False):
+        return False
+    return all(layer.core and (layer.on_rocm or not current_platform.is_rocm()) for layer in layers)
+
+
+def _block_bytes(group: Any) -> int:
+    """Of one block, all layers of a cache group."""
+    spec = group.kv_cache_spec
+    size: int = spec.page_size_bytes  # of all layers if they differ
+    return size if hasattr(spec, "kv_cache_specs") else size * len(group.layer_names)
+
+
+def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int) -> Iterator[str]:
+    """What the stand-ins leave out."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    drafts = config.speculative_config
+    if drafts is not None and drafts.draft_model_config is not None:
+        yield "what the draft head caches of its own is not in these numbers: blocks hold fewer tokens beside it"
+    if hasattr(MambaBase, "get_prefill_checkpoint_alignment") and list(layers) == [families.QWEN_GDN]:
+        chunk = families.GDN.chunk
+        if unit % chunk and config.cache_config.prefix_match_unit != unit:
+            yield f"where FlashInfer computes prompts, vLLM rounds blocks up to {chunk} tokens: then that is the unit"
 
 
 def layer_kinds(config: Any) -> Sequence[str]:
@@ -171,10 +249,15 @@ def layer_kinds(config: Any) -> Sequence[str]:
 
     Raises `CannotExplain` for a config that does not say, or says something else.
     """
-    linear = getattr(config, "linear_attn_config", None)
-    if linear:  # Kimi-Linear counts from 1
+    linear = getattr(config, "linear_attn_config", None) or {}
+    if "kda_layers" in linear:  # Kimi-Linear counts from 1
         return ["linear_attention"] * len(linear["kda_layers"]) + ["attention"] * len(linear["full_attn_layers"])
     kinds: Sequence[str] | None = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
+    size = getattr(config, "layer_group_size", None)
+    if not kinds and size:  # Ling: the last layer of each whole group, and all that are left over
+        grouped = config.num_hidden_layers // size * size
+        recurrent = [(layer + 1) % size and layer < grouped for layer in range(config.num_hidden_layers)]
+        return ["linear_attention" if each else "attention" for each in recurrent]
     if not kinds:
         raise CannotExplain(f"the config of {config.model_type} does not say which of its layers are recurrent")
     unknown = sorted(set(kinds) - RECURRENT - ATTENTION - WITHOUT_CACHE)
@@ -195,11 +278,16 @@ def is_hybrid(config: Mapping[str, Any]) -> bool:
     pattern = text.get("hybrid_override_pattern")  # one letter for each layer of Nemotron-H
     if isinstance(pattern, str):
         return {"M", "*"} <= set(pattern)
+    if families.kinds_in(text):
+        return True
     return bool(text.get("num_attention_heads")) and any(name.startswith("mamba_") for name in text)
 
 
-def _stand_ins(config: Any, kinds: Sequence[str]) -> dict[str, Any]:
-    """Layers by name that answer vLLM's questions about their cache as the model's own would."""
+def _stand_ins(config: Any, layers: Mapping[RecurrentLayer, int], attention: int) -> dict[str, Any]:
+    """Layers by name that answer vLLM's questions about their cache as the model's own would.
+
+    `attention`: how many layers of a model have attention.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -216,13 +304,21 @@ def _stand_ins(config: Any, kinds: Sequence[str]) -> dict[str, Any]:
         backend = get_attn_backend(model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=model.use_mla)
 
     class Recurrent(MambaBase):  # type: ignore[misc]  # vLLM is untyped to mypy
-        mamba_type = MambaAttentionBackendEnum[family_of(model.hf_text_config).kernels]
+        mamba_type: Any = None
+
+        def __init__(self, layer: RecurrentLayer, state: StateOf) -> None:
+            self.mamba_type = MambaAttentionBackendEnum[layer.kind.backend]
+            self.state = state
+
+        @property
+        def is_kv_cache_tp_replicated(self) -> bool:
+            return self.state.replicated
 
         def get_state_shape(self) -> Any:
-            return model_class.get_mamba_state_shape_from_config(config)
+            return self.state.shapes
 
         def get_state_dtype(self) -> Any:
-            return model_class.get_mamba_state_dtype_from_config(config)
+            return self.state.dtypes
 
     class Attention(AttentionLayerBase):  # type: ignore[misc]
         def get_attn_backend(self) -> Any:
@@ -240,25 +336,67 @@ def _stand_ins(config: Any, kinds: Sequence[str]) -> dict[str, Any]:
                 return MLAAttentionSpec(cache_dtype_str=cache.cache_dtype, **sizes)
             return backend.customize_spec(FullAttentionSpec(**sizes))
 
-    layers: dict[str, Any] = {}
-    for number, kind in enumerate(kinds):
-        if kind in RECURRENT:
-            layers[f"layers.{number}.recurrent"] = Recurrent()
-        if kind in ATTENTION:
-            layers[f"layers.{number}.attention"] = Attention()
-    return layers
+    found: dict[str, Any] = {}
+    for (layer, many), state in zip(layers.items(), _states_of(model_class, config), strict=False):
+        for number in range(many):
+            found[f"layers.{number}.{layer.name}"] = Recurrent(layer, state)
+    for number in range(attention):
+        found[f"layers.{number}.attention"] = Attention()
+        with set_current_vllm_config(config):  # where these enter themselves
+            found |= _index_of(config, f"layers.{number}.indexer")
+    return found
 
 
-def family_of(config: Any) -> CacheFamily:
-    """Which family's recurrent layers a text config describes; `CannotExplain` for one that is not known here."""
-    if families.GDN in families.kinds_in(config):
-        return GDN
-    for attribute, family in OTHERS.items():
-        if getattr(config, attribute, None):
-            return family
-    if getattr(config, "mamba_num_heads", None) or getattr(config, "mamba_n_heads", None):
-        return MAMBA2
-    raise CannotExplain(f"the recurrent layers of {config.model_type} are of a kind that is not known here")
+class StateOf(NamedTuple):
+    """The tensors of one layer's state."""
+
+    shapes: Any
+    dtypes: Any
+    replicated: bool = False  # on each tensor-parallel rank
+
+
+def _states_of(model_class: Any, config: Any) -> Sequence[StateOf]:
+    """The state of each kind of recurrent layer, in the order of `families.layers_in`."""
+    if hasattr(model_class, "get_mamba_specs_from_config"):
+        specs = model_class.get_mamba_specs_from_config(config)
+        return [StateOf(spec.shapes, spec.dtypes, spec.tp_replicated) for spec in specs]
+    shapes, dtypes = model_class.get_mamba_state_shape_from_config, model_class.get_mamba_state_dtype_from_config
+    return [StateOf(shapes(config), dtypes(config))]
+
+
+def _index_of(config: Any, prefix: str) -> dict[str, Any]:
+    """The caches of a compressed attention index, vLLM's own classes: its keys, and the ring of raw ones."""
+    import torch
+
+    text, cache = config.model_config.hf_text_config, config.cache_config
+    if getattr(text, "indexer_compress_ratio", None):
+        from vllm.models.qwen4_exp.common.qsa_cache import QSACompressedKeyCache, QSAKeyStateCache
+
+        common = dict(
+            head_size=text.indexer_head_dim,
+            cache_config=cache,
+            vllm_config=config,
+            compress_ratio=text.indexer_compress_ratio,
+        )
+        keys, ring = f"{prefix}.compressed_key_cache", f"{prefix}.raw_key_cache"
+        kind = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+        compressed = kind[config.attention_config.resolve_indexer_kv_dtype("bf16")]
+        positions = config.model_config.uses_mrope
+        return {
+            keys: QSACompressedKeyCache(dtype=compressed, prefix=keys, **common),
+            ring: QSAKeyStateCache(dtype=kind["bf16"], cache_rope_positions=positions, prefix=ring, **common),
+        }
+    if getattr(text, "index_kpool", None):
+        from vllm.models.glm5next.common.attention import Glm5NextIndexerCache, Glm5NextTailCache
+
+        common = dict(cache_config=cache, index_kpool=text.index_kpool)
+        keys, ring, width = f"{prefix}.k_cache", f"{prefix}.tail_cache", text.index_head_dim
+        scales = width // INDEX_QUANT_BLOCK * 4
+        return {
+            keys: Glm5NextIndexerCache(head_dim=width + scales, dtype=torch.uint8, prefix=keys, **common),
+            ring: Glm5NextTailCache(head_dim=width, dtype=torch.bfloat16, prefix=ring, **common),
+        }
+    return {}
 
 
 def _name(dtype: Any) -> str:
@@ -331,7 +469,9 @@ def report(
     size, source = memory or (EXAMPLE, "for example: --kv-cache-memory-bytes was not given")
     kept = cost.states_in(size, share)
     rows = [
-        ("layers", f"{cost.recurrent_layers} recurrent ({cost.family.name}), {cost.attention_layers} attention"),
+        ("architecture", cost.architecture),
+        ("layers", ", ".join((*_counted(cost.layers), f"{cost.attention_layers} attention"))),
+        ("states", how_states_are_written(cost)),
         ("one state", f"{_amount(cost.state_bytes)} in {' and '.join(dict.fromkeys(cost.state_types))}"),
         ("in the cache", f"{_amount(cost.bytes_in_cache)}: {cost.state_blocks} blocks of {_amount(cost.block_bytes)}"),
         ("cache block", f"{cost.block_tokens:,} tokens of KV in {cost.kv_type}"),
@@ -345,19 +485,31 @@ def report(
         rows.append(("KV connector", ", ".join(connector.names)))
     if drafts:
         rows.append(("drafts", drafts))
+    if refusal is not None:
+        rows.append(("hints", f"refused: {refusal.cause}"))
     yield cost.model
     for name, value in rows:
         yield f"  {name:<18}{value}"
-    refused = [f"hints are refused: {refusal.cause}"] if refusal is not None else []
-    for line in (*refused, *advice(cost, kept), *about(connector)):
+    for line in (*advice(cost, kept), *about(connector), *cost.notes):
         yield f"  * {line}"
+
+
+def _counted(layers: Mapping[RecurrentLayer, int]) -> Iterator[str]:
+    for layer, many in layers.items():
+        yield f"{many} recurrent ({layer.kind.name})"
+
+
+def how_states_are_written(cost: StateCost) -> str:
+    """Inside a pass, or at a pass for each; and how it is known that this is right."""
+    written = "inside the pass" if cost.inside else "cut: a pass for each"
+    return f"{written} ({SHOWN[families.shown_of(cost.layers)]})"
 
 
 def advice(cost: StateCost, kept: int) -> Iterator[str]:
     """What to choose for this family and these types. `kept`: states that the cache may hold."""
-    if not cost.family.in_segments:
-        yield "states of this family cost a pass each: one is kept only if a hit on it is worth that"
-    elif cost.state_types[-1] != "float32":
+    if not cost.inside:
+        yield "states of these layers cost a pass each: one is kept only if a hit on it is worth that"
+    elif next(iter(cost.layers)).kind in ROUNDED and cost.state_types[-1] != "float32":
         yield f"--mamba-ssm-cache-dtype float32 keeps states whole: in {cost.state_types[-1]} each one is rounded"
     if kept < FEW:
         yield f"room for {kept} states is little: more memory for the cache, or a larger {settings.STATE_SHARE}"
@@ -371,6 +523,28 @@ def about(connector: Decision) -> Iterator[str]:
         yield f"{connector.reason}: a state costs a pass; beside NixlConnector it costs none"
 
 
+def refusal_of(config: Any, cost: StateCost) -> Refusal | None:
+    """Why hints would be refused under a `VllmConfig`, as far as it tells."""
+    if head_slides(config):
+        return Refusal(
+            refusals.SPECULATIVE,
+            "vLLM finds no prefix between cache blocks, since a layer of the draft head has a sliding window",
+        )
+    beside_drafts = all(layer.beside_drafts for layer in cost.layers)
+    in_pass = cost.inside and (beside_drafts or not speculation.drafting(config))
+    return refusals.by_configuration(config, in_pass=in_pass)
+
+
+def head_slides(config: Any) -> bool:
+    """Whether a draft head has layers with a sliding window: those have a cache group of their own."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.draft_model_config is None:
+        return False
+    head = drafts.draft_model_config.hf_text_config
+    slides = "sliding_attention" in (getattr(head, "layer_types", None) or ())
+    return slides or bool((getattr(head, "dflash_config", None) or {}).get("use_swa"))
+
+
 def drafts_of(config: Any) -> str:
     """Method and number of drafts under a `VllmConfig`; empty without."""
     if not speculation.drafting(config):
@@ -378,24 +552,29 @@ def drafts_of(config: Any) -> str:
     return f"{config.speculative_config.method}, {config.num_speculative_tokens} tokens"
 
 
-def main(arguments: Sequence[str], kernels: str) -> int:
-    """Print what a state costs under a command line of `vllm serve`; exit status 1 if that cannot be said.
+def explained(arguments: Sequence[str], kernels: str) -> list[str]:
+    """What a command line of `vllm serve` would cost, as lines of text; `kernels`: `HERE`, or `GPU` as on one.
 
-    `kernels`: `HERE`, or `GPU` for block sizes as on one.
+    Raises `CannotExplain`.
     """
+    with _gpu_kernels() if kernels == GPU else contextlib.nullcontext():
+        config = configure(arguments)
+        if kernels == GPU:
+            config.device_config.device_type = "cuda"  # of which no question is asked before an engine starts
+        connector = kv_connectors.decide(config)
+        cost, memory, share = cost_of(config), memory_for_cache(config), settings.state_share()
+        lines = list(report(cost, memory, share, connector, drafts_of(config), refusal_of(config, cost)))
+        if drafts_of(config) and config.device_config.device_type == "cpu":
+            lines.append(f"  * {NO_DRAFTS_ON_A_CPU}")
+    return lines
+
+
+def main(arguments: Sequence[str], kernels: str) -> int:
+    """Print what `explained` says; exit status 1 if that cannot be said."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # an error is said here, in one sentence
     plugin.register()
     try:
-        with _gpu_kernels() if kernels == GPU else contextlib.nullcontext():
-            config = configure(arguments)
-            if kernels == GPU:
-                config.device_config.device_type = "cuda"  # of which no question is asked before an engine starts
-            connector = kv_connectors.decide(config)
-            cost, memory, share = cost_of(config), memory_for_cache(config), settings.state_share()
-            refusal = refusals.by_configuration(config, in_pass=cost.family.in_segments)
-            lines = list(report(cost, memory, share, connector, drafts_of(config), refusal))
-            if drafts_of(config) and config.device_config.device_type == "cpu":
-                lines.append(f"  * {NO_DRAFTS_ON_A_CPU}")
+        lines = explained(arguments, kernels)
     except CannotExplain as error:
         print(f"seamark worker: {error}", file=sys.stderr)
         return 1

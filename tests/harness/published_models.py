@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from engine_patches.commands.explain import CacheFamily, StateCost
+from engine_patches import families
+from engine_patches.commands.explain import StateCost
 
 DOCUMENT = Path(__file__).parents[2] / "engine_patches" / "HOW.md"
 
@@ -208,6 +209,9 @@ MODELS = {
 }
 
 
+LAYERS = {layer.path: layer for layer in (*families.INSIDE, *families.CUT)}
+
+
 class Explained(NamedTuple):
     """One model."""
 
@@ -219,7 +223,7 @@ class Explained(NamedTuple):
 
 # All models in one process, with the block sizes of a GPU; and what vLLM makes of the same cache groups.
 IN_A_PROCESS = """
-import dataclasses, json, sys
+import json, sys
 from engine_patches import plugin
 from engine_patches.commands import explain
 plugin.register()
@@ -236,7 +240,9 @@ with explain._gpu_kernels():
         cost = explain.cost_of(config)
         cache = kv_cache_utils.get_kv_cache_config_from_groups(config, seen["groups"], 64 << 30)
         text = "\\n".join(explain.report(cost, None, 0.5))
-        costs[folder] = dataclasses.asdict(cost), cache.num_blocks, text, config.use_v2_model_runner
+        layers = [(layer.path, many) for layer, many in cost.layers.items()]
+        fields = {**vars(cost), "layers": layers}
+        costs[folder] = fields, cache.num_blocks, text, config.use_v2_model_runner
 print(json.dumps(costs))
 """
 
@@ -256,7 +262,9 @@ def explained() -> dict[str, Explained]:
         )
     answers = json.loads(done.stdout.splitlines()[-1])
     return {
-        Path(path).name: Explained(StateCost(**cost | {"family": CacheFamily(*cost["family"])}), *more)
+        Path(path).name: Explained(
+            StateCost(**cost | {"layers": {LAYERS[layer]: many for layer, many in cost["layers"]}}), *more
+        )
         for path, (cost, *more) in answers.items()
     }
 
