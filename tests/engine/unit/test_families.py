@@ -9,7 +9,9 @@ import pytest
 
 from engine_patches import families
 from tests.harness import families as documented
-from tests.harness.families import BEGIN, DOCUMENT, END, Class, NotNamed, Source
+from tests.harness.families import BEGIN, CHOSEN, DOCUMENT, END, VERSION, Class, NotNamed, Source
+from tests.harness.recipe_models import MODELS
+from tests.harness.versions import source_of
 
 MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
 
@@ -52,6 +54,18 @@ def test_every_kind_is_documented_and_none_that_is_not_known():
 def test_the_documented_table_is_that_of_the_source():
     text = DOCUMENT.read_text()
     assert text == documented.with_table(text, documented.generated()), "run: python -m tests.harness.families"
+
+
+@pytest.mark.thorough  # reads the Python source of another vLLM
+def test_the_layers_that_a_recipe_s_config_tells_are_those_that_vllm_makes_of_it():
+    source = Source(source_of(VERSION))
+    registered = source.models()
+    for name, config in MODELS.items():
+        (architecture,) = config["architectures"]
+        chosen = CHOSEN.get(architecture)
+        made = {source.named(layer) for layer in source.recurrent_layers(registered[architecture])}
+        told = set(families.layers_in(config.get("text_config", config)))
+        assert told == ({chosen} if chosen is not None else made), name
 
 
 def toy(tmp_path: Path, layer: str) -> Source:
