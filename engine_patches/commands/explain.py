@@ -138,9 +138,10 @@ def _why_not_imported(reason: str) -> str:
         try:
             if registered is not None:
                 registered.load_model_cls()
-        except ImportError as error:
-            missing = f"the package {error.name}" if isinstance(error, ModuleNotFoundError) else _first_line(error)
-            return f"its class {name} needs {missing}, which is not installed here"
+        except ModuleNotFoundError as error:
+            return f"its class {name} needs {error.name}, which is not installed here"
+        except Exception as error:  # of any kind: a module of vLLM's may ask for a device, a compiler, a file
+            return f"its class {name} cannot be imported: {_first_line(error)}"
     return ""
 
 
@@ -158,7 +159,7 @@ def cost_of(config: Any) -> StateCost:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
-    text = config.model_config.hf_text_config
+    text, unit_given = config.model_config.hf_text_config, config.cache_config.prefix_match_unit
     kinds = layer_kinds(text)
     attention = sum(kind in ATTENTION for kind in kinds)
     layers = recurrent_layers(text, kinds)
@@ -171,7 +172,7 @@ def cost_of(config: Any) -> StateCost:
     backends = dict.fromkeys(layer.get_attn_backend() for layer in stand_ins.values())
     layouts = [layout.name for layout in get_supported_kv_cache_layouts(list(backends))]
     resolve_kv_cache_layout(config, [layouts], list(specs.values()))
-    groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+    groups = _planning().get_kv_cache_groups(config, specs)
     caches = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
     # Of a group whose layers differ the scheduler is told one.
     told = kv_cache_utils.generate_scheduler_kv_cache_config([caches])
@@ -196,8 +197,17 @@ def cost_of(config: Any) -> StateCost:
         attention_groups=len(of_rows),
         match_unit=unit,
         inside=_written_inside(layers, config),
-        notes=tuple(_notes(config, layers, unit)),
+        notes=tuple(_notes(config, layers, None if unit_given else unit)),
     )
+
+
+def _planning() -> Any:
+    """The module in which vLLM groups caches."""
+    try:
+        from vllm.v1.core import kv_cache_planning as module  # from 0.33 on
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as module
+    return module
 
 
 def recurrent_layers(config: Any, kinds: Sequence[str]) -> Mapping[RecurrentLayer, int]:
@@ -231,8 +241,8 @@ def _block_bytes(group: Any) -> int:
     return size if hasattr(spec, "kv_cache_specs") else size * len(group.layer_names)
 
 
-def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int) -> Iterator[str]:
-    """What the stand-ins leave out."""
+def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> Iterator[str]:
+    """What the stand-ins leave out. `unit`: of matches, in tokens; None if a flag has set it."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     drafts = config.speculative_config
@@ -240,7 +250,7 @@ def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int) -> Iterator
         yield "what the draft head caches of its own is not in these numbers: blocks hold fewer tokens beside it"
     if hasattr(MambaBase, "get_prefill_checkpoint_alignment") and list(layers) == [families.QWEN_GDN]:
         chunk = families.GDN.chunk
-        if unit % chunk and config.cache_config.prefix_match_unit != unit:
+        if unit is not None and unit % chunk:
             yield f"where FlashInfer computes prompts, vLLM rounds blocks up to {chunk} tokens: then that is the unit"
 
 
@@ -291,14 +301,13 @@ def _stand_ins(config: Any, layers: Mapping[RecurrentLayer, int], attention: int
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.models import ModelRegistry
     from vllm.utils.torch_utils import get_kv_cache_torch_dtype
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.attention.selector import get_attn_backend
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    model_class, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+    model_class = _class_of(model)
     kv_type = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
     with set_current_vllm_config(config):
         backend = get_attn_backend(model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=model.use_mla)
@@ -345,6 +354,17 @@ def _stand_ins(config: Any, layers: Mapping[RecurrentLayer, int], attention: int
         with set_current_vllm_config(config):  # where these enter themselves
             found |= _index_of(config, f"layers.{number}.indexer")
     return found
+
+
+def _class_of(model: Any) -> Any:
+    """The class that vLLM makes of a `ModelConfig`. Raises `CannotExplain` if it cannot be imported."""
+    from vllm.model_executor.models import ModelRegistry
+
+    try:
+        return ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0]
+    except ValueError as error:  # of a class that vLLM once inspected elsewhere, and remembers
+        reason = _why_not_imported(str(error)) or _first_line(error)
+        raise CannotExplain(f"vLLM cannot configure {model.model}: {reason}") from error
 
 
 class StateOf(NamedTuple):

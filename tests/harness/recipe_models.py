@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from proxy.bench.harness.servers import CACHE
 from tests.harness.published_models import MODELS as PUBLISHED
 from tests.harness.published_models import NEMOTRON
 
@@ -422,6 +423,7 @@ def explained(recipes: Sequence[Recipe]) -> list[tuple[str, str]]:
         "VLLM_LOGGING_LEVEL": "CRITICAL",
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": "seamark",
+        "VLLM_CACHE_ROOT": str(CACHE / "recipe-models"),  # what is found with these libraries is not for other runs
     }
     with tempfile.TemporaryDirectory(prefix="seamark-recipes-") as given:
         folder = Path(given)

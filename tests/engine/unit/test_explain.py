@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -256,13 +256,12 @@ def test_a_model_that_vllm_does_not_know_gets_one_sentence_and_nothing_is_starte
 
 
 @pytest.mark.thorough  # vLLM inspects the class in a process
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="nothing is missing here")
 def test_a_library_that_a_model_s_class_lacks_is_named_in_one_sentence(tmp_path):
     recipe_models.write_models(tmp_path, ["Qwen3.6-27B"])
     command = [sys.executable, "-m", "engine_patches", "worker", "--explain", "gpu", str(tmp_path / "Qwen3.6-27B")]
-    # As a package that is not there, whether this environment has it or not.
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torchvision'] = None\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("seamark worker: vLLM cannot configure") and "torchvision" in line
+    assert line.startswith("seamark worker: vLLM cannot configure")
+    assert line.endswith("its class Qwen3_5ForConditionalGeneration needs torchvision, which is not installed here")
