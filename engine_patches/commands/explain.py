@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine_patches import families, kv_connectors, plugin, settings, speculation
+from engine_patches.commands.model_layers import (
+    ATTENTION,
+    NOT_INSPECTED,
+    CannotExplain,
+    layer_kinds,
+    recurrent_layers,
+    stand_ins,
+    why_not_imported,
+)
 from engine_patches.families import RecurrentLayer, Shown
 from engine_patches.kv_connectors import WITHOUT, ConnectorLane, Decision
 from engine_patches.scheduler import refusals
 from engine_patches.scheduler.refusals import Refusal
 
 HERE, GPU = "here", "gpu"  # whose attention kernels decide the length of a block
-
-RECURRENT = frozenset({"linear_attention", "mamba", "mamba2", "conv", "short_conv", "kda", "hybrid"})
-
-ATTENTION = frozenset(  # a layer of a `hybrid` has both
-    {"full_attention", "attention", "hybrid", "indexed_attention", "deepseek_sparse_attention"}
-)
-
-WITHOUT_CACHE = frozenset({"mlp", "moe"})
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -41,13 +41,7 @@ NO_DRAFTS_ON_A_CPU = (
     "leave --speculative-config away"
 )
 
-INDEX_QUANT_BLOCK = 128  # values of an index key in GLM-5.3 that share a scale of four bytes
-
 FEW = 16  # states: fewer than so many shared prefixes and running conversations are soon found again by nobody
-
-
-class CannotExplain(Exception):
-    """vLLM does not know the model, or it has no recurrent states; the message is one sentence."""
 
 
 SHOWN = {
@@ -57,8 +51,6 @@ SHOWN = {
 }
 
 ROUNDED = (families.MAMBA2, families.GDN)  # kinds whose states vLLM can keep in other types than it computes
-
-NOT_INSPECTED = "failed to be inspected"  # of vLLM, whose log says why
 
 
 @dataclass(frozen=True)
@@ -125,28 +117,8 @@ def configure(arguments: Sequence[str]) -> Any:
         # pydantic counts its errors first, and describes what it was given at the end of a line
         reason = next((line for line in lines if "Value error, " in line), lines[0]).split(" [type=")[0].strip()
         if NOT_INSPECTED in reason:
-            reason = _why_not_imported(reason) or reason
+            reason = why_not_imported(reason) or reason
         raise CannotExplain(f"vLLM cannot configure {given.model}: {reason}") from error
-
-
-def _why_not_imported(reason: str) -> str:
-    """What is missing for a model's class, which vLLM inspects in a process of its own; empty if nothing is."""
-    from vllm.model_executor.models import ModelRegistry
-
-    for name in re.findall(r"'(\w+)'", reason):
-        registered = ModelRegistry.models.get(name)
-        try:
-            if registered is not None:
-                registered.load_model_cls()
-        except ModuleNotFoundError as error:
-            return f"its class {name} needs {error.name}, which is not installed here"
-        except Exception as error:  # of any kind: a module of vLLM's may ask for a device, a compiler, a file
-            return f"its class {name} cannot be imported: {_first_line(error)}"
-    return ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def cost_of(config: Any) -> StateCost:
@@ -165,11 +137,11 @@ def cost_of(config: Any) -> StateCost:
     layers = recurrent_layers(text, kinds)
     if not layers or not attention:
         raise CannotExplain(f"{config.model_config.model} is no hybrid: it has no states to keep beside a KV cache")
-    stand_ins = _stand_ins(config, layers, attention)
-    config.compilation_config.static_forward_context.update(stand_ins)
+    layers_of_cache = stand_ins(config, layers, attention)
+    config.compilation_config.static_forward_context.update(layers_of_cache)
     current_platform.update_block_size_for_backend(config)
-    specs = {name: layer.get_kv_cache_spec(config) for name, layer in stand_ins.items()}
-    backends = dict.fromkeys(layer.get_attn_backend() for layer in stand_ins.values())
+    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers_of_cache.items()}
+    backends = dict.fromkeys(layer.get_attn_backend() for layer in layers_of_cache.values())
     layouts = [layout.name for layout in get_supported_kv_cache_layouts(list(backends))]
     resolve_kv_cache_layout(config, [layouts], list(specs.values()))
     groups = _planning().get_kv_cache_groups(config, specs)
@@ -210,21 +182,6 @@ def _planning() -> Any:
     return module
 
 
-def recurrent_layers(config: Any, kinds: Sequence[str]) -> Mapping[RecurrentLayer, int]:
-    """How many layers of each recurrent class vLLM makes of a text config; `kinds`: of its layers.
-
-    Raises `CannotExplain` for layers that are of a kind which is not known here.
-    """
-    number = sum(kind in RECURRENT for kind in kinds)
-    known = families.layers_in(config)
-    if number and not known:
-        raise CannotExplain(f"the recurrent layers of {config.model_type} are of a kind that is not known here")
-    counted = dict.fromkeys(known, number)
-    if families.QWEN_NGRAM in counted:  # beside the layers that it belongs to
-        counted[families.QWEN_NGRAM] = len(config.ple_layer_ids)
-    return {layer: many for layer, many in counted.items() if many}
-
-
 def _written_inside(layers: Iterable[RecurrentLayer], config: Any) -> bool:
     """Whether the states of all these layers are written inside a pass, as far as a `VllmConfig` tells."""
     from vllm.platforms import current_platform
@@ -252,171 +209,6 @@ def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> I
         chunk = families.GDN.chunk
         if unit is not None and unit % chunk:
             yield f"where FlashInfer computes prompts, vLLM rounds blocks up to {chunk} tokens: then that is the unit"
-
-
-def layer_kinds(config: Any) -> Sequence[str]:
-    """The kind of each layer in a model's text config, one of `RECURRENT`, `ATTENTION` or `WITHOUT_CACHE`.
-
-    Raises `CannotExplain` for a config that does not say, or says something else.
-    """
-    linear = getattr(config, "linear_attn_config", None) or {}
-    if "kda_layers" in linear:  # Kimi-Linear counts from 1
-        return ["linear_attention"] * len(linear["kda_layers"]) + ["attention"] * len(linear["full_attn_layers"])
-    kinds: Sequence[str] | None = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
-    size = getattr(config, "layer_group_size", None)
-    if not kinds and size:  # Ling: the last layer of each whole group, and all that are left over
-        grouped = config.num_hidden_layers // size * size
-        recurrent = [(layer + 1) % size and layer < grouped for layer in range(config.num_hidden_layers)]
-        return ["linear_attention" if each else "attention" for each in recurrent]
-    if not kinds:
-        raise CannotExplain(f"the config of {config.model_type} does not say which of its layers are recurrent")
-    unknown = sorted(set(kinds) - RECURRENT - ATTENTION - WITHOUT_CACHE)
-    if unknown:
-        raise CannotExplain(f"layers of the kind {', '.join(unknown)} are not known here ({config.model_type})")
-    return kinds
-
-
-def is_hybrid(config: Mapping[str, Any]) -> bool:
-    """Whether a model's `config.json` names recurrent layers beside attention; False if it does not say."""
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, Mapping) else config
-    if {families.GDN, families.KDA} & set(families.kinds_in(text)):
-        return True
-    kinds = set(text.get("layers_block_type") or text.get("layer_types") or ())
-    if kinds:
-        return bool(kinds & RECURRENT and kinds & ATTENTION)
-    pattern = text.get("hybrid_override_pattern")  # one letter for each layer of Nemotron-H
-    if isinstance(pattern, str):
-        return {"M", "*"} <= set(pattern)
-    if families.kinds_in(text):
-        return True
-    return bool(text.get("num_attention_heads")) and any(name.startswith("mamba_") for name in text)
-
-
-def _stand_ins(config: Any, layers: Mapping[RecurrentLayer, int], attention: int) -> dict[str, Any]:
-    """Layers by name that answer vLLM's questions about their cache as the model's own would.
-
-    `attention`: how many layers of a model have attention.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.utils.torch_utils import get_kv_cache_torch_dtype
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-    from vllm.v1.attention.selector import get_attn_backend
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
-
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    model_class = _class_of(model)
-    kv_type = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
-    with set_current_vllm_config(config):
-        backend = get_attn_backend(model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=model.use_mla)
-
-    class Recurrent(MambaBase):  # type: ignore[misc]  # vLLM is untyped to mypy
-        mamba_type: Any = None
-
-        def __init__(self, layer: RecurrentLayer, state: StateOf) -> None:
-            self.mamba_type = MambaAttentionBackendEnum[layer.kind.backend]
-            self.state = state
-
-        @property
-        def is_kv_cache_tp_replicated(self) -> bool:
-            return self.state.replicated
-
-        def get_state_shape(self) -> Any:
-            return self.state.shapes
-
-        def get_state_dtype(self) -> Any:
-            return self.state.dtypes
-
-    class Attention(AttentionLayerBase):  # type: ignore[misc]
-        def get_attn_backend(self) -> Any:
-            return backend
-
-        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-            sizes = dict(
-                block_size=cache.block_size,
-                num_kv_heads=model.get_num_kv_heads(parallel),
-                head_size=model.get_head_size(),
-                dtype=kv_type,
-                kv_quant_mode=get_kv_quant_mode(cache.cache_dtype),
-            )
-            if model.use_mla:
-                return MLAAttentionSpec(cache_dtype_str=cache.cache_dtype, **sizes)
-            return backend.customize_spec(FullAttentionSpec(**sizes))
-
-    found: dict[str, Any] = {}
-    for (layer, many), state in zip(layers.items(), _states_of(model_class, config), strict=False):
-        for number in range(many):
-            found[f"layers.{number}.{layer.name}"] = Recurrent(layer, state)
-    for number in range(attention):
-        found[f"layers.{number}.attention"] = Attention()
-        with set_current_vllm_config(config):  # where these enter themselves
-            found |= _index_of(config, f"layers.{number}.indexer")
-    return found
-
-
-def _class_of(model: Any) -> Any:
-    """The class that vLLM makes of a `ModelConfig`. Raises `CannotExplain` if it cannot be imported."""
-    from vllm.model_executor.models import ModelRegistry
-
-    try:
-        return ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0]
-    except ValueError as error:  # of a class that vLLM once inspected elsewhere, and remembers
-        reason = _why_not_imported(str(error)) or _first_line(error)
-        raise CannotExplain(f"vLLM cannot configure {model.model}: {reason}") from error
-
-
-class StateOf(NamedTuple):
-    """The tensors of one layer's state."""
-
-    shapes: Any
-    dtypes: Any
-    replicated: bool = False  # on each tensor-parallel rank
-
-
-def _states_of(model_class: Any, config: Any) -> Sequence[StateOf]:
-    """The state of each kind of recurrent layer, in the order of `families.layers_in`."""
-    if hasattr(model_class, "get_mamba_specs_from_config"):
-        specs = model_class.get_mamba_specs_from_config(config)
-        return [StateOf(spec.shapes, spec.dtypes, spec.tp_replicated) for spec in specs]
-    shapes, dtypes = model_class.get_mamba_state_shape_from_config, model_class.get_mamba_state_dtype_from_config
-    return [StateOf(shapes(config), dtypes(config))]
-
-
-def _index_of(config: Any, prefix: str) -> dict[str, Any]:
-    """The caches of a compressed attention index, vLLM's own classes: its keys, and the ring of raw ones."""
-    import torch
-
-    text, cache = config.model_config.hf_text_config, config.cache_config
-    if getattr(text, "indexer_compress_ratio", None):
-        from vllm.models.qwen4_exp.common.qsa_cache import QSACompressedKeyCache, QSAKeyStateCache
-
-        common = dict(
-            head_size=text.indexer_head_dim,
-            cache_config=cache,
-            vllm_config=config,
-            compress_ratio=text.indexer_compress_ratio,
-        )
-        keys, ring = f"{prefix}.compressed_key_cache", f"{prefix}.raw_key_cache"
-        kind = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-        compressed = kind[config.attention_config.resolve_indexer_kv_dtype("bf16")]
-        positions = config.model_config.uses_mrope
-        return {
-            keys: QSACompressedKeyCache(dtype=compressed, prefix=keys, **common),
-            ring: QSAKeyStateCache(dtype=kind["bf16"], cache_rope_positions=positions, prefix=ring, **common),
-        }
-    if getattr(text, "index_kpool", None):
-        from vllm.models.glm5next.common.attention import Glm5NextIndexerCache, Glm5NextTailCache
-
-        common = dict(cache_config=cache, index_kpool=text.index_kpool)
-        keys, ring, width = f"{prefix}.k_cache", f"{prefix}.tail_cache", text.index_head_dim
-        scales = width // INDEX_QUANT_BLOCK * 4
-        return {
-            keys: Glm5NextIndexerCache(head_dim=width + scales, dtype=torch.uint8, prefix=keys, **common),
-            ring: Glm5NextTailCache(head_dim=width, dtype=torch.bfloat16, prefix=ring, **common),
-        }
-    return {}
 
 
 def _name(dtype: Any) -> str:

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from engine_patches import families, settings
+from engine_patches.commands.model_layers import is_hybrid
 from engine_patches.commands.port import port_of, why_taken
 from engine_patches.config_file import read_config
 from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
@@ -216,10 +217,8 @@ def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *,
     decision = decide_by(transfer)
     if decision.lane is not ConnectorLane.NOT_SERVED:
         return None
-    from engine_patches.commands import explain
-
     served = "through NixlConnector and, on a GPU, OffloadingConnector it can"
-    return f"{decision.reason}; {served}" if explain.is_hybrid(config_of(model)) else None
+    return f"{decision.reason}; {served}" if is_hybrid(config_of(model)) else None
 
 
 # Each begins a flag of vLLM that configures drafts.
@@ -236,7 +235,7 @@ def cannot_draft(model: str, given: Sequence[str], config: Mapping[str, Any] = {
     flags = (argument.partition("=")[0].partition(".")[0].lstrip("-") for argument in given if argument[:1] == "-")
     if not any(flag.replace("_", "-") in DRAFT_FLAGS for flag in (*flags, *config)):
         return None
-    return explain.NO_DRAFTS_ON_A_CPU if explain.is_hybrid(config_of(model)) else None
+    return explain.NO_DRAFTS_ON_A_CPU if is_hybrid(config_of(model)) else None
 
 
 def warning(model: str, given: Sequence[str], mode: str) -> str | None:
@@ -244,9 +243,7 @@ def warning(model: str, given: Sequence[str], mode: str) -> str | None:
 
     `mode`: of the plugin, `SEAMARK_ENGINE`.
     """
-    from engine_patches.commands import explain
-
-    if mode.strip() != OFF or "--no-enable-prefix-caching" in given or not explain.is_hybrid(config_of(model)):
+    if mode.strip() != OFF or "--no-enable-prefix-caching" in given or not is_hybrid(config_of(model)):
         return None
     return (
         f"{MODE_VARIABLE}={OFF} leaves vLLM's own defects on a CPU: a prompt longer than a cache block can end the "

@@ -423,7 +423,9 @@ def explained(recipes: Sequence[Recipe]) -> list[tuple[str, str]]:
         "VLLM_LOGGING_LEVEL": "CRITICAL",
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": "seamark",
-        "VLLM_CACHE_ROOT": str(CACHE / "recipe-models"),  # what is found with these libraries is not for other runs
+        "VLLM_CACHE_ROOT": str(
+            (CACHE / "recipe-models").resolve()
+        ),  # what is found with these libraries is not for other runs
     }
     with tempfile.TemporaryDirectory(prefix="seamark-recipes-") as given:
         folder = Path(given)

@@ -13,16 +13,8 @@ import pytest
 
 from engine_patches import families
 from engine_patches.commands import worker
-from engine_patches.commands.explain import (
-    GIB,
-    CannotExplain,
-    StateCost,
-    advice,
-    is_hybrid,
-    layer_kinds,
-    recurrent_layers,
-    report,
-)
+from engine_patches.commands.explain import GIB, StateCost, advice, report
+from engine_patches.commands.model_layers import CannotExplain, is_hybrid, layer_kinds, recurrent_layers
 from engine_patches.scheduler.refusals import Refusal
 from tests.harness import published_models, recipe_models
 from tests.harness.published_models import MODELS, Explained, worth_moving

@@ -11,7 +11,8 @@ import pytest
 
 from engine_patches import kv_connectors, module_source
 from engine_patches.commands import worker
-from engine_patches.commands.explain import about, is_hybrid
+from engine_patches.commands.explain import about
+from engine_patches.commands.model_layers import is_hybrid
 from engine_patches.commands.worker import refusal, transfer_config
 from engine_patches.disk.flags import transfer_flags
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, Decision, decide_by
