@@ -283,7 +283,7 @@ def report(
     rows = [
         ("architecture", cost.architecture),
         ("layers", ", ".join((*_counted(cost.layers), f"{cost.attention_layers} attention"))),
-        ("states", how_states_are_written(cost)),
+        ("states", how_states_are_written(cost, connector)),
         ("one state", f"{_amount(cost.state_bytes)} in {' and '.join(dict.fromkeys(cost.state_types))}"),
         ("in the cache", f"{_amount(cost.bytes_in_cache)}: {cost.state_blocks} blocks of {_amount(cost.block_bytes)}"),
         ("cache block", f"{cost.block_tokens:,} tokens of KV in {cost.kv_type}"),
@@ -311,9 +311,10 @@ def _counted(layers: Mapping[RecurrentLayer, int]) -> Iterator[str]:
         yield f"{many} recurrent ({layer.kind.name})"
 
 
-def how_states_are_written(cost: StateCost) -> str:
+def how_states_are_written(cost: StateCost, connector: Decision = WITHOUT) -> str:
     """Inside a pass, or at a pass for each; and how it is known that this is right."""
-    written = "inside the pass" if cost.inside else "cut: a pass for each"
+    inside = cost.inside and connector.lane is not ConnectorLane.CHUNK_ENDS
+    written = "inside the pass" if inside else "cut: a pass for each"
     return f"{written} ({SHOWN[families.shown_of(cost.layers)]})"
 
 

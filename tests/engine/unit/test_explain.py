@@ -15,6 +15,7 @@ from engine_patches import families
 from engine_patches.commands import worker
 from engine_patches.commands.explain import GIB, StateCost, advice, report
 from engine_patches.commands.model_layers import CannotExplain, is_hybrid, layer_kinds, recurrent_layers
+from engine_patches.kv_connectors import decide_by
 from engine_patches.scheduler.refusals import Refusal
 from tests.harness import published_models, recipe_models
 from tests.harness.published_models import MODELS, Explained, worth_moving
@@ -123,6 +124,11 @@ def test_it_is_told_how_states_are_written_and_how_that_was_shown(changes, layer
     assert "  architecture      ToyForCausalLM" in lines
     assert f"  layers            {layers}" in lines and f"  states            {states}" in lines
     assert any("cost a pass each" in line for line in lines) == states.startswith("cut")
+
+
+def test_beside_a_connector_that_has_to_leave_blocks_alone_states_are_cut():
+    said = rows("\n".join(report(cost(), None, 0.5, decide_by({"kv_connector": "Unheard"}))))
+    assert said["states"] == "cut: a pass for each (shown on an engine)"
 
 
 def test_what_the_numbers_leave_out_is_said():
