@@ -205,6 +205,8 @@ def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> I
     drafts = config.speculative_config
     if drafts is not None and drafts.draft_model_config is not None:
         yield "what the draft head caches of its own is not in these numbers: blocks hold fewer tokens beside it"
+    if config.cache_config.cache_dtype.endswith("_ds_mla"):
+        yield f"{config.cache_config.cache_dtype} packs a token's row to a size that depends on the GPU: blocks differ"
     if hasattr(MambaBase, "get_prefill_checkpoint_alignment") and list(layers) == [families.QWEN_GDN]:
         chunk = families.GDN.chunk
         if unit is not None and unit % chunk:

@@ -211,6 +211,7 @@ def check(recipe: Recipe, standing: str, switched: str) -> None:
         assert said["architecture"] in recipe_models.MODELS[recipe.model]["architectures"]
         assert said.get("hints", "").startswith("refused: " if cause else ""), text
         assert cause in said.get("hints", "") and ("hints" in said) == bool(cause)
+        assert ("packs a token's row" in text) == any("_ds_mla" in flag for flag in recipe.flags)
     chunk = 64 if "KDA" in rows(switched)["layers"] else 16
     if not recipe.stays:  # matched as finely as the recipe's blocks admit
         assert int(rows(switched)["match unit"].split()[0].replace(",", "")) % chunk == 0
