@@ -26,6 +26,7 @@ from engine_patches.commands.model_layers import (
     why_not_imported,
 )
 from engine_patches.families import RecurrentLayer, Shown
+from engine_patches.forward.layers import runs_whole_steps
 from engine_patches.kv_connectors import WITHOUT, ConnectorLane, Decision
 from engine_patches.scheduler import refusals
 from engine_patches.scheduler.refusals import Refusal
@@ -186,9 +187,8 @@ def _written_inside(layers: Iterable[RecurrentLayer], config: Any) -> bool:
     """Whether the states of all these layers are written inside a pass, as far as a `VllmConfig` tells."""
     from vllm.platforms import current_platform
 
-    if config.parallel_config.use_ubatching or getattr(config.cache_config, "use_replayssm", False):
-        return False
-    return all(layer.core and (layer.on_rocm or not current_platform.is_rocm()) for layer in layers)
+    here = all(layer.core and (layer.on_rocm or not current_platform.is_rocm()) for layer in layers)
+    return here and runs_whole_steps(config)
 
 
 def _block_bytes(group: Any) -> int:

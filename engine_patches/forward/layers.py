@@ -92,13 +92,21 @@ def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
     return ledger.is_replaced(getattr(type(layer), known.core, None)) and ledger.is_replaced(builder.build)
 
 
+def runs_whole_steps(vllm_config: Any) -> bool:
+    """Whether layers run over all rows of a step, and keep states whole.
+
+    Micro-batches are built from a part of the rows; ReplaySSM keeps part of a state as inputs to replay.
+    """
+    replays = getattr(vllm_config.cache_config, "use_replayssm", False)
+    return not (replays or vllm_config.parallel_config.use_ubatching)
+
+
 def _is_configured(known: RecurrentLayer, vllm_config: Any) -> bool:
     from vllm.platforms import current_platform
 
-    # ReplaySSM keeps part of a state as inputs to replay. Micro-batches are built from a part of the step's rows.
-    if speculation.unsupported(vllm_config) is not None or getattr(vllm_config.cache_config, "use_replayssm", False):
+    if speculation.unsupported(vllm_config) is not None or not runs_whole_steps(vllm_config):
         return False
-    if vllm_config.parallel_config.use_ubatching or (speculation.drafting(vllm_config) and not known.beside_drafts):
+    if speculation.drafting(vllm_config) and not known.beside_drafts:
         return False
     if current_platform.is_cpu():  # model runner V2, with a Triton for CPUs, is not patched there
         return not getattr(vllm_config, "use_v2_model_runner", False)

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterable
 from typing import Any
 
+from engine_patches import families
+
 
 class GroupRole(enum.Enum):
     """What a lookup asks a cache group for."""
@@ -51,13 +53,15 @@ def not_known(managers: Iterable[Any]) -> list[str]:
     return sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN})
 
 
-def compression(groups: Iterable[Any]) -> list[int]:
+def compression(groups: Iterable[Any], vllm_config: Any) -> list[int]:
     """Tokens that each index of `groups` (vLLM's `KVCacheGroupSpec`s) keeps one key for, where that is more than one.
 
-    A prefix that ends elsewhere would leave a key half made, so vLLM matches multiples of these.
+    A prefix that ends elsewhere would leave a key half made, so vLLM matches multiples of these. Of a group with
+    several kinds of layers the scheduler knows one alone; the model's configuration tells what an index it has.
     """
     specs = [spec for group in groups for spec in _specs_of(group.kv_cache_spec)]
     tokens = {getattr(spec, "tokens_per_state", 1) for spec in specs if spec.prefix_cacheable}
+    tokens.add(families.compression_in(vllm_config.model_config.hf_text_config))
     return sorted(each for each in tokens if isinstance(each, int) and each > 1)
 
 

@@ -74,7 +74,7 @@ def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return coarse
         coarsest = DEFAULT if speculation.drops(vllm_config) else state_alignment(recurrent, vllm_config, DEFAULT)
-        compressed = cache_groups.compression(groups)
+        compressed = cache_groups.compression(groups, vllm_config)
         for unit in sorted({math.lcm(each, *compressed) for each in (coarsest, DEFAULT)}, reverse=True):
             cache_config.prefix_match_unit = unit
             try:

@@ -97,7 +97,8 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
         yield refused(SPECULATIVE, unsupported)
     if drafting and not in_pass:
         yield refused(
-            SPECULATIVE, "beside drafts, states have to be written inside a pass, which this model's layers cannot do"
+            SPECULATIVE,
+            "beside drafts, states have to be written inside a pass, which this model's layers are not known to do",
         )
 
 
@@ -119,7 +120,7 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
 def _of_compression(scheduler: Any) -> Iterator[Refusal]:
     """A match unit that an index's keys do not fit; vLLM refuses one, too, except at the ends of whole blocks."""
     unit, groups = scheduler.hash_block_size, scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
-    for tokens in compression(groups):
+    for tokens in compression(groups, scheduler.vllm_config):
         if unit % tokens:
             yield refused(
                 NO_STATES,

@@ -51,7 +51,9 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
     """What is read of vLLM's configuration of a hybrid."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            is_hybrid=changes.get("hybrid", True), is_attention_free=changes.get("pure", False)
+            is_hybrid=changes.get("hybrid", True),
+            is_attention_free=changes.get("pure", False),
+            hf_text_config=SimpleNamespace(index_kpool=changes.get("index", 0)),
         ),
         cache_config=SimpleNamespace(
             enable_prefix_caching=changes.get("caching", True), mamba_cache_mode=changes.get("mode", "align")
@@ -134,6 +136,7 @@ def of(made: Any) -> Refusal | None:
         (scheduler(config(), beside=RSWAManager), "no_states", "RSWAManager"),
         (scheduler(config(caching=False), beside=UnheardOfManager), "no_states", "UnheardOfManager"),
         (scheduler(config(), compression=128), "no_states", "no multiple of the 128"),
+        (scheduler(config(index=24)), "no_states", "no multiple of the 24"),  # of a group with several kinds of layers
         (scheduler(config(connector="NixlConnector", context_ranks=2)), "connector", "decode context parallelism"),
         (scheduler(config(MTP, connector="NixlConnector", context_ranks=2)), "connector", "context parallelism"),
         (scheduler(config(MTP, stages=2)), "speculative", "pipeline parallelism"),
