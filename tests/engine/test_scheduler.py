@@ -64,6 +64,20 @@ def test_beside_an_index_and_its_ring_every_key_leads_to_what_it_promises(model:
         assert found["hit_tokens"] > 400 and found["evicted"] > 20 and found["missing"] == 0
 
 
+def test_beside_a_ring_every_state_has_a_name_at_any_depth_is_evicted_under_it_and_can_be_pinned(model: Path):
+    depths = [112, 640, 1984, 4992]
+    for index in (0, 16):
+        (found,) = audit(
+            "scheduler", model, seeds=[], chats=0, depths=depths, cores=[{"blocks": 600, "index": index, "pins": 0.9}]
+        )
+        assert found["errors"] == [] and found["refused"] is None
+        played = found["played"]
+        assert played["held"] == played["pinned"] == played["pinned, then"] == depths
+        # Of what was evicted nothing is found, but what the prompt before has just left.
+        assert played["held, then"] == [0, *depths[:-1]] and found["evicted"] >= len(depths)
+        assert played["names"] >= 2 * len(depths)
+
+
 def test_the_audit_notices_a_ring_that_is_taken_for_attention_and_a_hit_inside_an_indexs_key(model: Path):
     audited = {"seeds": [1], "chats": 40, "cores": [INDEXED]}
     (found,) = audit("scheduler", model, **audited, planted=[RINGS])

@@ -73,7 +73,7 @@ ATTENTION = 1  # its first cache group; 0 and 2 are recurrent
 
 RECURRENT = (0, 2)
 
-LONGEST = 4096  # tokens
+LONGEST = 6144  # tokens
 
 # What each audit counts, so that one that does nothing is seen; a worker's model counts more.
 COUNTED = ("hit_tokens", "written", "evicted", "announced", "withdrawn", "missing", "resets")
@@ -254,6 +254,7 @@ class Core:
         unit: int = UNIT,
         speculative: dict[str, Any] | None = None,
         kv_events: str | None = None,
+        pins: float | None = None,
         connector: dict[str, Any] | None = None,
         weights: Weights = WEIGHTS,
         stages: int = 1,
@@ -267,6 +268,7 @@ class Core:
         `speculative`, `connector`: as vLLM's `--speculative-config` and `--kv-transfer-config`. Steps can be audited in
         blocks of `BLOCK` tokens.
         `kv_events`: what its KV events announce (`SEAMARK_KV_EVENTS`), which are audited then; None: events are off.
+        `pins`: the share of the cache that pins may hold; None: the default.
         `stages`: workers that compute a step one after the other, each some of the layers (pipeline parallel), so that
         so many steps are under way, and one more with `overlap`.
         `context_ranks`: workers to which the rows of an attention block are dealt out (decode context parallel), each
@@ -341,6 +343,8 @@ class Core:
         self.overlap, self._under_way = overlap, stages + overlap  # steps, at most
         if kv_events:
             os.environ[settings.KV_EVENTS] = kv_events
+        if pins is not None:
+            os.environ[settings.PIN_SHARE] = str(pins)
         self.scheduler: Any = (AsyncScheduler if overlap else Scheduler)(
             config,
             KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
@@ -381,9 +385,12 @@ class Core:
         salt: str | None = None,
         priority: int = 0,
         transfer: dict[str, Any] | None = None,
+        pin: int | None = None,
     ) -> Request:
-        """Add a request. `transfer`: its `kv_transfer_params`."""
-        extra = {} if hint is None else {"seamark_boundaries": hint}
+        """Add a request. `transfer`: its `kv_transfer_params`. `pin`: as the gateway asks for it."""
+        extra: dict[str, Any] = {} if hint is None else {"seamark_boundaries": hint}
+        if pin is not None:
+            extra["seamark_pin"] = pin
         if transfer is not None:
             extra["kv_transfer_params"] = transfer
         parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -36,8 +37,40 @@ RINGS, RANK = "rings taken for attention", "a rank taken for all"
 DEFECTS = {RINGS: _take_rings_for_attention, RANK: _take_a_rank_for_all}
 
 
+def deep_prompts(core: Core, depths: list[int]) -> dict[str, Any]:
+    """A long prompt with a state at each depth, and one behind each of these; others take the whole cache; and again.
+
+    What each found in the cache. The second long prompt is pinned.
+    """
+    draw = random.Random(3)
+
+    def drawn(length: int) -> list[int]:
+        return [draw.randrange(1000) for _ in range(length)]
+
+    def ask(tokens: list[int], hint: list[int] | None = None, pin: int | None = None) -> int:
+        name = f"r{len(core.ever)}"
+        core.request(name, tokens, hint, pin=pin)
+        core.run()
+        return core.hits[name]
+
+    found: dict[str, Any] = {"names": 0}
+    for kept, pin in (("held", None), ("pinned", 1)):
+        head = drawn(max(depths) + 5)
+        ask(head, depths, pin)
+        found["names"] += len(core.stored)
+        found[kept] = [ask([*head[: depth + 3], *drawn(7)]) for depth in depths]
+        for _ in range(12):
+            ask(drawn(max(depths)))
+        found[f"{kept}, then"] = [ask([*head[: depth + 3], *drawn(7)]) for depth in depths]
+    ask(head, depths, pin=0)
+    return found
+
+
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
     """`options`: arguments of `Core`."""
+    if "depths" in wanted:
+        core = Core(model, **options)
+        yield Scene("deep prompts", [core], partial(deep_prompts, core, wanted["depths"]))
     for seed in wanted["seeds"]:
         core = Core(model, **options)
         yield Scene(f"seed {seed}", [core], partial(random_traffic, core, seed, wanted["chats"]))
