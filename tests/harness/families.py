@@ -267,7 +267,7 @@ def table(source: Source) -> str:
 def _what_is_done(family: Family) -> tuple[str, str, str]:
     """The last three columns."""
     if family.attention_free:
-        return "at the ends of cache blocks, as vLLM alone does", SHOWN[families.Shown.READ], "refused"
+        return "at the ends of cache blocks, as vLLM alone does", SHOWN[families.shown_of(family.layers)], "refused"
     inside = all(layer.core for layer in family.layers)
     beside = inside and all(layer.beside_drafts for layer in family.layers)
     return (
