@@ -187,6 +187,14 @@ def test_two_gateways_know_each_others_load_and_what_comes_past_both(fleet):
     wait_for(lambda: (others(first), others(second)) == (0, 0))
 
 
+def test_a_pinned_prompt_is_told_to_be_pinned_though_no_answer_says_so(fleet):
+    body = {"name": "rules", "body": chat(41, "Tide?")}
+    answer = httpx.post(fleet.gateway.url + "/seamark/prefixes", json=body, timeout=120)
+    assert answer.status_code == 200 and set(answer.json()["workers"].values()) == {"pinned"}, answer.text
+    gone = httpx.delete(fleet.gateway.url + "/seamark/prefixes/rules", timeout=120)
+    assert gone.status_code == 200 and set(gone.json()["workers"].values()) == {"released"}, gone.text
+
+
 def test_an_emptied_cache_reaches_the_gateway_without_another_request(fleet):
     ask(fleet.gateway, chat(5, "Any ship today?"))
     assert ask(fleet.gateway, chat(5, "Any ship tomorrow?")).headers["x-seamark-predicted"] != "0"

@@ -29,8 +29,7 @@ def replaced():
 
 # All that is patched.
 WHOLE = """
-from tests.harness import without_images
-without_images.leave_package_bare("vllm.models.glm5next")
+from tests.harness.image_libraries import sitecustomize
 from engine_patches import ledger
 from engine_patches.patches import PATCHES
 for patch in PATCHES:
@@ -348,12 +347,11 @@ def test_each_module_is_patched_when_it_is_imported_and_functions_taken_from_it_
     out = begin(
         "cpu",
         """
-from tests.harness import without_images
 wanted = applicable()
 plugin.register()
 del sys.meta_path[[type(finder).__name__ for finder in sys.meta_path].index("NoModules")]
 assert "vllm.model_executor.layers.mamba.mamba_mixer2" not in sys.modules
-without_images.leave_package_bare("vllm.models.glm5next")
+from tests.harness.image_libraries import sitecustomize
 import vllm.v1.worker.gpu_model_runner as runner, vllm.v1.worker.utils as utils, vllm.v1.engine.core as core
 import vllm.v1.core.kv_cache_utils as cache
 print(hasattr(runner.copy_kv_cache_blocks_inplace, ledger.MARK))
