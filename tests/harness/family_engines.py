@@ -181,7 +181,7 @@ def main(family: str, file: str) -> None:
         DEFECTS[defect]()
     core = engine.llm_engine.engine_core.engine_core
     scheduler, runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
-    passes = 0
+    passes, preempted = 0, False
     run = runner.execute_model
 
     def counted(scheduled: Any, *args: Any, **options: Any) -> Any:
@@ -189,13 +189,14 @@ def main(family: str, file: str) -> None:
         passes += bool(scheduled.total_num_scheduled_tokens)
         if passes == wanted.get("preempt"):
             # Between two steps, as an operator's call would come.
-            core.step = preempting
+            core.step_fn = preempting
         return run(scheduled, *args, **options)
 
-    step = core.step
+    step = core.step_fn
 
     def preempting() -> Any:
-        core.step = step
+        nonlocal preempted
+        core.step_fn, preempted = step, True
         assert scheduler.reset_prefix_cache(reset_running_requests=True)
         return step()
 
@@ -230,6 +231,7 @@ def main(family: str, file: str) -> None:
             {
                 "answers": answers,
                 "passes": passes_of_waves,
+                "preempted": preempted,
                 "writes_in_forward": states is not None and states.in_pass,
                 "refused": checkpoints.refusal.cause if checkpoints and checkpoints.refusal else None,
                 "announced": [event.states for event in events if hasattr(event, "states")],

@@ -71,6 +71,7 @@ def run(folder: Path, family: str, waves: list[Wave], mode: str = "1", **more: A
     file.write_text(json.dumps({"mode": mode, "waves": asked, **more}))
     found: dict[str, Any] = interpreted("family_engines", family, str(file), source=engine_of(NEWEST), seconds=SECONDS)
     assert found["refused"] is None and found["writes_in_forward"] is (mode == "1")
+    assert found["preempted"] is ("preempt" in more)
     return found
 
 
