@@ -21,6 +21,7 @@ from typing import Any
 from engine_patches.gpu_check import drawn_models
 from tests.harness import kernel_engine, toy_qwen4, triton_interpreter
 from tests.harness.engines import CPU_PROCESS
+from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
 
 KDA, QWEN4, QWEN4_RINGS, OLMO = "kda", "qwen4_exp", "qwen4_exp with its index", "olmo_hybrid"
 

@@ -18,8 +18,6 @@ def prepare(*, rings: bool) -> None:
     from vllm import ModelRegistry
     from vllm.models.qwen4_exp.nvidia import model
 
-    from tests.harness.image_libraries import sitecustomize  # noqa: F401  # a model of text asks nothing of them
-
     if rings:
         model.Qwen4ExpQSAAttention = _attention_beside_rings()
     ModelRegistry.register_model(NAME, model.Qwen4ExpForCausalLM)
