@@ -113,8 +113,8 @@ def draw_weights(model: Any) -> None:
                 drawn = torch.rand(weight.shape, generator=generator).add(0.5).log()
             elif name.endswith("dt_bias"):
                 drawn = drawn * 0.5 - 2
-            elif weight.dim() == 1 and "norm" in name:  # it is one, or nothing that one is added to
-                drawn = weight.float().cpu() + drawn * 0.1
+            elif weight.dim() == 1 and "norm" in name:
+                drawn = 1 + drawn * 0.1
             else:
                 wide = any(part in name for part in ("embed", "lm_head", "conv1d"))
                 drawn = drawn * (0.5 if wide else 0.15)

@@ -2,10 +2,10 @@
 
 Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`, on vLLM's newest source. WANTED is a file
 of JSON: `mode` (of the plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is
-not as usual: `budget` (tokens of a step), `blocks` (of the cache), `preempt` (steps after which all that runs is
-preempted, and the cache emptied), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its tokens, their log
-probabilities and what it found in the cache; the forward passes of each wave; the states that were announced and
-evicted; facts of the engine.
+not as usual: `tokens` (of an answer), `budget` (tokens of a step), `blocks` (of the cache), `preempt` (steps after
+which all that runs is preempted, and the cache emptied), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its
+tokens, their log probabilities and what it found in the cache; the forward passes of each wave; the states that were
+announced and evicted; facts of the engine.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def main(family: str, file: str) -> None:
         parameters = [
             SamplingParams(
                 temperature=0,
-                max_tokens=ANSWER,
+                max_tokens=wanted.get("tokens", ANSWER),
                 logprobs=1,
                 ignore_eos=True,
                 detokenize=False,

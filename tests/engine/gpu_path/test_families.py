@@ -95,12 +95,15 @@ def check_hits(found: dict[str, Any], waves: list[Wave]) -> None:
 
 @pytest.mark.parametrize("family", [KDA, QWEN4])
 def test_request_2_hits_at_no_pass_and_is_answered_as_without_the_cache(tmp_path, family):
-    waves = short()[:2]
-    found = run(tmp_path, family, [*waves, *alone(waves)])
-    check_hits(found, [*waves, *alone(waves)])
-    assert found["unit"] == UNIT and set(found["passes"]) == {ANSWER}  # of a prompt one
-    first, then = found["answers"][: len(waves)], found["answers"][len(waves) :]
-    assert equal(family, {"answers": first}, {"answers": then})
+    drawn = drawing()
+    one = drawn(140)
+    two = [*one[:131], *drawn(8)]
+    waves = [[Asked(one, [64, 128])], [Asked(two, [], 128)], [Asked(two, [], 0, "alone")]]
+    found = run(tmp_path, family, waves, tokens=2)
+    check_hits(found, waves)
+    assert found["unit"] == UNIT and set(found["passes"]) == {2}  # of a prompt one
+    _, second, right = found["answers"]
+    assert equal(family, {"answers": [second]}, {"answers": [right]})
 
 
 @pytest.mark.on_request
