@@ -5,7 +5,7 @@ of JSON: `mode` (of the plugin), `waves` (each a list of prompts asked at once: 
 not as usual: `tokens` (of an answer), `budget` (tokens of a step), `blocks` (of the cache), `preempt` (steps after
 which all that runs is preempted, and the cache emptied), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its
 tokens, their log probabilities and what it found in the cache; the forward passes of each wave; the states that were
-announced and evicted; facts of the engine.
+announced; facts of the engine.
 """
 
 from __future__ import annotations
@@ -236,7 +236,6 @@ def main(family: str, file: str) -> None:
                 "writes_in_forward": states is not None and states.in_pass,
                 "refused": checkpoints.refusal.cause if checkpoints and checkpoints.refusal else None,
                 "announced": [event.states for event in events if hasattr(event, "states")],
-                "evicted": [event.name for event in events if type(event).__name__ == "StateEvicted"],
                 "unit": scheduler.hash_block_size,
                 "block": scheduler.block_size,
                 "groups": [type(group.kv_cache_spec).__name__ for group in groups],

@@ -143,13 +143,12 @@ def test_planted_defects_are_seen(tmp_path, family, defect):
 
 
 @pytest.mark.on_request
-def test_beside_a_ring_states_have_names_and_are_evicted_under_them(tmp_path):
-    """Also behind the ring's width; at 5,000 tokens on the scheduler alone (`tests/engine/test_scheduler.py`)."""
+def test_beside_a_ring_states_have_names_at_any_depth(tmp_path):
+    """Also behind the ring's width. To 5,000 tokens, evicted and pinned, on the scheduler (`test_scheduler.py`)."""
     drawn = drawing()
     depths = [128, 640, 832]
     one = drawn(900)
-    others = [[Asked(drawn(900), [])] for _ in range(3)]  # take the whole cache
-    waves = [[Asked(one, depths)], *([Asked([*one[: each + 8], *drawn(9)], [], each)] for each in depths), *others]
+    waves = [[Asked(one, depths)], *([Asked([*one[: each + 8], *drawn(9)], [], each)] for each in depths)]
     found = run(tmp_path, QWEN4_RINGS, waves, blocks=40)
     check_hits(found, waves)
     assert "CircularBufferSpec" in found["groups"] and found["unit"] == UNIT
@@ -157,4 +156,3 @@ def test_beside_a_ring_states_have_names_and_are_evicted_under_them(tmp_path):
     announced = {tuple(state) for states in found["announced"] for state in states}
     names = dict(announced)
     assert len(names) == len(announced) and names.keys() >= set(depths) and all(names.values())
-    assert set(found["evicted"]) >= {names[depth] for depth in depths}
