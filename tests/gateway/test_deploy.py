@@ -24,7 +24,9 @@ FILES = sorted({name for way in EVERY_WAY for name in way})
 
 GATEWAYS = {f"SEAMARK_{name.upper()}" for name in Settings.model_fields} | {"SEAMARK_CONFIG"}
 
-ENGINES = {value for value in vars(engine_settings).values() if isinstance(value, str) and value.startswith("SEAMARK_")}
+TEXTS = {value for value in vars(engine_settings).values() if isinstance(value, str)}
+
+ENGINES = {text for text in TEXTS - {engine_settings.PREFIX} if text.startswith(engine_settings.PREFIX)}
 
 ENGINES |= {plugin.MODE_VARIABLE}
 

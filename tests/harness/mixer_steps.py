@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from engine_patches.footprint import RUNNING
-from engine_patches.forward.layers import GDN, MAMBA2
 from engine_patches.forward.step_writes import Step, Write
 from engine_patches.ledger import MARK, exists, resolve
-from engine_patches.patches import BASE_BUILDER, GDN_BUILDER, MAMBA2_BUILDER
+from engine_patches.patches import BASE_BUILDER, GDN, GDN_BUILDER, MAMBA2, MAMBA2_BUILDER
 from tests.harness import triton_interpreter
 
 BLOCK = 64  # tokens
