@@ -176,8 +176,3 @@ def compression_in(config: Any) -> int:
     """Tokens that the attention index of a model keeps one key for, by its text config; 1 without one."""
     told: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     return int(told.get("indexer_compress_ratio") or told.get("index_kpool") or 1)
-
-
-def written_inside(kind: StateKind) -> bool:
-    """Whether states of a kind are written inside a pass, as far as is known before a model is there."""
-    return any(layer.kind == kind for layer in INSIDE)

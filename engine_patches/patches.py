@@ -135,6 +135,9 @@ K3_BUILDER = "vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadataBuilder"
 
 NGRAM_BUILDER = "vllm.v1.attention.backends.short_conv_attn:PleShortConvAttentionMetadataBuilder"
 
+# Of the kernels of convolutions, by position: they take more by name, each other ones.
+CONVOLUTION_INPUTS = "x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:"
+
 SPLIT_PARAMETERS = "self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens"
 
 CACHE_BLOCKS_PARAMETERS = "self, request, num_tokens, retention_interval, replay_boundaries"
@@ -948,7 +951,7 @@ PATCHES: tuple[Patch, ...] = (
         why="a convolution's state is taken from its inputs, which only its kernel is given",
         until=MANY_EXPORTS,
         build=keep_inputs,
-        mentions=("x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:",),
+        mentions=(CONVOLUTION_INPUTS,),
         rebind=(f"{LAYERS}.short_conv",),
         applies=_has(SHORT_CONVOLUTION),
     ),
@@ -958,7 +961,7 @@ PATCHES: tuple[Patch, ...] = (
         why="the same on a CPU",
         until=MANY_EXPORTS,
         build=keep_inputs,
-        mentions=("x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:",),
+        mentions=(CONVOLUTION_INPUTS,),
         applies=lambda: exists(SHORT_CONVOLUTION.path) and runs_on_cpu(),
     ),
     Patch(
