@@ -161,7 +161,21 @@ def is_applied(patch: Patch) -> bool:
         return any(patch.name == awaited.name for awaited in _awaited.get(module, ()))
     if not exists(patch.target):
         return False
-    return any(getattr(function, NAME, None) == patch.name for function in _chain(resolve(patch.target).value))
+    return has_patch(resolve(patch.target).value, patch.name)
+
+
+def has_patch(function: Any, name: str) -> bool:
+    """Whether the patch of this name has replaced a function, among others perhaps."""
+    return any(getattr(each, NAME, None) == name for each in _chain(function))
+
+
+def holds(shape: Shape) -> bool:
+    """Whether vLLM looks like this: what `Patch.applies` asks of a part that some versions do not have."""
+    try:
+        shape.check()
+    except ShapeMismatch:
+        return False
+    return True
 
 
 def is_replaced(function: Any) -> bool:

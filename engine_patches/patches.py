@@ -50,7 +50,7 @@ from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
 from engine_patches.forward.step_writes import skip_vllm_exports, track_batch, track_steps
-from engine_patches.ledger import Function, Patch, PatchRole, Shape, exists
+from engine_patches.ledger import Function, Patch, PatchRole, Shape, exists, holds
 from engine_patches.reporting.hooks import (
     collect_before_the_engines,
     report_from_the_start,
@@ -58,6 +58,7 @@ from engine_patches.reporting.hooks import (
     report_with_stats,
     tell_where,
 )
+from engine_patches.scheduler import draft_windows
 from engine_patches.scheduler.adapters import (
     admit_by_adapter,
     hash_contents,
@@ -102,6 +103,11 @@ from engine_patches.upstream_fixes import (
 )
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+# vLLM 0.31 asks all groups for what they find between blocks.
+LEFT_OUT_OF_LOOKUPS = Shape(
+    "vllm.v1.core.kv_cache_utils:partial_hash_hits_enabled", mentions=("if group.kv_cache_spec.prefix_cacheable\n",)
+)
 
 MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 
@@ -605,6 +611,38 @@ PATCHES: tuple[Patch, ...] = (
                 mentions=("self._cache[key] = {blocks.block_id: blocks, block.block_id: block}",),
             ),
         ),
+    ),
+    Patch(
+        draft_windows.PATCH,
+        f"{KV_CACHE_MANAGER}.get_computed_blocks",
+        why="a draft head's sliding window makes vLLM find whole blocks only; its rows can follow a hit instead",
+        upstream="vllm#53786, #54360",
+        until="vLLM finds sliding windows at any match unit (`supports_fine_grained_hash_lookup`)",
+        build=draft_windows.put_rows_into_hits,
+        mentions=("self.empty_kv_cache_blocks, 0, 0", "return blocks, num_new_computed_tokens,"),
+        relies_on=(
+            LEFT_OUT_OF_LOOKUPS,
+            Shape(
+                "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
+                mentions=("if not g.kv_cache_spec.prefix_cacheable:\n                continue",),
+            ),
+            # A row that is not held is zero: new blocks are zeroed first, and then some are copied over.
+            Shape(
+                "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+                mentions=(
+                    "self._zero_block_ids(scheduler_output.new_block_ids_to_zero)\n"
+                    "        if scheduler_output.kv_cache_block_copies:",
+                ),
+            ),
+            Shape(
+                "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",
+                mentions=(
+                    "self.kv_block_zeroer.zero_block_ids(scheduler_output.new_block_ids_to_zero)\n\n"
+                    "        # Apply copy-on-write block copies for partial prefix-cache hits, after\n",
+                ),
+            ),
+        ),
+        applies=lambda: holds(LEFT_OUT_OF_LOOKUPS),
     ),
     Patch(
         "written-rows-connector",

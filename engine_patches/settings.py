@@ -34,13 +34,15 @@ CHUNK_ENDS = "SEAMARK_CHUNK_ENDS"  # 1: states only at the ends of a kernel's ch
 
 HINTS_FROM = "SEAMARK_HINTS_FROM"  # addresses and networks whose header x-seamark-boundaries is read; *: all
 
-DRAFTS = "SEAMARK_DRAFTS"  # 1: hints are used beside speculative decoding, too
+DRAFTS = "SEAMARK_DRAFTS"  # hints beside speculative decoding: auto: after a trial; 1: at once; 0: never
 
 REPORTS_AT = "SEAMARK_REPORTS_AT"  # HOST:PORT where gateways read what engines report; of this machine, and any, if not
 
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"  # vLLM's: of variables, with commas between
 
 KV_EVENTS = "SEAMARK_KV_EVENTS"  # what vLLM's KV events say of a hybrid; 0: what vLLM says
+
+AUTO, AT_ONCE, NEVER = "auto", "1", "0"
 
 UNITS, BLOCKS = "units", "blocks"  # attention blocks that lead to a state, as long as the match unit or a cache block
 
@@ -56,9 +58,12 @@ def take_along_to_ray() -> None:
         os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])
 
 
-def drafts() -> bool:
-    """Whether hints are used beside speculative decoding."""
-    return _switch(DRAFTS, False)
+def drafts() -> str:
+    """Whether hints are used beside speculative decoding: after a trial (`AUTO`), `AT_ONCE` or `NEVER`."""
+    value = os.environ.get(DRAFTS, "").strip().lower()
+    if value not in ("", AUTO, AT_ONCE, NEVER):
+        logger.error("seamark: %s=%r is not one of %s, %s, %s; %s is used", DRAFTS, value, AUTO, AT_ONCE, NEVER, AUTO)
+    return value if value in (AT_ONCE, NEVER) else AUTO
 
 
 def rust_frontend() -> bool:

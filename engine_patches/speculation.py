@@ -27,12 +27,12 @@ def refusal(vllm_config: Any) -> str | None:
 
 
 def switched_off(vllm_config: Any) -> str | None:
-    """What to do if nothing but the switch keeps hints from being used beside drafts; None if it is on."""
-    if not drafting(vllm_config) or settings.drafts():
+    """What to do if nothing but the switch keeps hints from being used beside drafts; None if it does not."""
+    if not drafting(vllm_config) or settings.drafts() != settings.NEVER:
         return None
     return (
-        f"speculative decoding is on ({vllm_config.speculative_config.method}): {settings.DRAFTS}=1 gives hints beside "
-        "it; run `seamark gpu-check` first"
+        f"speculative decoding is on ({vllm_config.speculative_config.method}) and {settings.DRAFTS}={settings.NEVER}; "
+        f"{settings.AUTO} uses hints beside it after a trial"
     )
 
 

@@ -104,8 +104,23 @@ class PinFate(NamedTuple):
     fate: str
 
 
+class Window(NamedTuple):
+    """What became of a draft head's rows before a request's hit."""
+
+    request_id: str  # its X-Request-Id
+    rows: str  # one of those in `draft_windows`
+
+
+class Drafted(NamedTuple):
+    """What became of the drafts of a request that has its whole answer."""
+
+    request_id: str  # its X-Request-Id
+    steps: int  # that verified drafts of it
+    accepted: int  # drafts that were right
+
+
 # A state's event is a list.
-Kept = Outcome | PinFate | list[Any]
+Kept = Outcome | PinFate | Window | Drafted | list[Any]
 
 
 def client_id(engine_id: str) -> str:
@@ -126,6 +141,7 @@ class Feed:
         self._kept: deque[tuple[int, Kept]] = deque(maxlen=MAX_KEPT)
         self._latest: OrderedDict[str, Outcome] = OrderedDict()  # of those kept, by X-Request-Id
         self._last_number = 0  # of an event
+        self._drafts: dict[str, str] = {}  # whether hints are used beside them
         self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
         self._loads: dict[str, GatewayLoad] = {}  # by gateway
 
@@ -147,6 +163,14 @@ class Feed:
         self._keep(PinFate(name, fate))
         if (outcome := self._latest.get(name)) is not None:
             self._latest[name] = outcome._replace(pin=fate)
+
+    def add_drafts(self, report: EngineReport) -> None:
+        """What became of requests' drafts, and whether hints are used beside them."""
+        for engine_id, rows in report.window_of:
+            self._keep(Window(client_id(engine_id), rows))
+        for request in report.drafted:
+            self._keep(Drafted(client_id(request.request_id), request.steps, request.accepted))
+        self._drafts = dict(zip(("state", "id", "why"), report.drafts, strict=True))
 
     def take_latest(self, request_id: str) -> Outcome | None:
         """The latest outcome under an `X-Request-Id`, once; None if this process knows none."""
@@ -187,38 +211,42 @@ class Feed:
         """Everything later than `cursor`, or everything kept if `boot` is another process's.
 
         `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
-        what its hint's entries name. `pins`: id and fate. `states` only of one engine. `reset`: entries were lost to
-        the reader, so it no longer knows what the cache holds. `load`, with `states` and for a `gateway` that names
-        itself: the requests of all others here, and the tokens of their prompts to compute.
+        what its hint's entries name. `pins`: id and fate. `windows`: id and what became of a draft head's rows.
+        `drafted`: id, steps that verified drafts, and drafts that were right. `states` only of one engine. `reset`:
+        entries were lost to the reader, so it no longer knows what the cache holds. `load`, with `states` and for a
+        `gateway` that names itself: the requests of all others here, and the tokens of their prompts to compute.
+        `drafts`, of one engine that drafts: whether hints are used beside them (`draft_gate`).
         """
         self._catch_up()
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
         reset = bool(boot) and (foreign or cursor + 1 < oldest)
         outcomes: list[Outcome] = []
-        pins: list[PinFate] = []
+        others: dict[type, list[Any]] = {PinFate: [], Window: [], Drafted: []}
         states: list[list[Any]] = []
         for number, entry in reversed(self._kept):
             if number <= cursor and not foreign:
                 break
             if isinstance(entry, Outcome):
                 outcomes.append(entry)
-            elif isinstance(entry, PinFate):
-                pins.append(entry)
             else:
-                states.append(entry)
+                others.get(type(entry), states).append(entry)
         outcomes.reverse()
         answer = {
             "boot": self.boot,
             "cursor": self._cursor,
             "outcomes": [(outcome.request_id, outcome.reason, outcome.hit_tokens) for outcome in outcomes],
             "resolved": [(outcome.request_id, outcome.shared, outcome.resolved) for outcome in outcomes],
-            "pins": pins[::-1],
+            "pins": others[PinFate][::-1],
         }
+        for name, kind in (("windows", Window), ("drafted", Drafted)):
+            if others[kind]:
+                answer[name] = others[kind][::-1]
         if not self.has_events:
             return answer
         load = {"load": self.beside(gateway)} if gateway is not None else {}
-        return {**answer, "states": states[::-1], "reset": reset, **load}
+        drafts = {"drafts": self._drafts} if self._drafts.get("state") else {}
+        return {**answer, "states": states[::-1], "reset": reset, **drafts, **load}
 
     async def wait_after(
         self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None
@@ -285,6 +313,11 @@ class Feeds:
         """What became of a request's wish to pin its prompt, or to release it."""
         for feed in self._all_of(report):
             feed.add_pin(engine_id, fate)
+
+    def add_drafts(self, report: EngineReport) -> None:
+        """What became of requests' drafts, and whether hints are used beside them."""
+        for feed in self._all_of(report):
+            feed.add_drafts(report)
 
     def add_events(self, report: EngineReport) -> None:
         """States came or went, and gateways have other loads; readers learn of all that was added."""

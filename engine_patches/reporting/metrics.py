@@ -27,7 +27,10 @@ class Families:
         self.info = Gauge(
             "seamark_engine_info",
             "1 while Seamark's patches are live; lengths in tokens; `reports`: HOST:PORT where they are read",
-            ["version", "vllm", "match_unit", "block_size", "ahead", "connector", "lane", "refused", "reports"],
+            [
+                *("version", "vllm", "match_unit", "block_size", "ahead", "connector", "lane", "refused", "drafts"),
+                "reports",
+            ],
             multiprocess_mode="max",
         )
         self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
@@ -60,6 +63,11 @@ class Families:
         self.ignored = Counter("seamark_hints_ignored_total", "Hint entries without effect", ["reason"])
         self.outcomes = Counter(
             "seamark_engine_requests_total", "Requests by why they did or did not resume from the cache", ["reason"]
+        )
+        self.windows = Counter(
+            "seamark_draft_windows_total",
+            "Hits of draft heads with windows, by their rows",
+            ["rows"],
         )
         self.followers = Counter(
             "seamark_followers_total", "Requests whose prefix another one was computing: held back, or not", ["fate"]
@@ -138,11 +146,12 @@ class CollectedMetrics:
         for request_id, fate in report.pinned:
             families().pins.labels(fate).inc()
             feeds.add_pin(report, request_id, fate)
+        feeds.add_drafts(report)
         feeds.later(partial(self._add_up, report))
 
     def _show(self, report: EngineReport) -> None:
         lengths = (str(report.match_unit), str(report.block_size), str(report.ahead))
-        labels = (*lengths, report.connector, report.lane, report.refused, self._read_at)
+        labels = (*lengths, report.connector, report.lane, report.refused, report.drafts[0], self._read_at)
         shown = self._shown.get(report.engine)
         if labels == shown:
             return
@@ -172,6 +181,7 @@ class CollectedMetrics:
             (metrics.ignored, report.ignored),
             (metrics.outcomes, report.outcomes),
             (metrics.followers, report.followers),
+            (metrics.windows, report.windows),
             (metrics.files_refused, report.files_refused),
         ):
             for label, count in counts.items():

@@ -102,6 +102,13 @@ def avoid_unwritten_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_computed_blocks
 
 
+def look_up(manager: Any, request: Any, at_most: int) -> Any:
+    """What `KVCacheManager.get_computed_blocks` finds of so many tokens at most."""
+    computed, hit, _ = manager.coordinator.find_longest_cache_hit(request.block_hashes, at_most)
+    found = manager.create_kv_cache_blocks(computed), hit, 0
+    return found if _avoids_unwritten_rows(manager, request, *found[:2]) else (manager.empty_kv_cache_blocks, 0, 0)
+
+
 def avoid_unwritten_rows_with_a_connector(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `KVCacheManager.get_computed_blocks_for_connector`, which looks up without the other."""
 

@@ -14,14 +14,16 @@ from typing import Any
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.adapters import is_alone
-from engine_patches.scheduler.counters import AdmittedRequest, Counters
+from engine_patches.scheduler.counters import AdmittedRequest, Counters, DraftedRequest
+from engine_patches.scheduler.draft_gate import DraftGate
+from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.pins import NOT_CACHED
 from engine_patches.scheduler.planner import EXPECTED, TURN_REACH, CheckpointTarget, Planner
 from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
-from engine_patches.scheduler.refusals import Refusal
+from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
 from engine_patches.scheduler.request_state import RequestState, Wish
 from engine_patches.scheduler.seen import SeenPrefixes
 from engine_patches.scheduler.states import States
@@ -42,6 +44,7 @@ class Checkpoints:
     refusal: Refusal | None = None  # why the hints of all requests are ignored
     weights: Weights = field(default_factory=Weights)  # that states are computed with
     verified: int = 1  # of one request in a step of generation, at most: itself and its drafts
+    drafts: DraftGate = field(default_factory=DraftGate)  # whether hints are used beside them
     gate: PrefillGate | None = None  # holds followers back; None if fan-out is switched off
     counters: Counters = field(default_factory=Counters)
     step_time: StepTime = field(default_factory=StepTime)
@@ -72,12 +75,14 @@ class Checkpoints:
     def _wish_of(self, request: Any) -> Wish:
         hint = hints.hint_in(request)
         hinted = hint is not hints.NONE
-        refusal = "adapter" if is_alone(request) else self.refusal.reason if self.refusal is not None else None
+        if self.drafts.obey(request):
+            self.refusal = self.drafts.refusal
+        refusal = "adapter" if is_alone(request) else self._refused(request)
         ignore = self.counters.hint_ignored
         if hinted and refusal is not None:
             ignore(refusal)
-        if self.states is None:
-            return Wish(hinted=hinted)
+        if self.states is None or refusal == SPECULATIVE:
+            return Wish(hinted=hinted, left_to_vllm=True)
         pin = hints.pin_in(request)
         if pin is not None:
             self.pinning.add(request.request_id)
@@ -92,6 +97,12 @@ class Checkpoints:
         wish = self.planner.wish(hint, resolved, tokens, shared, places, ignore)
         wish = replace(wish, hinted=hinted, pin=pin)
         return replace(wish, worthless_turn=self._worthless_turn(request, wish))
+
+    def _refused(self, request: Any) -> str | None:
+        """Why a request's hint is ignored, of `hints.IGNORED_REASONS`; None if it is not."""
+        if self.states is None:
+            return self.refusal.reason if self.refusal is not None else None
+        return None if self.drafts.admits(request) else SPECULATIVE
 
     def _worthless_turn(self, request: Any, wish: Wish) -> int:
         """The end of a request's turn if nobody is going to come back to it; 0 if somebody may."""
@@ -114,7 +125,9 @@ class Checkpoints:
     def targets(self, request: Any) -> list[CheckpointTarget]:
         """Positions of a request whose states are to be kept, ascending."""
         state = self.state_of(request)
-        return [] if is_alone(request) else self.planner.targets(state.wish, request, state.prompt_tokens)
+        if is_alone(request) or state.wish.left_to_vllm:
+            return []
+        return self.planner.targets(state.wish, request, state.prompt_tokens)
 
     def begin_step(self, requests: Container[str]) -> None:
         """A step is going to be planned; `requests` are alive."""
@@ -183,6 +196,12 @@ class Checkpoints:
             self.counters.request_admitted(AdmittedRequest(name, HIT, state.loaded, wish.shared, wish.resolved))
             return
         reason = self.outcomes.reason_for(request, wish, hit_tokens)
+        if state.window:
+            self.counters.window_found(name, state.window)
+            if self.states is not None and self.states.windows is not None:
+                self.states.windows.admitted(state, self.states.keys.state_key(request, state.heals or hit_tokens))
+        if state.window == HEALED and hit_tokens < state.heals:
+            reason = NOT_WORTH_IT
         shared = self.grid.shared(wish.shared)
         self.counters.request_admitted(AdmittedRequest(name, reason, hit_tokens, shared, wish.resolved))
         states, key = self.states, b""
@@ -198,7 +217,7 @@ class Checkpoints:
 
     def _learn_junction(self, request: Any, state: RequestState, reason: str, *, was_expected: bool) -> None:
         """Whether a state at first sight would have helped an admitted request; `was_expected`: it did."""
-        if state.begun:
+        if state.begun or state.wish.left_to_vllm:
             return
         state.begun = True
         resumed, shared = state.resumed_at, state.wish.shared
@@ -209,6 +228,21 @@ class Checkpoints:
         junction = self.grid.hash_of(request, shared) if leaves else None
         length, rate = request.num_prompt_tokens, self.step_time.tokens_per_pass
         self.expected_junctions.add(_salt_of(request), junction, shared, length, resumed, rate)
+
+    def verified_drafts(self, request: Any, accepted: int) -> None:
+        """A step has verified a request's drafts, and so many were right."""
+        state = self.state_of(request)
+        state.draft_steps += 1
+        state.accepted += accepted
+
+    def finished(self, request: Any) -> None:
+        """A request has its whole answer."""
+        state = self.state_of(request)
+        if state.draft_steps:
+            drafted = DraftedRequest(request.request_id, state.draft_steps, state.accepted)
+            self.counters.request_drafted(drafted)
+            if self.states is not None and self.states.windows is not None:
+                self.states.windows.acceptance.add(state.window != ZEROED, drafted.steps, drafted.accepted)
 
     def weights_may_change(self) -> None:
         """From now on states may be of other weights than those that were loaded at the start."""

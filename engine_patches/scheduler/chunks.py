@@ -56,6 +56,16 @@ def next_stop(state: RequestState, start: int, block_size: int, tokens_per_pass:
     return min(candidates, default=0)
 
 
+def _split_in_blocks(scheduler: Any, split: Callable[..., int], request: Any, num_new_tokens: int, start: int) -> int:
+    """As vLLM alone does, which finds states at the ends of cache blocks."""
+    fine = scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint
+    scheduler.mamba_partial_cache_hit = scheduler.mamba_shared_prefix_checkpoint = False
+    try:
+        return split(scheduler, request, num_new_tokens, start - request.num_computed_tokens)
+    finally:
+        scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint = fine
+
+
 def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
     """Replacement of `Scheduler._mamba_block_aligned_split`."""
 
@@ -70,6 +80,9 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         state: RequestState = checkpoints.state_of(request)
         state.chunk_start = start
+        if checkpoints.writes_in_forward and state.wish.left_to_vllm:
+            tokens = _split_in_blocks(self, original, request, num_new_tokens, start)
+            return no_short_replay(request, start, tokens, checkpoints.verified)
         if checkpoints.writes_in_forward:
             if start < request.num_prompt_tokens:
                 checkpoints.expect_states(request, start)

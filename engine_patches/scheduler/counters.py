@@ -25,6 +25,14 @@ class AdmittedRequest(NamedTuple):
     resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
 
 
+class DraftedRequest(NamedTuple):
+    """What became of the drafts of a request that has its whole answer."""
+
+    request_id: str  # vLLM's
+    steps: int  # that verified drafts of it
+    accepted: int  # drafts that were right
+
+
 @dataclass
 class Counts:
     """What has happened since the last report."""
@@ -34,6 +42,9 @@ class Counts:
     outcomes: Counter[str] = field(default_factory=Counter)  # requests by reason
     pinned: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))  # requests, and fates
     requests: deque[AdmittedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
+    windows: Counter[str] = field(default_factory=Counter)  # hits by what became of a draft head's rows
+    window_of: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))  # requests, the same
+    drafted: deque[DraftedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
     files_refused: Counter[str] = field(default_factory=Counter)  # files of states by reason
     file_bytes: int = 0  # of states, written to disk
@@ -47,7 +58,8 @@ class Counts:
     @property
     def empty(self) -> bool:
         """Whether nothing has happened."""
-        counted = (self.written, self.ignored, self.outcomes, self.followers, self.pinned, self.files_refused)
+        requests = (self.pinned, self.drafted)
+        counted = (self.written, self.ignored, self.outcomes, self.followers, self.files_refused, *requests)
         return not (any(counted) or self.file_bytes or self.loads_declined or self.cache_hit_tokens)
 
 
@@ -79,6 +91,15 @@ class Counters:
     def prompt_pinned(self, request_id: str, fate: str) -> None:
         """What became of a request's wish to pin its prompt, or to release it: one of those in `pins`."""
         self.counts.pinned.append((request_id, fate))
+
+    def window_found(self, request_id: str, rows: str) -> None:
+        """What became of a draft head's rows before a request's hit: `HELD`, `ZEROED` or `HEALED`."""
+        self.counts.windows[rows] += 1
+        self.counts.window_of.append((request_id, rows))
+
+    def request_drafted(self, request: DraftedRequest) -> None:
+        """A request that drafted has its whole answer."""
+        self.counts.drafted.append(request)
 
     def resumed(self, hit_tokens: int, saved_seconds: float, on_a_state: bool) -> None:
         """A request resumes at `hit_tokens`, `on_a_state` that was counted or loaded."""

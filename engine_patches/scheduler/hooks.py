@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,9 +12,11 @@ from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ConnectorLane, Decision
-from engine_patches.scheduler import pins, preflight, refusals, transfers
+from engine_patches.scheduler import draft_windows, pins, preflight, refusals, transfers
 from engine_patches.scheduler.cache_groups import GroupRole, role_of
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.draft_gate import ON_TRIAL, DraftGate
+from engine_patches.scheduler.draft_windows import DraftWindows
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
@@ -36,11 +39,15 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        if refusals.by_configuration(given["vllm_config"]) is None:
+            draft_windows.leave_out(given["kv_cache_config"], given["vllm_config"])
         original(self, *args, **kwargs)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
         refusal = _refusal(self, recurrent) if recurrent else None
         if refusal is not None:
+            draft_windows.put_back(self)
             logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
         specs = [_group_of(self, manager).kv_cache_spec for manager in recurrent if refusal is None]
         connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
@@ -51,14 +58,25 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             refusal=refusal,
             weights=Weights.of(self.vllm_config),
             verified=1 + self.num_spec_tokens,
+            drafts=DraftGate.of(self.vllm_config, refusal),
         )
         if specs:
             checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
+            windows = draft_windows.windows_among(managers)
+            if windows:
+                states.windows = DraftWindows(states.keys.pool, checkpoints.grid, windows, checkpoints.step_time)
             if in_pass and settings.fan_out():
                 checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
             _tell_vllm(self, recurrent, in_pass)
             warn_of_narrow_states(specs)
             _say_where_states_lie(checkpoints, connector, in_pass)
+            if checkpoints.drafts.state == ON_TRIAL:
+                logger.info(
+                    "seamark: beside drafts, hints are on trial: vLLM caches by itself until this engine's answers "
+                    "have agreed (%s=%s)",
+                    settings.DRAFTS,
+                    settings.AUTO,
+                )
             transfers.introduce(self, checkpoints, states)
             introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
             if introduce is not None:
@@ -88,7 +106,8 @@ def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
     if found is not None:
         return found
     try:
-        preflight.run()
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        preflight.run(windows=bool(draft_windows.windows_among(managers)))
     except preflight.PreflightFailed as error:
         return refused(NO_STATES, f"this vLLM's cache fails the preflight check: {error}")
     if not ledger.rely_on_patches():

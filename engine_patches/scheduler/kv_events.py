@@ -11,7 +11,7 @@ All of it happens where vLLM hands its events out, once a step, and only if even
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,11 @@ class _Block:
 class ResumableBlocks:
     """The attention blocks of one scheduler's cache that are announced. Lengths in tokens."""
 
-    def __init__(self, keys: HeldKeys, sizes: Mapping[int, int]) -> None:
-        """`sizes`: of the blocks that events name, by attention group: a part of its cache's blocks, in whole units."""
+    def __init__(self, keys: HeldKeys, sizes: Mapping[int, int], hidden: Collection[int] = ()) -> None:
+        """`sizes`: of the blocks that events name, by attention group: a part of its cache's blocks, in whole units.
+
+        `hidden`: groups of which nothing is announced, since they decide no hit.
+        """
         from vllm.distributed.kv_events import BlockRemoved
         from vllm.v1.core import kv_cache_utils
 
@@ -43,6 +46,7 @@ class ResumableBlocks:
         self._sizes = sizes
         # How far a key of a cache group lies past the state that it makes findable.
         self._past = dict.fromkeys(keys.recurrent, 0) | {each.group: each.drop for each in keys.attention}
+        self._left_out = {*self._past, *hidden}  # of what the pool announces
         self._announced: dict[int, dict[bytes, _Block]] = {group: {} for group in sizes}
         self._states = keys.watch()  # those that can be resumed
         self._last: dict[bytes, dict[int, bytes | None]] = {}  # of each, by group, the hash of its last announced block
@@ -103,12 +107,12 @@ class ResumableBlocks:
         """In place of the pool's: a request whose `kv_cache_report_mode` is "full" has found these blocks."""
         if kv_cache_group_id in self._sizes:
             self._reports.append((request, kv_cache_group_id, num_cached_blocks * block_size))
-        if kv_cache_group_id not in self._past:
+        if kv_cache_group_id not in self._left_out:
             self._emit_cached(request, num_cached_blocks, block_size, kv_cache_group_id)
 
     def take_events(self) -> list[Any]:
         """In place of the pool's: events since the last call, those of other cache groups first."""
-        events = [event for event in self._take() if getattr(event, "group_idx", None) not in self._past]
+        events = [event for event in self._take() if getattr(event, "group_idx", None) not in self._left_out]
         if self._states.emptied:
             events = [*self._clear(), *events]  # an index may pass over AllBlocksCleared
         touched, self._touched = self._touched, {}
@@ -242,7 +246,8 @@ def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., No
             return
         in_units = blocks == settings.UNITS
         sizes = {each.group: keys.grid.unit if in_units else each.block_size for each in keys.attention}
-        ResumableBlocks(keys, sizes).take_over()
+        windows = states.windows.groups if states is not None and states.windows is not None else ()
+        ResumableBlocks(keys, sizes, windows).take_over()
         logger.info(
             "seamark: KV events announce attention blocks up to held states, in blocks of %s tokens",
             ", ".join(map(str, sizes.values())),

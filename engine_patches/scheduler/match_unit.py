@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_patches import families, settings, speculation
-from engine_patches.scheduler import cache_groups, refusals
+from engine_patches.scheduler import cache_groups, draft_windows, refusals
 
 DEFAULT = 16  # tokens
 
@@ -63,6 +63,8 @@ def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.v1.kv_cache_interface import MambaSpec
 
         cache_config = vllm_config.cache_config
+        if refusals.by_configuration(vllm_config) is None:
+            draft_windows.leave_out(kv_cache_config, vllm_config)
         coarse = original(kv_cache_config, vllm_config)
         groups = kv_cache_config.kv_cache_groups
         recurrent = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]

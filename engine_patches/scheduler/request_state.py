@@ -21,6 +21,7 @@ class Wish:
     learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
     expected: tuple[int, ...] = ()  # where later prompts are likely to leave it, ascending
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
+    left_to_vllm: bool = False  # no state of it is kept, and vLLM caches it as it does alone
     pin: bool | None = None  # its prompt is to be pinned, or released; None: neither
 
     @property
@@ -41,6 +42,12 @@ class RequestState:
     loaded: int = 0  # tokens that another worker has computed, and that are loaded
     resumed_at: int = 0  # its state was found there when it was admitted
     chunk_start: int = 0  # where its running chunk begins
+    last_edge: int = 0  # the last block's edge before which a draft head's rows were kept
+    drafts_from: int = 0  # the token from which a draft head's rows in its window are no zeros
+    window: str = ""  # what its hit found of a draft head's window; "": there is none, or no hit
+    heals: int = 0  # the hit that it was given up for that window; 0: none
+    draft_steps: int = 0  # in which its drafts were verified
+    accepted: int = 0  # drafts that were right
     states: set[int] = field(default_factory=set)  # positions of its states, to which keys of its rows have to lead
     reported_to: int = 0  # its states up to here are in the events
     not_held: bool = False  # counted as a follower for which waiting did not pay

@@ -55,6 +55,7 @@ class Retention:
         self._released: dict[bytes, KeptState] = {}  # given up for the share, and perhaps still cached
         self._released_blocks: set[int] = set()  # ids
         self._released_last: bytes | None = None
+        self._windows: dict[bytes, list[tuple[Any, bytes]]] = {}  # of a draft head, by state: blocks with their keys
 
     def __len__(self) -> int:
         return len(self._turns) + len(self._kept)
@@ -88,10 +89,23 @@ class Retention:
             state = self._find(key)
             if state is not None:
                 (self._turns if key in self._turns else self._kept).move_to_end(key)
-                for block in state.blocks:
+                for block in (*state.blocks, *self._window_of(key)):
                     if block.ref_cnt == 0 and not block.is_null:
                         self._pool.free_block_queue.remove(block)
                         self._pool.free_block_queue.append(block)
+
+    def add_window(self, key: bytes, blocks: Sequence[tuple[Any, bytes]]) -> None:
+        """A draft head has rows in `blocks`, each with its key, before the state under `key`: they count as used
+        whenever it does."""
+        if key in self:
+            self._windows[key] = list(blocks)
+
+    def _window_of(self, key: bytes) -> list[Any]:
+        return [block for block, name in self._windows.get(key, ()) if self._holds(block, name)]
+
+    def _holds(self, block: Any, key: bytes) -> bool:
+        found = self._pool.cached_block_hash_to_block._cache.get(key)
+        return found is block or (isinstance(found, dict) and block.block_id in found)
 
     def make_room(self, num_blocks: int) -> bool:
         """Release states until `num_blocks` more fit into the share. False if even that does not help."""
@@ -117,6 +131,7 @@ class Retention:
                 self._forget(key)
         self._released = {key: state for key, state in self._released.items() if state.cached}
         self._released_blocks = {block.block_id for state in self._released.values() for block in state.blocks}
+        self._windows = {key: blocks for key, blocks in self._windows.items() if key in self or key in self._released}
 
     def clear(self) -> None:
         """Forget all states."""
@@ -124,6 +139,7 @@ class Retention:
         self._kept.clear()
         self._released.clear()
         self._released_blocks.clear()
+        self._windows.clear()
         self._num_blocks = 0
 
     def _next_victim(self) -> bytes | None:

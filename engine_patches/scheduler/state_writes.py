@@ -17,6 +17,7 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.planner import HINTED
 from engine_patches.scheduler.reasons import EVICTED, HINT_IGNORED, NOT_WORTH_IT
 from engine_patches.scheduler.state_events import emit_events, only_generates
+from engine_patches.scheduler.states import States
 from engine_patches.scheduler.transfers import keep_loaded_state
 
 
@@ -56,9 +57,31 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
             checkpoints.step_time.step_took(num_tokens, now - began, prefill=not only_generates(scheduler_output))
         if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
             checkpoints.states.release()  # perhaps no further step follows
-        return original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        if checkpoints.verified == 1:
+            return original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        requests = _count_drafts(self, scheduler_output, model_runner_output)
+        answers = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        for request in requests:
+            if request.is_finished():
+                checkpoints.finished(request)
+        return answers
 
     return update_from_output
+
+
+def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:
+    """The requests of a step that are alive, after their drafts which it has verified were counted."""
+    alive = []
+    for name in output.num_scheduled_tokens:
+        request = scheduler.requests.get(name)
+        if request is None or request.is_finished():
+            continue
+        alive.append(request)
+        if output.scheduled_spec_decode_tokens.get(name) and answers.sampled_token_ids:
+            sampled = answers.sampled_token_ids[answers.req_id_to_index[name]]
+            if len(sampled):
+                scheduler.seamark.verified_drafts(request, len(sampled) - 1)
+    return alive
 
 
 def _plan_writes(scheduler: Any, output: Any) -> dict[str, list[Write]]:
@@ -71,7 +94,20 @@ def _plan_writes(scheduler: Any, output: Any) -> dict[str, list[Write]]:
             planned = _writes_of(scheduler, request, start, end, keep_loaded_state(scheduler, request, start, output))
             if planned:
                 writes[name] = planned
+        if scheduler.seamark.states.windows is not None:
+            _keep_windows_at_edge(scheduler, request, end)
     return writes
+
+
+def _keep_windows_at_edge(scheduler: Any, request: Any, end: int) -> None:
+    """The state of a block's edge may be vLLM's own, in an answer, too: a draft head's rows before it are kept."""
+    states: States = scheduler.seamark.states
+    keys, state = states.keys, scheduler.seamark.state_of(request)
+    size = next(iter(keys.recurrent.values()))
+    edge = min(end, len(request.block_hashes) * keys.grid.unit) // size * size
+    if edge > state.last_edge and keys.is_cached(request, edge):
+        state.last_edge = edge
+        states.keep_windows(request, state, [edge])
 
 
 def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = False) -> list[Write]:
@@ -107,6 +143,8 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             checkpoints.outcomes.computed(request, position, miss)
         else:
             positions.append(position)
+    if start < state.heals <= end and state.heals not in positions:
+        states.keep_windows(request, state, [state.heals])
     if positions:
         state.states.update(positions)
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -114,6 +152,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             # Keys past this chunk come with the chunk that computes their rows.
             reached = (position + drop for position in positions)
             keep_attention_keys(managers[group], request, (position for position in reached if position <= end))
+        states.keep_windows(request, state, positions)
         states.offer(request, positions, used=False)
     return planned
 

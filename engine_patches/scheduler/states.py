@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine_patches.scheduler.adapters import adapter_name
+from engine_patches.scheduler.draft_windows import DraftWindows
 from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.pins import PINNED, Pins
 from engine_patches.scheduler.request_state import RequestState
@@ -39,6 +40,7 @@ class States:
     num_bytes: int = 0  # of one state, all recurrent layers
     give_back: Callable[[list[Any]], None] | None = None  # frees blocks of states; None: the pool does, at once
     store: StateStore | None = None  # None without a directory for checkpoints
+    windows: DraftWindows | None = None  # None without a draft head that has any
     unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
     _held: list[Any] = field(default_factory=list)  # blocks written in the running step
 
@@ -124,11 +126,20 @@ class States:
             self.retention.resumed(self.keys.state_key(request, position), shared)
             self.retention.refresh(self.keys.state_key(request, each) for each in passed)
 
+    def keep_windows(self, request: Any, state: RequestState, positions: Sequence[int]) -> None:
+        """The step that is planned computes a request up to `positions`: a draft head's rows are found there."""
+        if self.windows is None:
+            return
+        for position, blocks in self.windows.keep(request, state, positions).items():
+            if self.retention is not None:
+                self.retention.add_window(self.keys.state_key(request, position), blocks)
+
     def pin(self, request: Any, positions: Sequence[int]) -> str:
         """Pin a prompt's states at those of `positions` where they are found; what became of it, one of `pins`."""
         found = {position: keys for position in positions if (keys := self.keys.found(request, position))}
         prompt = self.keys.grid.hash_of(request, request.num_prompt_tokens)
-        fate = self.pins.pin(prompt, itertools.chain(*found.values()), adapter_name(request))
+        windows = [self.windows.keys_at(request, position) for position in found] if self.windows is not None else []
+        fate = self.pins.pin(prompt, itertools.chain(*found.values(), *windows), adapter_name(request))
         if fate == PINNED:
             self.offer(request, found)
         return fate
@@ -149,3 +160,5 @@ class States:
             self.store.close("the cache is emptied")
         if self.retention is not None:
             self.retention.clear()
+        if self.windows is not None:
+            self.windows.clear()

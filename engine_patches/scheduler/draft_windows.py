@@ -1,0 +1,341 @@
+"""Draft heads whose own attention has a sliding window: their rows follow a hit where they can, and never decide one.
+
+Such a head (most of `dflash`, some of `mtp`) has its rows in cache groups of its own. vLLM enters a sliding window at
+whole blocks only, and then looks up all groups in whole blocks. But a row that a head misses costs drafts and no
+answer: the target verifies every token. So these groups are left out of the lookup (`prefix_cacheable`, as vLLM's own
+circular buffers are), which is as fine then as without drafts. Of the head's window before the place where a request
+resumes:
+
+- its rows are held: their blocks carry keys of ours, at the positions of states, ours and vLLM's own. The request takes
+  them over as it takes attention rows, the last block as a copy if the position lies inside it;
+- they are not, or not all of them: the hit is given up for once, in favour of a shorter one, if computing the rows
+  again costs less than the drafts that would be lost. They carry keys again then, for all who follow;
+- that would cost more: vLLM gives the request new blocks for the window, zeroed as each new attention block of a hybrid
+  is. The head drafts from zeros until its window has passed them, and blocks that hold any never get a key.
+
+So a head reads rows of its own request's prefix, by vLLM's hashes of the tokens with salt, images and adapters, or
+zeros, and nobody else's. A head that reads one token past a row (MTP) may find the last row of its window made with
+another one on vLLM 0.32, whose hashes do not cover it: it drafts one token worse.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from engine_patches import ledger
+from engine_patches.scheduler.cache_keys import key_at, look_up
+from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.step_time import StepTime
+
+PATCH = "draft-windows"  # that puts rows into hits
+
+# What a hit finds of the window: all of it, or none; or it was given up so that the next one finds it again.
+HELD, ZEROED, HEALED = "held", "zeroed", "healed"
+
+# States whose hits were given up for their windows, so that none is twice in a row.
+MAX_HEALED = 4096
+
+# Shorter hits that are looked up in place of one that is given up.
+MAX_LOOKUPS = 8
+
+# Drafts that a step loses from zeros, until steps have shown it: public reports name .3 to .7.
+ASSUMED_LOSS = 0.5
+
+# Steps with and without rows, each, before what they show is believed; and before they are halved, to follow a change.
+ENOUGH_STEPS, MOST_STEPS = 256, 65_536
+
+Blocks = list[tuple[Any, bytes]]  # vLLM's KVCacheBlocks, each with the key that it is found by
+
+
+def leave_out(kv_cache_config: Any, vllm_config: Any) -> None:
+    """Take the draft head's windowed groups of a scheduler's cache out of the lookup of prefixes."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    if vllm_config.speculative_config is None or not getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return
+    if not ledger.has_patch(KVCacheManager.get_computed_blocks, PATCH):  # this vLLM's lookup asks for all groups
+        return
+    for group in kv_cache_config.kv_cache_groups:
+        if _is_a_heads_window(group, vllm_config):
+            group.kv_cache_spec = _copied(group.kv_cache_spec, left_out_spec())
+
+
+def put_back(scheduler: Any) -> None:
+    """Undo `leave_out` in a vLLM `Scheduler` whose hints are refused: vLLM caches as it does alone."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    cache = scheduler.kv_cache_manager
+    coordinator, managers = cache.coordinator, windows_among(cache.coordinator.single_type_managers)
+    for manager in managers:
+        group = cache.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
+        group.kv_cache_spec = manager.kv_cache_spec = _copied(group.kv_cache_spec, SlidingWindowSpec)
+    if managers:
+        scheduler.mamba_partial_cache_hit = scheduler.mamba_shared_prefix_checkpoint = False
+        coordinator.enable_partial_hash_hits = False
+        for manager in coordinator.single_type_managers:
+            manager.cache_hit_alignment_tokens = coordinator._cache_hit_alignment_tokens
+        coordinator.verify_and_split_kv_cache_groups()
+
+
+def windows_among(managers: Iterable[Any]) -> list[Any]:
+    """vLLM's managers of the groups that are left out."""
+    return [manager for manager in managers if type(manager.kv_cache_spec).__name__ == "DraftWindowSpec"]
+
+
+def _is_a_heads_window(group: Any, vllm_config: Any) -> bool:
+    """Whether all layers of a cache group are a draft head's and have a window that vLLM enters at whole blocks only.
+
+    A row that the target misses would cost an answer. So it does not suffice that vLLM 0.33 says whose a spec is: one
+    that is shared is said to be the first layer's.
+    """
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    spec = group.kv_cache_spec
+    if type(spec) is not SlidingWindowSpec:
+        return False
+    if SlidingWindowManager.supports_fine_grained_hash_lookup:  # vLLM needs no help
+        return False
+    layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    return getattr(spec, "is_draft", True) and all(_is_a_heads_layer(name, layers) for name in group.layer_names)
+
+
+def _is_a_heads_layer(name: str, num_layers: int) -> bool:
+    """Whether a layer of this name is none of the target's `num_layers`, behind which vLLM counts a head's."""
+    parts = name.split(".")
+    number = next((int(part) for part in parts if part.isdecimal()), -1)
+    return "mtp" in parts or number >= num_layers
+
+
+def _copied(spec: Any, kind: Any) -> Any:
+    return kind(**{each.name: getattr(spec, each.name) for each in fields(spec) if each.init})
+
+
+@cache
+def left_out_spec() -> Any:
+    """The class of a spec that is left out: vLLM's `SlidingWindowSpec`, and nothing to look up."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    class DraftWindowSpec(SlidingWindowSpec):  # type: ignore[misc]
+        @property
+        def prefix_cacheable(self) -> bool:
+            return False
+
+    return DraftWindowSpec
+
+
+@dataclass
+class Acceptance:
+    """Drafts that were right, in steps of requests with their head's rows, and of those that began on zeros."""
+
+    steps: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether the rows were there
+    accepted: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+
+    def add(self, rows: bool, steps: int, accepted: int) -> None:
+        """A request has verified drafts in so many steps."""
+        self.steps[rows] += steps
+        self.accepted[rows] += accepted
+        if self.steps[rows] > MOST_STEPS:
+            self.steps[rows] //= 2
+            self.accepted[rows] //= 2
+
+    def per_step(self, rows: bool) -> float:
+        """Drafts that a step has right."""
+        return self.accepted[rows] / self.steps[rows] if self.steps[rows] else 1.0
+
+    @property
+    def loss(self) -> float:
+        """Drafts that a step of an answer on zeros has right less."""
+        if min(self.steps.values()) < ENOUGH_STEPS:
+            return ASSUMED_LOSS
+        return max(self.per_step(True) - self.per_step(False), 0.0)
+
+    def steps_lost(self, missing: int, window: int, answer: int) -> float:
+        """Forward passes more that an answer of so many tokens takes if `missing` rows of the `window` are zeros.
+
+        With each token a row less is missing, so the loss ends with the last of them.
+        """
+        tokens = min(missing, answer)
+        loss = self.loss * (missing - tokens / 2) / window
+        good = 1 + self.per_step(True)
+        return max(tokens / max(good - loss, 1.0) - tokens / good, 0.0)
+
+
+class DraftWindows:
+    """The windowed groups of one scheduler's draft head. Positions and lengths in tokens."""
+
+    def __init__(self, pool: Any, grid: Grid, managers: Sequence[Any], step_time: StepTime) -> None:
+        """`managers`: vLLM's, of groups that are left out."""
+        self._pool = pool
+        self._grid = grid
+        self._managers = managers
+        self._step_time = step_time
+        self._healed: OrderedDict[bytes, None] = OrderedDict()  # keys of states, since their windows were last found
+        self.acceptance = Acceptance()
+
+    @property
+    def groups(self) -> set[int]:
+        """Cache groups."""
+        return {manager.kv_cache_group_id for manager in self._managers}
+
+    def keep(self, request: Any, state: RequestState, positions: Sequence[int]) -> dict[int, Blocks]:
+        """Make the rows before `positions`, all computed by the end of this step, findable there.
+
+        The blocks before each of the positions whose windows were complete.
+        """
+        kept: dict[int, Blocks] = defaultdict(list)
+        for manager in self._managers:
+            for position, blocks in self._keep(manager, request, state, positions).items():
+                kept[position] += blocks
+        return kept
+
+    def _keep(self, manager: Any, request: Any, state: RequestState, positions: Iterable[int]) -> dict[int, Blocks]:
+        size, blocks = manager.block_size, manager.req_to_blocks[request.request_id]
+        ends: dict[int, set[int]] = defaultdict(set)  # by index of a block
+        whole = []
+        for position in positions:
+            window = _window(manager, position)
+            if not window or window[-1] >= len(blocks) or window[0] * size < state.drafts_from:
+                continue
+            if any(blocks[index].is_null for index in window):
+                continue
+            whole.append(position)
+            for index in window:
+                ends[index].add(min((index + 1) * size, position))
+        for index, keys in ends.items():
+            # vLLM drops a block's shorter keys when a longer one comes.
+            keys.update(position for position in state.states if index * size < position < max(keys))
+            for end in sorted(keys, reverse=True):
+                self._pool.cache_partial_block(
+                    request=request,
+                    block=blocks[index],
+                    num_tokens=end,
+                    kv_cache_group_id=manager.kv_cache_group_id,
+                    block_size=size,
+                )
+        return {
+            position: [
+                (blocks[index], key)
+                for index, key in zip(_window(manager, position), self._keys(manager, request, position), strict=True)
+            ]
+            for position in whole
+        }
+
+    def _keys(self, manager: Any, request: Any, position: int) -> Iterator[bytes]:
+        """The keys of the blocks that a request reads in a group that resumes at `position`."""
+        for index in _window(manager, position):
+            end = min((index + 1) * manager.block_size, position)
+            yield key_at(request, end, self._grid.unit, manager.kv_cache_group_id)
+
+    def keys_at(self, request: Any, position: int) -> tuple[bytes, ...]:
+        """The keys of all blocks in the windows before `position`; none if one of them is gone."""
+        keys = tuple(key for manager in self._managers for key in self._keys(manager, request, position))
+        return keys if all(map(self._block, keys)) else ()
+
+    def _block(self, key: bytes) -> Any:
+        return self._pool.cached_block_hash_to_block.get_one_block(key)
+
+    def of_hit(self, manager: Any, request: Any, found: Any, *, ours: bool) -> Any:
+        """What vLLM `found` for a request (blocks, hit, junction), or a shorter hit, with the head's rows put in.
+
+        `manager`: vLLM's `KVCacheManager`. `ours`: the request may resume without the rows; vLLM alone lets none.
+        """
+        checkpoints = manager.seamark
+        state: RequestState = checkpoints.state_of(request)
+        state.drafts_from, state.window, state.heals = 0, "", 0
+        hit = found[1]
+        if not hit:
+            return found
+        if self.keys_at(request, hit):
+            state.window = HELD
+            return self._with_rows(request, found)
+        if not ours:
+            shorter = self._shorter(manager, request, hit, hit)
+            return self._with_rows(request, shorter) if shorter is not None else (manager.empty_kv_cache_blocks, 0, 0)
+        name = checkpoints.states.keys.state_key(request, hit)
+        shorter = None if name in self._healed else self._to_heal(manager, request, hit)
+        if shorter is None:
+            state.drafts_from, state.window = hit, ZEROED
+            return found
+        state.heals, state.window = hit, HEALED
+        if shorter[1] and not self.keys_at(request, shorter[1]):
+            state.drafts_from = shorter[1]
+            return shorter
+        return self._with_rows(request, shorter)
+
+    def _with_rows(self, request: Any, found: Any) -> Any:
+        """A hit, with the blocks of the windows before it, which are held."""
+        blocks, hit, _ = found
+        for manager in self._managers if hit else ():
+            window = [self._block(key) for key in self._keys(manager, request, hit)]
+            blocks.blocks[manager.kv_cache_group_id][:] = [manager._null_block] * _window(manager, hit).start + window
+        return found
+
+    def _to_heal(self, manager: Any, request: Any, hit: int) -> Any:
+        """A shorter hit, behind which the whole window before `hit` is computed; None if that costs more than the
+        drafts which are lost without."""
+        if not self._pays(request, hit, 1):  # whatever the shorter one is
+            return None
+        first = min(each.get_num_skipped_tokens(hit) for each in self._managers)  # row that is read
+        shorter = self._shorter(manager, request, hit, first)
+        return shorter if shorter is not None and self._pays(request, hit, hit - shorter[1]) else None
+
+    def _shorter(self, manager: Any, request: Any, hit: int, first: int) -> Any:
+        """The longest hit below `hit` whose rows are held, or that ends up to `first`; None if it is not found soon."""
+        at_most = hit
+        for _ in range(MAX_LOOKUPS):
+            shorter = look_up(manager, request, at_most - 1)
+            at_most = shorter[1]
+            if not at_most or (first < hit and at_most <= first) or self.keys_at(request, at_most):
+                return shorter
+        return None
+
+    def _pays(self, request: Any, hit: int, tokens: int) -> bool:
+        """Whether computing so many `tokens` again takes less time than drafts lost without the rows before a hit.
+
+        By this request, and by one that comes behind it; as long as no times are known, it does.
+        """
+        if not self._step_time.known:
+            return True
+        window = max(manager.sliding_window for manager in self._managers)
+        missing = window - 1 - (request.num_tokens - hit)
+        if missing <= 0:
+            return False
+        lost = 2 * self.acceptance.steps_lost(missing, window, request.max_tokens)
+        return tokens < lost * self._step_time.tokens_per_pass
+
+    def admitted(self, state: RequestState, name: bytes) -> None:
+        """A request starts, as `of_hit` has last said. `name`: as there, or of the hit that it was given up for."""
+        if state.window == HELD:
+            self._healed.pop(name, None)
+        elif state.window == HEALED:
+            self._healed[name] = None
+            if len(self._healed) > MAX_HEALED:
+                self._healed.popitem(last=False)
+
+    def clear(self) -> None:
+        """The cache is going to be emptied."""
+        self._healed.clear()
+
+
+def _window(manager: Any, position: int) -> range:
+    """Indices of the blocks that a request reads in a group that resumes at `position`."""
+    return range(manager.get_num_skipped_tokens(position) // manager.block_size, -(-position // manager.block_size))
+
+
+def put_rows_into_hits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `KVCacheManager.get_computed_blocks`."""
+
+    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, request, *args, **kwargs)
+        checkpoints = getattr(self, "seamark", None)
+        if checkpoints is None or checkpoints.states is None or checkpoints.states.windows is None:
+            return found
+        return checkpoints.states.windows.of_hit(self, request, found, ours=checkpoints.drafts.admits(request))
+
+    return get_computed_blocks
