@@ -392,9 +392,10 @@ class Core:
         priority: int = 0,
         transfer: dict[str, Any] | None = None,
         pin: int | None = None,
+        extra: Mapping[str, Any] = {},
     ) -> Request:
-        """Add a request. `transfer`: its `kv_transfer_params`. `pin`: as the gateway asks for it."""
-        extra: dict[str, Any] = {} if hint is None else {"seamark_boundaries": hint}
+        """Add a request. `transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it."""
+        extra = dict(extra) if hint is None else {**extra, "seamark_boundaries": hint}
         if pin is not None:
             extra["seamark_pin"] = pin
         if transfer is not None:
@@ -493,6 +494,7 @@ class Core:
         return {
             "enabled": checkpoints.states is not None,
             "inside_pass": checkpoints.writes_in_forward,
+            "on_trial": checkpoints.drafts.state == "trial",
             "refused": checkpoints.refusal.cause if checkpoints.refusal is not None else None,
             "ignored": dict(checkpoints.counters.counts.ignored),
         }

@@ -13,6 +13,7 @@ in the cache and that were made with another next token than their own: the head
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -257,6 +258,34 @@ def heal(core: Core, shared: int) -> None:
         core.errors.append("another salt finds a state")
 
 
+def gate(core: Core, shared: int, options: dict[str, Any]) -> None:
+    """What siblings find while hints are on trial, once they are open, and once they are closed again."""
+    drafts, told = core.scheduler.seamark.drafts, itertools.count()
+
+    def found(salt: str, **extra: Any) -> int:
+        """By the last of three that share so much under a salt; the first one brings `extra`, too."""
+        for number in range(3):
+            name = f"{salt}-{next(told)}"
+            tokens = [*range(1000, 1000 + shared), *range(2000 + 100 * number, 2090 + 100 * number)]
+            core.request(name, tokens, [shared], salt=salt, extra=extra)
+            core.run()
+        return core.hits[name]
+
+    expected = expected_hits(options, shared, getattr(core.scheduler, "num_hash_lookahead_tokens", 0))
+    before, name = drafts.state, drafts.name
+    alone = [found("alone"), found("foreign", seamark_trial=1, seamark_drafts=f"open:{'0' * 32}") and found("alone2")]
+    seen = [
+        found("trial", seamark_trial=1),
+        found("open", seamark_trial=1, seamark_drafts=f"open:{name}"),
+        found("all"),
+    ]
+    closed = found("shut", seamark_trial=1, seamark_drafts=f"closed:{name}:it drafts worse") and found("alone3")
+    if before != "trial" or seen != [expected] * 3 or any(hit % BLOCK for hit in (*alone, closed)):
+        core.errors.append(f"{before}: {alone}, {seen} and {closed} of {shared} tokens are found, expected {expected}")
+    if (drafts.state, core.plugin["refused"]) != ("closed", "drafts: it drafts worse"):
+        core.errors.append(f"hints are {drafts.state}: {core.plugin['refused']}")
+
+
 def evict_windows(core: Core) -> None:
     """Take all blocks of the windows out of the cache; states and attention rows stay."""
     keys = core.pool.cached_block_hash_to_block._cache
@@ -285,7 +314,9 @@ def siblings(core: Core, shared: int, options: dict[str, Any]) -> None:
         core.request(str(number), [*range(1000, 1000 + shared), *own], [shared])
         core.run()
     expected = expected_hits(options, shared, getattr(core.scheduler, "num_hash_lookahead_tokens", 0))  # vLLM 0.33 on
-    if core.plugin["enabled"] and core.hits["2"] != expected:
+    if core.plugin["on_trial"] and core.hits["2"] % BLOCK:
+        core.errors.append(f"{core.hits['2']} tokens are found on trial, which are no whole blocks")
+    elif core.plugin["enabled"] and not core.plugin["on_trial"] and core.hits["2"] != expected:
         core.errors.append(f"{core.hits['2']} of {shared} shared tokens are found, expected {expected}")
 
 
@@ -300,7 +331,7 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
     `options`: of `DraftWorker` and of `Core`.
     """
 
-    os.environ[settings.DRAFTS] = "1"
+    os.environ[settings.DRAFTS] = wanted.get("drafts", settings.AT_ONCE)
 
     def core(seed: int) -> Core:
         worker = DraftWorker(seed=seed, **{name: options[name] for name in OF_THE_WORKER if name in options})
@@ -313,5 +344,7 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
         yield Scene(f"after {answer} tokens", [made := core(answer)], partial(replay, made, answer), counted=False)
     for shared in wanted.get("shared", ()):
         yield Scene(f"{shared} shared", [made := core(shared)], partial(siblings, made, shared, options))
+    for shared in wanted.get("gate", ()):
+        yield Scene(f"gate, {shared}", [made := core(shared)], partial(gate, made, shared, options), counted=False)
     for shared in wanted.get("healed", ()):
         yield Scene(f"{shared} healed", [made := core(shared)], partial(heal, made, shared), counted=False)

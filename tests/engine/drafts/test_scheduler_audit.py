@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 from proxy.bench.harness.servers import generated_model
-from tests.harness.draft_cores import ANSWERS, CORES, HEADS, HEALED, OWN_WINDOW, SHARED, WINDOWS, expected_hits, faults
+from tests.harness.draft_cores import (
+    ANSWERS,
+    CORES,
+    HEADS,
+    HEALED,
+    OWN_WINDOW,
+    SHARED,
+    TIGHT,
+    WINDOWS,
+    expected_hits,
+    faults,
+)
 from tests.harness.draft_defects import (
     A_UNIT_EARLY,
     ANY_BLOCK,
@@ -118,3 +129,14 @@ def test_without_what_it_relies_on_vllm_caches_beside_a_window_as_it_does_alone(
     for core in found:
         assert core["errors"] == [] and core["hit_tokens"] > 0
         assert not core["enabled"] and "the rows before a hit are found in" in core["refused"]
+
+
+TRIED = [{}, {"overlap": True, **TIGHT}, {"export": False}, WINDOWS[0]]
+
+
+def test_on_trial_vllm_caches_by_itself_until_hints_are_opened(drafting_model: str):
+    wanted = {"drafts": "auto", "seeds": [1], "answers": ANSWERS, "shared": SHARED, "gate": [250]}
+    for core in audit(drafting_model, **wanted, cores=TRIED):
+        assert core["errors"] == []
+        assert core["written"] == 0 < core["hit_tokens"]
+        assert core["ignored"].keys() == {"speculative"}
