@@ -21,6 +21,7 @@ from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
+from proxy.fleet.draft_reports import PATH as EVENTS
 from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_id, models_in, read_metrics
 from proxy.fleet.reports import Reports
 from proxy.fleet.sleep import EngineAnswers
@@ -28,7 +29,6 @@ from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import HINT, XARGS
 from proxy.observability.shadow import CURED
-from proxy.routing.engine_events import PATH as EVENTS
 from proxy.settings import Settings
 
 DEFAULTS = Settings.model_validate({})  # of a gateway

@@ -36,11 +36,11 @@ class TrialPrompt:
 
     kind: Kind
     ids: Sequence[int]
-    hint: int  # tokens, up to which a state is asked for
+    hint: int  # tokens, up to which a state is asked for; one at least is left to compute
 
     def foretold(self, unit: int, ahead: int) -> int:
-        """Tokens that the second request is to find: whole units, and one token at least is computed."""
-        return max(0, min(self.hint - ahead, len(self.ids) - 1)) // unit * unit
+        """Tokens that the second request is to find: whole units."""
+        return max(0, self.hint - ahead) // unit * unit
 
 
 def drawn(length: int, ids: tuple[int, int], draw: random.Random) -> list[int]:
@@ -61,8 +61,8 @@ def built_in(kind: Kind, ids: tuple[int, int], block: int, most: int, draw: rand
         length = next((each for each in range(block - half, most, block) if each >= SHORT), block - half)
         if not 0 < length <= min(most, LONGEST_EDGE):
             length = SHORT
-    length = max(1, min(length, most))
-    return TrialPrompt(kind, drawn(length, ids, draw), length)
+    length = max(2, min(length, most))
+    return TrialPrompt(kind, drawn(length, ids, draw), length - 1)
 
 
 def kinds() -> Iterator[Kind]:

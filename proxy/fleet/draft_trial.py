@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from proxy.fleet.answer_compare import (
@@ -276,18 +276,24 @@ class DraftTrial:
             for each in tokens:
                 await self._answer(other.ids, others_salt, [other.hint], tokens=each)
 
-        others = [another(ANSWER)]
-        if prompt.kind == "staggered":
-            others = [another(each, LATER) if not number else another(each) for number, each in enumerate(STAGGERED)]
+        first, *rest = STAGGERED if prompt.kind == "staggered" else (ANSWER,)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in others[:1]]
+            group.create_task(another(first, LATER) if rest else another(first))
             answer = group.create_task(self._answer(prompt.ids, salt, [prompt.hint]))
-            tasks += [group.create_task(each) for each in others[1:]]
+            for each in rest:
+                group.create_task(another(each))
         return answer.result()
 
-    async def _all(self, asked: Sequence[Any], *, beside: bool) -> list[_Told]:
+    async def _all(self, asked: Sequence[Coroutine[Any, Any, _Told]], *, beside: bool) -> list[_Told]:
         if beside:
-            return [await each for each in asked]
+            waiting, told = deque(asked), []
+            try:
+                while waiting:
+                    told.append(await waiting.popleft())
+            finally:
+                for each in waiting:
+                    each.close()
+            return told
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in asked]
         return [task.result() for task in tasks]

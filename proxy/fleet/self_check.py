@@ -211,7 +211,7 @@ class SelfCheck(Part):
             except (RenderFailed, BadRequest, Unreachable, Broken):
                 continue
             if cut is not None and cut.hint:
-                prompts.append(TrialPrompt("client", cut.prompt, cut.hint[-1]))
+                prompts.append(TrialPrompt("client", cut.prompt, min(cut.hint[-1], len(cut.prompt) - 1)))
         return prompts
 
     async def _check(self, worker: Worker, watched: _Watched) -> None:
