@@ -19,6 +19,7 @@ from proxy.commands import doctor
 from proxy.commands.cures import Cures
 from proxy.commands.ways import FoundWay, Way
 from tests.harness.api_keys import entry, secret
+from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import engine_info
 from tests.harness.gateways import start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
@@ -104,6 +105,24 @@ def test_what_the_plugin_says_of_refused_hints_is_the_cause_and_the_cure_is_one_
         assert not any(b"seamark_boundaries" in request.body for request in worker.requests)  # it need not be asked
     assert told.status == 1 and told.verdict == f"cannot hit: {cause}"
     assert ("docker run -e SEAMARK_DRAFTS=1" in told.text) == cured and "--prefix-match-unit" not in told.text
+
+
+@pytest.mark.parametrize(
+    ("state", "fine", "words"),
+    [
+        ("trial", False, ("hints are on trial", "a gateway before it, or `seamark worker` alone")),
+        ("closed", False, ("did not stand their trial", "seamark/self-check/reset", "drafts: worse")),
+        ("open", True, ("which stood their trial",)),
+        ("on", True, ("speculative decoding is on, with hints",)),
+    ],
+)
+def test_how_hints_beside_drafts_stand_is_said_with_what_helps(examined, state, fine, words):
+    gate = DraftingEngine(state=state, why="worse")
+    with recording_worker(drafting=gate, ahead=1, more_metrics=DRAFTS) as worker:
+        told = examined(worker.url)
+    assert told.status == (0 if fine else 1), told.text
+    assert all(each in told.text for each in words), told.text
+    assert told.verdict.startswith("cannot hit" if state == "closed" else "will hit")
 
 
 @pytest.mark.parametrize(("recurrent_block", "advised"), [("None", False), ("528", True)])

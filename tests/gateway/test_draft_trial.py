@@ -28,9 +28,8 @@ def soon(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> N
 
 def hinted(worker: RecordingWorker) -> list[bool]:
     """Of the clients' requests, whether they carried a hint."""
-    return [
-        "seamark_boundaries" in each.fields.get("vllm_xargs", {}) for each in worker.requests if "chat" in each.path
-    ]
+    asked = [each.fields.get("vllm_xargs", {}) for each in worker.requests if "chat" in each.path]
+    return ["seamark_boundaries" in xargs for xargs in asked]
 
 
 def state(status: dict) -> str:

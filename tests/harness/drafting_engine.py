@@ -39,7 +39,7 @@ class DraftingEngine:
     scores_prompts: bool = True  # it answers `prompt_logprobs`
     counts: bool = True  # it tells how many drafts were accepted
     obeys: bool = True  # commands change its state
-    noise: float = 0.0  # standard deviation of what each decoded token adds to its logprobs at random
+    noise: float = 0.0  # standard deviation of what each decoded token, and a kept state, adds to logprobs at random
 
     draw: random.Random = field(default_factory=lambda: random.Random(1))
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class DraftingEngine:
                 self._states.add((salt, at, _name(prompt[:at])))
         text, tops, drift = list(prompt), [], 0.0
         for number in range(body["max_tokens"]):
-            drift += self.draw.gauss(0.0, self.noise) if self.noise and number else 0.0
+            drift += self.draw.gauss(0.0, self.noise) if self.noise and (number or cached) else 0.0
             off = drift + (self.hits_off if cached else 0.0) + (self.drafts_off if number >= DECODED else 0.0)
             top = _top(text, self.vocabulary, off)
             tops.append(top)
