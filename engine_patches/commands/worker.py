@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from engine_patches import families, settings
+from engine_patches.commands import draft_trial
 from engine_patches.commands.model_layers import is_hybrid
 from engine_patches.commands.port import port_of, why_taken
 from engine_patches.config_file import read_config
@@ -221,10 +222,6 @@ def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *,
     return f"{decision.reason}; {served}" if is_hybrid(config_of(model)) else None
 
 
-# Each begins a flag of vLLM that configures drafts.
-DRAFT_FLAGS = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
-
-
 def cannot_draft(model: str, given: Sequence[str], config: Mapping[str, Any] = {}) -> str | None:
     """Why vLLM on a CPU would end at the first prompt, as the model is a hybrid and is to draft; None if it would not.
 
@@ -232,8 +229,7 @@ def cannot_draft(model: str, given: Sequence[str], config: Mapping[str, Any] = {
     """
     from engine_patches.commands import explain
 
-    flags = (argument.partition("=")[0].partition(".")[0].lstrip("-") for argument in given if argument[:1] == "-")
-    if not any(flag.replace("_", "-") in DRAFT_FLAGS for flag in (*flags, *config)):
+    if not draft_trial.drafts(given, config):
         return None
     return explain.NO_DRAFTS_ON_A_CPU if is_hybrid(config_of(model)) else None
 
@@ -330,7 +326,9 @@ def main(argv: list[str]) -> int:
         from engine_patches.commands import explain as explaining
 
         return explaining.main(arguments, explain)
-    return serve(arguments, port_of(given, config))
+    port = port_of(given, config)
+    draft_trial.start(given, config, port)
+    return serve(arguments, port)
 
 
 def serve(arguments: Sequence[str], port: str) -> int:

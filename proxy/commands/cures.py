@@ -134,15 +134,15 @@ class Cures(NamedTuple):
     def trial(self) -> str:
         """What ends a trial of hints beside speculative decoding."""
         return _indented(
-            "# a gateway before it, or `seamark worker` alone, tries them in a minute without requests (ten beside them):",
-            f"seamark serve --worker http://127.0.0.1:{self.port}   # its log says how far it is; SEAMARK_DRAFTS=1: no trial",
+            "# a gateway before it, or `seamark worker` alone, tries them in a minute without requests:",
+            f"seamark serve --worker http://127.0.0.1:{self.port}   # its log says how far it is",
         )
 
     def closed(self) -> str:
         """What to do about hints that were closed beside speculative decoding."""
         return _indented(
-            "curl -X POST http://127.0.0.1:8080/seamark/self-check/reset   # at the gateway: another trial, as at a restart",
-            "# else run without drafts (no --speculative-config), or as now: vLLM alone caches. The gateway's log has figures",
+            "curl -X POST http://127.0.0.1:8080/seamark/self-check/reset   # at the gateway: another trial",
+            "# or no --speculative-config; or as it is: vLLM alone caches. The gateway's log has the figures",
         )
 
     def drafts(self) -> str:

@@ -309,21 +309,16 @@ async def _drafts(
     if not setup.drafts:
         return []
     if info is None:
-        return [
-            Diagnosis(True, "speculative decoding is on: the plugin tries at each start whether hints are right there")
-        ]
+        return [Diagnosis(True, "speculative decoding is on: the plugin tries hints beside it at each start")]
     if info.drafts == TRIAL:
-        text = "speculative decoding is on, and hints are on trial: no prompt is kept for others before it is over"
+        text = "speculative decoding is on, and hints are on trial: nothing is kept for others before it is over"
         return [Diagnosis(False, text, cures.trial())]
     if info.drafts == CLOSED:
-        return [
-            Diagnosis(
-                False, "speculative decoding is on, and hints beside it did not stand their trial", cures.closed()
-            )
-        ]
+        text = "speculative decoding is on, and hints beside it did not stand their trial"
+        return [Diagnosis(False, text, cures.closed())]
     if info.drafts == OPEN:
-        text = f"speculative decoding is on, with hints, which stood their trial: they share {info.ahead} tokens past a state"
-        return [Diagnosis(True, text)]
+        ahead = f"they share {info.ahead} tokens past a state"
+        return [Diagnosis(True, f"speculative decoding is on, with hints, which stood their trial: {ahead}")]
     if info.ahead and not info.refused:
         return [Diagnosis(True, f"speculative decoding is on, with hints: they share {info.ahead} tokens past a state")]
     if info.refused:
