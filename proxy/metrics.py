@@ -176,7 +176,7 @@ class Metrics:
         for result in ("same", "noise", "differs", "drafts", "drafts_worse", "no_hits", "no_counts"):
             self.self_checks.labels(result)
         self.drafts = gauge(
-            "seamark_drafts",
+            "seamark_draft_gate",
             "1 for what a worker that drafts makes of hints: trial, open, closed, on, off",
             ["worker", "state"],
         )

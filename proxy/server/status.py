@@ -201,8 +201,8 @@ def _on_trial(worker: Worker, gateway: Gateway) -> str:
 
 def _drafting(worker: Worker) -> str:
     return (
-        f"Worker {worker.name} drafts: what the plugin would save is counted as with SEAMARK_DRAFTS=1 in vLLM's "
-        "environment, without which it refuses hints beside speculative decoding."
+        f"Worker {worker.name} drafts: what the plugin would save is counted as with hints beside that, which it gives "
+        "once they have stood a trial at each start."
     )
 
 

@@ -42,12 +42,12 @@ async def test_a_worker_that_is_right_is_opened_in_idle_time_and_gets_hints_from
     await gateway.post(chat("one"))
     assert hinted(worker) == [False]
     await gateway.shows(lambda status: state(status) == "open")
-    await until(lambda: gateway.metric("seamark_drafts", state="open") == 1)
+    await until(lambda: gateway.metric("seamark_draft_gate", state="open") == 1)
     await gateway.post(chat("two"))
     assert hinted(worker)[-1]
     assert worker.drafting.commands == ["open:engine-1"]
     assert "hints are on trial" in caplog.text and "hints are on beside drafts after" in caplog.text
-    assert gateway.metric("seamark_drafts", state="trial") == 0
+    assert gateway.metric("seamark_draft_gate", state="trial") == 0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ async def test_a_faulty_worker_stays_closed_and_everyone_sees_why(in_memory, cap
     worker = RecordingWorker(drafting=DraftingEngine(**fault), ahead=1)
     gateway = await in_memory(worker, **OFTEN)
     await gateway.shows(lambda status: state(status) == "closed" and words in status["workers"][0]["refused"])
-    await until(lambda: gateway.metric("seamark_drafts", state="closed") == 1)
+    await until(lambda: gateway.metric("seamark_draft_gate", state="closed") == 1)
     await gateway.post(chat("one"))
     assert hinted(worker) == [False] and "cache_salt" not in worker.requests[-1].fields  # its cache is left alone
     assert gateway.metric("seamark_self_check_total", result=result) == 1
