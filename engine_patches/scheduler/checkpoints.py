@@ -139,6 +139,7 @@ class Checkpoints:
     def expect_states(self, request: Any, start: int) -> None:
         """A request is going to be computed from token `start`: requests that share its prefix may wait for it."""
         if self.gate is not None:
+            start = max(start, self.state_of(request).heals)  # up to there states are held, and rows alone are missing
             self.gate.expect(request, start, (target.position for target in self.targets(request)))
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
