@@ -338,9 +338,10 @@ class DraftTrial:
         ids = drawn(8, self._range or await self._known_ids(), self._draw)
         await self._asker.ask(ids, tokens=1, more=verdict.command(self._feed.gate.id))
         until = time.monotonic() + BELIEVED_SECONDS
-        while time.monotonic() < until:
+        while True:
             await self._feed.read()
-            if self._feed.gate is None or self._feed.gate.state == verdict.state:
-                break
+            if self._feed.gate is not None and self._feed.gate.state == verdict.state:
+                return True
+            if self._feed.gate is None or time.monotonic() >= until:
+                return False
             await asyncio.sleep(PAUSE_SECONDS)
-        return self._feed.gate is not None and self._feed.gate.state == verdict.state

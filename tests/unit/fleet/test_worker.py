@@ -181,7 +181,7 @@ def test_hints_are_for_a_worker_with_the_plugin_that_is_not_in_quarantine():
 
 def test_what_was_heard_last_of_the_gate_beside_drafts_decides_on_hints():
     engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=TRIAL)
-    worker = Worker("http://w", renderer=None, probed=probed("w#1", engine, "m"))
+    worker = Worker("http://w", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
     assert (worker.draft_state, worker.takes_hints) == (TRIAL, False)
     worker.draft_gate = DraftGate(OPEN, "id", "", read_at=1.0)
     assert worker.takes_hints
@@ -193,7 +193,7 @@ def test_what_was_heard_last_of_the_gate_beside_drafts_decides_on_hints():
 
 def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
     engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=OPEN)
-    worker = Worker("http://w#1", renderer=None, probed=probed("w#1", engine, "m"))
+    worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
     assert worker.draft_state == TRIAL
     worker.draft_gate = DraftGate(OPEN, "id", "", read_at=1.0)
     worker.probed = replace(worker.probed, at=2.0)
@@ -203,4 +203,9 @@ def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
 @pytest.mark.parametrize(("state", "takes"), [("", True), (ON, True), (OPEN, True), (OFF, False), (CLOSED, False)])
 def test_hints_go_to_workers_that_draft_once_they_are_on_there(state, takes):
     engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=state)
-    assert Worker("http://w", renderer=None, probed=probed("w#1", engine, "m")).takes_hints is takes
+    assert (
+        Worker(
+            "http://w", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m")
+        ).takes_hints
+        is takes
+    )
