@@ -140,7 +140,7 @@ class DraftGates:
             phase.failed = 0
         except FAILED as error:
             phase.failed += 1
-            phase.next_at = time.monotonic() + min(AGAIN_SECONDS * 2**phase.failed, MOST_AGAIN_SECONDS)
+            phase.next_at = time.monotonic() + min(AGAIN_SECONDS * 2 ** min(phase.failed, 16), MOST_AGAIN_SECONDS)
             logger.info("worker %s: a trial prompt was not judged (%s)", worker.name, _kind(error))
         if beside:
             phase.next_at = max(phase.next_at, time.monotonic() + REST_BESIDE * (time.monotonic() - began))

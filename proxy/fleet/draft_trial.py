@@ -142,7 +142,7 @@ class Asker:
         return error
 
 
-class _Answered(NamedTuple):
+class _NamedAnswer(NamedTuple):
     """An answer, and the name of its request."""
 
     name: str
@@ -268,7 +268,7 @@ class DraftTrial:
         if prompt.kind != "client" and not differs and not unlike_free:
             self._again.popleft()
 
-    async def _beside_another(self, prompt: TrialPrompt, salt: str, *, beside: bool) -> _Answered:
+    async def _beside_another(self, prompt: TrialPrompt, salt: str, *, beside: bool) -> _NamedAnswer:
         """The prompt from the cache, in a batch with another hit or several."""
         if beside:
             return await self._answer(prompt.ids, salt, [prompt.hint])
@@ -286,7 +286,7 @@ class DraftTrial:
                 group.create_task(another(each))
         return answer.result()
 
-    async def _all(self, asked: Sequence[Coroutine[Any, Any, _Answered]], *, beside: bool) -> list[_Answered]:
+    async def _all(self, asked: Sequence[Coroutine[Any, Any, _NamedAnswer]], *, beside: bool) -> list[_NamedAnswer]:
         if beside:
             waiting, told = deque(asked), []
             try:
@@ -308,10 +308,10 @@ class DraftTrial:
         *,
         tokens: int = ANSWER,
         trial: bool = True,
-    ) -> _Answered:
+    ) -> _NamedAnswer:
         more = {TRIAL: 1} if trial else {}
         name, answer = await self._asker.ask(prompt, salt, hint if trial else (), tokens=tokens, more=more)
-        return _Answered(name, read_continuation(answer))
+        return _NamedAnswer(name, read_continuation(answer))
 
     async def _recomputed(self, prompt: Sequence[int]) -> Continuation:
         return (await self._answer(prompt, None, trial=False)).answer
@@ -338,9 +338,10 @@ class DraftTrial:
         ids = drawn(8, self._range or await self._known_ids(), self._draw)
         await self._asker.ask(ids, tokens=1, more=verdict.command(self._feed.gate.id))
         until = time.monotonic() + BELIEVED_SECONDS
-        while time.monotonic() < until:
+        while True:
             await self._feed.read()
-            if self._feed.gate is None or self._feed.gate.state == verdict.state:
-                break
+            if self._feed.gate is not None and self._feed.gate.state == verdict.state:
+                return True
+            if self._feed.gate is None or time.monotonic() >= until:
+                return False
             await asyncio.sleep(PAUSE_SECONDS)
-        return self._feed.gate is not None and self._feed.gate.state == verdict.state
