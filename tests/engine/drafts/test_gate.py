@@ -105,7 +105,9 @@ def test_an_engine_with_a_fault_stays_shut_and_says_why(tmp_path, fault):
     with drafting(tmp_path, fault) as (engine, gateway):
         wait_for(lambda: gate(gateway)["state"] != "trial", PATIENCE)
         found = gate(gateway)
-        assert found["state"] == "closed" and REASONS[fault] in found["why"], (found, gateway.log.read_text()[-3000:])
+        assert found["state"] == "closed", (found, gateway.log.read_text()[-3000:])
+        (worker,) = httpx.get(gateway.url + "/seamark/status", timeout=30).json()["workers"]
+        assert worker["engine"]["refused"].startswith("drafts: ") and REASONS[fault] in worker["engine"]["refused"]
         assert REASONS[fault] in gateway.log.read_text()
         doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
         said = subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT)
