@@ -143,7 +143,7 @@ class Checkpoints:
             self.gate.expect(request, start, (target.position for target in self.targets(request)))
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether a hit at a target of a request would be felt, as far as is known; of pins and trials that is not asked."""
+        """Whether a hit at a target of a request would be felt, as far as is known. Of pins and trials nobody asks."""
         if state.wish.pin or state.wish.trial or not self.step_time.known:
             return True
         return self.planner.worth_writing(target, state.resumed_at, self.step_time.tokens_per_pass)

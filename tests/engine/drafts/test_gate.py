@@ -44,8 +44,8 @@ REASONS = {
 
 
 @contextmanager
-def drafting(folder: Path, fault: str = "", version: str | None = None) -> Iterator[tuple[Server, Server]]:
-    """An engine that drafts, and a gateway with its defaults."""
+def alone(folder: Path, fault: str = "", version: str | None = None) -> Iterator[tuple[Servers, Server]]:
+    """An engine that drafts, without a gateway."""
     model = generated_model(print, mtp=True)
     stand_ins = {"seamark_gate_engine": "tests.harness.gate_engine:register"}
     environment = {**plugin_environment(folder / "plugins", stand_ins), gate_engine.VARIABLE: fault}
@@ -58,6 +58,13 @@ def drafting(folder: Path, fault: str = "", version: str | None = None) -> Itera
         command += ["--speculative-config", json.dumps(MTP)]
         engine = fleet.start("drafts", port, command, {**ENGINE_ENVIRONMENT, **environment})
         engine.wait_until_ready()
+        yield fleet, engine
+
+
+@contextmanager
+def drafting(folder: Path, fault: str = "", version: str | None = None) -> Iterator[tuple[Server, Server]]:
+    """Such an engine, and a gateway with its defaults."""
+    with alone(folder, fault, version) as (fleet, engine):
         gateway = fleet.gateway(engine, flags=("--self-check-interval", "30"))
         gateway.wait_until_ready("/ready", seconds=60)
         yield engine, gateway
@@ -97,6 +104,15 @@ def test_an_engine_that_is_right_opens_by_itself_and_hits_then(tmp_path, version
         doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
         said = subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT)
         assert "open" in said.stdout and said.returncode == 0, said.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("fault", "state"), [("", 'drafts="open"'), (gate_engine.ROWS_LOST, 'drafts="closed"')], ids=["right", "rows lost"]
+)
+def test_without_a_gateway_a_worker_tries_itself(tmp_path, fault, state):
+    with alone(tmp_path, fault) as (_, engine):
+        wait_for(lambda: state in httpx.get(engine.url + "/metrics", timeout=60).text, PATIENCE)
 
 
 @pytest.mark.thorough
