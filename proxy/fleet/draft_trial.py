@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from proxy.fleet.answer_compare import (
+    BEYOND_NOISE,
     TOP,
     Continuation,
     Noise,
@@ -29,6 +30,7 @@ from proxy.fleet.answer_compare import (
     judge,
     read_continuation,
     scored,
+    spread,
 )
 from proxy.fleet.draft_acceptance import AcceptedPair, judge_pairs
 from proxy.fleet.draft_prompts import ANSWER, BUILT_IN, RANGES, TrialKind, TrialPrompt, built_in, drawn, kinds
@@ -244,14 +246,17 @@ class DraftTrial:
         recomputed, cached = [each.answer for each in cold], [each.answer for each in hits]
         if any(each.cached for each in recomputed):
             raise Unanswered("recomputed answers came from a cache")
-        self._noise.add(recomputed)
+        # As where an answer depends on which drafts were right: what is wrong must not count as noise.
+        unsteady = spread(recomputed) > BEYOND_NOISE
+        if not unsteady:
+            self._noise.add(recomputed)
         free = await self._asker.without_drafts(prompt.ids, recomputed)
         if not self._noise.is_known:
             await self._noise.learn(prompt.ids, self._recomputed)
         engine = self._worker.engine
         foretold = prompt.foretold(engine.match_unit, engine.ahead) if engine is not None else 0
         differs = judge(cached, recomputed, self._noise.largest).result == "differs"
-        unlike_free = free > bound_of(self._noise.largest, recomputed)
+        unlike_free = unsteady or free > bound_of(self._noise.largest, recomputed)
         found = foretold > 0 and all(each.cached >= foretold for each in cached)
         told = await self._feed.accepted([each.name for each in (*cold, *hits)])
 

@@ -76,6 +76,12 @@ def gate(gateway: Server) -> dict[str, Any]:
     return dict(worker["drafts"])
 
 
+def refused(gateway: Server) -> str:
+    """Why its worker keeps no state for any hint, as the worker says; empty if hints count."""
+    (worker,) = httpx.get(gateway.url + "/seamark/status", timeout=30).json()["workers"]
+    return str(worker["engine"]["refused"])
+
+
 def chat(url: str, number: int) -> tuple[str, list[int], int]:
     """Of several chats with one system prompt: text and tokens of a greedy answer, and tokens from the cache."""
     words = " ".join(f"berth {n} tide" for n in range(90))
@@ -122,8 +128,8 @@ def test_an_engine_with_a_fault_stays_shut_and_says_why(tmp_path, fault):
         wait_for(lambda: gate(gateway)["state"] != "trial", PATIENCE)
         found = gate(gateway)
         assert found["state"] == "closed", (found, gateway.log.read_text()[-3000:])
-        (worker,) = httpx.get(gateway.url + "/seamark/status", timeout=30).json()["workers"]
-        assert worker["engine"]["refused"].startswith("drafts: ") and REASONS[fault] in worker["engine"]["refused"]
+        wait_for(lambda: REASONS[fault] in refused(gateway))  # which the next probe reads
+        assert refused(gateway).startswith("drafts: ")
         assert REASONS[fault] in gateway.log.read_text()
         doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
         said = subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT)

@@ -60,6 +60,13 @@ async def test_each_fault_keeps_hints_closed_with_its_reason(fault, result, word
     assert command.startswith("closed:engine-1:") and words in command
 
 
+async def test_recomputed_answers_far_apart_are_no_noise_that_everything_is_lost_in():
+    """As of an engine whose answers depend on which of its drafts were right."""
+    engine = DraftingEngine(noise=2.0, draw=random.Random(3))
+    trial, verdict = await verdict_of(engine)
+    assert (verdict.result, verdict.state) == ("drafts", "closed") and trial.asked <= 4
+
+
 async def test_without_logprobs_of_prompts_the_engine_without_drafts_is_asked_token_by_token():
     engine = DraftingEngine(scores_prompts=False)
     _, verdict = await verdict_of(engine)
