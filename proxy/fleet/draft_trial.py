@@ -255,7 +255,7 @@ class DraftTrial:
             await self._noise.learn(prompt.ids, self._recomputed)
         engine = self._worker.engine
         foretold = prompt.foretold(engine.match_unit, engine.ahead) if engine is not None else 0
-        differs = judge(cached, recomputed, self._noise.largest).result == "differs"
+        differs = not unsteady and judge(cached, recomputed, self._noise.largest).result == "differs"
         unlike_free = unsteady or free > bound_of(self._noise.largest, recomputed)
         found = foretold > 0 and all(each.cached >= foretold for each in cached)
         told = await self._feed.accepted([each.name for each in (*cold, *hits)])
