@@ -136,5 +136,6 @@ def test_an_engine_with_a_fault_stays_shut_and_says_why(tmp_path, fault):
         assert REASONS[fault].split(" beside")[0] in said.stdout, said.stdout
         answers = [chat(gateway.url, number) for number in range(3)]
         own = [chat(engine.url, number) for number in range(3)]
-        assert [each[1] for each in answers] == [each[1] for each in own]
+        if fault != draft_defects.ACCEPTED_IGNORED:  # then nothing that the engine says is certain
+            assert [each[1] for each in answers] == [each[1] for each in own]
         assert all(cached % 384 == 0 for *_, cached in answers)
