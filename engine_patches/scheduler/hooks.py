@@ -68,7 +68,8 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             if in_pass and settings.fan_out():
                 checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
             _tell_vllm(self, recurrent, in_pass)
-            warn_of_narrow_states(specs)
+            mamba = getattr(self.vllm_config, "mamba_config", None)
+            warn_of_narrow_states(specs, at_random=bool(getattr(mamba, "enable_stochastic_rounding", False)))
             _say_where_states_lie(checkpoints, connector, in_pass)
             if checkpoints.drafts.state == ON_TRIAL:
                 logger.info(
@@ -115,10 +116,21 @@ def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
     return None
 
 
-def warn_of_narrow_states(specs: Iterable[Any]) -> None:
-    """Say so if recurrent layers, by their cache specs, keep states in fewer than 32 bits."""
+def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> None:
+    """Say so if recurrent layers, by their cache specs, keep states in fewer than 32 bits.
+
+    `at_random`: and round them so while they decode, which is chosen for good answers in few bits. States of prompts,
+    and so all that are kept, are rounded to the nearest value.
+    """
     narrow = sorted({str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if spec.dtypes[-1].itemsize < 4})
-    if narrow:
+    if narrow and at_random:
+        logger.info(
+            "seamark: recurrent states are kept in %s and rounded at random in each step "
+            "(--enable-mamba-cache-stochastic-rounding): no two answers of this engine are equal to the last digit, "
+            "with or without a cache, and a check of them is held against that",
+            ", ".join(narrow),
+        )
+    elif narrow:
         logger.warning(
             "seamark: recurrent states are kept in %s: an answer that resumes from one is rounded otherwise than one "
             "without a cache, with vLLM's own prefix caching too; --mamba-ssm-cache-dtype float32 avoids it",
