@@ -30,6 +30,7 @@ def test_states_that_are_rounded_are_named_once_with_the_flag_that_keeps_them_wh
 
 
 def test_states_that_are_rounded_at_random_on_purpose_are_named_with_that_flag_and_no_advice(engine_log):
+    engine_log.set_level("INFO", "vllm.seamark")
     warn_of_narrow_states([spec(torch.float16)], at_random=True)
     (line,) = engine_log.messages
     assert "float16" in line and "--enable-mamba-cache-stochastic-rounding" in line and "float32" not in line
