@@ -107,12 +107,8 @@ def edges(draw: random.Random, answers: Answers) -> Iterator[Round]:
             yield [(said + _drawn(draw, more), [hint, len(said)])]
 
 
-# Tokens that each prompt of `shared` shares with an earlier one, which has left a state there.
-SHARED = (0, 163, 0, 430, 163, 163, 430, 0, 100)
-
-
-def shared(draw: random.Random, answers: Answers) -> list[Round]:
-    """Prompts on two heads, alone and several at once, in the first block and behind it."""
+def heads(draw: random.Random, answers: Answers) -> list[Round]:
+    """Prompts on two heads, alone and several at once, that hit in the first block and behind it."""
     one, two = _drawn(draw, 163), _drawn(draw, 430)
 
     def on(head: Sequence[int], more: int) -> tuple[list[int], list[int]]:
@@ -142,7 +138,7 @@ def chats(draw: random.Random, answers: Answers) -> Iterator[Round]:
     yield agents
 
 
-TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges, "shared": shared, "chats": chats}
+TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges, "heads": heads, "chats": chats}
 
 
 def _drawn(draw: random.Random, length: int) -> list[int]:
@@ -233,7 +229,7 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
     _prepare(engine, delta, oracle)
     from vllm import LLM, SamplingParams
 
-    flags = dict(engine.flags)
+    flags = {"max_model_len": 2048, "max_num_seqs": 8, **engine.flags}
     if delta:
         flags["mamba_ssm_cache_dtype"] = "float32"
     if engine.speculation:
@@ -245,8 +241,6 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=8,
         enable_prefix_caching=engine.caching,
         **flags,
     )
