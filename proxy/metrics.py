@@ -169,11 +169,17 @@ class Metrics:
         )
         self.self_checks = counter(
             "seamark_self_check_total",
-            "Prompts continued from the cache and without it: equal answers, arithmetic noise, or different answers",
+            "Prompts continued from the cache and without it: equal answers, arithmetic noise, or different answers; "
+            "and why hints stay off beside the drafts of a worker",
             ["result"],
         )
-        for result in ("same", "noise", "differs"):
+        for result in ("same", "noise", "differs", "drafts", "drafts_worse", "no_hits", "no_counts"):
             self.self_checks.labels(result)
+        self.drafts = gauge(
+            "seamark_draft_gate",
+            "1 for what a worker that drafts makes of hints: trial, open, closed, on, off",
+            ["worker", "state"],
+        )
 
     def forget_worker(self, name: str) -> None:
         """Drop all series of a worker that is gone: an autoscaler makes new ones for ever."""

@@ -28,7 +28,7 @@ from engine_patches.commands.model_layers import (
 from engine_patches.families import RecurrentLayer, Shown
 from engine_patches.forward.layers import runs_whole_steps
 from engine_patches.kv_connectors import WITHOUT, ConnectorLane, Decision
-from engine_patches.scheduler import refusals
+from engine_patches.scheduler import draft_windows, refusals
 from engine_patches.scheduler.refusals import Refusal
 
 HERE, GPU = "here", "gpu"  # whose attention kernels decide the length of a block
@@ -301,6 +301,10 @@ def report(
         rows.append(("drafts", drafts))
     if refusal is not None:
         rows.append(("hints", f"refused: {refusal.cause}"))
+    elif drafts and settings.drafts() == settings.AUTO:
+        rows.append(
+            ("hints", f"on trial at first, then beside the drafts ({settings.DRAFTS}={settings.AT_ONCE}: at once)")
+        )
     yield cost.model
     for name, value in rows:
         yield f"  {name:<18}{value}"
@@ -340,7 +344,7 @@ def about(connector: Decision) -> Iterator[str]:
 
 def refusal_of(config: Any, cost: StateCost) -> Refusal | None:
     """Why hints would be refused under a `VllmConfig`, as far as it tells."""
-    if head_slides(config):
+    if head_slides(config) and not draft_windows.can_be_left_out():
         return Refusal(
             refusals.SPECULATIVE,
             "vLLM finds no prefix between cache blocks, since a layer of the draft head has a sliding window",

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from engine_patches import families, settings
+from engine_patches.commands import draft_trial
 from engine_patches.commands.model_layers import is_hybrid
 from engine_patches.commands.port import port_of, why_taken
 from engine_patches.config_file import read_config
@@ -113,8 +114,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         "prefix; SEAMARK_STATE_SHARE=0.5: part of the cache's blocks that states may hold; SEAMARK_PIN_SHARE=0.1: "
         "part that pinned prompts may hold; SEAMARK_HINTS_FROM: networks whose header x-seamark-boundaries is read; "
         "SEAMARK_REPORTS_AT=HOST:PORT: where gateways read what engines report, if not by the middleware; "
-        "SEAMARK_CHUNK_ENDS=1: states only at the ends of a kernel's chunks; SEAMARK_KV_EVENTS=blocks: KV events name "
-        "whole cache blocks, =0: all that vLLM announces.",
+        "SEAMARK_CHUNK_ENDS=1: states only at the ends of a kernel's chunks; SEAMARK_DRAFTS=1 or 0: hints beside drafts at "
+        "once, or never, and not when a trial has shown them to be right; SEAMARK_KV_EVENTS=blocks: KV events name whole "
+        "cache blocks, =0: all that vLLM announces.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="MODEL", help="folder or name; or first, or `model` in vLLM's --config FILE")
@@ -221,10 +223,6 @@ def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *,
     return f"{decision.reason}; {served}" if is_hybrid(config_of(model)) else None
 
 
-# Each begins a flag of vLLM that configures drafts.
-DRAFT_FLAGS = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
-
-
 def cannot_draft(model: str, given: Sequence[str], config: Mapping[str, Any] = {}) -> str | None:
     """Why vLLM on a CPU would end at the first prompt, as the model is a hybrid and is to draft; None if it would not.
 
@@ -232,8 +230,7 @@ def cannot_draft(model: str, given: Sequence[str], config: Mapping[str, Any] = {
     """
     from engine_patches.commands import explain
 
-    flags = (argument.partition("=")[0].partition(".")[0].lstrip("-") for argument in given if argument[:1] == "-")
-    if not any(flag.replace("_", "-") in DRAFT_FLAGS for flag in (*flags, *config)):
+    if not draft_trial.drafts(given, config):
         return None
     return explain.NO_DRAFTS_ON_A_CPU if is_hybrid(config_of(model)) else None
 
@@ -330,7 +327,9 @@ def main(argv: list[str]) -> int:
         from engine_patches.commands import explain as explaining
 
         return explaining.main(arguments, explain)
-    return serve(arguments, port_of(given, config))
+    port = port_of(given, config)
+    draft_trial.start(given, config, port)
+    return serve(arguments, port)
 
 
 def serve(arguments: Sequence[str], port: str) -> int:

@@ -54,15 +54,20 @@ Blocks = list[tuple[Any, bytes]]  # vLLM's KVCacheBlocks, each with the key that
 
 def leave_out(kv_cache_config: Any, vllm_config: Any) -> None:
     """Take the draft head's windowed groups of a scheduler's cache out of the lookup of prefixes."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
     if vllm_config.speculative_config is None or not getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         return
-    if not ledger.has_patch(KVCacheManager.get_computed_blocks, PATCH):  # this vLLM's lookup asks for all groups
+    if not can_be_left_out():
         return
     for group in kv_cache_config.kv_cache_groups:
         if _is_a_heads_window(group, vllm_config):
             group.kv_cache_spec = _copied(group.kv_cache_spec, left_out_spec())
+
+
+def can_be_left_out() -> bool:
+    """Whether this vLLM's lookup can leave a window out: 0.31's asks all groups."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    return ledger.has_patch(KVCacheManager.get_computed_blocks, PATCH)
 
 
 def put_back(scheduler: Any) -> None:

@@ -131,8 +131,22 @@ class Cures(NamedTuple):
         flags = f"{TOOL_FLAG} --tool-call-parser {parser}"
         return self.flag(flags, "for agents; `vllm serve --help=tool` lists parsers")
 
+    def trial(self) -> str:
+        """What ends a trial of hints beside speculative decoding."""
+        return _indented(
+            "# a gateway before it, or `seamark worker` alone, tries them in a minute without requests:",
+            f"seamark serve --worker http://127.0.0.1:{self.port}   # its log says how far it is",
+        )
+
+    def closed(self) -> str:
+        """What to do about hints that were closed beside speculative decoding."""
+        return _indented(
+            "curl -X POST http://127.0.0.1:8080/seamark/self-check/reset   # at the gateway: another trial",
+            "# or no --speculative-config; or as it is: vLLM alone caches. The gateway's log has the figures",
+        )
+
     def drafts(self) -> str:
-        """Hints beside speculative decoding."""
+        """Hints beside speculative decoding, without a trial."""
         way, name = self.found
         if way is Way.COMPOSE:
             service = name or "SERVICE"
@@ -156,7 +170,7 @@ class Cures(NamedTuple):
             lines = ["SEAMARK_DRAFTS=1 seamark worker ...   # in vLLM's environment, the rest as it is"]
         return _indented(
             *lines,
-            "# no GPU has shown this to be right yet: `seamark gpu-check` first; or leave --speculative-config out",
+            "# without it, hints are tried at each start; with it, at once and unseen: `seamark gpu-check` first",
         )
 
 

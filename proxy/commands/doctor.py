@@ -21,14 +21,15 @@ from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
+from proxy.fleet.draft_reports import PATH as EVENTS
 from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_id, models_in, read_metrics
 from proxy.fleet.reports import Reports
 from proxy.fleet.sleep import EngineAnswers
+from proxy.fleet.worker import CLOSED, OPEN, TRIAL
 from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import HINT, XARGS
 from proxy.observability.shadow import CURED
-from proxy.routing.engine_events import PATH as EVENTS
 from proxy.settings import Settings
 
 DEFAULTS = Settings.model_validate({})  # of a gateway
@@ -308,9 +309,17 @@ async def _drafts(
     if not setup.drafts:
         return []
     if info is None:
-        text = "speculative decoding is on: the plugin, too, gives hints beside it only with SEAMARK_DRAFTS=1"
-        return [Diagnosis(False, text, cures.drafts())]
-    if info.ahead:
+        return [Diagnosis(True, "speculative decoding is on: the plugin tries hints beside it at each start")]
+    if info.drafts == TRIAL:
+        text = "speculative decoding is on, and hints are on trial: nothing is kept for others before it is over"
+        return [Diagnosis(False, text, cures.trial())]
+    if info.drafts == CLOSED:
+        text = "speculative decoding is on, and hints beside it did not stand their trial"
+        return [Diagnosis(False, text, cures.closed())]
+    if info.drafts == OPEN:
+        ahead = f"they share {info.ahead} tokens past a state"
+        return [Diagnosis(True, f"speculative decoding is on, with hints, which stood their trial: {ahead}")]
+    if info.ahead and not info.refused:
         return [Diagnosis(True, f"speculative decoding is on, with hints: they share {info.ahead} tokens past a state")]
     if info.refused:
         cure = cures.drafts() if "SEAMARK_DRAFTS" in info.refused else None

@@ -233,8 +233,8 @@ def _recipe(recipe: str, model: str) -> str:
     needed = " \\\n".join(f"    {flag}" for flag in NEEDED)
     return f"""\
 # A recipe of spark-vllm-docker: ./run-recipe.sh {recipe} --solo
-# The last four flags are those by which Seamark's gateway sees and explains hits; add your model's own. No
-# --speculative-config: beside MTP hints need SEAMARK_DRAFTS=1.
+# The last four flags are those by which Seamark's gateway sees and explains hits; add your model's own.
+# Beside --speculative-config hints are on trial at each start.
 recipe_version: "1"
 name: {json.dumps("Seamark " + model)}
 description: vLLM with Seamark's plugin

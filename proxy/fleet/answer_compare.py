@@ -6,16 +6,18 @@ logprobs for the same text: what these differ in is arithmetic, or a wrong state
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from xxhash import xxh3_64_hexdigest
 
 from proxy.chat.chat import COMPLETIONS
 from proxy.chat.usage import usage_of
-from proxy.http.client import Upstream
+from proxy.http.client import Headers, Upstream
 from proxy.http.json_body import HINT, XARGS
 
 TOKENS = 16  # of a continuation
@@ -31,11 +33,24 @@ GRAIN_ERROR = 2e-5  # of a difference between two float32 logprobs
 # of the model's logits. Differences up to `LEAST` are any arithmetic's.
 NOISES, STEPS, LEAST = 3.0, 4.0, 1e-3
 
+RECENT = 32  # prompts whose noise counts
+
+# Prompts that were recomputed three times before an answer can be called different, where no two answers of an engine
+# are bit-equal: it may round at random, and three of one prompt may happen to lie close together.
+NOISY_PROMPTS = 2
+
+# How vLLM writes a token that it was asked to name by its id.
+ID_PREFIX = "token_id:"
+
 CheckResult = Literal["same", "noise", "differs"]
 
 
 class Unanswered(Exception):
     """The worker refused, or its answer cannot be compared. The message holds no prompt text."""
+
+    def __init__(self, why: str, status: int = 200) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 class ContinuedToken(NamedTuple):
@@ -57,6 +72,14 @@ class Continuation(NamedTuple):
 
     steps: tuple[ContinuedToken, ...]
     cached: int  # tokens of the prompt that came from the cache, by the engine
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens. Raises `Unanswered` if the worker did not name them by their ids."""
+        try:
+            return [int(step.token.removeprefix(ID_PREFIX)) for step in self.steps]
+        except ValueError:
+            raise Unanswered("no token ids") from None
 
     @property
     def hash(self) -> str:
@@ -87,34 +110,105 @@ class Judgement(NamedTuple):
     recomputed: Continuation  # the recomputed one nearest to it
 
 
-def completion_request(model: Any, prompt: Sequence[int], salt: str | None, hint: Sequence[int] = ()) -> bytes:
-    """The request whose answer is a continuation of `prompt`; `hint` holds positions in it, tokens."""
+class Noise:
+    """How far recomputed answers of one engine are apart, as far as it was looked at."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=RECENT)
+
+    def add(self, answers: Sequence[Continuation]) -> None:
+        """Some of one prompt, two at least."""
+        self._seen.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
+
+    @property
+    def largest(self) -> float:
+        """Difference of a logprob between two of one prompt; 0 if none was seen."""
+        return max(self._seen, default=0.0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is a bound: all answers of an engine are bit-equal, or several prompts were looked at."""
+        return not self.largest or len(self._seen) >= NOISY_PROMPTS
+
+    def clear(self) -> None:
+        """The engine is another one."""
+        self._seen.clear()
+
+    async def learn(
+        self, prompt: Sequence[int], recomputed: Callable[[Sequence[int]], Awaitable[Continuation]]
+    ) -> None:
+        """Look at more prompts, beginnings of this one, until it is known.
+
+        `recomputed` answers one of them anew.
+        """
+        for part in range(2, NOISY_PROMPTS + 2):
+            if self.is_known:
+                return
+            shorter = prompt[: max(1, len(prompt) * (part - 1) // part)]
+            answers = [await recomputed(shorter) for _ in range(3)]
+            if not any(answer.cached for answer in answers):
+                self.add(answers)
+
+
+def completion_request(
+    model: Any,
+    prompt: Sequence[int],
+    salt: str | None,
+    hint: Sequence[int] = (),
+    *,
+    tokens: int = TOKENS,
+    more: Mapping[str, Any] = {},
+    **fields: Any,
+) -> bytes:
+    """The request whose answer is a continuation of `prompt` by so many tokens; `hint` holds positions in it, tokens.
+
+    `more`: what the engine is told beside the hint. `fields`: outermost ones of the request.
+    """
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
         "temperature": 0,
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "ignore_eos": True,
         "logprobs": TOP,
         "return_tokens_as_token_ids": True,
+        **fields,
     }
     if salt is not None:
         body["cache_salt"] = salt
-    if hint:
-        body[XARGS] = {HINT: list(hint)}
+    if hint or more:
+        body[XARGS] = {HINT: list(hint), **more} if hint else dict(more)
     return json.dumps(body).encode()
 
 
-async def continuation(upstream: Upstream, url: str, request: bytes, timeout: float) -> Continuation:
+async def continuation(
+    upstream: Upstream, url: str, request: bytes, timeout: float, headers: Headers = ()
+) -> Continuation:
     """The answer of the worker at `url` to a `completion_request`; `timeout` in seconds.
 
     Raises `Unanswered`, `Unreachable` or `Broken`.
     """
-    status, raw = await upstream.fetch("POST", url + COMPLETIONS, request, timeout)
+    return read_continuation(await answer_to(upstream, url, request, timeout, headers))
+
+
+async def answer_to(upstream: Upstream, url: str, request: bytes, timeout: float, headers: Headers = ()) -> Any:
+    """The JSON that the worker at `url` answers to a request for a completion; `timeout` in seconds.
+
+    `headers`: beside the gateway's own. Raises `Unanswered`, `Unreachable` or `Broken`.
+    """
+    more = {"headers": headers} if headers else {}
+    status, raw = await upstream.fetch("POST", url + COMPLETIONS, request, timeout, **more)
     if status != 200:
-        raise Unanswered(f"status {status}")
+        raise Unanswered(f"status {status}", status)
     try:
-        answer = json.loads(raw)
+        return json.loads(raw)
+    except ValueError:
+        raise Unanswered("no JSON") from None
+
+
+def read_continuation(answer: Any) -> Continuation:
+    """The continuation in an answer. Raises `Unanswered`."""
+    try:
         usage, logprobs = usage_of(answer), answer["choices"][0]["logprobs"]
         steps = tuple(map(ContinuedToken, logprobs["tokens"], logprobs["top_logprobs"]))
     except (ValueError, KeyError, TypeError, IndexError):
@@ -122,6 +216,27 @@ async def continuation(upstream: Upstream, url: str, request: bytes, timeout: fl
     if usage is None or usage.cached is None or not steps or not all(step.top for step in steps):
         raise Unanswered("no cached tokens, or no logprobs")
     return Continuation(steps, usage.cached)
+
+
+def scored(answer: Any, ids: Sequence[int]) -> Continuation:
+    """The last tokens of a prompt that was sent with `prompt_logprobs`, as if they had been generated.
+
+    `ids`: of these tokens. Raises `Unanswered` if the worker gives no logprobs of them.
+    """
+    try:
+        entries = answer["choices"][0]["prompt_logprobs"][-len(ids) :]
+        ranked = [{f"{ID_PREFIX}{name}": float(each["logprob"]) for name, each in entry.items()} for entry in entries]
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError):
+        raise Unanswered("no logprobs of the prompt") from None
+    tokens = [f"{ID_PREFIX}{each}" for each in ids]
+    if len(ranked) != len(ids) or not all(token in top for token, top in zip(tokens, ranked, strict=True)):
+        raise Unanswered("no logprobs of the prompt")
+    return Continuation(tuple(map(ContinuedToken, tokens, ranked)), 0)
+
+
+def bound_of(noise: float, recomputed: Sequence[Continuation]) -> float:
+    """The largest difference that counts as noise beside these answers; `noise`: between two recomputed ones."""
+    return max(LEAST, NOISES * noise, STEPS * max(each.grain for each in recomputed))
 
 
 def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], noise: float) -> Judgement:
@@ -134,7 +249,7 @@ def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], no
         for one in cached
     ]
     off, worst, nearest = max(pairs, key=lambda pair: pair[0].error)
-    bound = max(LEAST, NOISES * noise, STEPS * max(each.grain for each in recomputed))
+    bound = bound_of(noise, recomputed)
     result: CheckResult = "same" if off.error <= LEAST else "noise" if off.error <= bound else "differs"
     return Judgement(result, off, noise, bound, worst, nearest)
 

@@ -21,7 +21,7 @@ from proxy.fleet.model_names import chosen_for, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import DRAFT_STATES, Worker
 from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
@@ -295,6 +295,7 @@ class WorkerPool:
             present[url].up = False
             for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
                 gauge.remove(present[url].name)
+            self._metrics.drafts.remove_by_labels({"worker": present[url].name})
             self._checks.pop(url, None)
             if present[url].address not in {name.partition("#")[0] for name in wanted}:
                 self._upstream.trust(present[url].address, None)
@@ -335,6 +336,11 @@ class WorkerPool:
             words = f"its health check fails ({type(error).__name__})"
         if worker in self.workers:
             self._set_up(worker, up, words)
+
+    async def prepare_late(self, worker: Worker) -> None:
+        """Warm a worker up that takes hints only now, beside its requests."""
+        if self._settings.replay_seconds:
+            self._spawn(self._prepare(worker))
 
     async def _prepare(self, worker: Worker) -> None:
         """Warm the worker up, within `replay_seconds`."""
@@ -379,6 +385,9 @@ class WorkerPool:
                 self._spawn(self._prepare(worker))
         if worker in self.workers:  # else it was removed meanwhile, with its series
             self._metrics.engine_patched.labels(worker.name).set(probed.metrics.engine is not None)
+            if worker.draft_state:
+                for state in DRAFT_STATES:
+                    self._metrics.drafts.labels(worker.name, state).set(state == worker.draft_state)
         if worker.engine is not None:
             await self._learn_templates(worker)
         return probed.words

@@ -12,12 +12,11 @@ and take room from theirs, so between two requests of clients they fill a small 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cachetools import FIFOCache
 from xxhash import xxh3_64_hexdigest
@@ -31,16 +30,21 @@ from proxy.fleet import worker_metrics
 from proxy.fleet.answer_compare import (
     Continuation,
     Judgement,
+    Noise,
     Unanswered,
+    bound_of,
     completion_request,
     continuation,
-    distance,
     judge,
 )
+from proxy.fleet.draft_gates import DraftGates
+from proxy.fleet.draft_prompts import TrialPrompt
+from proxy.fleet.draft_trial import DRAFTS, Asker
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
+from proxy.fleet.idle_turns import IdleTurns, allowance
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.worker import Worker, fresh_salt, prompt_of
+from proxy.fleet.worker import ON, OPEN, Worker, fresh_salt, prompt_of
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
 from proxy.idle_work import IdleWork
@@ -51,8 +55,6 @@ logger = logging.getLogger("seamark.self_check")
 
 POLL_SECONDS = 0.25  # between two searches for an idle worker
 
-IDLE_SECONDS = 3.0  # that a worker is without a request before a check
-
 # Seconds of rest for each second of a check, which so takes at most a fiftieth of a worker's idle time. A new worker
 # rests less, because most causes of wrong answers are there from the start.
 REST, REST_AT_FIRST = 49.0, 9.0
@@ -61,32 +63,35 @@ FIRST = 16  # checks of a new worker
 
 CHECK_SECONDS = 120.0  # for a check; then the worker is left alone
 
-# Part of the cache that recomputed prompts may take between two requests of clients, 0 to 1.
-CACHE_SHARE = 1 / 16
-
 MOST_RECOMPUTED = 3  # times that one comparison may compute a prompt
-
-# Checks without a client's request between them; after that, an unused worker is left alone.
-MOST_IN_A_ROW = 16
 
 REMEMBERED = 256  # prompts that were checked
 
-RECENT = 32  # checks whose noise counts
+# Of a worker that drafts: each so manyth check also asks what the engine says without drafts.
+WITHOUT_DRAFTS = 8
+
+TRIAL_SECONDS = 300.0  # for one prompt of a trial
+
+MOST_OF_CLIENTS = 4  # prompts in a trial
+
+MOST_TRIED = 2048  # tokens of one of them
 
 
 @dataclass
-class _Watched:
+class _Watched(IdleTurns):
     """What is known of a worker here."""
 
-    dispatched: int = -1
-    busy_at: float = 0.0  # time.monotonic() when it last had a request
-    next_at: float = 0.0  # time.monotonic() before which there is no check
-    in_a_row: int = 0
     checks: int = 0  # since it started, or was last quarantined
-    recomputed: int = 0  # tokens, since the last request of a client
     boot: str = ""
-    left: asyncio.Future[None] | None = None  # while it is checked: done when a client comes
-    noises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of this boot
+    noise: Noise = field(default_factory=Noise)  # of this boot
+
+
+class _Cut(NamedTuple):
+    """What is replayed of a client's prompt."""
+
+    prompt: Sequence[int]
+    hint: Sequence[int]  # tokens
+    salt: str | None
 
 
 class SelfCheck(Part):
@@ -104,10 +109,12 @@ class SelfCheck(Part):
         metrics: Metrics,
         idle: IdleWork,
         distrust: Callable[[Worker], None],
+        opened: Callable[[Worker], Awaitable[None]] | None = None,
     ) -> None:
         """`warmup` has the prompts to check, `stored` the responses that these continue.
 
-        `distrust` is called for a worker whose answers differ: nothing that it held can be used any more.
+        `distrust` is called for a worker whose answers differ: nothing that it held can be used any more. `opened` is
+        awaited once hints are in use at a worker whose drafts were on trial.
         """
         self._interval = settings.self_check_interval
         self._most_tokens = settings.self_check_tokens
@@ -121,6 +128,7 @@ class SelfCheck(Part):
         self._results = metrics.self_checks
         self._idle = idle
         self._watched: dict[str, _Watched] = {}
+        self.gates = DraftGates(upstream, metrics.self_checks, settings.silence_timeout, opened)
         self._checked_at: FIFOCache[tuple[str, bytes], float] = FIFOCache(REMEMBERED)  # by boot and key of the prefix
         self.checked = 0  # prompts judged
         self.differs = 0  # of them, beyond the noise
@@ -139,6 +147,7 @@ class SelfCheck(Part):
         """An operator has watched to it: hints go out again."""
         for worker in self._pool.workers:
             worker.cache.restore()
+            self.gates.reset(worker)
         logger.warning("hints are on again, by an operator")
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
@@ -146,37 +155,64 @@ class SelfCheck(Part):
         watched = self._watched.get(worker.url)
         if change is Change.REMOVED:
             self._watched.pop(worker.url, None)
-        elif change is Change.GIVEN and watched is not None and watched.left is not None and not watched.left.done():
-            watched.left.set_result(None)
+            self.gates.forget(worker)
+        elif change is Change.GIVEN and watched is not None:
+            watched.client_came()
 
     async def run(self) -> None:
         """Check idle workers, for ever."""
         while self._interval:
             await asyncio.sleep(POLL_SECONDS)
             for worker in self._pool.workers:
-                if self._is_due(worker):
-                    try:
+                try:
+                    is_due = self._is_due(worker)
+                    if self.gates.wants(worker):
+                        await self._try_drafts(worker, self._watched[worker.url])
+                    elif is_due:
                         await self._check(worker, self._watched[worker.url])
-                    except Exception as error:  # the kind alone: the message might hold prompt text
-                        logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
+                except Exception as error:  # the kind alone: the message might hold prompt text
+                    logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
 
     def _is_due(self, worker: Worker) -> bool:
-        now, watched = time.monotonic(), self._watched.setdefault(worker.url, _Watched())
-        if worker.dispatched != watched.dispatched:
-            watched.dispatched, watched.busy_at, watched.in_a_row, watched.recomputed = worker.dispatched, now, 0, 0
-        if worker.inflight:
-            watched.busy_at = now
+        watched = self._watched.setdefault(worker.url, _Watched())
+        watched.look(worker)
         if worker.boot != watched.boot:
             watched.boot, watched.checks = worker.boot, 0
-            watched.noises.clear()
+            watched.noise.clear()
         fit = worker.up and worker.engine is not None and not worker.warming and worker.cache.cache_allowed
-        idle = now - watched.busy_at >= IDLE_SECONDS and now >= watched.next_at
-        return fit and idle and watched.in_a_row < MOST_IN_A_ROW and watched.recomputed < self._allowance(worker)
+        return fit and watched.is_idle and watched.has_room(worker)
 
-    def _allowance(self, worker: Worker) -> float:
-        """Tokens that may be recomputed between two requests of clients."""
-        tokens = worker.probed.metrics.cache_tokens
-        return tokens * CACHE_SHARE if tokens else float("inf")
+    async def _try_drafts(self, worker: Worker, watched: _Watched) -> None:
+        """One prompt of the trial that each engine with drafts has, once, before hints are used there.
+
+        It needs no rest: the whole trial takes some times ten seconds. A client's request ends the prompt, which is
+        asked anew; a worker that is never idle is tried beside its clients.
+        """
+
+        async def clients() -> Sequence[TrialPrompt]:
+            return await self._hottest(worker)
+
+        if watched.is_idle:
+            await self._idle.lull()
+            if worker.dispatched != watched.dispatched or await self._is_used(worker):
+                watched.busy_at = time.monotonic()
+                return
+            await watched.take(self.gates.step(worker, clients), TRIAL_SECONDS)
+        elif self.gates.is_overdue(worker):
+            async with asyncio.timeout(TRIAL_SECONDS):
+                await self.gates.step(worker, clients, beside=True)
+
+    async def _hottest(self, worker: Worker) -> list[TrialPrompt]:
+        """Prompts of clients for a trial."""
+        prompts = []
+        for replay in self._warmup.hottest(worker.names.templates)[:MOST_OF_CLIENTS]:
+            try:
+                cut = await self._cut(worker, replay, min(MOST_TRIED, self._most_tokens), on_trial=True)
+            except (RenderFailed, BadRequest, Unreachable, Broken):
+                continue
+            if cut is not None and cut.hint:
+                prompts.append(TrialPrompt("client", cut.prompt, min(cut.hint[-1], len(cut.prompt) - 1)))
+        return prompts
 
     async def _check(self, worker: Worker, watched: _Watched) -> None:
         """Judge one prompt, unless a client's request comes meanwhile."""
@@ -186,18 +222,12 @@ class SelfCheck(Part):
         await self._idle.lull()
         if worker.dispatched != watched.dispatched:
             return
-        began = time.monotonic()
-        left = watched.left = asyncio.get_running_loop().create_future()
-        checking = asyncio.create_task(self._judge(worker, replay, watched))
+        began, verdict = time.monotonic(), None
         try:
-            await asyncio.wait((checking, left), timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            verdict = checking.result() if checking.done() else None
+            verdict = await watched.take(self._judge(worker, replay, watched), CHECK_SECONDS)
         except (Unanswered, RenderFailed, BadRequest, Unreachable, Broken, ExceptionGroup) as error:
             logger.info("self-check of worker %s: not judged (%s)", worker.name, type(error).__name__)
-            verdict = None
         finally:
-            checking.cancel()  # and with it its requests: the engine is free once its running step is finished
-            watched.left = None
             took = time.monotonic() - began
             rest = REST if watched.checks >= FIRST else REST_AT_FIRST
             watched.next_at = time.monotonic() + max(self._interval, rest * took)
@@ -218,23 +248,20 @@ class SelfCheck(Part):
 
     async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Judgement | None:
         """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
-        _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=self._timeout)
-        if worker_metrics.read(metrics.decode(errors="replace")).requests:
-            return None  # another gateway's clients
-        body = {**parse_object(replay.raw, *self._limits), **replay.put}
-        chat = chat_in(replay.endpoint, body, self._stored)
-        if chat is None or chat.media:
+        if await self._is_used(worker):
             return None
-        most = int(min(self._most_tokens, self._allowance(worker) / MOST_RECOMPUTED))
-        ids = (await prompt_of(chat, worker)).ids()
-        prompt = ids[:most]
-        hint = sorted(at for at in set(resolve(worker.hint(replay.found), ids)) if 0 < at <= len(prompt))
-        salt = worker.cache.salt(body) or body.get("cache_salt")
-        verdict = None
+        most = int(min(self._most_tokens, allowance(worker) / MOST_RECOMPUTED))
+        cut = await self._cut(worker, replay, most)
+        if cut is None:
+            return None
+        verdict, prompt = None, cut.prompt
         for _ in range(2):
-            verdict = await self._compare(worker, replay.model, prompt, salt, hint, watched)
+            verdict = await self._compare(worker, replay.model, cut, watched)
             if verdict is None or verdict.result != "differs":
                 break
+        drafts = worker.draft_state in (OPEN, ON) and watched.checks % WITHOUT_DRAFTS == WITHOUT_DRAFTS - 1
+        if drafts and verdict is not None and verdict.result != "differs":
+            await self._compare_without_drafts(worker, replay.model, cut, verdict)
         if verdict is not None and verdict.result == "differs":
             logger.error(
                 "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than recomputed: "
@@ -250,16 +277,37 @@ class SelfCheck(Part):
             )
         return verdict
 
-    async def _compare(
-        self,
-        worker: Worker,
-        model: str,
-        prompt: Sequence[int],
-        salt: str | None,
-        hint: Sequence[int],
-        watched: _Watched,
-    ) -> Judgement | None:
-        async def ask(salt: str | None, hint: Sequence[int] = ()) -> Continuation:
+    async def _is_used(self, worker: Worker) -> bool:
+        """Whether others than this gateway's clients have requests there, too."""
+        _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=self._timeout)
+        return worker_metrics.read(metrics.decode(errors="replace")).requests > 0
+
+    async def _cut(self, worker: Worker, replay: WarmupRequest, most: int, *, on_trial: bool = False) -> _Cut | None:
+        """The first `most` tokens of a client's prompt; None if that is not all text. Raises what rendering does."""
+        body = {**parse_object(replay.raw, *self._limits), **replay.put}
+        chat = chat_in(replay.endpoint, body, self._stored)
+        if chat is None or chat.media:
+            return None
+        ids = (await prompt_of(chat, worker)).ids()
+        prompt = ids[:most]
+        entries = worker.hint(replay.found, on_trial=on_trial)
+        hint = sorted(at for at in set(resolve(entries, ids)) if 0 < at <= len(prompt))
+        return _Cut(prompt, hint, worker.cache.salt(body) or body.get("cache_salt"))
+
+    async def _compare_without_drafts(self, worker: Worker, model: str, cut: _Cut, verdict: Judgement) -> None:
+        """Hold the answer from the cache against the engine without drafts, and close hints if it is another one."""
+        asker = Asker(self._upstream, worker, model, "own-check", self._timeout)
+        for _ in range(2):
+            off = await asker.without_drafts(cut.prompt, [verdict.cached])
+            if off <= max(verdict.bound, bound_of(verdict.noise, [verdict.cached])):
+                return
+        logger.error("worker %s: beside drafts, logprobs are off by %.3g from those without", worker.name, off)
+        self.gates.close(worker, DRAFTS)
+
+    async def _compare(self, worker: Worker, model: str, cut: _Cut, watched: _Watched) -> Judgement | None:
+        prompt, hint, salt = cut
+
+        async def ask(salt: str | None, hint: Sequence[int] = (), prompt: Sequence[int] = prompt) -> Continuation:
             request = completion_request(model, prompt, salt, hint)
             return await continuation(self._upstream, worker.address, request, self._timeout)
 
@@ -273,18 +321,27 @@ class SelfCheck(Part):
         if not cached:
             return None
         # Cut where the cached one was cut; mostly this one answer is enough.
-        cut = [cached[0].cached]
-        answers = [await recomputed(cut)]
+        at = [cached[0].cached]
+        answers = [await recomputed(at)]
         if not answers[0].cached and (verdict := judge(cached, answers, 0.0)).result == "same":
             return verdict
         # Two in one batch, one of them cut: the same sums in other shapes, which round differently.
         async with asyncio.TaskGroup() as group:
-            batch = [group.create_task(recomputed(cut)), group.create_task(recomputed())]
+            batch = [group.create_task(recomputed(at)), group.create_task(recomputed())]
         answers += [task.result() for task in batch]
         if any(answer.cached for answer in answers):
             return None
-        watched.noises.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
-        return judge(cached, answers, max(watched.noises))
+        watched.noise.add(answers)
+        verdict = judge(cached, answers, watched.noise.largest)
+        if verdict.result == "differs" and not watched.noise.is_known:
+
+            async def shorter(part: Sequence[int]) -> Continuation:
+                watched.recomputed += len(part)
+                return await ask(fresh_salt(), at if at[0] < len(part) else (), part)
+
+            await watched.noise.learn(prompt, shorter)
+            verdict = judge(cached, answers, watched.noise.largest)
+        return verdict
 
     def _settle(self, worker: Worker, verdict: Judgement, watched: _Watched) -> None:
         self.checked += 1

@@ -117,6 +117,22 @@ class CacheQuarantine:
         return given + (self._salt if self.cache_allowed else fresh_salt())
 
 
+class DraftGate(NamedTuple):
+    """Whether hints are in use beside an engine's drafts, as its feed says."""
+
+    state: str  # of `DRAFT_STATES`
+    id: str  # of the engine process, by which it knows a verdict that is meant for it
+    why: str  # if they are not in use; empty on trial
+    read_at: float  # time.perf_counter()
+
+
+# On trial, states are kept for trial requests alone. With the setting at 1 or 0, hints are on or off from the start.
+TRIAL, OPEN, CLOSED, ON, OFF = "trial", "open", "closed", "on", "off"
+DRAFT_STATES = (TRIAL, OPEN, CLOSED, ON, OFF)
+
+_HINTED = frozenset({"", OPEN, ON})  # empty: without drafts, or of an older plugin
+
+
 class Load(NamedTuple):
     """What a worker has to do, as a gateway counts it."""
 
@@ -185,6 +201,7 @@ class Worker:
     warming: bool = False  # prefixes are replayed on it; it gets requests only if no other worker can take them
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
+    draft_gate: DraftGate | None = None  # as its feed said last, since it started
     others: Load = NO_LOAD  # what other gateways have there, as the worker's plugin tells; none if it does not
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began
@@ -237,6 +254,12 @@ class Worker:
         return self.probed.metrics.drafts and self.probed.metrics.engine is None
 
     @property
+    def draft_state(self) -> str:
+        """Of `DRAFT_STATES`, by what was heard last; empty without drafts, or from an older plugin."""
+        told, gate = self.engine.drafts if self.engine is not None else "", self.draft_gate
+        return gate.state if gate is not None and gate.read_at >= self.probed.at else told
+
+    @property
     def step_times(self) -> StepTimes:
         """How long its engine's steps take."""
         return self.probed.metrics.step_times
@@ -259,14 +282,16 @@ class Worker:
     @property
     def takes_hints(self) -> bool:
         """Whether states can be kept on it, and may be."""
-        return self.engine is not None and not self.refused and self.cache.hints_allowed
+        ready = self.engine is not None and not self.refused and self.draft_state in _HINTED
+        return ready and self.cache.hints_allowed
 
-    def hint(self, found: Found | None) -> tuple[Entry, ...]:
+    def hint(self, found: Found | None, *, on_trial: bool = False) -> tuple[Entry, ...]:
         """The hint that it gets; an older plugin takes positions only, so just what was told of this very head.
 
-        A worker that renders by another template than the one whose facts were used gets none.
+        A worker that renders by another template than the one whose facts were used gets none. `on_trial`: of a request
+        that tries whether it may get any.
         """
-        if found is None or self.engine is None or not self.takes_hints:
+        if found is None or self.engine is None or not (self.takes_hints or on_trial):
             return ()
         if found.renderer_id not in self.renderer_ids.values():
             return ()
@@ -290,6 +315,7 @@ class Worker:
         self.mute_models.clear()
         self.renderer.forget_routes()
         self.takes_any_name = None
+        self.draft_gate = None
 
     def answered(self) -> None:
         """It began to answer a request."""

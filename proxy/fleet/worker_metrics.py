@@ -57,6 +57,7 @@ class EngineInfo:
     lane: str = ""  # how states are kept beside them
     refused: str = ""  # why it keeps no state for any hint; empty if hints count
     reports: str | None = None  # HOST:PORT where its reports are read, empty if only by its middleware; None: older
+    drafts: str = ""  # whether hints are in use beside its drafts: `worker.DRAFT_STATES`; empty: none, or older
 
     @cached_property
     def takes_entries(self) -> bool:
@@ -193,5 +194,5 @@ def _engine(labels: dict[str, str]) -> EngineInfo:
         raise ValueError("a match unit has a token at least")
     ahead = int(labels.get("ahead", 0))  # an older plugin refuses hints beside drafts
     cause = " ".join(labels.get("refused", "").split())[:MOST_CAUSE]
-    beside = labels.get("connector", ""), labels.get("lane", ""), cause, labels.get("reports")
+    beside = labels.get("connector", ""), labels.get("lane", ""), cause, labels.get("reports"), labels.get("drafts", "")
     return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]), ahead, *beside)

@@ -176,17 +176,21 @@ class Upstream:
             raise _broken(error) from error
         return Answer(response)
 
-    async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
+    async def fetch(
+        self, method: str, url: str, body: bytes = b"", timeout: float | None = None, headers: Headers = ()
+    ) -> tuple[int, bytes]:
         """The status and the whole body of one of the gateway's own requests; `timeout` in seconds for each read."""
-        answer = await self.ask(method, url, body, timeout)
+        answer = await self.ask(method, url, body, timeout, headers)
         try:
             return answer.status, await answer.read()
         finally:
             answer.close()
 
-    async def ask(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> Answer:
+    async def ask(
+        self, method: str, url: str, body: bytes = b"", timeout: float | None = None, headers: Headers = ()
+    ) -> Answer:
         """The answer to one of the gateway's own requests, to be read and closed, as `fetch`."""
-        headers = [*self.own_headers, *([(b"content-type", b"application/json")] if body else [])]
+        headers = [*self.own_headers, *headers, *([(b"content-type", b"application/json")] if body else [])]
         try:
             return await self.send(method, url, headers, body, read_timeout=timeout)
         except Stale:

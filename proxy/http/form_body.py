@@ -11,10 +11,10 @@ from email.message import Message
 
 from proxy.errors import BadRequest
 from proxy.http.asgi import HeaderList
-from proxy.http.json_body import HINT, LOAD, PIN, TRANSFERS, XARGS
+from proxy.http.json_body import HINT, LOAD, PIN, TRANSFERS, TRIAL, VERDICT, XARGS
 
 # In JSON, a name may be written with escapes.
-_NAMES = (HINT, PIN, LOAD, *TRANSFERS)
+_NAMES = (HINT, PIN, LOAD, TRIAL, VERDICT, *TRANSFERS)
 _FORBIDDEN = re.compile("|".join((*map(re.escape, _NAMES), r"\\u00[0-9A-Fa-f]{2}")).encode())
 
 _CHARSET = re.compile(rb"charset[^;=]*=?([^;]*)")

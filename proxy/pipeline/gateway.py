@@ -93,8 +93,19 @@ class Gateway:
         self.pinned = shelf.put(PinnedPrompts(settings, self.pool, self.keys, reader, replayer))
         shelf.put(WarmUp(self.warmup, replayer, self.accounting, metrics))
         self.self_check = shelf.put(
-            SelfCheck(settings, self.pool, self.warmup, reader.stored, self.upstream, metrics, idle, self._distrust)
+            SelfCheck(
+                settings,
+                self.pool,
+                self.warmup,
+                reader.stored,
+                self.upstream,
+                metrics,
+                idle,
+                self._distrust,
+                self.pool.prepare_late,
+            )
         )
+        events.on_drafted = self.self_check.gates.count
         self.prefill_pool: WorkerPool | None = None
         prefills = None
         if settings.prefill_worker:

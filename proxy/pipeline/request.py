@@ -23,7 +23,19 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
+from proxy.http.json_body import (
+    HINT,
+    LOAD,
+    NOTHING,
+    PIN,
+    TRANSFERS,
+    TRIAL,
+    VERDICT,
+    XARGS,
+    Memory,
+    with_fields,
+    with_hint,
+)
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import RememberedRequest
@@ -42,7 +54,7 @@ CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every eve
 OWN_TIME = b"x-seamark-overhead-ms"
 
 # In `vllm_xargs`, beside the hint, which is replaced.
-NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})
+NOT_FROM_CLIENTS = frozenset({PIN, LOAD, TRIAL, VERDICT, *TRANSFERS})
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
 SESSION_HEADERS = (

@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
+from proxy.fleet.draft_reports import PATH, Accepted, drafted_in, gate_in
 from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
@@ -28,8 +29,6 @@ from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.engine_events")
-
-PATH = "/seamark/outcomes"
 
 TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
 
@@ -40,6 +39,8 @@ PIN_PATIENCE = 10.0  # seconds to wait for what became of a pin; nothing but the
 SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
+
+OWN = "own-"  # begins the names of the gateway's own requests
 
 MAX_BOOTS = 64  # remembered of one worker; several API servers are told by boots that come again
 
@@ -99,6 +100,7 @@ class _FeedReader:
     outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
     pins: dict[str, asyncio.Future[str]] = field(default_factory=dict)  # asked for, by request id
+    hits: OrderedDict[str, bool] = field(default_factory=OrderedDict)  # of requests that still run, by their ids
     wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for an outcome
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
@@ -136,6 +138,8 @@ class EngineEvents(Part):
         self._feeds: dict[str, _FeedReader] = {}
         # Called with a request's identity, the tokens of its prompt that are computed, and whether all boundaries are.
         self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
+        # Called with the drafts of a finished request, and whether that had a hit.
+        self.on_drafted: Callable[[Worker, Accepted, bool], None] = lambda *_: None
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
@@ -318,15 +322,25 @@ class EngineEvents(Part):
         for name, asked in feed.pins.items():
             if not asked.done() and (name in fates or not tells_pins):
                 asked.set_result(fates.get(name, ""))
+        drafted = drafted_in(events)
+        worker.draft_gate = gate_in(events)
         for outcomes in batched(events["outcomes"], STEP_EVENTS):
-            for request_id, reason, _ in outcomes:
+            for request_id, reason, cached in outcomes:
+                if drafted is not None and not request_id.startswith(OWN):
+                    feed.hits[request_id] = cached > 0
                 feed.outcomes[request_id] = EngineOutcome(str(reason), *said.get(request_id, ()))
                 feed.outcomes.move_to_end(request_id)
                 if request_id in feed.waiting:
                     _resolve(feed, request_id)
             yield
-        while len(feed.outcomes) > MAX_OUTCOMES:
-            feed.outcomes.popitem(last=False)
+        for finished in batched((drafted or {}).items(), STEP_EVENTS):
+            for request_id, accepted in finished:
+                if (is_hit := feed.hits.pop(request_id, None)) is not None:
+                    self.on_drafted(worker, accepted, is_hit)
+            yield
+        for kept in (feed.outcomes, feed.hits):
+            while len(kept) > MAX_OUTCOMES:
+                kept.popitem(last=False)
         feed.boot, feed.cursor = boot, int(events["cursor"])
         feed.load = Load(*map(int, events["load"])) if feed.follows and "load" in events else None
         worker.others = feed.load or Load()

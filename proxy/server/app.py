@@ -181,9 +181,9 @@ def _with_pages(
     async def status() -> dict[str, Any]:
         await gateway.idle.caught_up()
         return {
-            "workers": [worker_status(worker, gateway.facts) for worker in gateway.pool.workers],
+            "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
             "prefill_workers": [
-                worker_status(worker, gateway.facts)
+                worker_status(worker, gateway)
                 for worker in (gateway.prefill_pool.workers if gateway.prefill_pool is not None else ())
             ],
             "directory_entries": len(gateway.prefix_index),

@@ -6,9 +6,8 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
-from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import TRIAL, Worker
 from proxy.fleet.worker_metrics import ENTRIES_SINCE
 from proxy.observability.reasons import REASON_TEXT
 
@@ -49,7 +48,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "day": [[sums.prompt, sums.shareable, sums.came] for sums in sums.by_ten_minutes()],
         "inflight": sum(worker.inflight for worker in pool),
         "queued": len(gateway.queue),
-        "workers": [worker_status(worker, gateway.facts) for worker in pool],
+        "workers": [worker_status(worker, gateway) for worker in pool],
         "keys": gateway.accounting.key_usage.as_json(),
         "prefixes": gateway.pinned.as_json(),
         "redis": redis_status(gateway),
@@ -59,8 +58,9 @@ def live(gateway: Gateway) -> dict[str, Any]:
     }
 
 
-def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
+def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
     """One worker, for both pages; `templates` by model: what is known of its chat template by now."""
+    facts = gateway.facts
     return {
         "url": worker.url,
         "name": worker.name,
@@ -77,12 +77,20 @@ def worker_status(worker: Worker, facts: FactsLearner) -> dict[str, Any]:
         "frontend": worker.probed.frontend._asdict(),
         "reports": {"url": worker.probed.reports.url, "why_not": worker.probed.reports.why_not},
         "models": [entry.get("id") for entry in worker.probed.models],
+        "drafts": drafts_status(worker, gateway),
         "engine": asdict(worker.engine) if worker.engine is not None else None,
         "templates": {
             model: template_status(facts.facts(renderer_id) if (renderer_id := worker.renderer_id(model)) else None)
             for model in sorted(worker.names.templates)
         },
     }
+
+
+def drafts_status(worker: Worker, gateway: Gateway) -> dict[str, str] | None:
+    """Whether hints are in use beside a worker's drafts, and how far its trial is; None if it does not draft."""
+    if not (state := worker.draft_state):
+        return None
+    return {"state": state, "trial": gateway.self_check.gates.words(worker)}
 
 
 def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
@@ -142,6 +150,7 @@ def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
     sentences = [_refusing(worker) for worker in up if worker.refused]
+    sentences += [_on_trial(worker, gateway) for worker in up if worker.draft_state == TRIAL]
     sentences += [_unread(worker) for worker in up if worker.probed.reports.why_not]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
@@ -180,10 +189,20 @@ def _refusing(worker: Worker) -> str:
     return f"Worker {worker.name} gets no hints: {worker.refused}."
 
 
+def _on_trial(worker: Worker, gateway: Gateway) -> str:
+    if not gateway.settings.self_check_interval:
+        return (
+            f"Worker {worker.name} drafts, and its hints stay on trial: this gateway checks nothing "
+            "(self_check_interval is 0)."
+        )
+    so_far = gateway.self_check.gates.words(worker)
+    return f"Worker {worker.name} drafts: hints are off until its trial is over{f' ({so_far})' if so_far else ''}."
+
+
 def _drafting(worker: Worker) -> str:
     return (
-        f"Worker {worker.name} drafts: what the plugin would save is counted as with SEAMARK_DRAFTS=1 in vLLM's "
-        "environment, without which it refuses hints beside speculative decoding."
+        f"Worker {worker.name} drafts: what the plugin would save is counted as with hints beside that, which it gives "
+        "once they have stood a trial at each start."
     )
 
 

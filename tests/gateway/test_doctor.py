@@ -19,6 +19,7 @@ from proxy.commands import doctor
 from proxy.commands.cures import Cures
 from proxy.commands.ways import FoundWay, Way
 from tests.harness.api_keys import entry, secret
+from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import engine_info
 from tests.harness.gateways import start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
@@ -106,6 +107,24 @@ def test_what_the_plugin_says_of_refused_hints_is_the_cause_and_the_cure_is_one_
     assert ("docker run -e SEAMARK_DRAFTS=1" in told.text) == cured and "--prefix-match-unit" not in told.text
 
 
+@pytest.mark.parametrize(
+    ("state", "fine", "words"),
+    [
+        ("trial", False, ("hints are on trial", "a gateway before it, or `seamark worker` alone")),
+        ("closed", False, ("did not stand their trial", "seamark/self-check/reset", "drafts: worse")),
+        ("open", True, ("which stood their trial",)),
+        ("on", True, ("speculative decoding is on, with hints",)),
+    ],
+)
+def test_how_hints_beside_drafts_stand_is_said_with_what_helps(examined, state, fine, words):
+    gate = DraftingEngine(state=state, why="worse")
+    with recording_worker(drafting=gate, ahead=1, more_metrics=DRAFTS) as worker:
+        told = examined(worker.url)
+    assert told.status == (0 if fine else 1), told.text
+    assert all(each in told.text for each in words), told.text
+    assert told.verdict.startswith("cannot hit" if state == "closed" else "will hit")
+
+
 @pytest.mark.parametrize(("recurrent_block", "advised"), [("None", False), ("528", True)])
 def test_a_finer_unit_is_no_advice_for_a_worker_without_recurrent_layers(worker, examined, recurrent_block, advised):
     worker.patched = False
@@ -172,7 +191,7 @@ def test_an_agents_first_refusal_is_foreseen(examined, model, parser):
 def test_drafts_without_the_plugin_are_named_beside_it(examined):
     with recording_worker(patched=False, more_metrics=DRAFTS) as worker:
         told = examined(worker.url)
-    assert told.verdict.startswith("cannot hit: the plugin") and "WRONG speculative decoding is on" in told.text
+    assert told.verdict.startswith("cannot hit: the plugin") and "the plugin tries hints beside it" in told.text
 
 
 def beside(connector: str, lane: str) -> str:
@@ -373,8 +392,9 @@ def test_each_way_has_cures_of_its_own_for_all_that_can_be_wrong(examined, way):
             text = examined(worker.url, "--runs-as", way).text
         return re.sub(r"127.0.0.1:\d+", "", text)
 
-    plugin = cures(patched=False, more_metrics=DRAFTS)
-    assert "SEAMARK_DRAFTS" in plugin and f"(cures for {way})" in plugin
+    plugin = cures(patched=False)
+    assert "SEAMARK_DRAFTS" in cures(more_metrics=DRAFTS + REFUSED)  # of a plugin that knows no trial
+    assert f"(cures for {way})" in plugin
     marks = {
         Way.PIP: ("pip install", "then start it with"),
         Way.SYSTEMD: ("systemctl edit", "systemctl restart"),

@@ -15,7 +15,7 @@ OFTEN = {"self_check_interval": 0.1}
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle workers are checked sooner."""
-    monkeypatch.setattr("proxy.fleet.self_check.IDLE_SECONDS", 0.3)
+    monkeypatch.setattr("proxy.fleet.idle_turns.IDLE_SECONDS", 0.3)
 
 
 def replays(worker: RecordingWorker) -> list[bytes]:

@@ -56,7 +56,7 @@ async def test_what_a_worker_without_the_plugin_computes_again_is_told(in_memory
             "hint_ignored",
             "no hints: a layer has",
         ),
-        ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "with SEAMARK_DRAFTS=1"),
+        ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "have stood a trial"),
     ],
 )
 async def test_nothing_is_promised_of_a_plugin_that_would_refuse_the_hints(in_memory, worker, plugin, reason, warned):

@@ -51,9 +51,33 @@ HEADS: list[dict[str, Any]] = [
     {"head": UNKNOWN, "overlap": True, **TIGHT},
 ]
 
-WINDOWED: dict[str, Any] = {"head": OWN_WINDOW, "export": False}
+# A head with a window longer than a block, and one with a shorter one.
+WINDOWS: list[dict[str, Any]] = [
+    {"head": OWN_WINDOW, "window": window, **core}
+    for window in (100, 40)
+    for core in (
+        {},
+        TIGHT,
+        {"budget": 50, "kv_events": "units"},
+        {"budget": 20},
+        {"overlap": True, "kv_events": "blocks"},
+        {"overlap": True, **TIGHT},
+        {"drop": False},
+        {"drop": False, "fills_in": True, "overlap": True, **TIGHT},
+        {"variable": True},
+        {"drafts": 5, "budget": 50},
+        PREEMPTING,
+        {"overlap": True, **PREEMPTING},
+        {"attention_groups": 2, "export": False},
+        {"attention_groups": 12, "window_groups": 9, "blocks": 900},
+    )
+]
+
+HEALED = [160, 300]  # tokens that prompts have in common, before whose end the head's rows are evicted
 
 ANSWERS = [138, 150]  # tokens generated before a preemption
+
+FOREIGN_AT_MOST = 8  # of a window, in an audit
 
 SHARED = [160, 163]  # tokens that prompts have in common
 
@@ -71,6 +95,7 @@ def faults(found: dict[str, Any]) -> list[str]:
     lines = [f"{core}: {error}" for error in found["errors"]]
     if not found["enabled"]:
         lines.append(f"{core}: hints are refused")
-    if found["foreign_rows"] and core.get("drop", True):
+    # A window's last row on vLLM 0.32 is all that may be: its keys do not cover the token behind it.
+    if found["foreign_rows"] > FOREIGN_AT_MOST * (core.get("head") == OWN_WINDOW) and core.get("drop", True):
         lines.append(f"{core}: {found['foreign_rows']} rows are made with another request's next token")
     return lines

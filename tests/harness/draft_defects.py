@@ -25,9 +25,22 @@ REPLAY_TRUSTED = "computed again, an answer's blocks are registered as if it wer
 
 SHORT_REPLAYS = "a preempted request may compute as few tokens again as a step verifies"
 
+# Of the rows of a draft head with a window.
+ZEROS_KEYED = "blocks that hold zeros carry keys of a window"
+
+KEYS_TOO_SOON = "a window's rows are found before they are computed"
+
+ANY_BLOCK = "a hit takes any block of a window"
+
+NULLS_INSIDE = "a hit takes what is held of a window"
+
+ROWS_LOST = "no rows of a window are kept, and none are computed again"
+
 ALL = (ADMITTED_ALONE, A_UNIT_EARLY, ACCEPTED_IGNORED, NO_COPY)
 
-OF_THE_SCHEDULER = (A_UNIT_EARLY, REPLAY_TRUSTED, SHORT_REPLAYS)
+OF_WINDOWS = (ZEROS_KEYED, KEYS_TOO_SOON, ANY_BLOCK, NULLS_INSIDE, ROWS_LOST)
+
+OF_THE_SCHEDULER = (A_UNIT_EARLY, REPLAY_TRUSTED, SHORT_REPLAYS, *OF_WINDOWS)
 
 
 def plant(defect: str) -> None:
@@ -67,8 +80,46 @@ def plant(defect: str) -> None:
         from engine_patches.scheduler import chunks
 
         chunks.no_short_replay = lambda request, start, num_new_tokens, verified: num_new_tokens
+    elif defect in OF_WINDOWS:
+        _spoil_windows(defect)
     else:
         raise ValueError(defect)
+
+
+def _spoil_windows(defect: str) -> None:
+    from engine_patches.scheduler.draft_windows import DraftWindows
+
+    keep, block, keys_at = DraftWindows.keep, DraftWindows._block, DraftWindows.keys_at
+    if defect in (ZEROS_KEYED, ROWS_LOST):
+        DraftWindows._to_heal = lambda *_: None
+    if defect == ROWS_LOST:
+        DraftWindows.keep = lambda *_: {}
+    elif defect == ZEROS_KEYED:
+
+        def keep_all(self: Any, request: Any, state: Any, positions: Any) -> Any:
+            state.drafts_from = 0
+            return keep(self, request, state, positions)
+
+        DraftWindows.keep = keep_all
+    elif defect == KEYS_TOO_SOON:
+
+        def keep_soon(self: Any, request: Any, state: Any, positions: Any) -> Any:
+            """Under the names of rows that a later step computes, as far as there are blocks for them."""
+            rows = min(len(table.req_to_blocks[request.request_id]) * table.block_size for table in self._managers)
+            most = min(rows, len(request.block_hashes) * self._grid.unit)
+            return keep(self, request, state, [min(each + 2 * self._grid.unit, most) for each in positions])
+
+        DraftWindows.keep = keep_soon
+    elif defect == ANY_BLOCK:
+        DraftWindows._block = lambda self, key: (
+            block(self, key) or next((each for each in self._pool.blocks[1:] if each.ref_cnt == 0), None)
+        )
+    else:
+        DraftWindows.keys_at = lambda self, request, position: (
+            keys_at(self, request, position)
+            or (tuple(key for manager in self._managers for key in self._keys(manager, request, position)))
+        )
+        DraftWindows._block = lambda self, key: block(self, key) or self._pool.null_block
 
 
 def _copy_nothing_after_sampling() -> None:

@@ -30,17 +30,23 @@ Template = Callable[[Mapping[str, Any]], str]
 
 
 def engine_info(
-    version: str = VERSION, ahead: int = 0, connector: str = "", refused: str = "", reports: str | None = None
+    version: str = VERSION,
+    ahead: int = 0,
+    connector: str = "",
+    refused: str = "",
+    reports: str | None = None,
+    drafts: str = "",
 ) -> str:
     """The line of `/metrics` by which a gateway knows the plugin; `ahead` as beside a draft head, in tokens.
 
     `connector`: vLLM's name of a KV connector beside which states are written inside a pass. `refused`: why no hint
-    counts. `reports`: HOST:PORT where they are read; None: an older plugin.
+    counts. `reports`: HOST:PORT where they are read; None: an older plugin. `drafts`: the gate of hints beside them.
     """
     beside = f'ahead="{ahead}",' if ahead else ""  # older plugins have no such labels
     beside += f'connector="{connector}",lane="inside_pass",' if connector else ""
     beside += f'refused="{refused}",' if refused else ""
     beside += "" if reports is None else f'reports="{reports}",'
+    beside += f'drafts="{drafts}",' if drafts else ""
     labels = f'{beside}block_size="384",match_unit="{MATCH_UNIT}",version="{version}",vllm="0.32.0"'
     return f"seamark_engine_info{{{labels}}} 1.0\n"
 

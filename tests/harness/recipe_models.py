@@ -264,7 +264,7 @@ HEADS: Mapping[str, Config] = {
     "Nemotron-3.5-Lightning-DSpark": _head("Qwen3DSparkModel", [FULL] * 6, hidden_size=2688, vocab_size=131072),
 }
 
-BY_SWITCH, NOT_BESIDE, WINDOW = "SEAMARK_DRAFTS=1", "beside drafts, states have to be", "a sliding window"
+NOT_BESIDE = "beside drafts, states have to be"
 
 INSIDE, INTERPRETED, READ = (
     "inside the pass (shown on an engine)",
@@ -285,8 +285,7 @@ class Recipe:
     drafts: Mapping[str, Any] = field(default_factory=dict)  # `--speculative-config`
     connector: str = ""
     states: str = INSIDE
-    refused: str = ""  # words of the cause why hints are, as the recipe stands
-    stays: str = ""  # the same once drafts are switched on
+    refused: str = ""  # words of the cause why hints are
 
     def flags_in(self, folder: Path) -> list[str]:
         """The arguments of `vllm serve` behind the model; `folder`: of the models' folders."""
@@ -324,23 +323,22 @@ DFLASH2 = "Qwen3.8-27B-DFlash2"
 
 def _qwen_27b(*flags: str, drafts: int = 0, window: int = 0, model: str = "Qwen3.8-27B") -> Recipe:
     if window:
-        return Recipe(model, flags, _head_of("dflash", DFLASH2, window), refused=WINDOW, stays=WINDOW)
-    return Recipe(model, flags, _mtp(drafts) if drafts else {}, refused=BY_SWITCH if drafts else "")
+        return Recipe(model, flags, _head_of("dflash", DFLASH2, window))
+    return Recipe(model, flags, _mtp(drafts) if drafts else {})
 
 
 def _flash_next(*flags: str, drafts: int) -> Recipe:
-    return Recipe("Qwen3.8-Flash-Next", flags, _mtp(drafts), "", INTERPRETED, NOT_BESIDE, NOT_BESIDE)
+    return Recipe("Qwen3.8-Flash-Next", flags, _mtp(drafts), "", INTERPRETED, NOT_BESIDE)
 
 
 def _glm(*flags: str, drafts: int) -> Recipe:
-    return Recipe("GLM-5.3-Flash", flags, _mtp(drafts), "", READ, NOT_BESIDE, NOT_BESIDE)
+    return Recipe("GLM-5.3-Flash", flags, _mtp(drafts), "", READ, NOT_BESIDE)
 
 
 LIGHTNING = Recipe(
     "Nemotron-3.5-Lightning",
     (*FP8, "--mamba-ssm-cache-dtype", "float16"),
     _head_of("dspark", "Nemotron-3.5-Lightning-DSpark", 7),
-    refused=BY_SWITCH,
 )
 
 A3B = "Qwen3.6-35B-A3B"
@@ -350,7 +348,7 @@ RECIPES: Mapping[int, Recipe] = {
     1: Recipe(A3B, FP8),
     2: _qwen_27b(*FP8),
     3: Recipe(A3B, FP8),
-    4: Recipe(A3B, (*FP8, "--block-size", "128"), _mtp(4), refused=BY_SWITCH),
+    4: Recipe(A3B, (*FP8, "--block-size", "128"), _mtp(4)),
     5: _qwen_27b(*FP8, drafts=3),
     6: _qwen_27b(window=7),
     7: _qwen_27b(*FP8, *_tp(2), window=8),
@@ -362,30 +360,30 @@ RECIPES: Mapping[int, Recipe] = {
     13: _glm(*_kv("nvfp4_ds_mla"), *_tp(2), "--block-size", "256", drafts=3),
     14: _glm(*_kv("fp8_ds_mla"), *_tp(4), drafts=5),
     15: _glm(*_kv("fp8_e4m3"), *_tp(2), "--block-size", "2304", drafts=4),
-    16: Recipe("Nemotron-3-Super", (*FP8, *SSM32), _mtp(3), refused=BY_SWITCH),
+    16: Recipe("Nemotron-3-Super", (*FP8, *SSM32), _mtp(3)),
     17: Recipe("Nemotron-3-Super", (*FP8, *SSM32)),
     18: Recipe("Nemotron-3-Nano", FP8),
     19: Recipe("Nemotron-3-Nano-Omni", FP8),
     20: LIGHTNING,
     21: LIGHTNING,
-    22: Recipe("Nemotron-3-Ultra", (*FP8, *SSM32, *_tp(4)), _mtp(4), refused=BY_SWITCH),
+    22: Recipe("Nemotron-3-Ultra", (*FP8, *SSM32, *_tp(4)), _mtp(4)),
     23: Recipe("Qwen3.5-397B", (*FP8, *_tp(2))),
     24: Recipe("Qwen3.5-397B", ("--pipeline-parallel-size", "3")),
     25: Recipe("Qwen3.5-122B", _tp(2)),
-    26: Recipe(A3B, FP8, _mtp(3), refused=BY_SWITCH),
-    27: Recipe(A3B, _tp(2), _head_of("dflash", f"{A3B}-DFlash", 15), refused=WINDOW, stays=WINDOW),
+    26: Recipe(A3B, FP8, _mtp(3)),
+    27: Recipe(A3B, _tp(2), _head_of("dflash", f"{A3B}-DFlash", 15)),
     28: _qwen_27b(*FP8, drafts=2, model="Qwen3.6-27B"),
     29: _qwen_27b(drafts=2),
     30: _qwen_27b(*_kv("fp8_e4m3"), drafts=3),
     31: _qwen_27b(drafts=4),
     32: _qwen_27b(window=7),
     33: Recipe("Qwen3.6-27B", _kv("int8_per_token_head"), _mtp(3), "LMCacheMPConnector", states=NOT_SERVED),
-    34: Recipe("Ling-3.0-flash", (*_tp(4), "--trust-remote-code"), _mtp(3), "", READ, NOT_BESIDE, NOT_BESIDE),
+    34: Recipe("Ling-3.0-flash", (*_tp(4), "--trust-remote-code"), _mtp(3), "", READ, NOT_BESIDE),
     35: Recipe("Kimi-Linear-48B-A3B", _tp(4), states=INTERPRETED),
     36: Recipe("LFM2.5-8B-A1B"),
 }
 
-# Each command line in turn, as on a GPU: as it stands, and with drafts switched on.
+# Each command line in turn, as on a GPU: as it stands, and without a trial of hints beside drafts.
 IN_A_PROCESS = """
 import json, os, sys
 from engine_patches import plugin
@@ -394,7 +392,7 @@ plugin.register()
 said = []
 for arguments in json.load(sys.stdin):
     each = []
-    for switch in "0", "1":
+    for switch in "auto", "1":
         os.environ["SEAMARK_DRAFTS"] = switch
         try:
             each.append("\\n".join(explain.explained(arguments, explain.GPU)))
@@ -416,7 +414,7 @@ def write_models(folder: Path, names: Collection[str | None]) -> None:
 
 
 def explained(recipes: Sequence[Recipe]) -> list[tuple[str, str]]:
-    """What is said of each, as it stands and with drafts switched on. Raises `subprocess.CalledProcessError`."""
+    """What is said of each, as it stands and without a trial. Raises `subprocess.CalledProcessError`."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(IMAGE_LIBRARIES), os.environ.get("PYTHONPATH", ""))),

@@ -25,6 +25,7 @@ from proxy.chat.chat import CHAT, RESPONSES
 from proxy.fleet.probe import OPTIONAL
 from proxy.http.auth import ADMIN_OF_WORKERS, LOAD_ADAPTER, UNLOAD_ADAPTER
 from tests.harness.computed_answers import Computed
+from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import (
     VERSION,
     Admitted,
@@ -151,6 +152,7 @@ class RecordingWorker:
     rendering: int = 0  # asked for and not answered
     most_rendering: int = 0
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
+    drafting: DraftingEngine | None = None  # computes completions of token ids, and has a gate for hints beside drafts
     engines: dict[str, FakeEngine] = field(default_factory=dict)  # by boot
 
     @property
@@ -176,7 +178,10 @@ class RecordingWorker:
         if path == "/health":
             return await respond(send, b"", "text/plain")
         if path in ("/metrics", "/seamark/metrics"):
-            info = engine_info(self.version, self.ahead, self.connector, self.refused, self.reports)
+            gate = self.drafting
+            refused = f"drafts: {gate.why}" if gate is not None and gate.state == "closed" else self.refused
+            drafts = gate.state if gate is not None else ""
+            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, drafts)
             text = (
                 (f"process_start_time_seconds {self.boot}\n" if self.boot else "")
                 + (info if self.patched else "")
@@ -218,6 +223,9 @@ class RecordingWorker:
             text = "".join(map(chr, json.loads(body)["tokens"]))
             return await respond(send, json.dumps({"prompt": text}).encode())
         self.requests.append(request)
+        if self.drafting is not None and b'"return_tokens_as_token_ids": true' in body:
+            status, answer = self.drafting.complete(request.fields, request.header(b"x-request-id").decode())
+            return await respond(send, json.dumps(answer).encode(), status=status)
         if await self._stays(receive, lambda: self.hold.is_set() and self.held_text in body):
             await self._answer(request, receive, send)
         return None
@@ -376,6 +384,10 @@ class RecordingWorker:
         while not self.engine.has_news(boot, after) and time.monotonic() < until:
             await asyncio.sleep(0.01)
         events = self.engine.feed(boot, after, self.version)
+        if self.drafting is not None:
+            told = self.drafting.tell()  # all of it each time: who reads takes what it waits for
+            events |= {"drafts": told["drafts"], "outcomes": [*events["outcomes"], *told["outcomes"]]}
+            events |= {name: told[name] for name in ("drafted",) if name in told}
         await respond(send, json.dumps(events).encode(), status=200 if self.has_feed else 404)
 
     async def _render(self, body: bytes, send: Any) -> None:

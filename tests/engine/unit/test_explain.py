@@ -200,21 +200,22 @@ def rows(text: str) -> Mapping[str, str]:
     return {line[2:20].strip(): line[20:] for line in text.splitlines() if line.startswith("  ")}
 
 
-def check(recipe: Recipe, standing: str, switched: str) -> None:
-    """Whether what is said of a recipe, as it stands and with drafts switched on, is what the table has."""
+def check(recipe: Recipe, standing: str, at_once: str) -> None:
+    """Whether what is said of a recipe, as it stands and without a trial, is what the table has."""
     if recipe.states == NOT_SERVED:
         assert standing.startswith("cannot: ") and "lmcache" in standing
         return
-    for text, cause in ((standing, recipe.refused), (switched, recipe.stays)):
+    trial = "on trial at first" if recipe.drafts else ""
+    for text, words in ((standing, recipe.refused or trial), (at_once, recipe.refused)):
         said = rows(text)
         assert said["states"] == recipe.states, text
         assert said["architecture"] in recipe_models.MODELS[recipe.model]["architectures"]
-        assert said.get("hints", "").startswith("refused: " if cause else ""), text
-        assert cause in said.get("hints", "") and ("hints" in said) == bool(cause)
+        assert said.get("hints", "").startswith("refused: " if recipe.refused else ""), text
+        assert words in said.get("hints", "") and ("hints" in said) == bool(words)
         assert ("packs a token's row" in text) == any("_ds_mla" in flag for flag in recipe.flags)
-    chunk = 64 if "KDA" in rows(switched)["layers"] else 16
-    if not recipe.stays:  # matched as finely as the recipe's blocks admit
-        assert int(rows(switched)["match unit"].split()[0].replace(",", "")) % chunk == 0
+    chunk = 64 if "KDA" in rows(at_once)["layers"] else 16
+    if not recipe.refused:  # matched as finely as the recipe's blocks admit
+        assert int(rows(at_once)["match unit"].split()[0].replace(",", "")) % chunk == 0
 
 
 SHORT = (16, 17, 36)  # the models of the documented table, whose classes are loaded there, too
@@ -222,8 +223,8 @@ SHORT = (16, 17, 36)  # the models of the documented table, whose classes are lo
 
 def test_what_is_said_of_two_recipes_models_is_what_their_layers_can():
     recipes = [RECIPES[number] for number in SHORT]
-    for recipe, (standing, switched) in zip(recipes, recipe_models.explained(recipes), strict=True):
-        check(recipe, standing, switched)
+    for recipe, said in zip(recipes, recipe_models.explained(recipes), strict=True):
+        check(recipe, *said)
 
 
 @pytest.fixture(scope="module")

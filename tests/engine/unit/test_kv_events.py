@@ -323,7 +323,7 @@ def test_nothing_is_kept_of_states_that_are_gone(cache):
 def started(pool: BlockPool, events: bool, enabled: bool = True) -> None:
     """A scheduler has been built around a pool."""
     manager = SimpleNamespace(kv_cache_group_id=ATTENTION, block_size=BLOCK)
-    states = SimpleNamespace(keys=HeldKeys(pool, GRID, STATES, [manager])) if enabled else None
+    states = SimpleNamespace(keys=HeldKeys(pool, GRID, STATES, [manager]), windows=None) if enabled else None
     checkpoints = SimpleNamespace(states=states)
 
     def init(self) -> None:

@@ -20,7 +20,7 @@ class Scheduler:
         monkeypatch.setattr(state_writes.time, "monotonic", lambda: self.now)
         states = SimpleNamespace(release=self._release)
         learner = SimpleNamespace(step_took=self._took)
-        self.seamark = SimpleNamespace(step_time=learner, states=states, step_ended=0.0, last_planned=None)
+        self.seamark = SimpleNamespace(step_time=learner, states=states, step_ended=0.0, last_planned=None, verified=1)
         self._update = learn_step_time(lambda *_: "outputs")
 
     def _took(self, num_tokens, seconds, prefill):

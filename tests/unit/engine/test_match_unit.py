@@ -61,7 +61,7 @@ MAMBA1, MAMBA2, GDN = Recurrent("MAMBA1"), Recurrent("MAMBA2"), Recurrent("GDN_A
         (config(), 16),
         (config(unit=48), 48),
         (config(hybrid=False, block=32), 32),
-        (config(drafts=2, block=528), 528),
+        (config(drafts=2, block=528), 16),
         (config(model_type="qwen3_next"), 64),
         (config(model_type="qwen3_5_moe"), 64),
         (config(model_type="qwen3_next", block=528), 64),
@@ -74,10 +74,12 @@ def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit):
     assert expected(vllm_config) == unit
 
 
-def test_the_unit_beside_drafts_if_the_user_wants_hints_there(monkeypatch):
-    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
+def test_the_unit_beside_drafts_is_fine_unless_nobody_wants_hints_there(monkeypatch, resolve):
     assert [expected(config(drafts=3)), expected(config(drafts=3, drop=True))] == [16, 16]
     assert expected(config(drafts=3, drop=True, model_type="qwen3_next")) == 64
+    monkeypatch.setenv("SEAMARK_DRAFTS", "0")
+    assert expected(config(drafts=2, block=528)) == 528
+    assert resolve(groups(ATTENTION, MAMBA2), config(drafts=1)) == (384, 384)
 
 
 def test_the_chunk_of_each_kernel():
@@ -179,8 +181,7 @@ def test_blocks_stay_vllms_own_where_a_connector_keeps_hints_from_being_used(res
 
 
 @pytest.mark.parametrize(("drop", "unit"), [(False, 64), (True, 16)])
-def test_a_delta_net_has_a_fine_unit_if_one_is_taken_off_each_match(resolve, monkeypatch, drop, unit):
-    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
+def test_a_delta_net_has_a_fine_unit_if_one_is_taken_off_each_match(resolve, drop, unit):
     vllm_config = config(drafts=3, drop=drop)
     assert resolve(groups(ATTENTION, GDN), vllm_config) == (384, unit)
     assert state_alignment([GDN], vllm_config, unit) == 64
@@ -191,7 +192,6 @@ def test_a_delta_net_has_a_fine_unit_if_one_is_taken_off_each_match(resolve, mon
     [
         (config(unit=192), (ATTENTION, MAMBA2), 192),
         (config(caching=False), (ATTENTION, MAMBA2), 384),
-        (config(drafts=1), (ATTENTION, MAMBA2), 384),
         (config(), (ATTENTION, ATTENTION), 384),
         (config(), (MAMBA2,), 384),
     ],

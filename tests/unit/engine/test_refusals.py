@@ -45,6 +45,7 @@ class Promised(tuple):
 @pytest.fixture(autouse=True)
 def promises(monkeypatch):
     monkeypatch.setattr("engine_patches.forward.layers.PromisedShapes", Promised)
+    monkeypatch.setenv("SEAMARK_DRAFTS", "0")
 
 
 def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> SimpleNamespace:
@@ -118,14 +119,14 @@ def of(made: Any) -> Refusal | None:
         (scheduler(config(), fine=False), "no_states", "between"),
         (scheduler(config(connector="NixlConnector"), unit=64), "connector", "--prefix-match-unit"),
         (scheduler(config(MTP), unit=64), "speculative", "--prefix-match-unit"),
-        (scheduler(config(MTP), unit=64), "speculative", "SEAMARK_DRAFTS=1"),  # both at once: one restart
+        (scheduler(config(MTP), unit=64), "speculative", "SEAMARK_DRAFTS=0"),  # both at once: one restart
         (scheduler(config(MTP, caching=False)), "no_states", "--enable-prefix-caching); speculative decoding is on"),
         (scheduler(config(caching=False), window=True), "no_states", "sliding window"),
         (scheduler(config(OTHER_DRAFTS, caching=False)), "speculative", "medusa"),
         (scheduler(config(connector=FILLS_THE_CACHE)), "connector", FILLS_THE_CACHE),
         (scheduler(config(OTHER_DRAFTS)), "speculative", "medusa"),
         (scheduler(config(MTP), in_pass=False), "speculative", "inside a pass"),
-        (scheduler(config(MTP)), "speculative", "SEAMARK_DRAFTS=1"),
+        (scheduler(config(MTP)), "speculative", "SEAMARK_DRAFTS=0"),
         # Of two the one that stays when the other has gone.
         (scheduler(config(MTP), window=True), "speculative", "sliding window"),
         (scheduler(config(OTHER_DRAFTS), window=True), "speculative", "sliding window"),
@@ -168,7 +169,7 @@ def test_states_are_kept_wherever_vllm_can_find_them(made):
 
 
 def test_drafts_are_not_refused_once_they_are_asked_for(monkeypatch):
-    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
+    monkeypatch.setenv("SEAMARK_DRAFTS", "auto")
     assert of(scheduler(config(MTP))) is None and by_configuration(config(MTP)) is None
 
 
@@ -178,7 +179,7 @@ def test_drafts_are_not_refused_once_they_are_asked_for(monkeypatch):
         (config(caching=False), "prefix caching is off"),
         (config(hybrid=False, pure=True, caching=False), "prefix caching is off"),
         (config(hybrid=False, caching=False), None),  # attention alone: there are no states to keep
-        (config(MTP), "SEAMARK_DRAFTS=1"),
+        (config(MTP), "SEAMARK_DRAFTS=0"),
         (config(connector="NixlConnector", context_ranks=2), "decode context parallelism"),
         (config(), None),
     ],

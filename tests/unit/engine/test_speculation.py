@@ -46,10 +46,16 @@ def test_what_is_known_to_be_right_is_not_refused(admitted):
     assert speculation.refusal(admitted) is None
 
 
-def test_hints_beside_drafts_are_asked_for(monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "refused"), [(None, False), ("", False), ("auto", False), ("yes", False), ("1", False), ("0", True)]
+)
+def test_hints_beside_drafts_are_refused_only_if_nobody_wants_them(monkeypatch, value, refused):
     monkeypatch.delenv("SEAMARK_DRAFTS")
+    if value is not None:
+        monkeypatch.setenv("SEAMARK_DRAFTS", value)
     refusal = speculation.refusal(config())
-    assert refusal is not None and "SEAMARK_DRAFTS=1" in refusal and "gpu-check" in refusal
+    assert (refusal is not None) == refused
+    assert refusal is None or "SEAMARK_DRAFTS=0; auto" in refusal
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
 
 import pytest
 
@@ -13,7 +12,8 @@ from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
-from proxy.fleet import self_check
+from proxy.fleet import idle_turns, self_check
+from proxy.fleet.answer_compare import Continuation, ContinuedToken, Noise
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
 from proxy.fleet.self_check import SelfCheck
@@ -186,6 +186,10 @@ async def test_a_worker_with_requests_of_another_gateway_is_left_alone(worker, e
     assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
 
 
+def answered(logprob: float) -> Continuation:
+    return Continuation((ContinuedToken("a", {"a": logprob}),), 0)
+
+
 def is_due_after(check: SelfCheck, worker: Worker, **seen) -> bool:
     """Whether an idle worker is checked, with `seen` of it before."""
     check._watched[worker.url] = self_check._Watched(dispatched=worker.dispatched, boot=worker.boot, **seen)
@@ -195,10 +199,10 @@ def is_due_after(check: SelfCheck, worker: Worker, **seen) -> bool:
 def test_an_idle_worker_is_checked_and_no_more_than_its_cache_and_its_turn_allow(worker, engine):
     check = check_of(worker, engine)
     worker.probed = probed(worker.boot, worker.engine, "m", cache_tokens=16_000)
-    most = self_check.MOST_IN_A_ROW
+    most = idle_turns.MOST_IN_A_ROW
     assert is_due_after(check, worker)
     assert is_due_after(check, worker, in_a_row=most - 1) and not is_due_after(check, worker, in_a_row=most)
-    share = int(16_000 * self_check.CACHE_SHARE)
+    share = int(16_000 * idle_turns.CACHE_SHARE)
     assert is_due_after(check, worker, recomputed=share - 1) and not is_due_after(check, worker, recomputed=share)
     assert not is_due_after(check, worker, next_at=time.monotonic() + 60)
     assert not is_due_after(check, worker, busy_at=time.monotonic())
@@ -225,11 +229,13 @@ def test_a_removed_worker_is_forgotten(worker, engine):
 
 def test_a_restarted_worker_starts_without_the_noise_of_before(worker, engine):
     check = check_of(worker, engine)
-    assert is_due_after(check, worker, checks=5, noises=deque([0.5]))
+    noise = Noise()
+    noise.add([answered(-0.5), answered(-1.0)])
+    assert is_due_after(check, worker, checks=5, noise=noise) and noise.largest == 0.5
     worker.probed = probed("w#2", worker.engine, "m")
     check._is_due(worker)
     watched = check._watched[worker.url]
-    assert (watched.boot, watched.checks, list(watched.noises)) == ("w#2", 0, [])
+    assert (watched.boot, watched.checks, watched.noise.largest) == ("w#2", 0, 0.0)
 
 
 class SlowEngine(Engine):
