@@ -27,6 +27,8 @@ class CheckedAnswer(NamedTuple):
     tokens: Sequence[int]
     top: Sequence[Mapping[int, float]]  # by step: the best tokens and their logprobs
     cached: int  # prompt tokens from the cache
+    # Drafts that one row verified and how many of them were right, by how often, as vLLM's metrics count them.
+    verified: Mapping[tuple[int, int], int] = {}
 
 
 class LaneEngine:
@@ -45,8 +47,7 @@ class LaneEngine:
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.passes = 0  # forward passes so far
         core.model_executor.execute_model = self._counting(core.model_executor.execute_model)
-        # Drafts that one row verified and how many of them were right, by how often, as vLLM's metrics count them.
-        self.verified: Counter[tuple[int, int]] = Counter()
+        self._verified: dict[str, Counter[tuple[int, int]]] = {}  # by request, as in its answer
         self.scheduler.make_spec_decoding_stats = self._counting_drafts(self.scheduler.make_spec_decoding_stats)
         self.checkpoints: Checkpoints | None = getattr(self.scheduler, "seamark", None)
         self.step_time = StepTime()
@@ -72,8 +73,9 @@ class LaneEngine:
 
     def _counting_drafts(self, make_stats: Function) -> Function:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(kwargs["request_id"], 0)
-            self.verified[kwargs["num_draft_tokens"] - invalid, kwargs["num_accepted_tokens"]] += 1
+            name = kwargs["request_id"]
+            row = kwargs["num_draft_tokens"] - (kwargs["num_invalid_spec_tokens"] or {}).get(name, 0)
+            self._verified.setdefault(_name_of(name), Counter())[row, kwargs["num_accepted_tokens"]] += 1
             return make_stats(*args, **kwargs)
 
         return counted
@@ -95,10 +97,12 @@ class LaneEngine:
         ]
         prompts = [{"prompt_token_ids": list(question.tokens)} for question in wave]
         answers = []
+        self._verified.clear()
         for request in self._llm.generate(prompts, parameters, use_tqdm=False):
             output = request.outputs[0]
             top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
-            answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0))
+            verified = dict(self._verified.get(_name_of(request.request_id), {}))
+            answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0, verified))
         return answers
 
     @property
@@ -123,6 +127,11 @@ class LaneEngine:
             raise RuntimeError("this engine runs without the patches: it keeps no states to ask for")
         held = self.checkpoints
         return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead)
+
+
+def _name_of(request_id: str) -> str:
+    """A request's name as its client knows it: inside the engine vLLM adds to it."""
+    return request_id.partition("-")[0]
 
 
 def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.draft_oracle import Oracle, Right
+from engine_patches.gpu_check.draft_oracle import Oracle, Proposed, Right
 from engine_patches.gpu_check.engine import CheckedAnswer, LaneEngine, planted
 from engine_patches.gpu_check.facts import facts_of
 from engine_patches.gpu_check.questions import (
@@ -62,6 +62,7 @@ class LaneJob(NamedTuple):
     passes: bool = False  # count them
     timed: bool = False
     oracle: Right | None = None  # makes drafts right while questions are answered
+    cold: Proposed | None = None  # what the head proposes without a cache: elsewhere its drafts stay wrong
 
 
 @dataclass
@@ -76,6 +77,7 @@ class LaneResult:
     first_tokens: list[FirstTokens] = field(default_factory=list)
     pace: MeasuredPace | None = None
     verified: dict[tuple[int, int], int] = field(default_factory=dict)  # rows by their drafts and the right ones
+    proposed: dict[int, list[int]] = field(default_factory=dict)  # the head's own drafts, where an oracle spoke
 
 
 def run(job: LaneJob, save: Callable[[LaneResult], None]) -> None:
@@ -93,14 +95,16 @@ def run(job: LaneJob, save: Callable[[LaneResult], None]) -> None:
     elif result.facts["patches_live"] and result.facts["recurrent"]:
         geometry = engine.geometry
         result.sections = own_sections(geometry, lengths, ids) if job.own_model else sections(geometry, job.quick)
-    oracle = None if job.oracle is None else Oracle(job.oracle, ORACLE_IS_RIGHT)
+    oracle = None if job.oracle is None else Oracle(job.oracle, ORACLE_IS_RIGHT, job.cold)
     with oracle.speaks(engine.runner, engine.scheduler.requests) if oracle else contextlib.nullcontext():
         for name, waves in result.sections.items():
-            engine.verified.clear()
             result.answers[name] = _ask_section(engine, name, waves)
             if name not in DEFECTS:
-                for row, times in engine.verified.items():
+                for row, times in (row for answer in result.answers[name] for row in answer.verified.items()):
                     result.verified[row] = result.verified.get(row, 0) + times
+                result.proposed |= oracle.proposed if oracle else {}
+            if oracle:
+                oracle.proposed.clear()
             save(result)
     if job.passes:
         result.passes = count_passes(engine, ids)

@@ -42,6 +42,8 @@ TOLD = (
 # By which the share of right drafts may be lower: rounding takes some answers elsewhere, and the drafts with them.
 ACCEPTANCE_NOISE = 0.05
 
+BEHIND_HITS = 0.95  # of the drafts that are right without a cache, behind hits, where nothing rounds
+
 
 class Check(NamedTuple):
     """One line of the report."""
@@ -219,25 +221,56 @@ def not_ours(check: Check) -> Check:
     return check._replace(verdict=NOT_RUN, says=f"nothing is proven, since {VLLM_ITSELF}: {check.says}")
 
 
-def acceptance(lane: str, mine: LaneResult, uncached: LaneResult, cached: LaneResult, own_model: bool) -> Check:
+def acceptance(
+    lane: str, mine: LaneResult, uncached: LaneResult, cached: LaneResult, rule: JudgeRule, own_model: bool
+) -> Check:
     """Drafts must be right as often as those of vLLM alone without a cache: a hit may not make the head worse.
 
-    Where none is right or none is wrong, rows never went on from different states, and the lane is blind.
+    In all, and in the answers that hit with Seamark, beside the same ones of the others. Where none is right or none is
+    wrong, rows never went on from different states, and the lane is blind.
     """
     engines = {"vLLM alone without its cache": uncached, "vLLM alone": cached, "Seamark": mine}
     shares = {name: _share(each.verified) for name, each in engines.items()}
     says = "; ".join(f"{name} {_drafts_words(each.verified)}" for name, each in engines.items())
+    behind = {name: _verified_where(mine, each) for name, each in engines.items()}
+    on_hits = {name: _share(verified) for name, verified in behind.items()}
+    says += "; behind hits "
+    says += "; ".join(f"{name} {_drafts_words(rows)}, {_pace_words(rows)}" for name, rows in behind.items())
+    both = mine.proposed.keys() & uncached.proposed.keys()
+    equal = sum(list(mine.proposed[place]) == list(uncached.proposed[place]) for place in both)
+    says += f"; the head itself proposes the same as without a cache in {equal:,} of {len(both):,} places"
+    cold = on_hits["vLLM alone without its cache"]
+    least = BEHIND_HITS * cold if rule is STRICT else cold - ACCEPTANCE_NOISE
     most = max((drafts for drafts, _ in mine.verified), default=0)
     missing = set(range(most + 1)) - {right for _, right in mine.verified}
     verdict, says = OK, f"accepted / drafted: {says}"
     if not most:
         verdict, says = NOT_RUN, "no row verified any draft"
     elif shares["Seamark"] < shares["vLLM alone without its cache"] - ACCEPTANCE_NOISE:
+        verdict, says = NOT_RUN if own_model else WRONG, f"drafts are right less often with hits: {says}"
+    elif on_hits["Seamark"] < least:
         verdict, says = NOT_RUN if own_model else WRONG, f"drafts are right less often behind hits: {says}"
     elif missing:
         unseen = " or ".join(map(str, sorted(missing)))
         verdict, says = NOT_RUN, f"no row had {unseen} right drafts, so it shows nothing of them: {says}"
-    return Check(f"acceptance, {lane}", verdict, says, {name: round(value, 4) for name, value in shares.items()})
+    numbers: dict[str, Any] = {name: round(value, 4) for name, value in shares.items()}
+    numbers["behind hits"] = {name: round(value, 4) for name, value in on_hits.items()}
+    numbers["own drafts"] = {"equal": equal, "compared": len(both)}
+    return Check(f"acceptance, {lane}", verdict, says, numbers)
+
+
+def _verified_where(hit: LaneResult, result: LaneResult) -> dict[tuple[int, int], int]:
+    """Rows that `result` verified in answers to questions that found something in the cache of `hit`."""
+    rows: dict[tuple[int, int], int] = {}
+    for name in hit.answers.keys() & result.answers.keys() - set(DEFECTS):
+        for mine, answer in zip(hit.answers[name], result.answers[name], strict=True):
+            for row, times in answer.verified.items() if mine.cached else ():
+                rows[row] = rows.get(row, 0) + times
+    return rows
+
+
+def _pace_words(verified: Mapping[tuple[int, int], int]) -> str:
+    return f"{1 + _right(verified) / max(sum(verified.values()), 1):.2f} tokens a step"
 
 
 def _share(verified: Mapping[tuple[int, int], int]) -> float:

@@ -72,6 +72,8 @@ def test_with_stand_ins_all_is_right_and_drafts_as_often_with_hits_as_without(en
     assert facts is not None and facts["drafts"] and facts["ahead"] == 16 and facts["hints_refused"] is None
     shares = named(checks, "acceptance").numbers
     assert shares is not None and 0.4 < shares["Seamark"] == shares["vLLM alone without its cache"] < 0.7
+    own, behind = shares["own drafts"], shares["behind hits"]
+    assert own["equal"] == own["compared"] > 50 and behind["Seamark"] == behind["vLLM alone without its cache"] > 0.4
     right = {right for _, right in engines.outcomes[f"{LANE.name} patched, oracle"].result.verified}
     assert right == {0, 1, 2, 3}
 

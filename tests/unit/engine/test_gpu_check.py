@@ -71,7 +71,8 @@ def honest_result(job: LaneJob, mode: str, runner: str, length: int) -> LaneResu
         result.verified = {(3, right): 100 for right in range(4)}
     for name, waves in asked.items():
         questions = [question for wave in waves for question in wave]
-        answers = [right_answer(question) for question in questions]
+        rows = {(3, right): 1 for right in range(4)} if drafting else {}
+        answers = [right_answer(question)._replace(verified=rows) for question in questions]
         result.answers_again[name] = list(answers) if job.again else []
         if mode == FULL:
             pairs = zip(answers, questions, strict=True)
@@ -145,6 +146,7 @@ other_logprobs = changed(
     lambda answer: answer._replace(top=[{t: v - 0.3 for t, v in each.items()} for each in answer.top])
 )
 a_unit_short = changed(lambda answer: answer._replace(cached=max(answer.cached - 16, 0)))
+no_drafts_behind_hits = changed(lambda answer: answer._replace(verified={(3, 0): 4}) if answer.cached else answer)
 a_pass_more = has(passes=[LanePasses("cold", 100, 0, 1, 1), LanePasses("warm", 100, 64, 2, 1)])
 
 
@@ -219,8 +221,9 @@ FAULTS: list[tuple[Sequence[Lane], dict[str, Any], str, str, str]] = [
         {"oracle": has(verified={(3, 0): 9, (3, 1): 1, (3, 2): 1, (3, 3): 1})},
         WRONG,
         "acceptance",
-        "less often",
+        "less often with hits",
     ),
+    (DRAFTING, {"oracle": no_drafts_behind_hits}, WRONG, "acceptance", "less often behind hits"),
     (DRAFTING, {"oracle": has(verified={})}, NOT_RUN, "acceptance", "no row verified"),
     (DRAFTING, dict.fromkeys(("oracle", "cache"), has(verified={(3, 0): 50})), NOT_RUN, "acceptance", "1 or 2 or 3"),
 ]
