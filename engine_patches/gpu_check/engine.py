@@ -101,7 +101,7 @@ class LaneEngine:
         for request in self._llm.generate(prompts, parameters, use_tqdm=False):
             output = request.outputs[0]
             top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
-            verified = dict(self._verified.get(_name_of(request.request_id), {}))
+            verified = self._verified.get(_name_of(request.request_id), Counter())
             answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0, verified))
         return answers
 
