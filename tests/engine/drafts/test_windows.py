@@ -18,7 +18,18 @@ from tests.harness import draft_heads
 from tests.harness.draft_answers import accepted_per_step, differences, hits, owed
 from tests.harness.draft_defects import NO_PREFLIGHT, NOT_ZEROED, ROWS_NOT_KEPT
 from tests.harness.draft_engines import MTP, Engine, wanted
-from tests.harness.draft_heads import DFLASH, DFLASH2, DSPARK, EAGLE3, EAGLE3_LLAMA, LILICORR, MIXED, WINDOW, XPRESS
+from tests.harness.draft_heads import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE3,
+    EAGLE3_LLAMA,
+    LILICORR,
+    MIXED,
+    NO_WINDOW,
+    WINDOW,
+    XPRESS,
+)
 from tests.harness.scheduler_process import run_apart
 from tests.harness.versions import engine_of, interpreted
 
@@ -30,8 +41,17 @@ READS_ON = (EAGLE3, EAGLE3_LLAMA, "mtp")  # heads whose rows are made with the n
 
 WORSE = 0.95  # of the drafts that are right without a cache: fewer behind hits are a loss
 
-# A row of zeros is one among so many, so it takes a window's length to see what they cost.
-WIDE = 500  # tokens, more than a block
+NARROW, WIDE = 40, 500  # tokens of a window; blocks have 384
+
+# vLLM's class for each kind of head.
+SPECULATORS = {
+    **dict.fromkeys((DFLASH, MIXED, NO_WINDOW), "DFlashSpeculator"),
+    DFLASH2: "DFlash2Speculator",
+    LILICORR: "LiLiCorrSpeculator",
+    XPRESS: "XPressSpeculator",
+    DSPARK: "DSparkSpeculator",
+    **dict.fromkeys((EAGLE3, EAGLE3_LLAMA), "EagleSpeculator"),
+}
 
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 1024}
 
@@ -109,6 +129,7 @@ DRAFT_HEADS = pytest.mark.parametrize(
             Head("mtp", NEWEST, WIDE),
             Head(MIXED),
             Head(DFLASH, NEWEST),
+            Head(DFLASH, NEWEST, NARROW),
             *(Head(kind, NEWEST) for kind in (MIXED, DFLASH2, LILICORR, XPRESS, DSPARK, EAGLE3)),
         ),
     ),
@@ -125,6 +146,7 @@ def test_answers_are_exact_and_hit_as_without_drafts(head):
     assert asked["ahead"] == head.ahead and asked["writes_in_forward"] and not asked["held"]
     assert "SlidingWindowSpec" in dict(found["cold"]["groups"]) and "DraftWindowSpec" in dict(asked["groups"])
     assert asked["scheduler"] == ("AsyncScheduler" if head.v2 else "Scheduler")
+    assert asked["speculator"] == SPECULATORS.get(head.kind, "NoneType")
 
 
 @DRAFT_HEADS
@@ -154,6 +176,20 @@ def test_without_its_rows_a_head_drafts_worse_and_no_answer_changes(head):
     print(f"{head}: without its rows {equal} of {len(both)} as cold, tokens a step {1 + after:.3f}, {1 + before:.3f}")
     assert equal < WORSE * len(both)
     assert after < before
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize(
+    "head", [Head(NO_WINDOW), Head(NO_WINDOW, NEWEST), Head(EAGLE3_LLAMA), Head(EAGLE3_LLAMA, NEWEST)], ids=str
+)
+def test_a_head_without_a_window_drafts_as_without_a_cache_too(head):
+    """Its rows are in attention groups of its own or the target's, which every hit needs."""
+    found = head.run(head.right(), head.cold(), head.engine("hits", cold="cold", poisoned=True))
+    assert not differences(found["hits"], found["right"])
+    assert hits(found["hits"]) == owed(head.traffic, head.ahead)
+    assert len(found["hits"]["proposed"]) > 40 and found["hits"]["proposed"] == found["cold"]["proposed"]
+    assert found["hits"]["speculator"] == SPECULATORS[head.kind]
+    assert not {"SlidingWindowSpec", "DraftWindowSpec"} & dict(found["hits"]["groups"]).keys()
 
 
 @pytest.mark.on_request
