@@ -96,7 +96,7 @@ class Runner:
                 raise _not_run(lane, f"there are no answers to compare with: {base} did not finish")
             runner = "V1" if known.patched.facts["runner"] == "V2" else "V2"
             job = job._replace(sections=known.patched.sections)
-            changes = {RUNNER_VARIABLE: str(int(runner == "V2"))}
+            changes |= {RUNNER_VARIABLE: str(int(runner == "V2"))}
         patched = self._engines.run(f"{lane.name} patched", job, FULL, changes)
         mine = patched.result
         if mine is not None:
@@ -150,13 +150,14 @@ class Runner:
         """
         oracle = None if lane.own_model else _right(truth)
         asked = {name: truth.patched.sections[name] for name in truth.reference.answers}
+        runner = {RUNNER_VARIABLE: str(int(truth.patched.facts["runner"] == "V2"))} if lane.other_runner else {}
         job = job._replace(sections=asked, oracle=oracle)
         uncached = lane.job(model, False)._replace(sections=asked, oracle=oracle)
         alone: list[LaneResult] = []
         vllm_is_right = True
         for which in ("cache off", "cache on"):
             name = f"{judge.DRAFTS_ALONE}{which}, {lane.name}"
-            outcome = self._alone(lane, f"alone, {which}", job if alone else uncached)
+            outcome = self._alone(lane, f"alone, {which}", job if alone else uncached, runner)
             alone.append(_finished(name, outcome, NOT_RUN, "vLLM alone with drafts"))
             check = judge.drafts_alone(name, alone[-1], truth.reference, truth.rule)
             vllm_is_right &= check.verdict == OK
@@ -165,7 +166,7 @@ class Runner:
                 job = job._replace(cold=alone[0].proposed)
         mine, judged = truth.patched, {}
         if oracle is not None:
-            again = self._engines.run(f"{lane.name} patched, oracle", job, FULL, {DRAFTS: "1"})
+            again = self._engines.run(f"{lane.name} patched, oracle", job, FULL, {DRAFTS: "1", **runner})
             mine = _finished(judge.EXACTNESS + lane.name, again, WRONG)
             judged = {f"{lane.name}, the head's own drafts": truth.patched}
         for named, result in ({lane.name: mine} | judged).items():
