@@ -18,8 +18,13 @@ from typing import Any
 # Prompts with the tokens that are going to follow them.
 Right = Mapping[tuple[int, ...], Sequence[int]]
 
-# A head's own drafts, by the hash of a prompt and of how many tokens follow it.
+# A head's own drafts, by where it made them (`place_of`).
 Proposed = Mapping[int, Sequence[int]]
+
+
+def place_of(prompt: Sequence[int], generated: int) -> int:
+    """Where a head drafts: the same in every process, since it is the hash of integers."""
+    return hash((tuple(prompt), generated))
 
 
 class Oracle:
@@ -33,7 +38,7 @@ class Oracle:
     def draft(self, prompt: Sequence[int], generated: int, own: Sequence[int]) -> list[int]:
         """Drafts behind so many `generated` tokens of an answer, as many as the head's `own`."""
         coming = self._right.get(tuple(prompt), ())[generated : generated + len(own)]
-        place = hash((tuple(prompt), generated))  # of integers: the same in every process
+        place = place_of(prompt, generated)
         self.proposed[place] = list(own)
         draw = random.Random(place)
         good = 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine_patches.gpu_check import drawn_models
-from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, Geometry, QuestionWave
+from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, NO_ROWS, ROW_DEFECTS, Geometry, QuestionWave
 from engine_patches.ledger import Function
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import FIELD
@@ -126,7 +126,8 @@ class LaneEngine:
         if self.checkpoints is None:
             raise RuntimeError("this engine runs without the patches: it keeps no states to ask for")
         held = self.checkpoints
-        return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead)
+        windows = held.states is not None and held.states.windows is not None
+        return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead, windows)
 
 
 def _name_of(request_id: str) -> str:
@@ -148,7 +149,8 @@ def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def planted(scheduler: Any, defect: str) -> Iterator[None]:
-    """Inside this context, requests that hit resume from a wrong recurrent state, if the cache has one."""
+    """Inside this context, requests that hit resume from a wrong recurrent state, if the cache has one; or their draft
+    head from no rows or wrong ones."""
     manager = scheduler.kv_cache_manager
     original = manager.get_computed_blocks
     checkpoints: Checkpoints = scheduler.seamark
@@ -156,6 +158,9 @@ def planted(scheduler: Any, defect: str) -> Iterator[None]:
     def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:  # vLLM 0.33 bounds the hit here
         computed = original(request, *args, **kwargs)
         blocks, hit = computed[0], computed[1]
+        if hit and defect in ROW_DEFECTS:
+            _spoil_rows(manager.block_pool, checkpoints, request, blocks, hit, defect)
+            return computed
         for group in scheduler.seamark.states.keys.recurrent if hit else ():
             wrong = _wrong_state(manager.block_pool, checkpoints, request, hit, group, defect)
             if wrong is not None:
@@ -170,13 +175,29 @@ def planted(scheduler: Any, defect: str) -> Iterator[None]:
 
 
 def _wrong_state(pool: Any, checkpoints: Checkpoints, request: Any, hit: int, group: int, defect: str) -> Any:
-    from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-
     unit = checkpoints.grid.unit
     cached = pool.cached_block_hash_to_block
     if defect == EARLY_STATE:
         early = hit - checkpoints.grid.alignment
         return cached.get_one_block(key_at(request, early, unit, group)) if early > 0 else None
-    own = set(request.block_hashes)
+    return _of_another(pool, request, group)
+
+
+def _of_another(pool: Any, request: Any, group: int) -> Any:
+    """A cached block of another prefix in a cache group; None if there is none."""
+    from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+    cached, own = pool.cached_block_hash_to_block, set(request.block_hashes)
     others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
     return next((cached.get_one_block(key) for key in others), None)
+
+
+def _spoil_rows(pool: Any, checkpoints: Checkpoints, request: Any, blocks: Any, hit: int, defect: str) -> None:
+    """Take a draft head's rows before a hit away, or put another prefix's in their place."""
+    if checkpoints.states is None or checkpoints.states.windows is None:
+        return
+    checkpoints.state_of(request).drafts_from = hit  # nobody else finds what it makes of them
+    for group in checkpoints.states.windows.groups:
+        other = _of_another(pool, request, group)
+        taken = blocks.blocks[group]
+        taken[:] = [] if defect == NO_ROWS or other is None else [b if b.is_null else other for b in taken]

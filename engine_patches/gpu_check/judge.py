@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from engine_patches.gpu_check.draft_oracle import place_of
 from engine_patches.gpu_check.engine import CheckedAnswer
 from engine_patches.gpu_check.job import LaneResult
-from engine_patches.gpu_check.questions import ALIGNED, DEFECTS, EXACT, RESEND
+from engine_patches.gpu_check.questions import ALIGNED, DEFECTS, EXACT, NEW_TOKENS, RESEND, ROW_DEFECTS
 from engine_patches.gpu_check.speed import WARM, FirstTokens, LanePasses
 
 OK, WRONG, NOT_RUN, LEFT_OUT = "ok", "WRONG", "not run", "left out"
@@ -188,7 +189,7 @@ def answers(
     """
     missing = NOT_RUN if own_model else WRONG
     both = [name for name in patched.answers if name in reference.answers]
-    exact = [name for name in both if name.startswith(EXACT) or name == RESEND]
+    exact = [name for name in both if name.startswith(EXACT) or name in (RESEND, *ROW_DEFECTS)]
     yield Judged(exact, patched, reference, rule).check(EXACTNESS + lane, missing)
     if ALIGNED in both:
         yield Judged([ALIGNED], patched, reference, rule).check(f"chunk-aligned, {lane}", missing)
@@ -236,9 +237,8 @@ def acceptance(
     on_hits = {name: _share(verified) for name, verified in behind.items()}
     says += "; behind hits "
     says += "; ".join(f"{name} {_drafts_words(rows)}, {_pace_words(rows)}" for name, rows in behind.items())
-    both = mine.proposed.keys() & uncached.proposed.keys()
-    equal = sum(list(mine.proposed[place]) == list(uncached.proposed[place]) for place in both)
-    says += f"; the head itself proposes the same as without a cache in {equal:,} of {len(both):,} places"
+    equal, compared = _own_drafts(mine, uncached)
+    says += f"; the head itself proposes the same as without a cache in {equal:,} of {compared:,} places"
     cold = on_hits["vLLM alone without its cache"]
     least = BEHIND_HITS * cold if rule is STRICT else cold - ACCEPTANCE_NOISE
     most = max((drafts for drafts, _ in mine.verified), default=0)
@@ -255,18 +255,50 @@ def acceptance(
         verdict, says = NOT_RUN, f"no row had {unseen} right drafts, so it shows nothing of them: {says}"
     numbers: dict[str, Any] = {name: round(value, 4) for name, value in shares.items()}
     numbers["behind hits"] = {name: round(value, 4) for name, value in on_hits.items()}
-    numbers["own drafts"] = {"equal": equal, "compared": len(both)}
+    numbers["own drafts"] = {"equal": equal, "compared": compared}
     return Check(f"acceptance, {lane}", verdict, says, numbers)
 
 
 def _verified_where(hit: LaneResult, result: LaneResult) -> dict[tuple[int, int], int]:
     """Rows that `result` verified in answers to questions that found something in the cache of `hit`."""
     rows: dict[tuple[int, int], int] = {}
-    for name in hit.answers.keys() & result.answers.keys() - set(DEFECTS):
+    for name in (hit.answers.keys() & result.answers.keys()).difference(DEFECTS, ROW_DEFECTS):
         for mine, answer in zip(hit.answers[name], result.answers[name], strict=True):
             for row, times in answer.verified.items() if mine.cached else ():
                 rows[row] = rows.get(row, 0) + times
     return rows
+
+
+def _own_drafts(mine: LaneResult, uncached: LaneResult, defect: str | None = None) -> tuple[int, int]:
+    """In how many places a head proposes the same as without a cache, and of how many; `defect`: where it was planted.
+
+    Without one, in all sections in which nothing was.
+    """
+    if defect is None:
+        wanted = mine.proposed.keys() - {*DEFECTS, *ROW_DEFECTS}
+        places = {(name, place) for name in wanted for place in mine.proposed[name]}
+    else:
+        spoiled, told = mine.sections[defect][-1], range(1, NEW_TOKENS + 1)
+        places = {(defect, place_of(question.tokens, count)) for question in spoiled for count in told}
+    pairs = [(each.proposed.get(name, {}).get(place) for each in (mine, uncached)) for name, place in places]
+    compared = [(own, cold) for own, cold in pairs if own is not None and cold is not None]
+    return sum(own == cold for own, cold in compared), len(compared)
+
+
+def rows_of_heads(lane: str, mine: LaneResult, uncached: LaneResult, own_model: bool) -> Iterator[Check]:
+    """Where a head has a window: whether its drafts show that it lacks rows, or has another prefix's."""
+    found = {defect: _own_drafts(mine, uncached, defect) for defect in ROW_DEFECTS if defect in mine.proposed}
+    if not found:
+        return
+    unseen = [defect for defect, (equal, compared) in found.items() if equal >= BEHIND_HITS * compared]
+    told = ", ".join(
+        f"{defect} drafts as cold in {equal} of {compared} places" for defect, (equal, compared) in found.items()
+    )
+    verdict, says = OK, f"planted defects noticed: {told}"
+    if unseen:
+        verdict, says = NOT_RUN if own_model else WRONG, f"planted defects not noticed: {', '.join(unseen)} ({told})"
+    numbers = {defect: {"equal": equal, "compared": compared} for defect, (equal, compared) in found.items()}
+    yield Check(f"the check can see rows of the draft head, {lane}", verdict, says, numbers)
 
 
 def _pace_words(verified: Mapping[tuple[int, int], int]) -> str:

@@ -64,6 +64,8 @@ class Runner:
         if lane.wants_gpu:
             raise _not_run(lane, "its kernels are for a GPU alone")
         job = lane.job(model, True)._replace(passes=True, timed=lane.timed)
+        if lane.own_model and lane.drafts is not None:
+            job = job._replace(oracle={})  # a head that has learnt speaks for itself
         patched, truth = yield from self._asked(lane, model, job)
         mine, reference = truth.patched, truth.reference
         name = "vLLM alone, its crash cured" if lane.on_cpu else "vLLM alone"
@@ -148,7 +150,7 @@ class Runner:
 
         Tiny models draft at random, so an oracle, which knows the answers without drafts, speaks for their heads.
         """
-        oracle = None if lane.own_model else _right(truth)
+        oracle = {} if lane.own_model else _right(truth)
         asked = {name: truth.patched.sections[name] for name in truth.reference.answers}
         runner = {RUNNER_VARIABLE: str(int(truth.patched.facts["runner"] == "V2"))} if lane.other_runner else {}
         job = job._replace(sections=asked, oracle=oracle)
@@ -163,9 +165,11 @@ class Runner:
             vllm_is_right &= check.verdict == OK
             yield check
             if truth.rule is STRICT:  # where kernels round, a random head proposes something else now and then
-                job = job._replace(cold=alone[0].proposed)
+                job = job._replace(
+                    cold={place: own for each in alone[0].proposed.values() for place, own in each.items()}
+                )
         mine, judged = truth.patched, {}
-        if oracle is not None:
+        if oracle:
             again = self._engines.run(f"{lane.name} patched, oracle", job, FULL, {DRAFTS: "1", **runner})
             mine = _finished(judge.EXACTNESS + lane.name, again, WRONG)
             judged = {f"{lane.name}, the head's own drafts": truth.patched}
@@ -173,6 +177,7 @@ class Runner:
             for check in judge.answers(named, result, alone[0], truth.rule, lane.own_model):
                 yield check if vllm_is_right else judge.not_ours(check)
         yield judge.acceptance(lane.name, mine, alone[0], alone[1], truth.rule, lane.own_model)
+        yield from judge.rows_of_heads(lane.name, mine, alone[0], lane.own_model)
         return mine, alone[1]
 
     def _block_copy(self, lane: Lane, model: Path | str, truth: Truth) -> Check:

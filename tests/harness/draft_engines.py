@@ -349,14 +349,14 @@ def _prepare(engine: Engine, delta: bool, oracle: Oracle) -> None:
         parts.discard(draft_kernels.COPIES)  # its own are kernels of Triton's
     draft_kernels.install(parts)
     if engine.window is not None:
-        _slide(engine.window)
+        slide(engine.window)
     if engine.oracle and not engine.v2:
         oracle.install()
     if engine.planted:
         draft_defects.plant(engine.planted)
 
 
-def _slide(window: int) -> None:
+def slide(window: int) -> None:
     """Give the attention of nemotron_h's MTP head a window (tokens), as the heads of gemma4 and mimo_v2 have."""
     from vllm.model_executor.models.nemotron_h_mtp import NemotronHMTPAttentionDecoderLayer
 
