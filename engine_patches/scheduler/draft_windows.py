@@ -168,9 +168,9 @@ class Acceptance:
     def steps_lost(self, missing: int, window: int, answer: int) -> float:
         """Forward passes more that an answer of so many tokens takes if `missing` rows of the `window` are zeros.
 
-        With each token a row less is missing, so the loss ends with the last of them.
+        With each token a row less is missing, so the loss ends with the last of them. The first token has no drafts.
         """
-        tokens = min(missing, answer)
+        tokens = max(min(missing, answer - 1), 0)
         loss = self.loss * (missing - tokens / 2) / window
         good = 1 + self.per_step(True)
         return max(tokens / max(good - loss, 1.0) - tokens / good, 0.0)

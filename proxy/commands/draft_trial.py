@@ -100,7 +100,9 @@ async def with_worker(work: OwnTrial, parent: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="try whether hints are right beside the drafts of a worker")
+    parser = argparse.ArgumentParser(
+        description="try whether hints are right beside the drafts of a worker", allow_abbrev=False
+    )
     parser.add_argument("--worker", metavar="URL", required=True)
     parser.add_argument(
         "--parent", metavar="PID", type=int, required=True, help="the process that has started this one"

@@ -28,7 +28,7 @@ FEWEST_STEPS, LIVE_CLEARLY_WORSE = 2000, 4.5
 FEWEST_REQUESTS = 30  # of each kind: the steps of one request are alike
 
 
-class Pair(NamedTuple):
+class AcceptedPair(NamedTuple):
     """One prompt, recomputed and from the cache."""
 
     cold: Accepted
@@ -43,7 +43,7 @@ class PairedFinding(NamedTuple):
     hit: float
 
 
-def judge_pairs(pairs: Sequence[Pair], *, is_last: bool) -> PairedFinding:
+def judge_pairs(pairs: Sequence[AcceptedPair], *, is_last: bool) -> PairedFinding:
     """`is_last`: there will be no more. Prompts in which nothing was drafted say nothing, and cost nothing."""
     told = [pair for pair in pairs if pair.cold.steps and pair.hit.steps]
     cold, hit = sum((pair.cold for pair in told), Accepted()), sum((pair.hit for pair in told), Accepted())

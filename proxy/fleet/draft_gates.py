@@ -18,7 +18,7 @@ from proxy.fleet.answer_compare import Noise, Unanswered
 from proxy.fleet.draft_acceptance import LiveAcceptance
 from proxy.fleet.draft_prompts import TrialPrompt
 from proxy.fleet.draft_reports import Accepted, DraftFeed
-from proxy.fleet.draft_trial import DraftTrial, Verdict, worse
+from proxy.fleet.draft_trial import DraftTrial, TrialVerdict, worse
 from proxy.fleet.worker import CLOSED, ON, OPEN, TRIAL, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 
@@ -52,7 +52,7 @@ class _Phase:
     live: LiveAcceptance = field(default_factory=LiveAcceptance)
     trial: DraftTrial | None = None
     tried: str = ""  # id of the engine process that `trial` tries
-    pending: Verdict | None = None  # come to, and not believed yet
+    pending: TrialVerdict | None = None  # come to, and not believed yet
     again: bool = False  # an operator wants a closed one tried again
     attempts: int = 0
     failed: int = 0  # steps in a row
@@ -107,7 +107,7 @@ class DraftGates:
             phase.again, phase.trial, phase.attempts, phase.next_at = True, None, 0, 0.0
             phase.live, phase.since = LiveAcceptance(), time.monotonic()
 
-    def close(self, worker: Worker, verdict: Verdict) -> None:
+    def close(self, worker: Worker, verdict: TrialVerdict) -> None:
         """Hints have turned out to be wrong, or slow, beside the drafts of a worker where they are in use."""
         phase = self._phase(worker)
         if worker.draft_state == OPEN and phase.pending is None:
@@ -183,7 +183,7 @@ class DraftGates:
             phase.pending = verdict
         await self._tell(worker, phase, phase.trial, phase.pending)
 
-    async def _tell(self, worker: Worker, phase: _Phase, trial: DraftTrial, verdict: Verdict) -> None:
+    async def _tell(self, worker: Worker, phase: _Phase, trial: DraftTrial, verdict: TrialVerdict) -> None:
         was_again = phase.again
         believed = await trial.send(verdict)
         worker.draft_gate = phase.feed.gate

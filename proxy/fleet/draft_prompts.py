@@ -25,16 +25,16 @@ CHANGED = 1 / 12  # of a phrase's tokens, each time it comes
 
 # `edge`: its answer crosses the end of a cache block. `turn`: it goes on behind an answer. `together`: its state is
 # written beside another one. `staggered`: while it is answered, others come and end, so that rows of a batch move.
-Kind = Literal["short", "long", "together", "edge", "turn", "staggered", "client"]
+TrialKind = Literal["short", "long", "together", "edge", "turn", "staggered", "client"]
 
-BUILT_IN: tuple[Kind, ...] = ("short", "long", "together", "edge", "turn", "staggered")
+BUILT_IN: tuple[TrialKind, ...] = ("short", "long", "together", "edge", "turn", "staggered")
 
 
 @dataclass(frozen=True)
 class TrialPrompt:
     """One prompt to be recomputed, and to be continued from the cache."""
 
-    kind: Kind
+    kind: TrialKind
     ids: Sequence[int]
     hint: int  # tokens, up to which a state is asked for; one at least is left to compute
 
@@ -53,7 +53,7 @@ def drawn(length: int, ids: tuple[int, int], draw: random.Random) -> list[int]:
     return prompt[:length]
 
 
-def built_in(kind: Kind, ids: tuple[int, int], block: int, most: int, draw: random.Random) -> TrialPrompt:
+def built_in(kind: TrialKind, ids: tuple[int, int], block: int, most: int, draw: random.Random) -> TrialPrompt:
     """A new prompt of this kind. `block`: tokens of a cache block; `most`: tokens that fit."""
     length = LONG if kind in ("long", "together") else SHORT
     if kind == "edge":
@@ -65,7 +65,7 @@ def built_in(kind: Kind, ids: tuple[int, int], block: int, most: int, draw: rand
     return TrialPrompt(kind, drawn(length, ids, draw), length - 1)
 
 
-def kinds() -> Iterator[Kind]:
+def kinds() -> Iterator[TrialKind]:
     """Each kind in turn, for ever."""
     while True:
         yield from BUILT_IN

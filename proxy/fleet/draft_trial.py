@@ -30,8 +30,8 @@ from proxy.fleet.answer_compare import (
     read_continuation,
     scored,
 )
-from proxy.fleet.draft_acceptance import Pair, judge_pairs
-from proxy.fleet.draft_prompts import ANSWER, BUILT_IN, RANGES, Kind, TrialPrompt, built_in, drawn, kinds
+from proxy.fleet.draft_acceptance import AcceptedPair, judge_pairs
+from proxy.fleet.draft_prompts import ANSWER, BUILT_IN, RANGES, TrialKind, TrialPrompt, built_in, drawn, kinds
 from proxy.fleet.draft_reports import NAMED, PAUSE_SECONDS, Accepted, DraftFeed
 from proxy.fleet.worker import CLOSED, OPEN, Worker, fresh_salt
 from proxy.http.client import Headers, Upstream
@@ -61,7 +61,7 @@ MOST_WHY = 200  # characters of a reason
 Result = Literal["open", "differs", "drafts", "drafts_worse", "no_hits", "no_counts"]
 
 
-class Verdict(NamedTuple):
+class TrialVerdict(NamedTuple):
     """What a trial comes to."""
 
     result: Result
@@ -79,15 +79,17 @@ class Verdict(NamedTuple):
         return {TRIAL: 1, VERDICT: f"{self.state}:{gate_id}{why}"}
 
 
-DIFFERS = Verdict("differs", "answers from the cache differ from recomputed ones beside drafts")
-DRAFTS = Verdict("drafts", "vLLM itself answers otherwise with drafts here than without them")
-NO_HITS = Verdict("no_hits", "too few trial prompts were found in the cache where they were foretold")
-NO_COUNTS = Verdict("no_counts", "the engine does not say how many drafts it accepts")
+DIFFERS = TrialVerdict("differs", "answers from the cache differ from recomputed ones beside drafts")
+DRAFTS = TrialVerdict("drafts", "vLLM itself answers otherwise with drafts here than without them")
+NO_HITS = TrialVerdict("no_hits", "too few trial prompts were found in the cache where they were foretold")
+NO_COUNTS = TrialVerdict("no_counts", "the engine does not say how many drafts it accepts")
 
 
-def worse(hit: float, cold: float, where: str) -> Verdict:
+def worse(hit: float, cold: float, where: str) -> TrialVerdict:
     """Drafts are accepted less often behind hits; tokens of a step."""
-    return Verdict("drafts_worse", f"{where}, {hit:.2f} drafts a step are accepted behind hits, {cold:.2f} without")
+    return TrialVerdict(
+        "drafts_worse", f"{where}, {hit:.2f} drafts a step are accepted behind hits, {cold:.2f} without"
+    )
 
 
 class Asker:
@@ -140,7 +142,7 @@ class Asker:
         return error
 
 
-class _Told(NamedTuple):
+class _Answered(NamedTuple):
     """An answer, and the name of its request."""
 
     name: str
@@ -167,11 +169,11 @@ class DraftTrial:
         self._draw = draw or random.Random()
         self._model = next(iter(sorted(set(worker.names.templates.values()))), worker.names.base)
         self._asker = Asker(upstream, worker, self._model, f"{NAMED}{own}", timeout)
-        self._kinds, self._again = kinds(), deque[Kind]()
+        self._kinds, self._again = kinds(), deque[TrialKind]()
         self._range: tuple[int, int] | None = None
         self._last: tuple[TrialPrompt, str] | None = None  # a prompt in the cache, and its salt
         self.asked = self.agreed = self.hits = self.differing = self.unlike_free = 0  # prompts
-        self.pairs: list[Pair] = []
+        self.pairs: list[AcceptedPair] = []
         self.began = time.monotonic()
 
     @property
@@ -183,7 +185,7 @@ class DraftTrial:
             f"{finding.hit:.2f} drafts a step accepted behind hits, {finding.cold:.2f} without"
         )
 
-    async def step(self, clients: Sequence[TrialPrompt] = (), *, beside: bool = False) -> Verdict | None:
+    async def step(self, clients: Sequence[TrialPrompt] = (), *, beside: bool = False) -> TrialVerdict | None:
         """Ask one prompt; `clients`: theirs, hottest first. `beside` their requests: one request at a time.
 
         Raises `Unanswered`, `Unreachable`, `Broken` or `ValueError`, after which the same kind is asked again.
@@ -262,11 +264,11 @@ class DraftTrial:
         self.unlike_free += unlike_free
         if found:
             sums = [sum((told.get(each.name, Accepted()) for each in some), Accepted()) for some in (cold, hits)]
-            self.pairs.append(Pair(*sums))
+            self.pairs.append(AcceptedPair(*sums))
         if prompt.kind != "client" and not differs and not unlike_free:
             self._again.popleft()
 
-    async def _beside_another(self, prompt: TrialPrompt, salt: str, *, beside: bool) -> _Told:
+    async def _beside_another(self, prompt: TrialPrompt, salt: str, *, beside: bool) -> _Answered:
         """The prompt from the cache, in a batch with another hit or several."""
         if beside:
             return await self._answer(prompt.ids, salt, [prompt.hint])
@@ -284,7 +286,7 @@ class DraftTrial:
                 group.create_task(another(each))
         return answer.result()
 
-    async def _all(self, asked: Sequence[Coroutine[Any, Any, _Told]], *, beside: bool) -> list[_Told]:
+    async def _all(self, asked: Sequence[Coroutine[Any, Any, _Answered]], *, beside: bool) -> list[_Answered]:
         if beside:
             waiting, told = deque(asked), []
             try:
@@ -306,15 +308,15 @@ class DraftTrial:
         *,
         tokens: int = ANSWER,
         trial: bool = True,
-    ) -> _Told:
+    ) -> _Answered:
         more = {TRIAL: 1} if trial else {}
         name, answer = await self._asker.ask(prompt, salt, hint if trial else (), tokens=tokens, more=more)
-        return _Told(name, read_continuation(answer))
+        return _Answered(name, read_continuation(answer))
 
     async def _recomputed(self, prompt: Sequence[int]) -> Continuation:
         return (await self._answer(prompt, None, trial=False)).answer
 
-    def _verdict(self) -> Verdict | None:
+    def _verdict(self) -> TrialVerdict | None:
         if self.differing >= TWICE:
             return DIFFERS._replace(figures=self.figures)
         if self.unlike_free >= TWICE:
@@ -324,11 +326,11 @@ class DraftTrial:
         if finding.result == "worse":
             return worse(finding.hit, finding.cold, "on the same prompts")._replace(figures=self.figures)
         if self.agreed >= AGREEING and self.hits >= HITTING and finding.result == "fine":
-            verdict = Verdict("open") if self._feed.counts else NO_COUNTS
+            verdict = TrialVerdict("open") if self._feed.counts else NO_COUNTS
             return verdict._replace(figures=self.figures)
         return NO_HITS._replace(figures=self.figures) if is_last else None
 
-    async def send(self, verdict: Verdict) -> bool:
+    async def send(self, verdict: TrialVerdict) -> bool:
         """Tell the engine; whether its feed says so afterwards."""
         await self._feed.read()
         if self._feed.gate is None:

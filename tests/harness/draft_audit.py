@@ -286,6 +286,20 @@ def gate(core: Core, shared: int, options: dict[str, Any]) -> None:
         core.errors.append(f"hints are {drafts.state}: {core.plugin['refused']}")
 
 
+def pinned(core: Core, shared: int) -> None:
+    """A pin holds the rows of a draft head's window, too, when everything else is evicted."""
+    head = [*range(1000, 1000 + shared)]
+    core.request("pin", head, [shared - 20], pin=1)
+    core.run()
+    for number in range(30):
+        core.request(f"flood-{number}", range(5000 + 400 * number, 5300 + 400 * number), max_tokens=3)
+        core.run()
+    core.request("sibling", [*head, *range(2000, 2010)], [shared - 20], max_tokens=5)
+    core.run()
+    if core.ever["sibling"].seamark.window != "held":
+        core.errors.append(f"of a pinned prompt the rows are {core.ever['sibling'].seamark.window}")
+
+
 def evict_windows(core: Core) -> None:
     """Take all blocks of the windows out of the cache; states and attention rows stay."""
     keys = core.pool.cached_block_hash_to_block._cache
@@ -346,5 +360,7 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
         yield Scene(f"{shared} shared", [made := core(shared)], partial(siblings, made, shared, options))
     for shared in wanted.get("gate", ()):
         yield Scene(f"gate, {shared}", [made := core(shared)], partial(gate, made, shared, options), counted=False)
+    for shared in wanted.get("pinned", ()):
+        yield Scene(f"{shared} pinned", [made := core(shared)], partial(pinned, made, shared), counted=False)
     for shared in wanted.get("healed", ()):
         yield Scene(f"{shared} healed", [made := core(shared)], partial(heal, made, shared), counted=False)

@@ -24,7 +24,7 @@ from proxy.bench.harness.servers import (
     generated_model,
 )
 from proxy.commands.render_server import free_port
-from tests.harness.draft_engines import MTP
+from tests.harness.draft_engines import MTP, STARTED_ALL_THE_SAME
 
 pytestmark = pytest.mark.thorough
 
@@ -33,15 +33,6 @@ CHAT = "/v1/chat/completions"
 UNIT, AHEAD = 16, 16  # tokens
 
 STAND_INS = {"seamark_draft_kernels": "tests.harness.draft_kernels:register"}
-
-
-# `seamark worker` knows that a CPU lacks the kernels for drafts, and not that the tests bring stand-ins.
-STARTED_ALL_THE_SAME = """
-import sys
-from engine_patches.commands import worker
-worker.cannot_draft = lambda *_: None
-sys.exit(worker.main(sys.argv[1:]))
-"""
 
 
 class Trio(NamedTuple):

@@ -120,6 +120,12 @@ def test_the_audit_notices_defects_of_windows(drafting_model: str, defect: str, 
     assert any(error in each for each in core["errors"]), core["errors"]
 
 
+def test_a_pin_holds_the_rows_of_a_window(drafting_model: str):
+    cores = [{**WINDOWS[number], "pins": 0.5} for number in (0, 14)]  # blocks are held on purpose
+    for core in audit(drafting_model, pinned=[300], cores=cores):
+        assert all("blocks are held without a request" in error for error in core["errors"]), core["errors"]
+
+
 def test_without_what_it_relies_on_vllm_caches_beside_a_window_as_it_does_alone(drafting_model: str):
     """The check on a toy window fails where no rows are kept. The head's groups then decide hits again."""
     alone = {"head": OWN_WINDOW, "export": False}

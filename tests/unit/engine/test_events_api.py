@@ -22,7 +22,7 @@ from engine_patches.reporting.events_api import (
     Feeds,
 )
 from engine_patches.reporting.report import EngineReport
-from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
 from engine_patches.scheduler.load import GatewayLoad
 from tests.harness.virtual_time import VirtualTimeLoop
 
@@ -80,6 +80,19 @@ def test_what_became_of_pins_is_told_whether_or_not_an_answer_has_carried_it(fee
     assert feed.take_latest("a").pin == "pinned"
     assert feed.after(0)["pins"] == [("a", "pinned"), ("b", "no_room")]
     assert feed.after(2, feed.boot)["pins"] == [("b", "no_room")]
+
+
+def test_what_became_of_drafts_is_told_by_the_request_that_had_them(feeds):
+    drafted = [DraftedRequest("chatcmpl-a-0a1b2c3d", 7, 12)]
+    told = EngineReport(match_unit=16, block_size=64, window_of=[("cmpl-a-0-0a1b2c3d", "healed")], drafted=drafted)
+    assert {"windows", "drafted", "drafts"}.isdisjoint(feeds.main.after(0))
+    feeds.add_drafts(told)
+    assert feeds.main.after(0)["windows"] == [("a", "healed")] and feeds.main.after(0)["drafted"] == [("a", 7, 12)]
+    assert feeds.main.after(1, feeds.main.boot)["drafted"] == [("a", 7, 12)]
+    assert "windows" not in feeds.main.after(1, feeds.main.boot)
+    assert "drafts" not in feeds.main.after(0)  # this engine has none that it would tell of
+    feeds.add_drafts(EngineReport(match_unit=16, block_size=64, drafts=("closed", "0f", "it drafts worse")))
+    assert feeds.main.after(0)["drafts"] == {"state": "closed", "id": "0f", "why": "it drafts worse"}
 
 
 def test_an_answer_carries_its_outcome(feed):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from proxy.fleet.draft_acceptance import FEWEST_STEPS, SHARE, LiveAcceptance, Pair, judge_pairs
+from proxy.fleet.draft_acceptance import FEWEST_STEPS, SHARE, AcceptedPair, LiveAcceptance, judge_pairs
 from proxy.fleet.draft_reports import Accepted
 
 
@@ -15,13 +15,13 @@ def drafted(draw: random.Random, rate: float, steps: int) -> Accepted:
     return Accepted(steps, sum(int(draw.random() < rate / 2) + int(draw.random() < rate / 2) for _ in range(steps)))
 
 
-def pair(draw: random.Random, cold: float, hit: float) -> Pair:
-    return Pair(drafted(draw, cold, 54), drafted(draw, hit, 36))
+def pair(draw: random.Random, cold: float, hit: float) -> AcceptedPair:
+    return AcceptedPair(drafted(draw, cold, 54), drafted(draw, hit, 36))
 
 
 def trial(draw: random.Random, cold: float, hit: float, most: int = 24) -> str:
     """The result of a trial that looks behind each prompt from the eighth on."""
-    pairs: list[Pair] = []
+    pairs: list[AcceptedPair] = []
     while True:
         pairs.append(pair(draw, cold, hit))
         finding = judge_pairs(pairs, is_last=len(pairs) == most)
@@ -30,7 +30,7 @@ def trial(draw: random.Random, cold: float, hit: float, most: int = 24) -> str:
 
 
 def test_equal_drafts_are_fine_at_once():
-    pairs = [Pair(Accepted(50, 60 + number), Accepted(50, 60 + number)) for number in range(8)]
+    pairs = [AcceptedPair(Accepted(50, 60 + number), Accepted(50, 60 + number)) for number in range(8)]
     assert judge_pairs(pairs, is_last=False).result == "fine"
 
 
@@ -46,7 +46,7 @@ def test_equal_heads_are_hardly_ever_called_worse_though_no_two_answers_are_pair
 
 
 def test_few_pairs_decide_nothing_until_there_will_be_no_more():
-    nothing = [Pair(Accepted(), Accepted())] * 24
+    nothing = [AcceptedPair(Accepted(), Accepted())] * 24
     assert judge_pairs(nothing[:8], is_last=False).result == "undecided"
     assert judge_pairs(nothing, is_last=True).result == "fine"
 

@@ -11,7 +11,7 @@ from proxy.chat.chat import CHAT
 from proxy.fleet.answer_compare import Noise, Unanswered
 from proxy.fleet.draft_prompts import ANSWER, BUILT_IN, LONGEST_EDGE, TrialPrompt, built_in, drawn
 from proxy.fleet.draft_reports import DraftFeed
-from proxy.fleet.draft_trial import AGREEING, HITTING, MOST, DraftTrial, Verdict
+from proxy.fleet.draft_trial import AGREEING, HITTING, MOST, DraftTrial, TrialVerdict
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine, DraftingUpstream
@@ -33,7 +33,7 @@ def trial_of(engine: DraftingEngine, worker: Worker | None = None) -> DraftTrial
     return DraftTrial(upstream, worker, feed, "own", Noise(), 10.0, random.Random(7))
 
 
-async def verdict_of(engine: DraftingEngine, *, beside: bool = False, clients=()) -> tuple[DraftTrial, Verdict]:
+async def verdict_of(engine: DraftingEngine, *, beside: bool = False, clients=()) -> tuple[DraftTrial, TrialVerdict]:
     trial, verdict = trial_of(engine), None
     while verdict is None:
         assert trial.asked <= MOST

@@ -1,0 +1,116 @@
+"""A recipe that drafts hits as it is: hints open once the engine's own answers have agreed, and stay shut else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.bench.harness.planted import plugin_environment
+from proxy.bench.harness.servers import (
+    ENGINE_ENVIRONMENT,
+    ENGINE_FLAGS,
+    MODEL_NAME,
+    Server,
+    Servers,
+    free_port,
+    generated_model,
+)
+from tests.harness import draft_defects, gate_engine
+from tests.harness.draft_engines import MTP, STARTED_ALL_THE_SAME
+from tests.harness.versions import ROOT, engine_of
+from tests.harness.waiting import wait_for
+
+PATIENCE = 600.0  # seconds; a quiet machine takes a tenth
+
+CHATS = "/v1/chat/completions"
+
+NEWEST = "0.33.0"
+
+REASONS = {
+    draft_defects.A_UNIT_EARLY: "answers from the cache differ from recomputed ones beside drafts",
+    gate_engine.FOREIGN_ROWS: "answers from the cache differ from recomputed ones beside drafts",
+    draft_defects.ACCEPTED_IGNORED: "vLLM itself answers otherwise with drafts here than without them",
+    gate_engine.ROWS_LOST: "drafts a step are accepted behind hits",
+}
+
+
+@contextmanager
+def drafting(folder: Path, fault: str = "", version: str | None = None) -> Iterator[tuple[Server, Server]]:
+    """An engine that drafts, and a gateway with its defaults."""
+    model = generated_model(print, mtp=True)
+    stand_ins = {"seamark_gate_engine": "tests.harness.gate_engine:register"}
+    environment = {**plugin_environment(folder / "plugins", stand_ins), gate_engine.VARIABLE: fault}
+    if version:
+        path = environment["PYTHONPATH"]
+        environment["PYTHONPATH"] = f"{engine_of(version)}:{ROOT}:{path}"
+    with Servers(folder) as fleet:
+        port = free_port()
+        command = [sys.executable, "-c", STARTED_ALL_THE_SAME, str(model), "--port", str(port), *ENGINE_FLAGS]
+        command += ["--speculative-config", json.dumps(MTP)]
+        engine = fleet.start("drafts", port, command, {**ENGINE_ENVIRONMENT, **environment})
+        engine.wait_until_ready()
+        gateway = fleet.gateway(engine, flags=("--self-check-interval", "30"))
+        gateway.wait_until_ready("/ready", seconds=60)
+        yield engine, gateway
+
+
+def gate(gateway: Server) -> dict[str, Any]:
+    """What the gateway's status says of its worker's drafts."""
+    (worker,) = httpx.get(gateway.url + "/seamark/status", timeout=30).json()["workers"]
+    return dict(worker["drafts"])
+
+
+def chat(url: str, number: int) -> tuple[str, list[int], int]:
+    """Of several chats with one system prompt: text and tokens of a greedy answer, and tokens from the cache."""
+    words = " ".join(f"berth {n} tide" for n in range(90))
+    messages = [{"role": "system", "content": words}, {"role": "user", "content": f"the {number}th of all lanterns"}]
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    answer = httpx.post(url + CHATS, json=body, timeout=300).json()
+    (choice,) = answer["choices"]
+    cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return choice["message"]["content"], choice["token_ids"], cached
+
+
+@pytest.mark.parametrize("version", [None, pytest.param(NEWEST, marks=pytest.mark.on_request)])
+def test_an_engine_that_is_right_opens_by_itself_and_hits_then(tmp_path, version):
+    with drafting(tmp_path, version=version) as (engine, gateway):
+        began = time.monotonic()
+        during = [chat(gateway.url, number)[1] for number in range(3)]
+        assert gate(gateway)["state"] == "trial"
+        wait_for(lambda: gate(gateway)["state"] != "trial", PATIENCE)
+        assert gate(gateway)["state"] == "open", (gate(gateway), gateway.log.read_text()[-3000:])
+        print(f"open after {time.monotonic() - began:.0f} s: {gateway.log.read_text()[-600:]}")
+        after = [chat(gateway.url, number) for number in range(4)]
+        assert [tokens for _, tokens, _ in after[:3]] == during
+        assert after[3][2] >= 160 and after[3][2] % 16 == 0
+        metrics = httpx.get(engine.url + "/metrics").text
+        assert 'drafts="open"' in metrics
+        doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
+        said = subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT)
+        assert "open" in said.stdout and said.returncode == 0, said.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", gate_engine.FAULTS)
+def test_an_engine_with_a_fault_stays_shut_and_says_why(tmp_path, fault):
+    with drafting(tmp_path, fault) as (engine, gateway):
+        wait_for(lambda: gate(gateway)["state"] != "trial", PATIENCE)
+        found = gate(gateway)
+        assert found["state"] == "closed" and REASONS[fault] in found["why"], (found, gateway.log.read_text()[-3000:])
+        assert REASONS[fault] in gateway.log.read_text()
+        doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
+        said = subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT)
+        assert REASONS[fault].split(" beside")[0] in said.stdout, said.stdout
+        answers = [chat(gateway.url, number) for number in range(3)]
+        own = [chat(engine.url, number) for number in range(3)]
+        assert [each[1] for each in answers] == [each[1] for each in own]
+        assert all(cached % 384 == 0 for *_, cached in answers)

@@ -1,0 +1,93 @@
+"""An engine that drafts well, as a plugin of vLLM, with a fault planted by `SEAMARK_TEST_FAULT`.
+
+A random head is never right. So once a prompt was answered, drafts behind it are what came then, each right with a
+given probability until the first that is not. `ROWS_LOST`: not behind a hit, as if the head had no rows there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from typing import Any
+
+from tests.harness import draft_defects, draft_kernels
+
+VARIABLE = "SEAMARK_TEST_FAULT"
+
+FOREIGN_ROWS = "the last block of a hit is another one"
+
+ROWS_LOST = "the head has no rows behind a hit"
+
+FAULTS = (draft_defects.A_UNIT_EARLY, draft_defects.ACCEPTED_IGNORED, FOREIGN_ROWS, ROWS_LOST)
+
+PROBABILITY, DRAFTS = 0.7, 3
+
+
+def register() -> None:
+    """The plugin."""
+    draft_kernels.install()
+    fault = os.environ.get(VARIABLE, "")
+    _remember(drafts_behind_hits=fault != ROWS_LOST)
+    if fault == FOREIGN_ROWS:
+        _take_another_block()
+    elif fault and fault != ROWS_LOST:
+        draft_defects.plant(fault)
+
+
+def _take_another_block() -> None:
+    from engine_patches.scheduler import cache_keys
+
+    original = cache_keys._avoids_unwritten_rows
+
+    def spoiled(manager: Any, request: Any, blocks: Any, hit: int) -> bool:
+        right = original(manager, request, blocks, hit)
+        for group, *_ in manager.seamark.states.keys.attention if hit else ():
+            found = blocks.blocks[group]
+            others = (each for each in manager.block_pool.blocks[1:] if each.block_hash and each not in found)
+            found[-1] = next(others, found[-1])
+        return right
+
+    cache_keys._avoids_unwritten_rows = spoiled
+
+
+def _remember(*, drafts_behind_hits: bool) -> None:
+    import torch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    known: dict[tuple[int, ...], list[int]] = {}  # by prompt, it with its longest answer
+    hits: set[str] = set()  # requests
+    propose, update = GPUModelRunner.propose_draft_token_ids, GPUModelRunner._update_states
+
+    @functools.wraps(update)  # whose source Seamark reads
+    def update_states(self: Any, output: Any, *args: Any, **options: Any) -> Any:
+        hits.difference_update(output.finished_req_ids)
+        hits.update(new.req_id for new in output.scheduled_new_reqs if new.num_computed_tokens)
+        return update(self, output, *args, **options)
+
+    @functools.wraps(propose)
+    def propose_draft_token_ids(self: Any, output: Any, sampled: Any, *args: Any, **options: Any) -> Any:
+        drafts = propose(self, output, sampled, *args, **options)
+        rows = drafts if isinstance(drafts, list) else drafts.tolist()
+        told = sampled if isinstance(sampled, list) else sampled.tolist()
+        for row, name in enumerate(self.input_batch.req_ids):
+            request = self.requests[name]
+            prompt = request.prompt_token_ids
+            if request.num_computed_tokens + output.num_scheduled_tokens[name] < len(prompt):
+                continue  # a chunk of a prompt
+            tokens = [*prompt, *request.output_token_ids]
+            if not isinstance(sampled, list):  # else vLLM has appended them already
+                tokens += [token for token in told[row] if token != -1]
+            before = known.setdefault(tuple(prompt), [])
+            ahead = before[len(tokens) :] if before[: len(tokens)] == tokens else []
+            if len(tokens) > len(before):
+                known[tuple(prompt)] = tokens
+            draw, good = random.Random(len(tokens)), 0
+            while good < min(DRAFTS, len(ahead)) and draw.random() < PROBABILITY:
+                good += 1
+            if not drafts_behind_hits and name in hits:
+                good = 0
+            rows[row] = ([*ahead[:good], *rows[row][good:]] + [0] * DRAFTS)[:DRAFTS]
+        return rows if isinstance(drafts, list) else torch.tensor(rows, dtype=drafts.dtype)
+
+    GPUModelRunner._update_states, GPUModelRunner.propose_draft_token_ids = update_states, propose_draft_token_ids
