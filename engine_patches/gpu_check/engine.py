@@ -126,8 +126,13 @@ class LaneEngine:
         if self.checkpoints is None:
             raise RuntimeError("this engine runs without the patches: it keeps no states to ask for")
         held = self.checkpoints
-        windows = held.states is not None and held.states.windows is not None
-        return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead, windows)
+        return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead, self.has_windows)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a draft head has a window in cache groups of its own, which the patches leave out of the lookup."""
+        states = None if self.checkpoints is None else self.checkpoints.states
+        return states is not None and states.windows is not None
 
 
 def _name_of(request_id: str) -> str:

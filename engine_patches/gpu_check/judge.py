@@ -8,6 +8,7 @@ own scatter: how its answers differ when it is asked a second time.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -145,10 +146,12 @@ class Judged:
             for question, difference in zip(questions, differences, strict=True)
             if not rule.accepts(difference)
         ]
+        # vLLM 0.32 drops a unit for the groups of a head that it looks up: beside a window a hit may be longer.
+        is_owed = operator.ge if result.facts.get("windows") else operator.eq
         self.missed = [
             f"{question.case}: {answer.cached} tokens from the cache instead of {question.hit}"
             for question, answer in zip(questions, answers, strict=True)
-            if owed and question.hit is not None and answer.cached != question.hit
+            if owed and question.hit is not None and not is_owed(answer.cached, question.hit)
         ]
         parted, error = _parted(differences), max(difference.error for difference in differences)
         self.numbers: dict[str, Any] = {
@@ -280,9 +283,12 @@ def _own_drafts(mine: LaneResult, uncached: LaneResult, defect: str | None = Non
     else:
         spoiled, told = mine.sections[defect][-1], range(1, NEW_TOKENS + 1)
         places = {(defect, place_of(question.tokens, count)) for question in spoiled for count in told}
-    pairs = [(each.proposed.get(name, {}).get(place) for each in (mine, uncached)) for name, place in places]
-    compared = [(own, cold) for own, cold in pairs if own is not None and cold is not None]
-    return sum(own == cold for own, cold in compared), len(compared)
+    own, cold = (
+        {(name, place): drafts for name, of_section in each.proposed.items() for place, drafts in of_section.items()}
+        for each in (mine, uncached)
+    )
+    compared = places & own.keys() & cold.keys()
+    return sum(own[place] == cold[place] for place in compared), len(compared)
 
 
 def rows_of_heads(lane: str, mine: LaneResult, uncached: LaneResult, own_model: bool) -> Iterator[Check]:
