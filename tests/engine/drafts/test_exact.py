@@ -183,7 +183,7 @@ def test_without_the_switch_hints_are_refused_and_vllm_answers_and_caches_as_it_
     assert asked["refused"] == "speculative" and not asked["writes_in_forward"] and not asked["held"]
     assert asked["ignored"] == {"speculative": len(asked["answers"])}
     (line,) = asked["said"]
-    assert "hints are refused" in line and "SEAMARK_DRAFTS=1" in line
+    assert "hints are refused" in line and "SEAMARK_DRAFTS=0" in line
 
 
 LACKING = tuple(
