@@ -115,8 +115,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         "part that pinned prompts may hold; SEAMARK_HINTS_FROM: networks whose header x-seamark-boundaries is read; "
         "SEAMARK_REPORTS_AT=HOST:PORT: where gateways read what engines report, if not by the middleware; "
         "SEAMARK_CHUNK_ENDS=1: states only at the ends of a kernel's chunks; SEAMARK_DRAFTS=1 or =0: hints beside "
-        "drafts at once, or never, and not once a trial has shown them to be right; SEAMARK_KV_EVENTS=blocks: KV events "
-        "name whole cache blocks, =0: all that vLLM announces.",
+        "drafts at once, or never, and not once a trial has shown them to be right; SEAMARK_KV_EVENTS=blocks: KV "
+        "events name whole cache blocks, =0: all that vLLM announces.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="MODEL", help="folder or name; or first, or `model` in vLLM's --config FILE")

@@ -240,7 +240,7 @@ class Feed:
             "pins": others[PinFate][::-1],
         }
         for name, kind in (("windows", Window), ("drafted", Drafted)):
-            if others[kind]:
+            if others[kind] or self._drafts.get("state"):  # who reads it can tell it from an older plugin's
                 answer[name] = others[kind][::-1]
         if not self.has_events:
             return answer

@@ -15,7 +15,7 @@ from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.adapters import is_alone
 from engine_patches.scheduler.counters import AdmittedRequest, Counters, DraftedRequest
-from engine_patches.scheduler.draft_gate import DraftGate
+from engine_patches.scheduler.draft_gate import DraftGate, is_trial
 from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
@@ -95,7 +95,7 @@ class Checkpoints:
         # Where states are not written inside a pass, each costs one.
         places = self.expected_junctions.places(_salt_of(request), shared, tokens) if self.writes_in_forward else ()
         wish = self.planner.wish(hint, resolved, tokens, shared, places, ignore)
-        wish = replace(wish, hinted=hinted, pin=pin)
+        wish = replace(wish, hinted=hinted, pin=pin, trial=is_trial(request))
         return replace(wish, worthless_turn=self._worthless_turn(request, wish))
 
     def _refused(self, request: Any) -> str | None:
@@ -110,7 +110,7 @@ class Checkpoints:
         # The end of the turn before is as far from what is shared as a hint may be, and rounded down to the alignment.
         reach = math.ceil((TURN_REACH + self.grid.alignment + self.grid.ahead) / self.grid.unit)
         self.turn_value.came_back(hashes[max(units - reach, 0) : units])
-        turn = None if wish.pin or is_alone(request) else self.planner.last_turn(wish, request)
+        turn = None if wish.pin or is_trial(request) or is_alone(request) else self.planner.last_turn(wish, request)
         if turn is None or turn.end > len(hashes) * self.grid.unit:
             return 0
         head = self.grid.hash_of(request, turn.start) if turn.start else HEADLESS + _salt_of(request)
@@ -139,11 +139,12 @@ class Checkpoints:
     def expect_states(self, request: Any, start: int) -> None:
         """A request is going to be computed from token `start`: requests that share its prefix may wait for it."""
         if self.gate is not None:
+            start = max(start, self.state_of(request).heals)  # up to there states are held, and rows alone are missing
             self.gate.expect(request, start, (target.position for target in self.targets(request)))
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether a hit at a target of a request would be felt, as far as is known; pinned states are not judged."""
-        if state.wish.pin or not self.step_time.known:
+        """Whether a hit at a target of a request would be felt, as far as is known. Of pins and trials nobody asks."""
+        if state.wish.pin or state.wish.trial or not self.step_time.known:
             return True
         return self.planner.worth_writing(target, state.resumed_at, self.step_time.tokens_per_pass)
 

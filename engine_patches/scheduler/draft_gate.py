@@ -43,13 +43,12 @@ class DraftGate:
 
     def admits(self, request: Any) -> bool:
         """Whether states may be kept for a vLLM `Request`, and the hint counts that it came with."""
-        return self.state in (NONE, ON, OPEN) or _arguments(request).get(TRIAL) == 1
+        return self.state in (NONE, ON, OPEN) or is_trial(request)
 
     def obey(self, request: Any) -> bool:
         """Follow the command that a vLLM `Request` brings; whether it changes anything."""
-        arguments = _arguments(request)
-        command = arguments.get(COMMAND)
-        if not isinstance(command, str) or arguments.get(TRIAL) != 1 or not self.name:
+        command = _arguments(request).get(COMMAND)
+        if not isinstance(command, str) or not is_trial(request) or not self.name:
             return False
         wish, _, rest = command.partition(":")
         name, _, why = rest.partition(":")
@@ -63,6 +62,11 @@ class DraftGate:
     def refusal(self) -> Refusal | None:
         """Why hints are refused since a trial; None if they are not."""
         return refused(SPECULATIVE, f"drafts: {self.why}") if self.state == CLOSED else None
+
+
+def is_trial(request: Any) -> bool:
+    """Whether hints beside drafts are tried by a vLLM `Request`."""
+    return bool(_arguments(request).get(TRIAL) == 1)
 
 
 def _arguments(request: Any) -> Mapping[str, Any]:

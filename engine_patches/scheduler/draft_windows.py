@@ -291,7 +291,8 @@ class DraftWindows:
         drafts which are lost without."""
         if not self._pays(request, hit, 1):  # whatever the shorter one is
             return None
-        first = min(each.get_num_skipped_tokens(hit) for each in self._managers)  # row that is read
+        # A block that holds zeros before the first row that is read gets no key.
+        first = min(_window(each, hit).start * each.block_size for each in self._managers)
         shorter = self._shorter(manager, request, hit, first)
         return shorter if shorter is not None and self._pays(request, hit, hit - shorter[1]) else None
 

@@ -22,6 +22,7 @@ class Wish:
     expected: tuple[int, ...] = ()  # where later prompts are likely to leave it, ascending
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
     left_to_vllm: bool = False  # no state of it is kept, and vLLM caches it as it does alone
+    trial: bool = False  # hints beside drafts are tried by it: its states are kept, whatever a hit would be worth
     pin: bool | None = None  # its prompt is to be pinned, or released; None: neither
 
     @property

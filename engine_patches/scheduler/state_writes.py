@@ -80,7 +80,7 @@ def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:
         if output.scheduled_spec_decode_tokens.get(name) and answers.sampled_token_ids:
             sampled = answers.sampled_token_ids[answers.req_id_to_index[name]]
             if len(sampled):
-                scheduler.seamark.verified_drafts(request, len(sampled) - 1)
+                scheduler.seamark.verified_drafts(request, len(sampled) - 1)  # the last one is no draft
     return alive
 
 

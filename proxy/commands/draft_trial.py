@@ -42,18 +42,24 @@ FAILED = (Unreachable, Broken, Unwell)
 class OwnTrial:
     """Of the worker at one address. A request of others is seen between two prompts, so one prompt may meet it."""
 
-    def __init__(self, upstream: Upstream, url: str) -> None:
-        self._upstream = upstream
+    def __init__(self, upstream: Upstream, url: str, rank: str = "") -> None:
+        """`rank`: of one of several engines behind the address."""
+        self._upstream, self._url = upstream, url
         self._probe = Probe(upstream, url)
         timeout = DEFAULTS.silence_timeout
         metrics = Metrics()
-        self.worker = Worker(url, WorkerRenderer(upstream, url, DEFAULTS.render_timeout, metrics.renders))
+        name = f"{url}#{rank}" if rank else url
+        self.worker = Worker(name, WorkerRenderer(upstream, url, DEFAULTS.render_timeout, metrics.renders))
         self._gates = DraftGates(upstream, metrics.self_checks, timeout, own=OWN)
 
     async def run(self) -> None:
         """Return when nothing is left to be tried."""
         while not await self._look():  # noqa: ASYNC110  # nobody tells when a server is up
             await asyncio.sleep(POLL_SECONDS)
+        if not self.worker.rank and (ranks := self.worker.probed.reports.ranks):
+            for rank in ranks:
+                await OwnTrial(self._upstream, self._url, str(rank)).run()
+            return
         busy_at = began = time.monotonic()
         await asyncio.sleep(GRACE_SECONDS)
         while self.worker.draft_state == TRIAL:

@@ -27,6 +27,9 @@ TOP = 5  # logprobs of each token
 # Logits come in the model's precision: differences between bfloat16 logits are multiples of one of these.
 GRAINS = tuple(2.0**power for power in range(-2, -9, -1))
 
+# No arithmetic puts two recomputed answers this far apart (logprob): four steps of bfloat16 logits beyond 32.
+BEYOND_NOISE = 1.0
+
 GRAIN_ERROR = 2e-5  # of a difference between two float32 logprobs
 
 # What still counts as noise: so many times the largest difference between two recomputed continuations, so many steps
@@ -118,7 +121,7 @@ class Noise:
 
     def add(self, answers: Sequence[Continuation]) -> None:
         """Some of one prompt, two at least."""
-        self._seen.append(max(distance(one, other).error for one, other in itertools.combinations(answers, 2)))
+        self._seen.append(spread(answers))
 
     @property
     def largest(self) -> float:
@@ -148,6 +151,11 @@ class Noise:
             answers = [await recomputed(shorter) for _ in range(3)]
             if not any(answer.cached for answer in answers):
                 self.add(answers)
+
+
+def spread(answers: Sequence[Continuation]) -> float:
+    """The largest difference of a logprob between two of these, two at least."""
+    return max(distance(one, other).error for one, other in itertools.combinations(answers, 2))
 
 
 def completion_request(

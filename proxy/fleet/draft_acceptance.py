@@ -93,20 +93,20 @@ class _Sums:
 class LiveAcceptance:
     """Drafts of clients' requests at one boot of a worker."""
 
+    next_look: float = FEWEST_STEPS  # steps of each kind
     cold: _Sums = field(default_factory=_Sums)
     hit: _Sums = field(default_factory=_Sums)
-    _next_look: float = FEWEST_STEPS
 
     def add(self, one: Accepted, *, is_hit: bool) -> bool:
         """Count one request; whether hits are now known to be guessed worse."""
         if not one.steps:
             return False
         (self.hit if is_hit else self.cold).add(one)
-        if min(self.cold.steps, self.hit.steps) < self._next_look:
+        if min(self.cold.steps, self.hit.steps) < self.next_look:
             return False
         if min(self.cold.requests, self.hit.requests) < FEWEST_REQUESTS:
             return False
-        self._next_look = 2 * min(self.cold.steps, self.hit.steps)
+        self.next_look = 2 * min(self.cold.steps, self.hit.steps)
         apart = self.hit.per_step - SHARE * self.cold.per_step
         error = math.sqrt(self.hit.variance + SHARE**2 * self.cold.variance)
         return apart < -LIVE_CLEARLY_WORSE * error and apart < 0

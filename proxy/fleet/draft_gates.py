@@ -34,6 +34,8 @@ AGAIN_SECONDS, MOST_AGAIN_SECONDS = 2.0, 300.0
 # Trials of one boot in which too few prompts are found in the cache, as where clients evict them at once.
 ATTEMPTS, REST_OF_ATTEMPT = 3, 60.0
 
+LOOKS_AFTER_DOUBT = 100_000  # steps of each kind before clients' requests are looked at once more
+
 STANDS_BACK_SECONDS = 5.0  # until one that lets another gateway try looks again
 
 FAILED = (Unanswered, Unreachable, Broken, ValueError, ExceptionGroup)
@@ -54,6 +56,7 @@ class _Phase:
     tried: str = ""  # id of the engine process that `trial` tries
     pending: TrialVerdict | None = None  # come to, and not believed yet
     again: bool = False  # an operator wants a closed one tried again
+    doubt: str = ""  # what clients' requests have shown of an open one, which is tried again for that
     attempts: int = 0
     failed: int = 0  # steps in a row
     next_at: float = 0.0  # time.monotonic()
@@ -88,7 +91,7 @@ class DraftGates:
         if not worker.up or worker.engine is None or not worker.draft_state:
             return False
         phase = self._phase(worker)
-        wanted = phase.pending is not None or worker.draft_state == TRIAL or phase.again
+        wanted = phase.pending is not None or worker.draft_state == TRIAL or phase.again or bool(phase.doubt)
         return wanted and time.monotonic() >= phase.next_at
 
     def is_overdue(self, worker: Worker) -> bool:
@@ -117,13 +120,24 @@ class DraftGates:
             logger.error("worker %s: %s; SEAMARK_DRAFTS=1 keeps hints on there", worker.name, verdict.why)
 
     def count(self, worker: Worker, drafted: Accepted, is_hit: bool) -> None:
-        """A client's request has finished, with so many drafts."""
+        """A client's request has finished, with so many drafts.
+
+        Hits may be another kind of work than the rest. So what clients' requests show closes nothing: the worker is
+        tried again, on the same prompts with and without a hit.
+        """
         if worker.draft_state not in (OPEN, ON):
             return
-        live = self._phase(worker).live
-        if live.add(drafted, is_hit=is_hit):
-            self.close(worker, worse(live.hit.per_step, live.cold.per_step, "in clients' requests"))
-            self._phase(worker).live = LiveAcceptance()
+        phase = self._phase(worker)
+        live = phase.live
+        if not live.add(drafted, is_hit=is_hit):
+            return
+        phase.live = LiveAcceptance()
+        finding = worse(live.hit.per_step, live.cold.per_step, "in clients' requests")
+        if worker.draft_state == ON:
+            self.close(worker, finding)
+        elif not phase.doubt:
+            phase.doubt, phase.trial, phase.since = finding.why, None, time.monotonic()
+            logger.info("worker %s: %s; its drafts are tried again", worker.name, finding.why)
 
     def words(self, worker: Worker) -> str:
         """How far its trial is, for people; empty if it has none."""
@@ -140,7 +154,7 @@ class DraftGates:
             phase.failed = 0
         except FAILED as error:
             phase.failed += 1
-            phase.next_at = time.monotonic() + min(AGAIN_SECONDS * 2**phase.failed, MOST_AGAIN_SECONDS)
+            phase.next_at = time.monotonic() + min(AGAIN_SECONDS * 2 ** min(phase.failed, 16), MOST_AGAIN_SECONDS)
             logger.info("worker %s: a trial prompt was not judged (%s)", worker.name, _kind(error))
         if beside:
             phase.next_at = max(phase.next_at, time.monotonic() + REST_BESIDE * (time.monotonic() - began))
@@ -150,16 +164,18 @@ class DraftGates:
         gate = worker.draft_gate = phase.feed.gate
         if gate is None:
             raise ValueError("its feed names no gate")
-        if phase.pending is None and gate.state != TRIAL and not (phase.again and gate.state == CLOSED):
-            phase.again = False  # somebody else has decided, or the engine has no trial
+        wanted = gate.state == TRIAL or (phase.again and gate.state == CLOSED) or (phase.doubt and gate.state == OPEN)
+        if phase.pending is None and not wanted:
+            phase.again, phase.doubt = False, ""  # somebody else has decided, or the engine has no trial
             return
         if phase.trial is None or phase.tried != gate.id:
             if phase.tried not in ("", gate.id):
-                phase.pending, phase.live = None, LiveAcceptance()  # another process: what was known is of no use
+                # Another process: what was known is of no use.
+                phase.pending, phase.live, phase.doubt = None, LiveAcceptance(), ""
                 phase.noise.clear()
             phase.trial = DraftTrial(self._upstream, worker, phase.feed, self._own, phase.noise, self._timeout)
             phase.tried = gate.id
-            if phase.pending is None:
+            if phase.pending is None and not phase.doubt:
                 logger.info("worker %s drafts: hints are on trial, and off until it is over", worker.name)
         if phase.pending is None:
             if phase.feed.stands_back(self._own):
@@ -175,6 +191,10 @@ class DraftGates:
             verdict = await phase.trial.step(await clients(), beside=beside)
             if verdict is None:
                 return
+            if phase.doubt and verdict.result in ("open", "no_hits"):
+                logger.info("worker %s: the same prompts do not show it: %s", worker.name, verdict.figures)
+                phase.doubt, phase.live = "", LiveAcceptance(LOOKS_AFTER_DOUBT)
+                return
             if verdict.result == "no_hits" and phase.attempts + 1 < ATTEMPTS:
                 phase.attempts += 1
                 phase.trial, phase.next_at = None, time.monotonic() + REST_OF_ATTEMPT * phase.attempts
@@ -189,7 +209,7 @@ class DraftGates:
         worker.draft_gate = phase.feed.gate
         if not believed:
             raise ValueError("its feed does not show the verdict")
-        phase.pending, phase.again = None, False
+        phase.pending, phase.again, phase.doubt = None, False, ""
         if verdict.result != "open":
             self._results.labels(verdict.result).inc()
             logger.error(

@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from proxy.fleet.answer_compare import (
+    BEYOND_NOISE,
     TOP,
     Continuation,
     Noise,
@@ -29,6 +30,7 @@ from proxy.fleet.answer_compare import (
     judge,
     read_continuation,
     scored,
+    spread,
 )
 from proxy.fleet.draft_acceptance import AcceptedPair, judge_pairs
 from proxy.fleet.draft_prompts import ANSWER, BUILT_IN, RANGES, TrialKind, TrialPrompt, built_in, drawn, kinds
@@ -142,7 +144,7 @@ class Asker:
         return error
 
 
-class _Answered(NamedTuple):
+class _NamedAnswer(NamedTuple):
     """An answer, and the name of its request."""
 
     name: str
@@ -244,14 +246,17 @@ class DraftTrial:
         recomputed, cached = [each.answer for each in cold], [each.answer for each in hits]
         if any(each.cached for each in recomputed):
             raise Unanswered("recomputed answers came from a cache")
-        self._noise.add(recomputed)
+        # As where an answer depends on which drafts were right: what is wrong must not count as noise.
+        unsteady = spread(recomputed) > BEYOND_NOISE
+        if not unsteady:
+            self._noise.add(recomputed)
         free = await self._asker.without_drafts(prompt.ids, recomputed)
         if not self._noise.is_known:
             await self._noise.learn(prompt.ids, self._recomputed)
         engine = self._worker.engine
         foretold = prompt.foretold(engine.match_unit, engine.ahead) if engine is not None else 0
-        differs = judge(cached, recomputed, self._noise.largest).result == "differs"
-        unlike_free = free > bound_of(self._noise.largest, recomputed)
+        differs = not unsteady and judge(cached, recomputed, self._noise.largest).result == "differs"
+        unlike_free = unsteady or free > bound_of(self._noise.largest, recomputed)
         found = foretold > 0 and all(each.cached >= foretold for each in cached)
         told = await self._feed.accepted([each.name for each in (*cold, *hits)])
 
@@ -268,7 +273,7 @@ class DraftTrial:
         if prompt.kind != "client" and not differs and not unlike_free:
             self._again.popleft()
 
-    async def _beside_another(self, prompt: TrialPrompt, salt: str, *, beside: bool) -> _Answered:
+    async def _beside_another(self, prompt: TrialPrompt, salt: str, *, beside: bool) -> _NamedAnswer:
         """The prompt from the cache, in a batch with another hit or several."""
         if beside:
             return await self._answer(prompt.ids, salt, [prompt.hint])
@@ -286,7 +291,7 @@ class DraftTrial:
                 group.create_task(another(each))
         return answer.result()
 
-    async def _all(self, asked: Sequence[Coroutine[Any, Any, _Answered]], *, beside: bool) -> list[_Answered]:
+    async def _all(self, asked: Sequence[Coroutine[Any, Any, _NamedAnswer]], *, beside: bool) -> list[_NamedAnswer]:
         if beside:
             waiting, told = deque(asked), []
             try:
@@ -308,10 +313,10 @@ class DraftTrial:
         *,
         tokens: int = ANSWER,
         trial: bool = True,
-    ) -> _Answered:
+    ) -> _NamedAnswer:
         more = {TRIAL: 1} if trial else {}
         name, answer = await self._asker.ask(prompt, salt, hint if trial else (), tokens=tokens, more=more)
-        return _Answered(name, read_continuation(answer))
+        return _NamedAnswer(name, read_continuation(answer))
 
     async def _recomputed(self, prompt: Sequence[int]) -> Continuation:
         return (await self._answer(prompt, None, trial=False)).answer
@@ -338,9 +343,10 @@ class DraftTrial:
         ids = drawn(8, self._range or await self._known_ids(), self._draw)
         await self._asker.ask(ids, tokens=1, more=verdict.command(self._feed.gate.id))
         until = time.monotonic() + BELIEVED_SECONDS
-        while time.monotonic() < until:
+        while True:
             await self._feed.read()
-            if self._feed.gate is None or self._feed.gate.state == verdict.state:
-                break
+            if self._feed.gate is not None and self._feed.gate.state == verdict.state:
+                return True
+            if self._feed.gate is None or time.monotonic() >= until:
+                return False
             await asyncio.sleep(PAUSE_SECONDS)
-        return self._feed.gate is not None and self._feed.gate.state == verdict.state

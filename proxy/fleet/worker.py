@@ -257,6 +257,8 @@ class Worker:
     def draft_state(self) -> str:
         """Of `DRAFT_STATES`, by what was heard last; empty without drafts, or from an older plugin."""
         told, gate = self.engine.drafts if self.engine is not None else "", self.draft_gate
+        if self.rank and told in (TRIAL, OPEN, CLOSED):  # its server's metrics do not tell which engine they mean
+            return gate.state if gate is not None else TRIAL
         return gate.state if gate is not None and gate.read_at >= self.probed.at else told
 
     @property

@@ -242,7 +242,7 @@ def heal(core: Core, shared: int) -> None:
 
     def sibling(number: int, salt: str | None = None) -> None:
         tokens = [*range(1000, 1000 + shared), *range(2000 + 100 * number, 2010 + 100 * number)]
-        core.request(str(number), tokens, [shared], max_tokens=30, salt=salt)
+        core.request(str(number), tokens, [shared - 110, shared], max_tokens=30, salt=salt)
         core.run()
 
     sibling(0)

@@ -13,6 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.boundaries.token_ids import TokenIds
+from proxy.chat.chat import CHAT
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
+from tests.harness.probed import probed
+
 TOP = 5
 
 UNIT, BLOCK = 16, 384  # tokens
@@ -160,3 +166,13 @@ class DraftingUpstream:
             return 200, json.dumps({"boot": "feed", **self.engine.tell(after)}).encode()
         status, answer = self.engine.complete(json.loads(body), dict(headers).get(b"x-request-id", b"").decode())
         return status, json.dumps(answer).encode()
+
+
+def drafting_worker(ahead: int = 1, state: str = "trial") -> Worker:
+    """What a gateway knows of a worker with such an engine."""
+
+    async def render(body: Any, path: str = CHAT) -> TokenIds:
+        raise AssertionError("a trial renders nothing")
+
+    engine = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=ahead, drafts=state)
+    return Worker("http://w", renderer=render, probed=probed("w#1", engine, "m"), up=True)

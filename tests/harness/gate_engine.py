@@ -42,7 +42,9 @@ def _take_another_block() -> None:
 
     def spoiled(manager: Any, request: Any, blocks: Any, hit: int) -> bool:
         right = original(manager, request, blocks, hit)
-        for group, *_ in manager.seamark.states.keys.attention if hit else ():
+        for group, block_size, _ in manager.seamark.states.keys.attention:
+            if hit % block_size == 0:  # vLLM's own hits are right
+                continue
             found = blocks.blocks[group]
             others = (each for each in manager.block_pool.blocks[1:] if each.block_hash and each not in found)
             found[-1] = next(others, found[-1])

@@ -28,6 +28,8 @@ from tests.harness.situation_table import differences
 
 ROOT = Path(__file__).parents[2]
 
+NO_WINDOWS = "0.31.0"  # beside a draft head with a window hints are refused
+
 TRITON, RAY = "3.9.0", "2.60.0"
 
 RUST_FRONTEND = "vllm-rs"
@@ -167,14 +169,7 @@ def main(versions: list[str]) -> int:
     cores += [{"context_ranks": 2, "stages": 2}, {**tight, "context_ranks": 4}, {**cut, "context_ranks": 2}]
     cores += [{**tight, "context_ranks": 2, "kv_events": "units"}]
     drafting_model = str(generated_model(print, mtp=True))
-    drafting = [*draft_cores.CORES, *draft_cores.HEADS]
-    wanted = {
-        "seeds": [1],
-        "chats": 40,
-        "answers": draft_cores.ANSWERS,
-        "shared": draft_cores.SHARED,
-        "cores": drafting,
-    }
+    wanted: dict[str, Any] = {"seeds": [1], "chats": 40, "answers": draft_cores.ANSWERS, "shared": draft_cores.SHARED}
     wrong = False
     for version in versions:
         source = source_of(version)
@@ -183,9 +178,12 @@ def main(versions: list[str]) -> int:
         situations = sum(map(len, shown.values()))
         audits = run(source, "audit", "scheduler", model, json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
         errors = [f"{audit['core']}: {audit['errors']}" for audit in audits if audit["errors"]]
-        drafts = [
-            draft_cores.faults(audit) for audit in run(source, "audit", "draft", drafting_model, json.dumps(wanted))
-        ]
+        drafting = [*draft_cores.CORES, *draft_cores.HEADS]
+        if version != NO_WINDOWS:
+            drafting += draft_cores.WINDOWS
+        wanted["cores"] = drafting
+        audited = run(source, "audit", "draft", drafting_model, json.dumps(wanted))
+        drafts = [draft_cores.faults(audit) for audit in audited]
         held = (
             f"{situations - len(found)} of {situations} situations, {len(cores) - len(errors)} of {len(cores)} audits"
         )

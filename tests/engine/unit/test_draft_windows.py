@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.request import Request
 
 from engine_patches.scheduler import draft_windows
 from engine_patches.scheduler.draft_windows import ENOUGH_STEPS, Acceptance, DraftWindows, leave_out, left_out_spec
 from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import ENOUGH, StepTime
 
 ROWS = dict(block_size=64, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -134,3 +141,40 @@ def test_rows_are_computed_again_where_that_is_faster_than_drafting_worse(behind
         step_time.step_took(1, 0.0801)
         step_time.step_took(1000, 0.18)
     assert windows._pays(request, hit, tokens) == pays
+
+
+def requests_of_the_same_tokens() -> dict[str, Request]:
+    """By what tells each from the first one."""
+    image = MultiModalFeatureSpec(None, "image", "of a boat", PlaceholderRange(offset=20, length=10))
+    more: dict[str, dict[str, Any]] = {
+        "": {},
+        "nothing": {},
+        "a salt": {"cache_salt": "other"},
+        "an adapter": {"lora_request": LoRARequest("adapter", 1, "/nowhere")},
+        "an image": {"mm_features": [image]},
+    }
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    parameters = SamplingParams(max_tokens=1)
+    return {
+        name: Request(name or "first", list(range(300)), parameters, None, block_hasher=hasher, **options)
+        for name, options in more.items()
+    }
+
+
+def test_another_salt_adapter_or_image_finds_no_row():
+    pool = BlockPool(12, enable_caching=True, hash_block_size=16)
+    manager = SlidingWindowManager(
+        left_out_spec()(**ROWS, sliding_window=100),
+        block_pool=pool,
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=64,
+    )
+    windows = DraftWindows(pool, Grid(16, 16), [manager], StepTime())
+    requests = requests_of_the_same_tokens()
+    manager.allocate_new_blocks("first", 300, 300)
+    windows.keep(requests[""], RequestState(), [208, 256])
+    finds = {name for name, request in requests.items() if windows.keys_at(request, 208)}
+    assert finds == {"", "nothing"} == {name for name, request in requests.items() if windows.keys_at(request, 256)}
+    assert not windows.keys_at(requests[""], 176)  # rows are there, and no key of that place

@@ -93,6 +93,7 @@ def test_what_became_of_drafts_is_told_by_the_request_that_had_them(feeds):
     assert "drafts" not in feeds.main.after(0)  # this engine has none that it would tell of
     feeds.add_drafts(EngineReport(match_unit=16, block_size=64, drafts=("closed", "0f", "it drafts worse")))
     assert feeds.main.after(0)["drafts"] == {"state": "closed", "id": "0f", "why": "it drafts worse"}
+    assert feeds.main.after(feeds.main.after(0)["cursor"], feeds.main.boot)["drafted"] == []
 
 
 def test_an_answer_carries_its_outcome(feed):

@@ -7,24 +7,12 @@ import random
 
 import pytest
 
-from proxy.chat.chat import CHAT
 from proxy.fleet.answer_compare import Noise, Unanswered
 from proxy.fleet.draft_prompts import ANSWER, BUILT_IN, LONGEST_EDGE, TrialPrompt, built_in, drawn
 from proxy.fleet.draft_reports import DraftFeed
 from proxy.fleet.draft_trial import AGREEING, HITTING, MOST, DraftTrial, TrialVerdict
 from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import EngineInfo
-from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine, DraftingUpstream
-from tests.harness.probed import probed
-
-
-async def render(body, path=CHAT):
-    raise AssertionError("a trial renders nothing")
-
-
-def drafting_worker(ahead: int = 1, state: str = "trial") -> Worker:
-    engine = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=ahead, drafts=state)
-    return Worker("http://w", renderer=render, probed=probed("w#1", engine, "m"), up=True)
+from tests.harness.drafting_engine import DraftingEngine, DraftingUpstream, drafting_worker
 
 
 def trial_of(engine: DraftingEngine, worker: Worker | None = None) -> DraftTrial:
@@ -70,6 +58,13 @@ async def test_each_fault_keeps_hints_closed_with_its_reason(fault, result, word
     assert trial.asked <= MOST and verdict.figures
     command = verdict.command("engine-1")["seamark_drafts"]
     assert command.startswith("closed:engine-1:") and words in command
+
+
+async def test_recomputed_answers_far_apart_are_no_noise_that_everything_is_lost_in():
+    """As of an engine whose answers depend on which of its drafts were right."""
+    engine = DraftingEngine(noise=2.0, draw=random.Random(3))
+    trial, verdict = await verdict_of(engine)
+    assert (verdict.result, verdict.state) == ("drafts", "closed") and trial.asked <= 4
 
 
 async def test_without_logprobs_of_prompts_the_engine_without_drafts_is_asked_token_by_token():

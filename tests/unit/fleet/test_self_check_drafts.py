@@ -12,6 +12,7 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import self_check
+from proxy.fleet.draft_reports import Accepted
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.self_check import WITHOUT_DRAFTS, SelfCheck
 from proxy.fleet.worker import Worker
@@ -112,3 +113,32 @@ async def test_with_the_switch_on_a_finding_is_said_and_hints_stay(caplog):
     check.gates.close(worker, self_check.DRAFTS)
     assert not check.gates.wants(worker) and not engine.commands and worker.takes_hints
     assert "SEAMARK_DRAFTS=1 keeps hints on" in caplog.text
+
+
+def clients_drafts(check: SelfCheck, worker: Worker, engine_accepts_on_hits: float) -> None:
+    """As many of clients' requests as it takes for a look at their drafts."""
+    for _ in range(400):
+        check.gates.count(worker, Accepted(20, 30), is_hit=False)
+        check.gates.count(worker, Accepted(20, int(30 * engine_accepts_on_hits)), is_hit=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"), [({}, "open"), ({"accepts_on_hits": 0.2}, "closed")], ids=["other work", "a worse head"]
+)
+async def test_drafts_of_clients_that_are_worse_behind_hits_have_the_same_prompts_tried(fault, state):
+    """Hits may be another kind of work than the rest: that alone closes nothing."""
+    check, worker, _ = checked(engine := DraftingEngine(state="open", **fault))
+    clients_drafts(check, worker, 0.9 if not fault else 0.5)
+    assert check.gates.wants(worker) and worker.takes_hints
+
+    async def clients():
+        return ()
+
+    while check.gates.wants(worker):
+        await check.gates.step(worker, clients)
+    assert engine.state == state and worker.takes_hints == (state == "open")
+    if state == "open":
+        clients_drafts(check, worker, 0.9)  # not again and again
+        assert not check.gates.wants(worker)
+    else:
+        assert "are accepted behind hits" in engine.why

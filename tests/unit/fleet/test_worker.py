@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.fleet.worker import (
     BREAKER_FAILURES,
+    CLOSED,
     MAX_TRIAL_SECONDS,
+    OFF,
+    ON,
+    OPEN,
+    TRIAL,
     TRIAL_SECONDS,
     CacheQuarantine,
     CircuitBreaker,
+    DraftGate,
     Worker,
 )
 from proxy.fleet.worker_metrics import EngineInfo
@@ -169,3 +177,35 @@ def test_hints_are_for_a_worker_with_the_plugin_that_is_not_in_quarantine():
     assert (plain.takes_hints, patched.takes_hints) == (False, True)
     patched.cache.quarantine()
     assert not patched.takes_hints
+
+
+def test_what_was_heard_last_of_the_gate_beside_drafts_decides_on_hints():
+    engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=TRIAL)
+    worker = Worker("http://w", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
+    assert (worker.draft_state, worker.takes_hints) == (TRIAL, False)
+    worker.draft_gate = DraftGate(OPEN, "id", "", read_at=1.0)
+    assert worker.takes_hints
+    worker.probed = replace(worker.probed, at=2.0)  # asked again since: it is on trial, as after another's verdict
+    assert not worker.takes_hints
+    worker.restarted()
+    assert worker.draft_gate is None
+
+
+def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
+    engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=OPEN)
+    worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
+    assert worker.draft_state == TRIAL
+    worker.draft_gate = DraftGate(OPEN, "id", "", read_at=1.0)
+    worker.probed = replace(worker.probed, at=2.0)
+    assert worker.draft_state == OPEN
+
+
+@pytest.mark.parametrize(("state", "takes"), [("", True), (ON, True), (OPEN, True), (OFF, False), (CLOSED, False)])
+def test_hints_go_to_workers_that_draft_once_they_are_on_there(state, takes):
+    engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=state)
+    assert (
+        Worker(
+            "http://w", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m")
+        ).takes_hints
+        is takes
+    )

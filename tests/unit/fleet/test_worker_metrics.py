@@ -55,6 +55,11 @@ def test_a_counter_of_drafts_means_drafts_except_at_nought_where_a_frontend_in_r
     assert read(sleep_state(1)).sleep_levels == (1,)
 
 
+def test_the_gate_of_hints_beside_drafts_is_read_and_an_older_plugin_has_none():
+    engines = [read(line + " 1.0\n").engine for line in (INFO, INFO.replace("{", '{drafts="trial",'))]
+    assert [engine.drafts for engine in engines if engine is not None] == ["", "trial"]
+
+
 def test_what_is_not_said_is_unknown():
     assert read("") == read("vllm:x 1\n") == WorkerMetrics("", None, UNKNOWN, None, 0, 0)
     assert not UNKNOWN.known and read(f"{INFO} 0.0\n").engine is None
