@@ -38,11 +38,11 @@ REPORT = Path("seamark-gpu-check.json")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = """\
-On a GPU eight lanes run one by one, in the order of their value: first what `seamark worker` runs (compiled, CUDA
+On a GPU nine lanes run one by one, in the order of their value: first what `seamark worker` runs (compiled, CUDA
 graphs, vLLM's own choice of model runner and kernels), Mamba2, then gated delta nets, both timed beside vLLM alone;
 then the other model runner; eager, with vLLM's own copy of a partial block; layers of Qwen3.8-Flash-Next and of
-Kimi-Linear; and last drafts (MTP) on the first two families: vLLM alone with them beside vLLM alone without, then
-Seamark with SEAMARK_DRAFTS=1 beside it. Each is printed when it is known.
+Kimi-Linear; and last drafts (MTP) on the first two families, on the other model runner, too: vLLM alone with them
+beside vLLM alone without, then Seamark with SEAMARK_DRAFTS=1 beside it. Each is printed when it is known.
 Everything after -- are flags of vLLM, as --attention-backend FLASHINFER.
 
 exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM), so

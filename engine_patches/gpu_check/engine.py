@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine_patches.gpu_check import drawn_models
-from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, Geometry, QuestionWave
+from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, NO_ROWS, ROW_DEFECTS, Geometry, QuestionWave
 from engine_patches.ledger import Function
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import FIELD
@@ -27,6 +27,8 @@ class CheckedAnswer(NamedTuple):
     tokens: Sequence[int]
     top: Sequence[Mapping[int, float]]  # by step: the best tokens and their logprobs
     cached: int  # prompt tokens from the cache
+    # Drafts that one row verified and how many of them were right, by how often, as vLLM's metrics count them.
+    verified: Mapping[tuple[int, int], int] = {}
 
 
 class LaneEngine:
@@ -45,8 +47,7 @@ class LaneEngine:
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.passes = 0  # forward passes so far
         core.model_executor.execute_model = self._counting(core.model_executor.execute_model)
-        # Drafts that one row verified and how many of them were right, by how often, as vLLM's metrics count them.
-        self.verified: Counter[tuple[int, int]] = Counter()
+        self._verified: dict[str, Counter[tuple[int, int]]] = {}  # by request, as in its answer
         self.scheduler.make_spec_decoding_stats = self._counting_drafts(self.scheduler.make_spec_decoding_stats)
         self.checkpoints: Checkpoints | None = getattr(self.scheduler, "seamark", None)
         self.step_time = StepTime()
@@ -72,8 +73,9 @@ class LaneEngine:
 
     def _counting_drafts(self, make_stats: Function) -> Function:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(kwargs["request_id"], 0)
-            self.verified[kwargs["num_draft_tokens"] - invalid, kwargs["num_accepted_tokens"]] += 1
+            name = kwargs["request_id"]
+            row = kwargs["num_draft_tokens"] - (kwargs["num_invalid_spec_tokens"] or {}).get(name, 0)
+            self._verified.setdefault(_name_of(name), Counter())[row, kwargs["num_accepted_tokens"]] += 1
             return make_stats(*args, **kwargs)
 
         return counted
@@ -95,10 +97,12 @@ class LaneEngine:
         ]
         prompts = [{"prompt_token_ids": list(question.tokens)} for question in wave]
         answers = []
+        self._verified.clear()
         for request in self._llm.generate(prompts, parameters, use_tqdm=False):
             output = request.outputs[0]
             top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
-            answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0))
+            verified = self._verified.get(_name_of(request.request_id), Counter())
+            answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0, verified))
         return answers
 
     @property
@@ -122,7 +126,18 @@ class LaneEngine:
         if self.checkpoints is None:
             raise RuntimeError("this engine runs without the patches: it keeps no states to ask for")
         held = self.checkpoints
-        return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead)
+        return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead, self.has_windows)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a draft head has a window in cache groups of its own, which the patches leave out of the lookup."""
+        states = None if self.checkpoints is None else self.checkpoints.states
+        return states is not None and states.windows is not None
+
+
+def _name_of(request_id: str) -> str:
+    """A request's name as its client knows it: inside the engine vLLM adds to it."""
+    return request_id.partition("-")[0]
 
 
 def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:
@@ -139,7 +154,8 @@ def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def planted(scheduler: Any, defect: str) -> Iterator[None]:
-    """Inside this context, requests that hit resume from a wrong recurrent state, if the cache has one."""
+    """Inside this context, requests that hit resume from a wrong recurrent state, if the cache has one; or their draft
+    head from no rows or wrong ones."""
     manager = scheduler.kv_cache_manager
     original = manager.get_computed_blocks
     checkpoints: Checkpoints = scheduler.seamark
@@ -147,6 +163,9 @@ def planted(scheduler: Any, defect: str) -> Iterator[None]:
     def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:  # vLLM 0.33 bounds the hit here
         computed = original(request, *args, **kwargs)
         blocks, hit = computed[0], computed[1]
+        if hit and defect in ROW_DEFECTS:
+            _spoil_rows(manager.block_pool, checkpoints, request, blocks, hit, defect)
+            return computed
         for group in scheduler.seamark.states.keys.recurrent if hit else ():
             wrong = _wrong_state(manager.block_pool, checkpoints, request, hit, group, defect)
             if wrong is not None:
@@ -161,13 +180,29 @@ def planted(scheduler: Any, defect: str) -> Iterator[None]:
 
 
 def _wrong_state(pool: Any, checkpoints: Checkpoints, request: Any, hit: int, group: int, defect: str) -> Any:
-    from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-
     unit = checkpoints.grid.unit
     cached = pool.cached_block_hash_to_block
     if defect == EARLY_STATE:
         early = hit - checkpoints.grid.alignment
         return cached.get_one_block(key_at(request, early, unit, group)) if early > 0 else None
-    own = set(request.block_hashes)
+    return _of_another(pool, request, group)
+
+
+def _of_another(pool: Any, request: Any, group: int) -> Any:
+    """A cached block of another prefix in a cache group; None if there is none."""
+    from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+    cached, own = pool.cached_block_hash_to_block, set(request.block_hashes)
     others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
     return next((cached.get_one_block(key) for key in others), None)
+
+
+def _spoil_rows(pool: Any, checkpoints: Checkpoints, request: Any, blocks: Any, hit: int, defect: str) -> None:
+    """Take a draft head's rows before a hit away, or put another prefix's in their place."""
+    if checkpoints.states is None or checkpoints.states.windows is None:
+        return
+    checkpoints.state_of(request).drafts_from = hit  # nobody else finds what it makes of them
+    for group in checkpoints.states.windows.groups:
+        other = _of_another(pool, request, group)
+        taken = blocks.blocks[group]
+        taken[:] = [] if defect == NO_ROWS or other is None else [b if b.is_null else other for b in taken]

@@ -54,6 +54,7 @@ def facts_of(engine: LaneEngine) -> dict[str, Any]:
         "drafts": engine.config.speculative_config is not None,
         "hints_refused": checkpoints.refusal.cause if checkpoints is not None and checkpoints.refusal else None,
         "ahead": None if checkpoints is None else checkpoints.grid.ahead,
+        "windows": engine.has_windows,
         "recurrent": bool(recurrent),
         "longest": engine.config.model_config.max_model_len,
         "budget": engine.budget,

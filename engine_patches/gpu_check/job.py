@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.draft_oracle import Oracle, Right
+from engine_patches.gpu_check.draft_oracle import Oracle, Proposed, Right
 from engine_patches.gpu_check.engine import CheckedAnswer, LaneEngine, planted
 from engine_patches.gpu_check.facts import facts_of
 from engine_patches.gpu_check.questions import (
     DEFECTS,
+    ROW_DEFECTS,
     SHARED_LENGTHS,
     TINY_IDS,
     QuestionWave,
@@ -61,7 +62,8 @@ class LaneJob(NamedTuple):
     again_budget: int | None = None  # the second time, tokens of a step: prompts are cut inside the kernels' chunks
     passes: bool = False  # count them
     timed: bool = False
-    oracle: Right | None = None  # makes drafts right while questions are answered
+    oracle: Right | None = None  # makes drafts right while questions are answered; empty: leaves them, and notes them
+    cold: Proposed | None = None  # what the head proposes without a cache: elsewhere its drafts stay wrong
 
 
 @dataclass
@@ -76,6 +78,8 @@ class LaneResult:
     first_tokens: list[FirstTokens] = field(default_factory=list)
     pace: MeasuredPace | None = None
     verified: dict[tuple[int, int], int] = field(default_factory=dict)  # rows by their drafts and the right ones
+    # The head's own drafts, where an oracle spoke: by section and `draft_oracle.place_of`.
+    proposed: dict[str, dict[int, list[int]]] = field(default_factory=dict)
 
 
 def run(job: LaneJob, save: Callable[[LaneResult], None]) -> None:
@@ -93,14 +97,15 @@ def run(job: LaneJob, save: Callable[[LaneResult], None]) -> None:
     elif result.facts["patches_live"] and result.facts["recurrent"]:
         geometry = engine.geometry
         result.sections = own_sections(geometry, lengths, ids) if job.own_model else sections(geometry, job.quick)
-    oracle = None if job.oracle is None else Oracle(job.oracle, ORACLE_IS_RIGHT)
+    oracle = None if job.oracle is None else Oracle(job.oracle, ORACLE_IS_RIGHT, job.cold)
     with oracle.speaks(engine.runner, engine.scheduler.requests) if oracle else contextlib.nullcontext():
         for name, waves in result.sections.items():
-            engine.verified.clear()
             result.answers[name] = _ask_section(engine, name, waves)
-            if name not in DEFECTS:
-                for row, times in engine.verified.items():
+            if name not in (*DEFECTS, *ROW_DEFECTS):
+                for row, times in (row for answer in result.answers[name] for row in answer.verified.items()):
                     result.verified[row] = result.verified.get(row, 0) + times
+            if oracle:
+                result.proposed[name], oracle.proposed = oracle.proposed, {}
             save(result)
     if job.passes:
         result.passes = count_passes(engine, ids)
@@ -132,7 +137,7 @@ def _ask_section(engine: LaneEngine, name: str, waves: Sequence[QuestionWave]) -
     answers: list[CheckedAnswer] = []
     for wave in waves:
         # Only an engine with checkpoints can resume from a wrong one; the reference answers as always.
-        spoiled = name in DEFECTS and wave is waves[-1] and engine.checkpoints is not None
+        spoiled = name in (*DEFECTS, *ROW_DEFECTS) and wave is waves[-1] and engine.checkpoints is not None
         with planted(engine.scheduler, name) if spoiled else contextlib.nullcontext():
             answers += engine.ask(wave)
     return answers

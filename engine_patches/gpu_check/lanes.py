@@ -91,6 +91,10 @@ LANES = {
         Lane(QWEN, "bfloat16", timed=True, drafts=MTP, few=True),
         # vLLM 0.33 keeps a layer of this family's head in float32, and fails in bfloat16.
         Lane(NEMOTRON, "float32", eager=True, drafts=MTP, few=True),
+        # Beside runner V1's asynchronous scheduler hints are refused.
+        Lane(
+            NEMOTRON, "float32", eager=True, drafts=MTP, few=True, other_runner=True, flags=("--no-async-scheduling",)
+        ),
     ),
     "cpu": (
         Lane(NEMOTRON, "float32", eager=True, timed=True, block_copy=True, on_cpu=True),

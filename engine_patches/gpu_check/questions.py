@@ -22,6 +22,11 @@ OTHER_STATE, EARLY_STATE = "another prefix's state", "a state one unit early"
 
 DEFECTS = (OTHER_STATE, EARLY_STATE)
 
+# Of a draft head whose window has rows of its own: they change its drafts, and no answer.
+NO_ROWS, OTHER_ROWS = "a draft head without its rows", "a draft head with another prefix's rows"
+
+ROW_DEFECTS = (NO_ROWS, OTHER_ROWS)
+
 EXACT, ALIGNED, RESEND = "exact", "aligned", "resend"  # sections; every defect has one more
 
 SCAN_CHUNK = 256  # tokens: a multiple of the chunks (64, 128, 256) that recurrent kernels scan in
@@ -34,6 +39,12 @@ class Geometry(NamedTuple):
     alignment: int  # states are kept at multiples of it
     budget: int  # of one pass
     ahead: int = 0  # past a state, that a prefix has to share beside drafts
+    windows: bool = False  # whether a draft head has a window in cache groups of its own
+
+    @property
+    def defects(self) -> Sequence[str]:
+        """Those that can be planted."""
+        return (*DEFECTS, *ROW_DEFECTS) if self.windows else DEFECTS
 
 
 class Question(NamedTuple):
@@ -83,7 +94,7 @@ def sections(geometry: Geometry, quick: bool, seed: int = 0) -> dict[str, list[Q
         ALIGNED: _aligned(prompts, geometry, quick),
         RESEND: _resend(prompts, geometry, (5, 9) if quick else (3, 5, 7, 9)),
     }
-    return asked | {defect: _for_defect(prompts, geometry, 2 if quick else 3) for defect in DEFECTS}
+    return asked | {defect: _for_defect(prompts, geometry, 2 if quick else 3) for defect in geometry.defects}
 
 
 def length_section(shared: int) -> str:
@@ -95,7 +106,7 @@ def own_sections(geometry: Geometry, lengths: Sequence[int], ids: TokenRange) ->
     """Questions for a user's own model, a section for each shared length, shortest first; then the planted defects."""
     prompts = Prompts(0, ids)
     asked = {length_section(shared): _shared(prompts, geometry, shared, 29, 3) for shared in sorted(lengths)}
-    return asked | {defect: _for_defect(prompts, geometry, 2) for defect in DEFECTS}
+    return asked | {defect: _for_defect(prompts, geometry, 2) for defect in geometry.defects}
 
 
 def _floor(position: int, geometry: Geometry) -> int:

@@ -81,9 +81,14 @@ def put_back(scheduler: Any) -> None:
         group.kv_cache_spec = manager.kv_cache_spec = _copied(group.kv_cache_spec, SlidingWindowSpec)
     if managers:
         scheduler.mamba_partial_cache_hit = scheduler.mamba_shared_prefix_checkpoint = False
+        # vLLM 0.33 has told its workers that hits are fine. So they would write states inside a pass elsewhere than its
+        # managers take them to be: states come from the ends of chunks.
+        scheduler.mamba_has_prefill_checkpoint_blocks = False
         coordinator.enable_partial_hash_hits = False
         for manager in coordinator.single_type_managers:
             manager.cache_hit_alignment_tokens = coordinator._cache_hit_alignment_tokens
+            if hasattr(manager, "has_prefill_checkpoint_blocks"):
+                manager.has_prefill_checkpoint_blocks = False
         coordinator.verify_and_split_kv_cache_groups()
 
 

@@ -13,6 +13,13 @@ ACCEPTED_IGNORED = "counts of accepted drafts are ignored"
 
 NO_COPY = "nothing is copied after sampling"
 
+# Of heads with a window.
+ROWS_NOT_KEPT = "a draft head's rows are not kept, and a hit without them is taken"
+
+NOT_ZEROED = "new blocks are not zeroed"
+
+NO_PREFLIGHT = "the preflight fails, so that hints are refused"
+
 # Of the scheduler alone, for its audit.
 REPLAY_TRUSTED = "computed again, an answer's blocks are registered as if it were generated"
 
@@ -51,6 +58,20 @@ def plant(defect: str) -> None:
         _ignore_accepted()
     elif defect == NO_COPY:
         _copy_nothing_after_sampling()
+    elif defect == ROWS_NOT_KEPT:
+        from engine_patches.scheduler.draft_windows import DraftWindows
+        from engine_patches.scheduler.states import States
+
+        States.keep_windows = lambda *_: None
+        DraftWindows._to_heal = lambda *_: None
+    elif defect == NO_PREFLIGHT:
+        from engine_patches.scheduler import preflight
+
+        preflight.run = mock.Mock(side_effect=preflight.PreflightFailed(defect))
+    elif defect == NOT_ZEROED:
+        from vllm.v1.worker.utils import KVBlockZeroer
+
+        KVBlockZeroer.zero_block_ids = lambda *_: None
     elif defect == REPLAY_TRUSTED:
         from engine_patches.scheduler import state_writes
 

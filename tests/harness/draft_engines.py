@@ -6,11 +6,16 @@ process of its own. Prints a list of what `_run` returns, in order.
 
 A random head is never right, so that no row would ever go on from a later state than its first. So an oracle replaces
 its drafts: each is the token that is going to come, with a given probability, until the first that is not. The head
-runs all the same, and what it proposes itself is kept.
+runs all the same, and what it proposes itself is kept. With `cold`, an engine without a cache, a draft is right only
+where the head also proposes what it proposed there, so that acceptance measures the head's rows.
+
+Engines on a GPU's model runner (`v2`) have the asynchronous scheduler as well. They need Triton's interpreter
+(`tests.harness.versions.interpreted`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -18,12 +23,14 @@ import random
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.harness import triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 
 DRAFTS = 3
@@ -58,7 +65,11 @@ class Engine:
     traffic: str = "pairs"
     answer: int = ANSWER  # tokens
     oracle: str | None = None  # name of the engine whose answers are right
+    cold: str | None = None  # name of the engine with which the head's own drafts have to agree, too
     probability: float = 0.7
+    v2: bool = False  # on model runner V2
+    window: int | None = None  # tokens: of the MTP head, which then has its rows in a cache group of its own
+    poisoned: bool = False  # its cache is full of NaN before the first request
     planted: str | None = None  # a defect
     without: Sequence[str] = ()  # parts of `draft_kernels` that are left out
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM
@@ -67,7 +78,10 @@ class Engine:
 Round = list[tuple[list[int], list[int]]]  # prompts that are asked at once, with their hints
 
 
-def pairs(draw: random.Random) -> list[Round]:
+Answers = Sequence[Mapping[str, Any]]  # up to now, in the order of the prompts
+
+
+def pairs(draw: random.Random, answers: Answers) -> list[Round]:
     """Of each length: a prompt, another one that shares it, that one again, and two further ones."""
     rounds: list[Round] = []
     for length in LENGTHS:
@@ -78,7 +92,7 @@ def pairs(draw: random.Random) -> list[Round]:
     return rounds
 
 
-def bursts(draw: random.Random) -> list[Round]:
+def bursts(draw: random.Random, answers: Answers) -> list[Round]:
     """Chats on a few heads, all at once, and once more in another order."""
     heads = [_drawn(draw, length) for length in (70, 150, 163, 390, 500)]
     chats = []
@@ -89,13 +103,50 @@ def bursts(draw: random.Random) -> list[Round]:
     return [chats, draw.sample(chats, len(chats))]
 
 
-def edges(draw: random.Random) -> list[Round]:
+def edges(draw: random.Random, answers: Answers) -> Iterator[Round]:
     """Prompts whose answers cross token 768, an edge of blocks of 384 tokens (Mamba2's here) and of 256 (the delta
-    nets'), and a turn behind each that repeats all of it."""
-    return [[(_drawn(draw, length), [length - 6])] for length in (747, 755, 760, 764, 765, 766, 767, 768, 769)]
+    nets'), and two turns behind each that repeat all of it."""
+    prompts = [_drawn(draw, length) for length in (747, 755, 760, 764, 765, 766, 767, 768, 769)]
+    for prompt in prompts:
+        hint = len(prompt) - 6
+        yield [(prompt, [hint])]
+        for more in (30, 40):
+            said = answers[-1]["prompt"] + answers[-1]["tokens"]
+            yield [(said + _drawn(draw, more), [hint, len(said)])]
 
 
-TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges}
+def heads(draw: random.Random, answers: Answers) -> list[Round]:
+    """Prompts on two heads, alone and several at once, that hit in the first block and behind it."""
+    one, two = _drawn(draw, 163), _drawn(draw, 430)
+
+    def on(head: Sequence[int], more: int) -> tuple[list[int], list[int]]:
+        return [*head, *_drawn(draw, more)], [len(head)]
+
+    return [
+        [on(one, 20)],
+        [on(one, 33)],
+        [on(two, 9)],
+        [on(two, 14), on(one, 40)],
+        [on(one, 5), on(two, 60), on(one[:100], 30)],
+        [on(one[:100], 9)],
+    ]
+
+
+def chats(draw: random.Random, answers: Answers) -> Iterator[Round]:
+    """Ten turns of a chat; then ten agents over one prompt, one ahead of the others; then all of the agents again."""
+    prompt, hints = _drawn(draw, 200), [190]
+    for _ in range(10):
+        yield [(prompt, hints)]
+        said = prompt + answers[-1]["tokens"]
+        prompt, hints = said + _drawn(draw, 23), [len(said)]
+    head = _drawn(draw, 390)
+    agents = [(head + _drawn(draw, 10 + 7 * number), [len(head)]) for number in range(10)]
+    yield agents[:1]
+    yield agents[1:]
+    yield agents
+
+
+TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges, "heads": heads, "chats": chats}
 
 
 def _drawn(draw: random.Random, length: int) -> list[int]:
@@ -105,13 +156,29 @@ def _drawn(draw: random.Random, length: int) -> list[int]:
 class Oracle:
     """Replaces drafts, and keeps the head's own."""
 
-    def __init__(self, right: Sequence[Sequence[int]], probability: float) -> None:
-        """`right`: prompts with their answers."""
+    def __init__(
+        self, right: Sequence[Sequence[int]], probability: float, cold: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """`right`: prompts with their answers. `cold`: what the head proposed on its own rows; None: no matter."""
         self._right = right
         self._probability = probability
+        self._cold = cold
         self.proposed: dict[str, list[int]] = {}  # the head's own drafts behind a beginning of what is right
 
+    def speaks_on_v2(self, runner: Any, requests: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Inside this context the drafts of a model runner V2 are the oracle's; `requests`: the scheduler's."""
+        from engine_patches.gpu_check import draft_oracle
+
+        def draft(prompt: Sequence[int], generated: int, own: Sequence[int]) -> list[int]:
+            answered = next((right for right in self._right if [*right[: len(prompt)]] == [*prompt]), prompt)
+            return self._draft([*answered[: len(prompt) + generated]], [*own])
+
+        speaker = draft_oracle.Oracle({}, self._probability)
+        speaker.draft = draft  # type: ignore[method-assign]
+        return speaker.speaks(runner, requests)
+
     def install(self) -> None:
+        """Speak for the head of each engine with a model runner V1 in this process."""
         import torch
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -143,53 +210,56 @@ class Oracle:
         good = 0
         while good < min(DRAFTS, len(ahead)) and draw.random() < self._probability:
             good += 1
+        if self._cold is not None and key in self._cold:
+            agreed = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, self._cold[key], strict=True))
+            good = min(good, len(list(agreed)))
         # vLLM's convolution for CPUs takes only rows with all of their drafts.
         return ([*ahead[:good], *own[good:]] + [0] * DRAFTS)[:DRAFTS]
 
 
-def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
     """What an engine answers.
 
-    `answers`: of each prompt, in order, its tokens, their log probabilities, tokens from the cache, and its passes
-    until its first token. `accepted`: rows that verified drafts, by how many were right. `proposed`: the head's own
-    drafts. `said`: the plugin's warnings. `ignored`: hint entries without effect, by reason.
+    `answers`: of each prompt, in order, its tokens, their log probabilities, tokens from the cache, its passes until
+    its first token, and of each row that verified drafts how many were right. `accepted`: such rows of all prompts, by
+    how many. `proposed`: the head's own drafts. `said`: the plugin's warnings. `ignored`: hint entries without effect,
+    by reason. `groups`: of the cache, their specs and how many layers each has.
     """
-    os.environ |= {"SEAMARK_ENGINE": engine.mode, "SEAMARK_DRAFTS": str(int(engine.opted_in))}
+    os.environ |= {
+        "SEAMARK_ENGINE": engine.mode,
+        "SEAMARK_DRAFTS": str(int(engine.opted_in)),
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(engine.v2)),
+    }
     said: list[str] = []
     # vLLM sets up its loggers anew for each engine, without what others have hung on them.
     logging.getLogger("vllm.seamark").warning = lambda text, *parts: said.append(text % parts)  # type: ignore[method-assign]
-    from tests.harness import draft_defects, draft_kernels, float32_delta
-
     delta = "qwen3_next" in model
-    if delta:
-        float32_delta.register()
-    draft_kernels.install(set(draft_kernels.ALL) - set(engine.without))
-    oracle = Oracle(right, engine.probability)
-    if engine.oracle:
-        oracle.install()
-    if engine.planted:
-        draft_defects.plant(engine.planted)
+    _prepare(engine, delta, oracle)
     from vllm import LLM, SamplingParams
 
-    flags = dict(engine.flags)
+    flags = {"max_model_len": 2048, "max_num_seqs": 8, **engine.flags}
     if delta:
         flags["mamba_ssm_cache_dtype"] = "float32"
     if engine.speculation:
         flags["speculative_config"] = dict(engine.speculation)
+    if engine.v2:
+        flags["async_scheduling"] = True
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=8,
         enable_prefix_caching=engine.caching,
         **flags,
     )
     steps: list[dict[str, int]] = []
     core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    if engine.poisoned:
+        _poison(runner)
     schedule, take = core.scheduler.schedule, core.scheduler.update_from_output
     accepted: Counter[int] = Counter()
+    rows: dict[str, list[int]] = {}  # of each request
 
     def watched_schedule(*args: Any, **options: Any) -> Any:
         output = schedule(*args, **options)
@@ -200,7 +270,9 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
 
     def watched_output(scheduled: Any, output: Any, *args: Any, **options: Any) -> Any:
         for name in scheduled.scheduled_spec_decode_tokens:
-            accepted[len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1] += 1
+            right = len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1
+            accepted[right] += 1
+            rows.setdefault(name.partition("-")[0], []).append(right)
         return take(scheduled, output, *args, **options)
 
     core.scheduler.schedule, core.scheduler.update_from_output = watched_schedule, watched_output
@@ -219,32 +291,39 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
             for _, hint in round_
         ]
         steps.clear()
+        rows.clear()
         found = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in round_], parameters, use_tqdm=False)
         own: dict[str, list[int]] = {}  # tokens of each request's steps
         for step in steps:
             for name, count in step.items():
                 own.setdefault(name.partition("-")[0], []).append(count)
         for (prompt, _), request in zip(round_, found, strict=True):
+            name = request.request_id.partition("-")[0]
             output = request.outputs[0]
             tokens, cached = list(output.token_ids), request.num_cached_tokens or 0
             logprobs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
             passes, done = 0, cached
             while done < len(prompt):
-                done += own[request.request_id.partition("-")[0]][passes]
+                done += own[name][passes]
                 passes += 1
             answers.append(
-                {"prompt": prompt, "tokens": tokens, "logprobs": logprobs, "cached": cached, "passes": passes}
+                {
+                    "prompt": prompt,
+                    "tokens": tokens,
+                    "logprobs": logprobs,
+                    "cached": cached,
+                    "passes": passes,
+                    "accepted": rows.get(name, []),
+                }
             )
 
-    draw = random.Random(7)
-    for round_ in TRAFFIC[engine.traffic](draw):
-        ask(round_)
-        if engine.traffic == "edges":
-            for more in (30, 40):
-                said = answers[-1]["prompt"] + answers[-1]["tokens"]
-                ask([(said + _drawn(draw, more), [*round_[0][1], len(said)])])
+    speaks = oracle.speaks_on_v2(runner, core.scheduler.requests) if engine.oracle and engine.v2 else nullcontext()
+    with speaks:
+        for round_ in TRAFFIC[engine.traffic](random.Random(7), answers):
+            ask(round_)
     checkpoints = getattr(core.scheduler, "seamark", None)
-    pool = core.scheduler.kv_cache_manager.block_pool
+    manager = core.scheduler.kv_cache_manager
+    pool = manager.block_pool
     return {
         "answers": answers,
         "accepted": {str(count): times for count, times in accepted.items()},
@@ -255,7 +334,58 @@ def _run(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str
         "ahead": checkpoints.grid.ahead if checkpoints is not None else 0,
         "said": said,
         "ignored": dict(checkpoints.counters.counts.ignored) if checkpoints is not None else {},
+        "groups": [
+            (type(group.kv_cache_spec).__name__, len(group.layer_names))
+            for group in manager.kv_cache_config.kv_cache_groups
+        ],
+        "runner": type(runner).__module__,
+        "speculator": type(getattr(runner, "speculator", None)).__name__,
+        "scheduler": type(core.scheduler).__name__,
     }
+
+
+def _prepare(engine: Engine, delta: bool, oracle: Oracle) -> None:
+    """Put stand-ins and defects into this process before its engine is made. `delta`: of gated delta nets."""
+    from tests.harness import async_scheduling, draft_defects, draft_kernels, engine_v2, float32_delta
+
+    if delta:
+        float32_delta.register()
+    parts = set(draft_kernels.ALL) - set(engine.without)
+    if engine.v2:
+        engine_v2.as_on_a_gpu()
+        async_scheduling.register()
+        parts.discard(draft_kernels.COPIES)  # its own are kernels of Triton's
+    draft_kernels.install(parts)
+    if engine.window is not None:
+        slide(engine.window)
+    if engine.oracle and not engine.v2:
+        oracle.install()
+    if engine.planted:
+        draft_defects.plant(engine.planted)
+
+
+def slide(window: int) -> None:
+    """Give the attention of nemotron_h's MTP head a window (tokens), as the heads of gemma4 and mimo_v2 have."""
+    from vllm.model_executor.models.nemotron_h_mtp import NemotronHMTPAttentionDecoderLayer
+
+    original = NemotronHMTPAttentionDecoderLayer.__init__
+
+    def __init__(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        had = getattr(config, "sliding_window", None)
+        config.sliding_window = window  # the target's configuration, too: its own layers must not see it
+        try:
+            original(self, config, *args, **options)
+        finally:
+            config.sliding_window = had
+
+    NemotronHMTPAttentionDecoderLayer.__init__ = __init__
+
+
+def _poison(runner: Any) -> None:
+    """Fill all of the cache with the bits of NaN."""
+    for cache in runner.kv_caches:
+        for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
 
 def main(model: str, engines: str) -> None:
@@ -264,6 +394,8 @@ def main(model: str, engines: str) -> None:
         **CPU_PROCESS,
         "VLLM_CPU_CI_ENV": "1",
     }
+    if os.environ.get("TRITON_INTERPRET"):
+        triton_interpreter.admit_triton()
     import torch
     import transformers  # noqa: F401  # imported once for all
     from vllm import LLM  # noqa: F401
@@ -274,11 +406,12 @@ def main(model: str, engines: str) -> None:
     for wanted in json.loads(engines):
         engine = Engine(**wanted)
         right = [each["prompt"] + each["tokens"] for each in found[engine.oracle]["answers"]] if engine.oracle else []
-        found[engine.name] = _apart(engine, model, right)
+        cold = found[engine.cold]["proposed"] if engine.cold else None
+        found[engine.name] = _apart(engine, model, Oracle(right, engine.probability, cold))
     print(json.dumps(list(found.values())))
 
 
-def _apart(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _apart(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
     """Run an engine in a process of its own; `{"error": ...}` if it dies."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "found.json")
@@ -286,7 +419,7 @@ def _apart(engine: Engine, model: str, right: Sequence[Sequence[int]]) -> dict[s
         if not child:
             code = 1
             try:
-                file.write_text(json.dumps(_run(engine, model, right)))
+                file.write_text(json.dumps(_run(engine, model, oracle)))
                 code = 0
             except BaseException:
                 file.write_text(json.dumps({"error": traceback.format_exc()[-3000:]}))

@@ -57,7 +57,8 @@ def waves(traffic: str) -> list[Wave]:
 OWED = (0, 48, 64, 0, 160, 64, 96, 64)
 
 
-def _as_on_a_gpu() -> None:
+def as_on_a_gpu() -> None:
+    """Have the plugin's patches for GPUs apply in this process."""
     from engine_patches import families, patches
     from engine_patches.forward import layers
 
@@ -89,7 +90,7 @@ def main(model: str, mode: str, traffic: str, right: str = "[]") -> None:
     del os.environ["VLLM_PLUGINS"]
     triton_interpreter.admit_triton()
     if patched:
-        _as_on_a_gpu()
+        as_on_a_gpu()
         async_scheduling.register()
         if answered:
             draft_kernels.install((draft_kernels.CONVOLUTION, draft_kernels.STATE_UPDATE))

@@ -6,7 +6,6 @@ the same drafts and its own cache; and Seamark.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -14,13 +13,12 @@ from typing import Any
 import pytest
 
 from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT, generated_model
+from tests.harness.draft_answers import differences, hits, owed
 from tests.harness.draft_defects import A_UNIT_EARLY, ACCEPTED_IGNORED, ADMITTED_ALONE, NO_COPY
-from tests.harness.draft_engines import DRAFTS, LENGTHS, MTP, NGRAM, Engine, wanted
+from tests.harness.draft_engines import DRAFTS, MTP, NGRAM, Engine, wanted
 from tests.harness.draft_kernels import CONVOLUTION, COPIES, STATE_UPDATE
 from tests.harness.scheduler_process import run_apart
 from tests.harness.versions import engine_of
-
-LOGPROB_BOUND = 1e-4  # as of all exactness checks in float32
 
 UNIT = 16  # tokens
 
@@ -102,34 +100,6 @@ def run(family: str, engines: Sequence[Engine], version: str | None = None) -> M
     return {engine.name: each for engine, each in zip(engines, found, strict=True)}
 
 
-def differences(found: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
-    """Which answers are not as they should be."""
-    if "error" in found:
-        return [found["error"]]
-    answers = {tuple(answer["prompt"]): answer for answer in right["answers"]}
-    wrong = []
-    for answer in found["answers"]:
-        known = answers.get(tuple(answer["prompt"]))
-        if known is None or known["tokens"] != answer["tokens"]:
-            wrong.append(f"a prompt of {len(answer['prompt'])} tokens, {answer['cached']} of them cached")
-        elif answer["logprobs"] != pytest.approx(known["logprobs"], abs=LOGPROB_BOUND):
-            wrong.append(f"the log probabilities of a prompt of {len(answer['prompt'])} tokens")
-    return wrong
-
-
-def hits(found: Mapping[str, Any]) -> list[int]:
-    return [answer["cached"] for answer in found["answers"]]
-
-
-def owed(family: str, ahead: int) -> list[int]:
-    """Tokens that each prompt of `pairs` finds in the cache: the first of each length none."""
-    alignment = ALIGNMENT[family]
-    return [
-        0 if first else max(length - ahead, 0) // alignment * alignment
-        for length, first in itertools.product(LENGTHS, (True, False, False, False, False))
-    ]
-
-
 @FAMILIES
 @pytest.mark.parametrize(
     ("engines", "ahead"),
@@ -142,7 +112,7 @@ def test_answers_are_exact_and_hit_as_owed_however_often_drafts_are_right(family
     found = run(family, engines)
     for name, tokens in ahead.items():
         assert not differences(found[name], found["right"]), name
-        assert hits(found[name]) == owed(family, tokens), name
+        assert hits(found[name]) == owed("pairs", tokens, ALIGNMENT[family]), name
         assert found[name]["ahead"] == tokens and found[name]["writes_in_forward"] and not found[name]["held"]
     for name in {"alone", "uncached"} & found.keys():
         assert not differences(found[name], found["right"]), name
@@ -158,7 +128,7 @@ def test_the_newest_vllm_has_hashes_that_cover_what_a_head_reads(family):
     found = run(family, (RIGHT, ALONE, SEAMARK, WITH_NGRAM), NEWEST)
     for name, ahead in (("seamark", 1), ("ngram", 0)):
         assert not differences(found[name], found["right"]), name
-        assert hits(found[name]) == owed(family, ahead), name
+        assert hits(found[name]) == owed("pairs", ahead, ALIGNMENT[family]), name
         assert found[name]["ahead"] == ahead and found[name]["writes_in_forward"] and not found[name]["held"]
 
 
@@ -213,7 +183,7 @@ def test_without_the_switch_hints_are_refused_and_vllm_answers_and_caches_as_it_
     assert asked["refused"] == "speculative" and not asked["writes_in_forward"] and not asked["held"]
     assert asked["ignored"] == {"speculative": len(asked["answers"])}
     (line,) = asked["said"]
-    assert "hints are refused" in line and "SEAMARK_DRAFTS=1" in line
+    assert "hints are refused" in line and "SEAMARK_DRAFTS=0" in line
 
 
 LACKING = tuple(
@@ -242,4 +212,4 @@ def test_each_stand_in_is_needed(part):
 
 @pytest.mark.thorough
 def test_hints_that_are_admitted_and_nothing_else_find_less():
-    assert sum(hits(run(NEMOTRON_H, OTHER_DRAFTS)["admitted alone"])) < sum(owed(NEMOTRON_H, UNIT))
+    assert sum(hits(run(NEMOTRON_H, OTHER_DRAFTS)["admitted alone"])) < sum(owed("pairs", UNIT))

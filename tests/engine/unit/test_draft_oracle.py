@@ -23,6 +23,17 @@ def test_an_oracle_that_is_always_right_says_what_comes():
     assert Oracle({PROMPT: COMING}, 0.0).draft(PROMPT, 1, OWN) == OWN
 
 
+def test_a_draft_is_right_only_as_far_as_the_head_proposes_what_it_proposed_without_a_cache():
+    cold = Oracle({PROMPT: COMING}, 1.0)
+    cold.draft(PROMPT, 1, OWN)
+    oracle = Oracle({PROMPT: COMING}, 1.0, cold.proposed)
+    assert oracle.draft(PROMPT, 1, OWN) == [2, 3, 4]
+    assert oracle.draft(PROMPT, 1, [70, 60, 72]) == [2, 60, 72]
+    assert oracle.draft(PROMPT, 1, [60, 71, 72]) == [60, 71, 72]
+    assert oracle.draft(PROMPT, 2, [60, 71, 72]) == [3, 4, 5]  # of this place nothing is known
+    assert list(oracle.proposed.values()) == [[60, 71, 72]] * 2
+
+
 def test_every_number_of_right_drafts_occurs_and_the_same_place_has_the_same():
     oracle = Oracle({PROMPT: range(1000)}, 0.7)
     drafts = [oracle.draft(PROMPT, place, [-1] * 3) for place in range(900)]

@@ -45,7 +45,8 @@ FACTS: dict[str, Any] = {
     **{"block": 384, "match_unit": 16, "alignment": 16, "chunk": 64, "pages_at_one_address": []},
 }
 
-MAMBA, DELTA, RUNNER, COPY, FLASH_NEXT, KIMI, DELTA_DRAFTS, MAMBA_DRAFTS = LANES = lanes_of("cuda", quick=False)
+LANES = lanes_of("cuda", quick=False)
+MAMBA, DELTA, RUNNER, COPY, FLASH_NEXT, KIMI, DELTA_DRAFTS, MAMBA_DRAFTS, RUNNER_DRAFTS = LANES
 
 
 def right_answer(question: Question) -> CheckedAnswer:
@@ -71,7 +72,8 @@ def honest_result(job: LaneJob, mode: str, runner: str, length: int) -> LaneResu
         result.verified = {(3, right): 100 for right in range(4)}
     for name, waves in asked.items():
         questions = [question for wave in waves for question in wave]
-        answers = [right_answer(question) for question in questions]
+        rows = {(3, right): 1 for right in range(4)} if drafting else {}
+        answers = [right_answer(question)._replace(verified=rows) for question in questions]
         result.answers_again[name] = list(answers) if job.again else []
         if mode == FULL:
             pairs = zip(answers, questions, strict=True)
@@ -145,21 +147,22 @@ other_logprobs = changed(
     lambda answer: answer._replace(top=[{t: v - 0.3 for t, v in each.items()} for each in answer.top])
 )
 a_unit_short = changed(lambda answer: answer._replace(cached=max(answer.cached - 16, 0)))
+no_drafts_behind_hits = changed(lambda answer: answer._replace(verified={(3, 0): 4}) if answer.cached else answer)
 a_pass_more = has(passes=[LanePasses("cold", 100, 0, 1, 1), LanePasses("warm", 100, 64, 2, 1)])
 
 
 def checks_of(lane: Lane, engines: ToldEngines) -> list[Check]:
     """The lane's checks; the lane that another model runner is held to has run without a fault."""
     runner = Runner(engines)
-    if lane is RUNNER:
+    if lane.other_runner:
         faults, engines.faults = engines.faults, {}
-        list(runner.run(MAMBA, Path("m")))
+        list(runner.run(MAMBA if lane is RUNNER else MAMBA_DRAFTS, Path("m")))
         engines.faults = faults
     return list(runner.run(lane, Path("m")))
 
 
 PLAIN = (MAMBA, DELTA, COPY, FLASH_NEXT, KIMI)
-DRAFTING = (DELTA_DRAFTS, MAMBA_DRAFTS)
+DRAFTING = (DELTA_DRAFTS, MAMBA_DRAFTS, RUNNER_DRAFTS)
 
 # The engine that has a fault and the fault; the verdict of the lane; the check that says so, and some of its words.
 FAULTS: list[tuple[Sequence[Lane], dict[str, Any], str, str, str]] = [
@@ -190,8 +193,20 @@ FAULTS: list[tuple[Sequence[Lane], dict[str, Any], str, str, str]] = [
     (LANES, {"patched": fact(patches_live=False)}, WRONG, "environment", "the patches are not live"),
     (LANES, {"patched": fact(writes_in_forward=False)}, WRONG, "environment", "each costs a pass of its own"),
     (LANES, {"patched": fact(recurrent=False)}, NOT_RUN, "exactness", "no recurrent layers"),
-    ((*PLAIN, *DRAFTING), {"reference": DIED}, NOT_RUN, "exactness", "the reference engine did not finish"),
-    ((*PLAIN, *DRAFTING), {"reference": LATE}, NOT_RUN, "exactness", "the reference engine did not finish"),
+    (
+        (*PLAIN, DELTA_DRAFTS, MAMBA_DRAFTS),
+        {"reference": DIED},
+        NOT_RUN,
+        "exactness",
+        "the reference engine did not finish",
+    ),
+    (
+        (*PLAIN, DELTA_DRAFTS, MAMBA_DRAFTS),
+        {"reference": LATE},
+        NOT_RUN,
+        "exactness",
+        "the reference engine did not finish",
+    ),
     ((MAMBA, DELTA, RUNNER, DELTA_DRAFTS), {"patched": fact(graphs="NONE")}, NOT_RUN, "exactness", "without CUDA"),
     (PLAIN, {"patched": fact(drafts=True)}, NOT_RUN, "exactness", "this is speculative decoding"),
     ((MAMBA, DELTA), {"alone": DIED}, NOT_RUN, "speed", "vLLM alone did not finish"),
@@ -219,8 +234,9 @@ FAULTS: list[tuple[Sequence[Lane], dict[str, Any], str, str, str]] = [
         {"oracle": has(verified={(3, 0): 9, (3, 1): 1, (3, 2): 1, (3, 3): 1})},
         WRONG,
         "acceptance",
-        "less often",
+        "less often with hits",
     ),
+    (DRAFTING, {"oracle": no_drafts_behind_hits}, WRONG, "acceptance", "less often behind hits"),
     (DRAFTING, {"oracle": has(verified={})}, NOT_RUN, "acceptance", "no row verified"),
     (DRAFTING, dict.fromkeys(("oracle", "cache"), has(verified={(3, 0): 50})), NOT_RUN, "acceptance", "1 or 2 or 3"),
 ]
@@ -246,6 +262,7 @@ def test_the_lanes_come_in_the_order_of_their_value_and_ask_for_what_they_show()
         "kimi_linear bfloat16 compiled",
         "qwen3_next bfloat16 compiled, drafts (mtp, 3)",
         "nemotron_h float32 eager, drafts (mtp, 3)",
+        "nemotron_h float32 eager, other model runner, drafts (mtp, 3)",
     ]
     shown = {
         lane: [check.name.removesuffix(f", {lane.name}") for check in checks_of(lane, ToldEngines())] for lane in LANES
@@ -293,6 +310,16 @@ def test_a_lane_with_drafts_asks_vllm_alone_first_and_opts_in():
         assert job.arguments["enable_prefix_caching"] == (name not in ("reference", "alone, cache off"))
 
 
+def test_a_lane_with_drafts_on_the_other_runner_asks_all_of_its_engines_there():
+    engines = ToldEngines()
+    checks_of(RUNNER_DRAFTS, engines)
+    asked = {name.removeprefix(RUNNER_DRAFTS.name + " "): more for name, *more in engines.started[-4:]}
+    assert list(asked) == ["patched", "alone, cache off", "alone, cache on", "patched, oracle"]
+    for name, (job, mode, changes) in asked.items():
+        assert changes[RUNNER_VARIABLE] == "0" and "--no-async-scheduling" in job.flags
+        assert ("SEAMARK_DRAFTS" in changes) == (mode == FULL), name
+
+
 @pytest.fixture
 def gpu_check(monkeypatch, tmp_path, capsys):
     """Runs the command on a machine with a GPU, as it seems, with these engines: exit status, output, report."""
@@ -319,10 +346,10 @@ def broken(_: LaneResult) -> ProcessEnd:
 @pytest.mark.parametrize(
     ("faults", "status", "counts", "last"),
     [
-        ({}, 0, (8, 0, 0), "right: all 8 lanes ran and found exact answers on this GPU; hits save time"),
-        ({f"{MAMBA.name} patched": other_tokens}, 1, (7, 1, 0), f"WRONG: {MAMBA.name}"),
-        ({f"{COPY.name} patched": LATE}, 3, (7, 0, 1), f"not proven: {COPY.name} (the engine with the patches did not"),
-        ({f"{MAMBA.name} patched": broken}, 3, (6, 0, 2), f"not proven: {MAMBA.name} (failed: KeyError"),
+        ({}, 0, (9, 0, 0), "right: all 9 lanes ran and found exact answers on this GPU; hits save time"),
+        ({f"{MAMBA.name} patched": other_tokens}, 1, (8, 1, 0), f"WRONG: {MAMBA.name}"),
+        ({f"{COPY.name} patched": LATE}, 3, (8, 0, 1), f"not proven: {COPY.name} (the engine with the patches did not"),
+        ({f"{MAMBA.name} patched": broken}, 3, (7, 0, 2), f"not proven: {MAMBA.name} (failed: KeyError"),
     ],
     ids=["right", "wrong", "late", "a fault of the check itself"],
 )
@@ -332,7 +359,7 @@ def test_the_last_line_is_the_verdict_and_one_lane_hides_no_other(gpu_check, fau
     assert written["lanes"] == {**dict(zip((OK, WRONG, NOT_RUN), counts, strict=True)), "left out": []}
     final = printed.rstrip().splitlines()[-1]
     assert final == written["verdict"] and final.startswith(last)
-    assert f"{DELTA.name}: ok" in printed and (status != 3 or f"{counts[0]} of 8 lanes are right" in final)
+    assert f"{DELTA.name}: ok" in printed and (status != 3 or f"{counts[0]} of 9 lanes are right" in final)
 
 
 def test_each_lane_is_printed_and_written_before_the_next_one_starts(gpu_check, capsys, tmp_path):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from engine_patches.gpu_check import judge
+from engine_patches.gpu_check.draft_oracle import place_of
 from engine_patches.gpu_check.engine import CheckedAnswer
 from engine_patches.gpu_check.job import LaneResult
-from engine_patches.gpu_check.judge import OK, STRICT, WRONG, Discrepancy, JudgeRule, compare, rule_from
+from engine_patches.gpu_check.judge import NOT_RUN, OK, STRICT, WRONG, Discrepancy, JudgeRule, compare, rule_from
 from engine_patches.gpu_check.questions import (
     DEFECTS,
     EXACT,
+    NO_ROWS,
     RESEND,
     SHARED_LENGTHS,
     Geometry,
@@ -90,6 +92,28 @@ def test_the_references_own_scatter_sets_the_rule():
     assert rule_from(steady) == JudgeRule(error=0.1, tie=0.1, share=0.01)
     unsteady = LaneResult(answers={EXACT: [answer(1, 2)]}, answers_again={EXACT: [answer(1, 9, second=2)]})
     assert rule_from(unsteady) == JudgeRule(error=1.0, tie=1.0, share=1.0)
+
+
+def test_a_heads_own_drafts_are_compared_where_they_were_made_and_planted_rows_have_to_show():
+    asked = {EXACT: [[Question("asked", [1], [], 0)]], NO_ROWS: [[], [Question("warm", [2], [], 0)]]}
+    one, two, three = (place_of([1], count) for count in (1, 2, 3))
+    warm = place_of([2], 1)
+    cold = LaneResult({}, asked, proposed={EXACT: {one: [5], two: [6]}, NO_ROWS: {warm: [7]}})
+
+    def result(at_two: int, at_warm: int) -> LaneResult:
+        proposed = {EXACT: {one: [5], two: [at_two], three: [4]}, NO_ROWS: {warm: [at_warm]}}
+        return LaneResult({}, asked, proposed=proposed)
+
+    for found, equal in ((result(6, 7), 2), (result(9, 7), 1)):
+        check = judge.acceptance("lane", found, cold, cold, STRICT, own_model=False)
+        assert check.numbers is not None and check.numbers["own drafts"] == {"equal": equal, "compared": 2}
+    verdicts = [
+        check.verdict
+        for drafts, own in ((8, False), (7, False), (7, True))
+        for check in judge.rows_of_heads("lane", result(6, drafts), cold, own)
+    ]
+    assert verdicts == [OK, WRONG, NOT_RUN]
+    assert not list(judge.rows_of_heads("lane", LaneResult(), cold, False))
 
 
 def test_the_block_copy_is_wrong_only_if_its_cure_fails():

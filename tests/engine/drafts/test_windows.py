@@ -1,0 +1,226 @@
+"""Draft heads with sliding windows, as engines: hits as without drafts, and a head that drafts behind them as before.
+
+Model runner V2 with the asynchronous scheduler and heads of `draft_heads`, vLLM's kernels in Triton's interpreter; and
+runner V1 with a window on an MTP head. All of a cache is NaN before the first request, so that a row that is neither
+written nor zeroed shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+
+from proxy.bench.harness.servers import generated_model
+from tests.harness import draft_heads
+from tests.harness.draft_answers import accepted_per_step, differences, hits, owed
+from tests.harness.draft_defects import NO_PREFLIGHT, NOT_ZEROED, ROWS_NOT_KEPT
+from tests.harness.draft_engines import MTP, Engine, wanted
+from tests.harness.draft_heads import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE3,
+    EAGLE3_LLAMA,
+    LILICORR,
+    MIXED,
+    NO_WINDOW,
+    WINDOW,
+    XPRESS,
+)
+from tests.harness.scheduler_process import run_apart
+from tests.harness.versions import engine_of, interpreted
+
+NEWEST = "0.33.0"
+
+UNIT = 16  # tokens
+
+READS_ON = (EAGLE3, EAGLE3_LLAMA, "mtp")  # heads whose rows are made with the next token, too
+
+WORSE = 0.95  # of the drafts that are right without a cache: fewer behind hits are a loss
+
+NARROW, WIDE = 40, 500  # tokens of a window; blocks have 384
+
+# vLLM's class for each kind of head.
+SPECULATORS = {
+    **dict.fromkeys((DFLASH, MIXED, NO_WINDOW), "DFlashSpeculator"),
+    DFLASH2: "DFlash2Speculator",
+    LILICORR: "LiLiCorrSpeculator",
+    XPRESS: "XPressSpeculator",
+    DSPARK: "DSparkSpeculator",
+    **dict.fromkeys((EAGLE3, EAGLE3_LLAMA), "EagleSpeculator"),
+}
+
+SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 1024}
+
+
+class Head(NamedTuple):
+    """A draft head on an engine."""
+
+    kind: str  # of `draft_heads.KINDS`, on model runner V2; "mtp": with a window, on V1
+    version: str | None = None  # of vLLM; None: the installed one
+    window: int = WINDOW  # tokens
+
+    @property
+    def v2(self) -> bool:
+        return self.kind != "mtp"
+
+    @property
+    def traffic(self) -> str:
+        return "heads" if self.v2 else "pairs"
+
+    @property
+    def ahead(self) -> int:
+        """Tokens past a state that a prefix has to share: vLLM 0.32 drops a unit, 0.33 covers what a head reads."""
+        return UNIT if self.version is None else int(self.kind in READS_ON)
+
+    def engine(self, name: str, **more: Any) -> Engine:
+        """An engine with this head."""
+        speculation = draft_heads.speculation(self.kind, self.window) if self.v2 else MTP
+        window = None if self.v2 else self.window
+        given = {**self._common(), "speculation": speculation, "window": window, "v2": self.v2, "oracle": "right"}
+        return Engine(name, **{**given, **more})
+
+    def right(self, **more: Any) -> Engine:
+        """An engine without drafts and without a cache."""
+        return Engine("right", mode="reference", caching=False, hints=False, **{**self._common(), **more})
+
+    def cold(self, **more: Any) -> Engine:
+        """An engine with drafts and without a cache."""
+        return self.engine("cold", mode="reference", caching=False, hints=False, **more)
+
+    def _common(self) -> dict[str, Any]:
+        return {"traffic": self.traffic, "answer": 10, "flags": SMALL} if self.v2 else {"traffic": self.traffic}
+
+    def run(self, *engines: Engine) -> Mapping[str, Any]:
+        """What these engines answer, by name."""
+        start = interpreted if self.v2 else run_apart
+        source = engine_of(self.version) if self.version else None
+        found = start("draft_engines", str(generated_model(print, mtp=True)), wanted(*engines), source=source)
+        return {engine.name: each for engine, each in zip(engines, found, strict=True)}
+
+
+@cache
+def run(head: Head) -> Mapping[str, Any]:
+    """Without drafts; without a cache; with hits; with hits behind which the head has no rows."""
+    hit = head.engine("hits", cold="cold", poisoned=True)
+    lost = head.engine("lost", cold="cold", poisoned=True, planted=ROWS_NOT_KEPT)
+    return head.run(head.right(), head.cold(), hit, lost)
+
+
+def heads(*quick: Head, on_request: tuple[Head, ...]) -> list[Any]:
+    return [
+        pytest.param(head, id="-".join(map(str, filter(None, head))), marks=[pytest.mark.on_request] * late)
+        for late, group in enumerate((quick, on_request))
+        for head in group
+    ]
+
+
+DRAFT_HEADS = pytest.mark.parametrize(
+    "head",
+    heads(
+        Head("mtp"),
+        Head(DFLASH),
+        on_request=(
+            Head("mtp", window=WIDE),
+            Head("mtp", NEWEST),
+            Head("mtp", NEWEST, WIDE),
+            Head(MIXED),
+            Head(DFLASH, NEWEST),
+            Head(DFLASH, NEWEST, NARROW),
+            *(Head(kind, NEWEST) for kind in (MIXED, DFLASH2, LILICORR, XPRESS, DSPARK, EAGLE3)),
+        ),
+    ),
+)
+
+
+@DRAFT_HEADS
+def test_answers_are_exact_and_hit_as_without_drafts(head):
+    found = run(head)
+    assert not differences(found["cold"], found["right"])
+    assert not differences(found["hits"], found["right"])
+    assert hits(found["hits"]) == owed(head.traffic, head.ahead)
+    asked = found["hits"]
+    assert asked["ahead"] == head.ahead and asked["writes_in_forward"] and not asked["held"]
+    assert "SlidingWindowSpec" in dict(found["cold"]["groups"]) and "DraftWindowSpec" in dict(asked["groups"])
+    assert asked["scheduler"] == ("AsyncScheduler" if head.v2 else "Scheduler")
+    assert asked["speculator"] == SPECULATORS.get(head.kind, "NoneType")
+
+
+@DRAFT_HEADS
+def test_behind_a_hit_a_head_drafts_as_without_a_cache(head):
+    found = run(head)
+    own, cold = found["hits"]["proposed"], found["cold"]["proposed"]
+    assert own.keys() == cold.keys() and len(own) > 40
+    equal = sum(own[place] == cold[place] for place in own)
+    behind = [index for index, hit in enumerate(hits(found["hits"])) if hit]
+    before, after = (accepted_per_step(found[name], behind) for name in ("cold", "hits"))
+    print(f"{head}: {equal} of {len(own)} drafts as cold; tokens a step {1 + before:.3f} cold, {1 + after:.3f} on hits")
+    assert equal == len(own)
+    assert after >= WORSE * before
+
+
+@DRAFT_HEADS
+def test_without_its_rows_a_head_drafts_worse_and_no_answer_changes(head):
+    """Zeros, which is what vLLM gives in their place: seen in the drafts, and in nothing else."""
+    found = run(head)
+    own, cold = found["lost"]["proposed"], found["cold"]["proposed"]
+    both = own.keys() & cold.keys()
+    equal = sum(own[place] == cold[place] for place in both)
+    assert not differences(found["lost"], found["right"])
+    assert hits(found["lost"]) == hits(found["hits"])
+    behind = [index for index, hit in enumerate(hits(found["lost"])) if hit]
+    before, after = (accepted_per_step(found[name], behind) for name in ("cold", "lost"))
+    print(f"{head}: without its rows {equal} of {len(both)} as cold, tokens a step {1 + after:.3f}, {1 + before:.3f}")
+    assert equal < WORSE * len(both)
+    assert after < before
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize(
+    "head", [Head(NO_WINDOW), Head(NO_WINDOW, NEWEST), Head(EAGLE3_LLAMA), Head(EAGLE3_LLAMA, NEWEST)], ids=str
+)
+def test_a_head_without_a_window_drafts_as_without_a_cache_too(head):
+    """Its rows are in attention groups of its own or the target's, which every hit needs."""
+    found = head.run(head.right(), head.cold(), head.engine("hits", cold="cold", poisoned=True))
+    assert not differences(found["hits"], found["right"])
+    assert hits(found["hits"]) == owed(head.traffic, head.ahead)
+    assert len(found["hits"]["proposed"]) > 40 and found["hits"]["proposed"] == found["cold"]["proposed"]
+    assert found["hits"]["speculator"] == SPECULATORS[head.kind]
+    assert not {"SlidingWindowSpec", "DraftWindowSpec"} & dict(found["hits"]["groups"]).keys()
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("version", [None, NEWEST])
+def test_a_block_that_is_not_zeroed_shows(version):
+    """So the cache full of NaN is one: vLLM's own zeroing is relied on."""
+    head = Head(DFLASH, version)
+    found = head.run(head.right(), head.engine("unzeroed", poisoned=True, planted=NOT_ZEROED))
+    assert differences(found["unzeroed"], found["right"])
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("head", [Head("mtp"), Head("mtp", NEWEST), Head(DFLASH, NEWEST)], ids=str)
+def test_turns_agents_and_retries_draft_as_often_right_as_without_a_cache(head):
+    traffic = {"traffic": "chats", "flags": {**head.engine("").flags, "max_model_len": 2048}}
+    found = head.run(head.right(**traffic), head.cold(**traffic), head.engine("hits", cold="cold", **traffic))
+    assert not differences(found["hits"], found["right"])
+    found_some = hits(found["hits"])
+    assert all(found_some[1:10]) and all(found_some[11:])  # turns; agents and their retries
+    behind = [index for index, hit in enumerate(found_some) if hit]
+    before, after = (accepted_per_step(found[name], behind) for name in ("cold", "hits"))
+    print(f"{head}: {len(behind)} hits of {sum(found_some)} tokens; tokens a step {1 + before:.3f}, {1 + after:.3f}")
+    assert after >= WORSE * before
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("version", [None, NEWEST])
+def test_where_hints_are_refused_vllm_caches_as_it_does_alone(version):
+    """The workers have been told by then how fine hits are to be, and vLLM 0.33 lets them write states by that."""
+    head = Head(DFLASH, version)
+    refused = head.engine("refused", planted=NO_PREFLIGHT)
+    found = head.run(head.right(), head.engine("alone", mode="reference", hints=False), refused)
+    assert found["refused"]["refused"] and hits(found["refused"]) == hits(found["alone"])
+    assert not differences(found["refused"], found["right"])

@@ -1,0 +1,255 @@
+"""Small draft heads for the generated nemotron_h, with random weights, one for each kind that vLLM can draft with.
+
+A head that nobody trained is hardly ever right. What it proposes depends on its rows all the same, if its attention
+weighs: so queries and keys are drawn wide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from proxy.bench.harness.servers import CACHE
+
+DFLASH, MIXED, NO_WINDOW = "dflash", "dflash-mixed", "dflash-full"
+
+DFLASH2, LILICORR, XPRESS = "dflash2", "lilicorr", "xpress"
+
+DSPARK, EAGLE3, EAGLE3_LLAMA = "dspark", "eagle3", "eagle3-llama"
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+DRAFTS = 3  # for each token
+
+WINDOW = 100  # tokens
+
+# Of the generated target.
+HIDDEN, VOCABULARY, AUXILIARY_LAYERS = 256, 4096, (1, 4, 6)
+
+HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE = 8, 2, 32, 512
+
+TAPS, GROUP_SIZE = 3, 32  # of DFlash2's convolutions
+
+RANK = 16  # of what is factored: DFlash2's selector, DSpark's Markov head
+
+# vLLM's architecture, its method, and the attention of the head's layers.
+KINDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    DFLASH: ("DFlashDraftModel", "dflash", (SLIDING, SLIDING)),
+    MIXED: ("DFlashDraftModel", "dflash", (SLIDING, FULL)),
+    NO_WINDOW: ("DFlashDraftModel", "dflash", (FULL, FULL)),
+    DFLASH2: ("DFlash2DraftModel", "dflash", (SLIDING, SLIDING)),
+    LILICORR: ("LiLiCorrDraftModel", "dflash", (SLIDING, SLIDING)),
+    XPRESS: ("Qwen3XPressModel", "dflash", (SLIDING, SLIDING)),
+    DSPARK: ("Qwen3DSparkModel", "dspark", (SLIDING, SLIDING)),
+    EAGLE3: ("Eagle3Qwen3ForCausalLM", "eagle3", (SLIDING,)),
+    EAGLE3_LLAMA: ("LlamaForCausalLMEagle3", "eagle3", (FULL,)),
+}
+
+
+def speculation(kind: str, window: int = WINDOW) -> dict[str, Any]:
+    """vLLM's `speculative_config` with a head of `KINDS`; `window`: of its sliding layers, in tokens."""
+    return {"method": KINDS[kind][1], "model": str(head(kind, window)), "num_speculative_tokens": DRAFTS}
+
+
+def head(kind: str, window: int = WINDOW) -> Path:
+    """The folder of a head, generated again whenever this module has changed."""
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = CACHE / f"head-{kind}-{window}-{version}"
+    if not folder.exists():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="head-") as being_made:
+            _write(Path(being_made, "h"), kind, window)
+            with contextlib.suppress(OSError):  # another process was faster
+                Path(being_made, "h").rename(folder)
+    return folder.resolve()
+
+
+def _write(out: Path, kind: str, window: int) -> None:
+    from safetensors.torch import save_file
+
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(_config(kind, window), indent=1) + "\n")
+    save_file(_Weights().of(kind), str(out / "model.safetensors"))
+
+
+def _config(kind: str, window: int) -> dict[str, Any]:
+    architecture, _, layers = KINDS[kind]
+    return {
+        "architectures": [architecture],
+        "model_type": "llama" if kind == EAGLE3_LLAMA else "qwen3",
+        "hidden_size": HIDDEN,
+        "head_dim": HEAD_SIZE,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "num_hidden_layers": len(layers),
+        "intermediate_size": INTERMEDIATE,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": VOCABULARY,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        **({} if kind == EAGLE3_LLAMA else {"layer_types": layers, "sliding_window": window}),
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        **_OWN_KEYS.get(kind, {}),
+        **(_of_eagle() if KINDS[kind][1] == "eagle3" else _of_dflash(kind, window)),
+    }
+
+
+_OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
+    XPRESS: {
+        "xpress_block_size": 1 + DRAFTS,
+        "xpress_rank": 32,
+        "xpress_mlp_hidden": 64,
+        "xpress_topc": 16,
+        "xpress_num_passes": 3,
+        "xpress_compile_head": False,
+    },
+    DSPARK: {"markov_rank": RANK},
+}
+
+_LILICORR: Mapping[str, Any] = {
+    "lilicorr_hidden_size": 64,
+    "lilicorr_candidate_topk": 4,
+    "lilicorr_num_heads": 4,
+    "lilicorr_mlp_ratio": 2.0,
+    "lilicorr_factor_dim": RANK,
+    "lilicorr_vector_eps": 1e-6,
+    "lilicorr_logit_scale": 4.0,
+    "lilicorr_num_layers": 1,
+}
+
+
+def _of_eagle() -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in AUXILIARY_LAYERS]}}
+
+
+def _of_dflash(kind: str, window: int) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "mask_token_id": VOCABULARY - 6,
+        "target_layer_ids": AUXILIARY_LAYERS,
+        "causal": True,  # vLLM's attention for CPUs knows no other
+        "swa_window_size": window,
+    }
+    if kind == DFLASH2:
+        own |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP_SIZE}
+        own |= {"selector_rank": RANK, "selector_top_k": 8}
+    elif kind == LILICORR:
+        own |= _LILICORR
+    return {"block_size": 1 + DRAFTS, "dflash_config": own}
+
+
+class _Weights:
+    """Draws a head's weights: the same kind, the same weights."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._generator = torch.Generator().manual_seed(5)
+        self._drawn: dict[str, Any] = {}
+
+    def of(self, kind: str) -> dict[str, Any]:
+        """All tensors of a head, by their names in its file."""
+        eagle = KINDS[kind][1] == "eagle3"
+        for number in range(len(KINDS[kind][2])):
+            self._layer(f"layers.{number}.", 2 * HIDDEN if eagle and not number else HIDDEN, norms=not eagle)
+        self._draw("fc.weight", HIDDEN, len(AUXILIARY_LAYERS) * HIDDEN)
+        self._ones("norm.weight", HIDDEN)
+        self._ones("layers.0.hidden_norm.weight" if eagle else "hidden_norm.weight", HIDDEN)
+        if kind == EAGLE3:  # of a Qwen3
+            for which in ("q_norm", "k_norm"):
+                self._ones(f"layers.0.self_attn.{which}.weight", HEAD_SIZE, 2.0)
+        elif kind == DFLASH2:
+            self._dflash2(len(KINDS[kind][2]))
+        elif kind == LILICORR:
+            self._lilicorr()
+        elif kind == XPRESS:
+            self._xpress()
+        elif kind == DSPARK:
+            for number in (1, 2):
+                self._draw(f"markov_head.markov_w{number}.weight", VOCABULARY, RANK)
+        return self._drawn
+
+    def _draw(self, name: str, *shape: int, wide: float = 0.05) -> None:
+        self._drawn[name] = self._torch.randn(*shape, generator=self._generator) * wide
+
+    def _ones(self, name: str, size: int, value: float = 1.0) -> None:
+        self._drawn[name] = self._torch.full((size,), value)
+
+    def _linear(self, name: str, rows: int, columns: int) -> None:
+        self._draw(f"{name}.weight", rows, columns)
+        self._draw(f"{name}.bias", rows)
+
+    def _layer(self, prefix: str, inputs: int, norms: bool) -> None:
+        for name, rows in (("q_proj", HEADS), ("k_proj", KV_HEADS), ("v_proj", KV_HEADS)):
+            self._draw(f"{prefix}self_attn.{name}.weight", rows * HEAD_SIZE, inputs, wide=0.2)
+        self._draw(f"{prefix}self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_SIZE, wide=0.2)
+        for name in ("q_norm", "k_norm") if norms else ():
+            self._ones(f"{prefix}self_attn.{name}.weight", HEAD_SIZE, 2.0)
+        for name in ("gate_proj", "up_proj"):
+            self._draw(f"{prefix}mlp.{name}.weight", INTERMEDIATE, HIDDEN)
+        self._draw(f"{prefix}mlp.down_proj.weight", HIDDEN, INTERMEDIATE)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            self._ones(f"{prefix}{name}.weight", HIDDEN)
+
+    def _dflash2(self, layers: int) -> None:
+        for number in range(layers):
+            for place in ("attention_conv", "mlp_conv"):
+                self._draw(f"layers.{number}.{place}.base_kernel", 2, TAPS, HIDDEN, wide=0.5)
+                rows = 2 * TAPS * HIDDEN // GROUP_SIZE
+                self._draw(f"layers.{number}.{place}.kernel_projection.weight", rows, HIDDEN)
+        for table in ("predecessor_codebook", "successor_codebook"):
+            self._draw(f"candidate_selector.{table}", VOCABULARY, RANK)
+        self._draw("candidate_selector.hidden_projection.weight", RANK, HIDDEN)
+
+    def _lilicorr(self) -> None:
+        size, heads = _LILICORR["lilicorr_hidden_size"], _LILICORR["lilicorr_num_heads"]
+        for name in ("token_proj", "pass_hidden_proj", "context_proj"):
+            self._linear(f"lilicorr.{name}", size, HIDDEN)
+        for name, rows, columns in (
+            ("feature_mlp.up_proj", size, 5),
+            ("feature_mlp.down_proj", size, size),
+            ("layers.0.attn.out_proj", size, size),
+            ("layers.0.mlp.up_proj", 2 * size, size),
+            ("layers.0.mlp.down_proj", size, 2 * size),
+            ("factor_input_proj", size, 3 * size),
+            ("out_head", RANK, size),
+            ("in_head", RANK, size),
+            ("anchor_out_head", RANK, size),
+        ):
+            self._linear(f"lilicorr.{name}", rows, columns)
+        self._ones("lilicorr.feature_norm.weight", 5)
+        self._draw("lilicorr.feature_norm.bias", 5)
+        self._draw("lilicorr.slot_embedding", 1, 1, DRAFTS, 1, size)
+        self._draw("lilicorr.rank_embedding", 1, 1, 1, _LILICORR["lilicorr_candidate_topk"], size)
+        self._draw("lilicorr.relative_slot_bias", heads, 2 * (1 + DRAFTS) - 1)
+        self._draw("lilicorr.same_slot_bias", heads)
+        self._draw("lilicorr.layers.0.attn.in_proj_weight", 3 * size, size)
+        self._draw("lilicorr.layers.0.attn.in_proj_bias", 3 * size)
+        for name in ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm"):
+            self._ones(f"lilicorr.{name}.weight", size)
+
+    def _xpress(self) -> None:
+        rank, inner = _OWN_KEYS[XPRESS]["xpress_rank"], _OWN_KEYS[XPRESS]["xpress_mlp_hidden"]
+        for name, rows, columns in (
+            ("w1", VOCABULARY, rank),
+            ("down_h", rank, HIDDEN),
+            ("down_g", rank, HIDDEN),
+            ("in_proj", rank, 3 * rank),
+            ("mlp.gate_proj", inner, rank),
+            ("mlp.up_proj", inner, rank),
+            ("mlp.down_proj", rank, inner),
+            ("w2", VOCABULARY, rank),
+        ):
+            self._draw(f"xpress_head.{name}.weight", rows, columns)
+        self._draw("xpress_head.mix.L", rank, 1 + DRAFTS, 1 + DRAFTS)
