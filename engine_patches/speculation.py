@@ -16,8 +16,8 @@ from typing import Any
 
 from engine_patches import settings
 
-# vLLM's names of the methods beside which hints are given. The first two have been shown to be exact on engines; what
-# the others ask of the scheduler, with a head in an attention group of its own, on the scheduler alone.
+# vLLM's names of the methods beside which hints are given. All but `eagle` have been shown on engines, `mtp` and `ngram`
+# on both model runners; heads of `eagle` ask of the scheduler what those of `eagle3` do.
 METHODS = ("mtp", "ngram", "eagle", "eagle3", "dflash", "dspark")
 
 

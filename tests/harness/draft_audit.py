@@ -70,17 +70,18 @@ class DraftWorker(Worker):
         fills_in: bool = False,
         window: int = WINDOW,
         window_groups: int = 1,
+        full_groups: int = 0,
         seed: int = 0,
     ) -> None:
         """`drafts`: for each token, at most so many; exactly so many unless `variable`. `head`: where it has its rows.
         `drop`: if False, vLLM is told not to take a unit off each match. `fills_in`: the head has a row for one token
         more than it drafts (dflash, and dspark with a bonus query). `window`: of a head that has one, in tokens, in so
-        many groups. In a core with `overlap` this is a model runner V2,
+        many groups, and in so many beside them that have none. In a core with `overlap` this is a model runner V2,
         and V1 without.
         """
         super().__init__()
         self.speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": drafts}
-        self._window, self._window_groups = window, window_groups
+        self._window, self._window_groups, self._full_groups = window, window_groups, full_groups
         self._hits: dict[str, int] = {}  # of each request, as it was last admitted
         if head == NOWHERE:
             self.speculative.update(method="ngram", prompt_lookup_max=3)
@@ -108,6 +109,11 @@ class DraftWorker(Worker):
                     self.core.windows[len(groups)] = self._window
                 self.core.attention.append(len(groups))
                 groups.append(KVCacheGroupSpec([f"mtp.layers.{number}.attn"], spec))
+            for number in range(self._full_groups):
+                self.core.attention.append(len(groups))
+                groups.append(
+                    KVCacheGroupSpec([f"mtp.layers.{self._window_groups + number}.attn"], FullAttentionSpec(**shape))
+                )
         # vLLM 0.32 finds no group of a head with a window, and takes all for the head's.
         known = self._head not in (NOWHERE, UNKNOWN) and (self._head != OWN_WINDOW or IS_TOLD)
         if self._drop and known:
@@ -336,7 +342,7 @@ def siblings(core: Core, shared: int, options: dict[str, Any]) -> None:
 
 DEFECTS = {name: partial(draft_defects.plant, name) for name in draft_defects.OF_THE_SCHEDULER}
 
-OF_THE_WORKER = ("drafts", "variable", "head", "drop", "fills_in", "window", "window_groups")
+OF_THE_WORKER = ("drafts", "variable", "head", "drop", "fills_in", "window", "window_groups", "full_groups")
 
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:

@@ -70,6 +70,7 @@ WINDOWS: list[dict[str, Any]] = [
         {"overlap": True, **PREEMPTING},
         {"attention_groups": 2, "export": False},
         {"attention_groups": 12, "window_groups": 9, "blocks": 900},
+        {"attention_groups": 3, "full_groups": 1, "overlap": True},
     )
 ]
 
