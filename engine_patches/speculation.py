@@ -16,8 +16,8 @@ from typing import Any
 
 from engine_patches import settings
 
-# vLLM's names of the methods beside which hints are given. All but `eagle` have been shown on engines, `mtp` and `ngram`
-# on both model runners; heads of `eagle` ask of the scheduler what those of `eagle3` do.
+# vLLM's names of the methods beside which hints are given. All but `eagle` have been shown on engines; its heads ask of
+# the scheduler what those of `eagle3` do.
 METHODS = ("mtp", "ngram", "eagle", "eagle3", "dflash", "dspark")
 
 

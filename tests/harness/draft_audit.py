@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds
 
@@ -253,7 +252,7 @@ def heal(core: Core, shared: int) -> None:
 
     sibling(0)
     sibling(1)
-    evict_windows(core)
+    draft_defects.evict_windows(core.pool, core.windows)
     for number in (2, 3, 4):
         sibling(number)
     fates = [core.ever[str(number)].seamark.window for number in range(5)]
@@ -304,15 +303,6 @@ def pinned(core: Core, shared: int) -> None:
     core.run()
     if core.ever["sibling"].seamark.window != "held":
         core.errors.append(f"of a pinned prompt the rows are {core.ever['sibling'].seamark.window}")
-
-
-def evict_windows(core: Core) -> None:
-    """Take all blocks of the windows out of the cache; states and attention rows stay."""
-    keys = core.pool.cached_block_hash_to_block._cache
-    for key, entry in [*keys.items()]:
-        if get_group_id(key) in core.windows:
-            for block in [entry] if isinstance(entry, KVCacheBlock) else [*entry.values()]:
-                core.pool._maybe_evict_cached_block(block)
 
 
 def replay(core: Core, answer: int) -> None:

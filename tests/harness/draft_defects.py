@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,8 @@ NO_COPY = "nothing is copied after sampling"
 
 # Of heads with a window.
 ROWS_NOT_KEPT = "a draft head's rows are not kept, and a hit without them is taken"
+
+ROWS_EVICTED = "before the third hit all rows of a draft head's window are evicted, and no state"
 
 NOT_ZEROED = "new blocks are not zeroed"
 
@@ -64,6 +68,8 @@ def plant(defect: str) -> None:
 
         States.keep_windows = lambda *_: None
         DraftWindows._to_heal = lambda *_: None
+    elif defect == ROWS_EVICTED:
+        _evict_rows_before_the_third_hit()
     elif defect == NO_PREFLIGHT:
         from engine_patches.scheduler import preflight
 
@@ -84,6 +90,29 @@ def plant(defect: str) -> None:
         _spoil_windows(defect)
     else:
         raise ValueError(defect)
+
+
+def _evict_rows_before_the_third_hit() -> None:
+    from engine_patches.scheduler.draft_windows import DraftWindows
+
+    of_hit, asked = DraftWindows.of_hit, itertools.count()
+
+    def evicting(self: Any, manager: Any, request: Any, found: Any, *, ours: bool) -> Any:
+        if found[1] and next(asked) == 2:
+            evict_windows(manager.block_pool, self.groups)
+        return of_hit(self, manager, request, found, ours=ours)
+
+    DraftWindows.of_hit = evicting
+
+
+def evict_windows(pool: Any, groups: Collection[int]) -> None:
+    """Take all blocks of some cache groups out of the cache."""
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_group_id
+
+    for key, entry in [*pool.cached_block_hash_to_block._cache.items()]:
+        if get_group_id(key) in groups:
+            for block in [entry] if isinstance(entry, KVCacheBlock) else [*entry.values()]:
+                pool._maybe_evict_cached_block(block)
 
 
 def _spoil_windows(defect: str) -> None:

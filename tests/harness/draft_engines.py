@@ -333,6 +333,7 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
         "writes_in_forward": checkpoints.writes_in_forward if checkpoints is not None else False,
         "ahead": checkpoints.grid.ahead if checkpoints is not None else 0,
         "said": said,
+        "windows": dict(checkpoints.counters.counts.windows) if checkpoints is not None else {},
         "ignored": dict(checkpoints.counters.counts.ignored) if checkpoints is not None else {},
         "groups": [
             (type(group.kv_cache_spec).__name__, len(group.layer_names))

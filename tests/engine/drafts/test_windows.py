@@ -16,7 +16,7 @@ import pytest
 from proxy.bench.harness.servers import generated_model
 from tests.harness import draft_heads
 from tests.harness.draft_answers import accepted_per_step, differences, hits, owed
-from tests.harness.draft_defects import NO_PREFLIGHT, NOT_ZEROED, ROWS_NOT_KEPT
+from tests.harness.draft_defects import NO_PREFLIGHT, NOT_ZEROED, ROWS_EVICTED, ROWS_NOT_KEPT
 from tests.harness.draft_engines import MTP, Engine, wanted
 from tests.harness.draft_heads import (
     DFLASH,
@@ -190,6 +190,19 @@ def test_a_head_without_a_window_drafts_as_without_a_cache_too(head):
     assert len(found["hits"]["proposed"]) > 40 and found["hits"]["proposed"] == found["cold"]["proposed"]
     assert found["hits"]["speculator"] == SPECULATORS[head.kind]
     assert not {"SlidingWindowSpec", "DraftWindowSpec"} & dict(found["hits"]["groups"]).keys()
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("head", [Head("mtp"), Head("mtp", NEWEST, WIDE), Head(DFLASH, NEWEST)], ids=str)
+def test_rows_that_were_evicted_are_computed_again_once_and_found_from_then_on(head):
+    evicted = head.engine("evicted", cold="cold", poisoned=True, planted=ROWS_EVICTED)
+    all_found = head.run(head.right(), head.cold(), evicted)
+    found = all_found["evicted"]
+    print(f"{head}: {found['windows']}, hits {hits(found)}")
+    assert found["windows"]["healed"] >= 1 and not found["windows"].get("zeroed")
+    assert found["windows"]["held"] >= 2 + found["windows"]["healed"]
+    assert not differences(found, all_found["right"])
+    assert found["proposed"] == all_found["cold"]["proposed"]
 
 
 @pytest.mark.on_request
