@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from proxy.fleet.worker import DraftGate, Worker
+from proxy.fleet.worker import GateReport, Worker
 from proxy.http.client import Upstream
 
 PATH = "/seamark/outcomes"
@@ -51,7 +51,7 @@ class Accepted(NamedTuple):
         return self.tokens / self.steps if self.steps else 0.0
 
 
-def gate_in(events: Mapping[str, Any]) -> DraftGate | None:
+def gate_in(events: Mapping[str, Any]) -> GateReport | None:
     """The gate in what was read of a feed; None if the engine names none, as one without drafts or an older plugin.
 
     Raises `ValueError`, `KeyError` or `TypeError` for nonsense.
@@ -59,7 +59,7 @@ def gate_in(events: Mapping[str, Any]) -> DraftGate | None:
     told = events.get("drafts")
     if told is None:
         return None
-    return DraftGate(str(told["state"]), str(told.get("id", "")), str(told.get("why", "")), time.perf_counter())
+    return GateReport(str(told["state"]), str(told.get("id", "")), str(told.get("why", "")), time.perf_counter())
 
 
 def drafted_in(events: Mapping[str, Any]) -> dict[str, Accepted] | None:
@@ -78,7 +78,7 @@ class DraftFeed:
         self._own = own
         self._boot, self._cursor = "", 0
         self._foreign: dict[str, float] = {}  # time.monotonic() of the last request, by whose trial it was
-        self.gate: DraftGate | None = None
+        self.gate: GateReport | None = None
         self.counts = False  # the engine counts accepted drafts
         self.drafted: dict[str, Accepted] = {}  # by request id
 

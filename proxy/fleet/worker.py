@@ -117,7 +117,7 @@ class CacheQuarantine:
         return given + (self._salt if self.cache_allowed else fresh_salt())
 
 
-class DraftGate(NamedTuple):
+class GateReport(NamedTuple):
     """Whether hints are in use beside an engine's drafts, as its feed says."""
 
     state: str  # of `DRAFT_STATES`
@@ -201,7 +201,7 @@ class Worker:
     warming: bool = False  # prefixes are replayed on it; it gets requests only if no other worker can take them
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
-    draft_gate: DraftGate | None = None  # as its feed said last, since it started
+    draft_gate: GateReport | None = None  # as its feed said last, since it started
     others: Load = NO_LOAD  # what other gateways have there, as the worker's plugin tells; none if it does not
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began

@@ -155,14 +155,16 @@ async def test_a_worker_that_drafts_with_the_switch_on_gets_hints_at_once_and_an
         assert hinted(worker) == [True]
 
 
-async def test_a_loss_behind_clients_hits_closes_hints_and_leaves_the_drafts(in_memory, caplog):
+async def test_a_loss_behind_clients_hits_has_the_same_prompts_tried_and_closes_hints_alone(in_memory, caplog):
     worker = RecordingWorker(drafting=DraftingEngine(), ahead=1)
     gateway = await in_memory(worker, **OFTEN)
     await gateway.shows(lambda status: state(status) == "open")
+    worker.drafting.accepts_on_hits = 0.1  # from now on
     for number in range(60):  # as the engine's feed tells of them
         worker.drafting.entries.append((f"cold-{number}", 0, (100, 130)))
         worker.drafting.entries.append((f"hit-{number}", 160, (100, 90)))
     await gateway.post(chat("one"))
     await gateway.shows(lambda status: state(status) == "closed")
-    assert "in clients' requests, 0.90 drafts a step are accepted behind hits, 1.30 without" in worker.drafting.why
+    assert "in clients' requests, 0.90 drafts a step are accepted behind hits, 1.30 without" in caplog.text
+    assert "on the same prompts" in worker.drafting.why
     assert gateway.metric("seamark_self_check_total", result="drafts_worse") == 1

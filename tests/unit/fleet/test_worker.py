@@ -19,7 +19,7 @@ from proxy.fleet.worker import (
     TRIAL_SECONDS,
     CacheQuarantine,
     CircuitBreaker,
-    DraftGate,
+    GateReport,
     Worker,
 )
 from proxy.fleet.worker_metrics import EngineInfo
@@ -183,7 +183,7 @@ def test_what_was_heard_last_of_the_gate_beside_drafts_decides_on_hints():
     engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=TRIAL)
     worker = Worker("http://w", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
     assert (worker.draft_state, worker.takes_hints) == (TRIAL, False)
-    worker.draft_gate = DraftGate(OPEN, "id", "", read_at=1.0)
+    worker.draft_gate = GateReport(OPEN, "id", "", read_at=1.0)
     assert worker.takes_hints
     worker.probed = replace(worker.probed, at=2.0)  # asked again since: it is on trial, as after another's verdict
     assert not worker.takes_hints
@@ -195,7 +195,7 @@ def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
     engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=OPEN)
     worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
     assert worker.draft_state == TRIAL
-    worker.draft_gate = DraftGate(OPEN, "id", "", read_at=1.0)
+    worker.draft_gate = GateReport(OPEN, "id", "", read_at=1.0)
     worker.probed = replace(worker.probed, at=2.0)
     assert worker.draft_state == OPEN
 
