@@ -115,6 +115,17 @@ def test_what_zeros_cost_is_learnt_from_steps():
     assert acceptance.loss == 0  # zeros cost nothing here
 
 
+def manager_of(pool: BlockPool) -> SlidingWindowManager:
+    """Of a window that is left out."""
+    return SlidingWindowManager(
+        left_out_spec()(**ROWS, sliding_window=100),
+        block_pool=pool,
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=64,
+    )
+
+
 @pytest.mark.parametrize(
     ("behind", "answer", "tokens", "pays"),
     [
@@ -126,13 +137,7 @@ def test_what_zeros_cost_is_learnt_from_steps():
 )
 def test_rows_are_computed_again_where_that_is_faster_than_drafting_worse(behind, answer, tokens, pays):
     pool = BlockPool(4, enable_caching=True, hash_block_size=16)
-    manager = SlidingWindowManager(
-        left_out_spec()(**ROWS, sliding_window=100),
-        block_pool=pool,
-        enable_caching=True,
-        kv_cache_group_id=0,
-        scheduler_block_size=64,
-    )
+    manager = manager_of(pool)
     step_time, hit = StepTime(), 4000
     windows = DraftWindows(pool, Grid(16, 16), [manager], step_time)
     request = SimpleNamespace(num_tokens=hit + behind, max_tokens=answer)
@@ -164,13 +169,7 @@ def requests_of_the_same_tokens() -> dict[str, Request]:
 
 def test_another_salt_adapter_or_image_finds_no_row():
     pool = BlockPool(12, enable_caching=True, hash_block_size=16)
-    manager = SlidingWindowManager(
-        left_out_spec()(**ROWS, sliding_window=100),
-        block_pool=pool,
-        enable_caching=True,
-        kv_cache_group_id=0,
-        scheduler_block_size=64,
-    )
+    manager = manager_of(pool)
     windows = DraftWindows(pool, Grid(16, 16), [manager], StepTime())
     requests = requests_of_the_same_tokens()
     manager.allocate_new_blocks("first", 300, 300)
