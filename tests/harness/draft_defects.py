@@ -116,6 +116,7 @@ def evict_windows(pool: Any, groups: Collection[int]) -> None:
 
 
 def _spoil_windows(defect: str) -> None:
+    from engine_patches.scheduler import preflight
     from engine_patches.scheduler.draft_windows import DraftWindows
 
     keep, block, keys_at = DraftWindows.keep, DraftWindows._block, DraftWindows.keys_at
@@ -139,6 +140,7 @@ def _spoil_windows(defect: str) -> None:
             return keep(self, request, state, [min(each + 2 * self._grid.unit, most) for each in positions])
 
         DraftWindows.keep = keep_soon
+        preflight.run = mock.Mock()  # which sees it, and refuses hints
     elif defect == ANY_BLOCK:
         DraftWindows._block = lambda self, key: (
             block(self, key) or next((each for each in self._pool.blocks[1:] if each.ref_cnt == 0), None)

@@ -83,7 +83,7 @@ def test_rows_of_a_head_with_a_window_follow_a_hit(drafting_model: str, cores: l
         sum(core[rows] for core in found if "blocks" not in core["core"] for rows in kinds)
         for kinds in (("held",), ("zeroed", "healed"))
     )
-    assert held >= 0.95 * (held + others) > 40
+    assert held >= 0.95 * (held + others) > 20
 
 
 def test_more_tokens_are_shared_than_used_only_where_a_head_reads_them():
@@ -121,7 +121,7 @@ def test_the_audit_notices_defects_of_windows(drafting_model: str, defect: str, 
 
 
 def test_a_pin_holds_the_rows_of_a_window(drafting_model: str):
-    cores = [{**WINDOWS[number], "pins": 0.5} for number in (0, 14)]  # blocks are held on purpose
+    cores = [{"head": OWN_WINDOW, "window": window, "pins": 0.5} for window in (100, 40)]  # held on purpose
     for core in audit(drafting_model, pinned=[300], cores=cores):
         assert all("blocks are held without a request" in error for error in core["errors"]), core["errors"]
 
