@@ -144,7 +144,7 @@ def test_a_difference_in_a_function_that_a_known_mod_edits_names_the_mod(toy, mo
         known_mods, "EDITED", {"fix-steps": ("toy_vllm:Engine.step",), "fix-other": ("toy_vllm:greet",)}
     )
     for shape in (Shape(STEP.target, "self"), Shape(STEP.target, mentions=("gone",))):
-        with pytest.raises(ShapeMismatch, match="mods known to edit it: fix-steps$"):
+        with pytest.raises(ShapeMismatch, match=r"mods known to edit it: fix-steps$"):
             shape.check()
 
 
