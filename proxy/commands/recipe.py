@@ -32,8 +32,11 @@ LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a comm
 
 # Of `docker run`, those without a value; letters can stand together. All others take the next word.
 _SWITCHES = frozenset(
-    ("--rm", "--init", "--detach", "--interactive", "--tty", "--privileged", "--read-only", "--publish-all", "--quiet")
-    + ("--oom-kill-disable", "--no-healthcheck", "--sig-proxy", "--disable-content-trust", "--use-api-socket")
+    f"--{name}"
+    for name in (
+        *("rm", "init", "detach", "interactive", "tty", "privileged", "read-only", "publish-all", "quiet"),
+        *("oom-kill-disable", "no-healthcheck", "sig-proxy", "disable-content-trust", "use-api-socket"),
+    )
 )
 _LETTERS = frozenset("ditPq")
 

@@ -230,7 +230,7 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
         command = [*entrypoint[1:], *command]
     words = [*map(shlex.quote, options), image, *map(shlex.quote, command)]
     start = _script(
-        f"Builds the image of the container {_safe(recipe.name)} with Seamark's plugin in it, and runs it in its place.",
+        "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
         _build(places, shlex.quote(recipe.image), image),
         f"docker stop {shlex.quote(recipe.name)}",
         "exec docker run -d \\\n    " + " \\\n    ".join(words),
@@ -405,7 +405,7 @@ def _safe_line(text: str) -> str:
     return " ".join(text.split())
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types
     """A text of several lines stays one."""
 
 

@@ -56,8 +56,8 @@ def main(argv: list[str]) -> int:
         nargs="?",
         default="",
         metavar="RECIPE",
-        help="how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` or "
-        "`docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked",
+        help="how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
+        "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked",
     )
     parser.add_argument("--way", choices=list(map(str, SetupWay)), help="how vLLM is run, or shall be")
     parser.add_argument("--model", default="", help="name, folder, or a file of deploy/models")

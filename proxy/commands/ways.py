@@ -132,9 +132,10 @@ def image_version(image: str) -> str:
     Nothing is fetched, and the container that answers has no network.
     """
     ask = 'from importlib.metadata import version; print(version("vllm"))'
-    in_image = ("run", "--rm", "--pull=never", "--network=none", "--entrypoint=python3", image, "-c", ask)
+    options = ("--rm", "--pull=never", "--network=none", "--entrypoint=python3")
+    command = ("docker", "run", *options, "--", image, "-c", ask)
     try:
-        done = subprocess.run(("docker", *in_image), capture_output=True, text=True, timeout=IMAGE_SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMAGE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
