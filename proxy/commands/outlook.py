@@ -161,6 +161,12 @@ def tag_version(image: str) -> str:
     return found[1] if found else ""
 
 
+def base_image(recipe: Recipe, version: str = "") -> str:
+    """The image to put the plugin into in place of the recipe's, if that is vLLM's own and not one that it fits."""
+    tagged = tag_version(recipe.image)
+    return IMAGE if tagged and not _supported(version or tagged) else ""
+
+
 def _supported(version: str) -> bool:
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is None or FIRST <= (int(found[1]), int(found[2])) <= LAST

@@ -332,6 +332,7 @@ def served(text: str, source: str) -> Line:
 class DockerRun(NamedTuple):
     """A `docker run` in a text, taken apart."""
 
+    program: str  # docker or podman
     options: Sequence[Word]
     image: Word
     arguments: Sequence[Word]  # behind the image
@@ -352,7 +353,9 @@ def docker_run(text: str, source: str) -> DockerRun:
         at += 1 if is_switch or attached else 2
     if at >= len(line.words):
         raise SettingsError(f"{source}: `docker run` names no image")
-    return DockerRun(line.words[:at], line.words[at], line.words[at + 1 :], line.start, line.end)
+    return DockerRun(
+        found[0][0].split()[0], line.words[:at], line.words[at], line.words[at + 1 :], line.start, line.end
+    )
 
 
 def inner_arguments(words: Sequence[str], source: str) -> list[str]:

@@ -24,6 +24,8 @@ from proxy.errors import SettingsError
 
 UNDO = "undo.sh"
 
+SH = "#!/bin/sh"
+
 IMAGE = "seamark-worker"  # ends in the service's or container's name
 
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
@@ -49,6 +51,7 @@ class Places(NamedTuple):
     out: Path
     source: Path  # a checkout of Seamark
     spark: Path  # a checkout of spark-vllm-docker
+    image: str = ""  # for the plugin, in place of the recipe's
 
 
 def files_of(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -119,11 +122,11 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     document["mods"] = [*(document.get("mods") or ()), "mods/seamark"]
     # The template, whose braces are not filled here.
     document["command"] = "\n".join(map(str.rstrip, _edited(document["command"], recipe).splitlines())) + "\n"
-    text = f"# {own} with Seamark's plugin: ./run-recipe.sh {name}\n" + _yaml(document)
+    text = f"# {_safe_line(str(own))} with Seamark's plugin: ./run-recipe.sh {name}\n" + _yaml(document)
     solo = " --solo" if document.get("solo_only") else ""
     start = _script(
         "Gives spark-vllm-docker the mod with Seamark's plugin and this recipe, and starts it.",
-        f"# Behind this script's name: the flags that you give {own.name}, such as --solo or -n.",
+        f"# Behind this script's name: the flags that you give {_safe_line(own.name)}, such as --solo or -n.",
         f"target={shlex.quote(str(target))}",
         f'{shlex.quote(str(places.source / "deploy/spark-vllm-docker/make-mod.sh"))} "$target"',
         f'cp {shlex.quote(str(places.out / name))}.yaml "$target/recipes/"',
@@ -145,14 +148,16 @@ def _off_spark(target: Path, places: Places, *own: str) -> list[str]:
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
     edited = _edited(recipe.text, recipe)
-    before, launcher, behind = edited.partition(LAUNCHER)
+    shebang, body = _shebang(edited)
+    before, launcher, behind = body.partition(LAUNCHER)
     start = _script(
         "Gives spark-vllm-docker the mod with Seamark's plugin, and runs the command with it.",
-        f"{shlex.quote(str(places.source / 'deploy/spark-vllm-docker/make-mod.sh'))} {shlex.quote(str(target))}",
-        f"cd {shlex.quote(str(target))}",
+        f"{shlex.quote(str(places.source / 'deploy/spark-vllm-docker/make-mod.sh'))} {shlex.quote(str(target))} || exit",
+        f"cd {shlex.quote(str(target))} || exit",
         f"{before}{launcher} --apply-mod mods/seamark{behind}".strip(),
+        shebang=shebang,
     )
-    return RecipeFiles({"start.sh": start}, _sh(places, "start.sh"), _off_spark(target, places))
+    return RecipeFiles({"start.sh": start}, _run(shebang, places, "start.sh"), _off_spark(target, places))
 
 
 def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -167,7 +172,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
         "build": {
             "context": str(places.source),
             "dockerfile": "deploy/worker.Dockerfile",
-            "args": {"VLLM_IMAGE": document["image"]},
+            "args": {"VLLM_IMAGE": places.image or document["image"]},
         },
         "command": command,
     }
@@ -175,7 +180,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
         service["entrypoint"] = entrypoint or WORKER
     if document.get("network_mode") != "host" and not document.get("ports"):
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
-    overlay = f"# {own} with Seamark's plugin: an overlay of its service {recipe.name}.\n" + _yaml(
+    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n" + _yaml(
         {"services": {recipe.name: service}}
     )
     base = f"docker compose -f {shlex.quote(str(own))}"
@@ -188,7 +193,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     return RecipeFiles(
         {"compose.seamark.yaml": overlay, "start.sh": start},
         _sh(places, "start.sh"),
-        [f"{base} up -d {name}", f"docker image rm -f {image}"],
+        [f"{base} up -d {name}", *_off_image(image)],
         [_asked(image)],
     )
 
@@ -206,15 +211,17 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     else:
         words = [*(word.raw for word in kept(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
     line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
+    shebang, body = _shebang(f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}")
     start = _script(
         "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
-        _build(places, run.image.raw, image),
-        f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}".strip(),
+        f"{_build(places, run.image.raw, image, run.program)} || exit",
+        body.strip(),
+        shebang=shebang,
     )
     return RecipeFiles(
         {"start.sh": start},
-        _sh(places, "start.sh"),
-        [f"docker image rm -f {image}"],
+        _run(shebang, places, "start.sh"),
+        _off_image(image, run.program),
         ["end the container that runs now first: both want its name and its port", _asked(image)],
     )
 
@@ -237,7 +244,7 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
     )
     undo = [
         f"docker rm -f {shlex.quote(name)}",
-        f"docker image rm -f {image}",
+        *_off_image(image),
         f"docker start {shlex.quote(recipe.name)}",
     ]
     return RecipeFiles({"start.sh": start}, _sh(places, "start.sh"), undo, [_asked(image)])
@@ -275,15 +282,15 @@ def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> li
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
-    shebang, _, body = recipe.text.partition("\n") if recipe.text.startswith("#!") else ("#!/bin/sh", "", recipe.text)
-    worker = f"""\
-{shebang}
-# {_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be in vLLM's environment, once:
-#   pip install --no-deps {shlex.quote(str(places.source))}
-{_edited(body, recipe).strip()}
-"""
+    shebang, body = _shebang(_edited(recipe.text, recipe))
+    worker = _script(
+        f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:",
+        f"#   pip install --no-deps {shlex.quote(str(places.source))}",
+        body.strip(),
+        shebang=shebang,
+    )
     note = f"once, in vLLM's environment: pip install --no-deps {shlex.quote(str(places.source))}"
-    off = ["# in vLLM's environment: pip uninstall vllm-seamark"]
+    off = [_UNINSTALL]
     return RecipeFiles({"worker.sh": worker}, _run(shebang, places, "worker.sh"), off, [note])
 
 
@@ -299,7 +306,7 @@ def _config(recipe: Recipe, places: Places) -> RecipeFiles:
         f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"',
     )
     note = f"once, in vLLM's environment: pip install --no-deps {shlex.quote(str(places.source))}"
-    off = ["# in vLLM's environment: pip uninstall vllm-seamark"]
+    off = [_UNINSTALL]
     return RecipeFiles({"model.yaml": text, "worker.sh": worker}, _sh(places, "worker.sh"), off, [note])
 
 
@@ -357,7 +364,7 @@ def gateway_worker(recipe: Recipe) -> str:
 def undo_script(places: Places, names: Sequence[str], undo: Sequence[str]) -> str:
     """Runs `undo`, and removes the files, this script and their folder, if nothing else is in it."""
     files = " ".join(shlex.quote(str(places.out / name)) for name in (*names, UNDO))
-    commands = [f"{each} || true" if each.startswith("docker") else each for each in undo]
+    commands = [f"{each} || true" if each.startswith(("docker", "podman")) else each for each in undo]
     return _script(
         "As it was before `seamark setup`: end the gateway and this recipe's vLLM first (Ctrl-C).",
         *commands,
@@ -366,9 +373,17 @@ def undo_script(places: Places, names: Sequence[str], undo: Sequence[str]) -> st
     )
 
 
-def _build(places: Places, base: str, image: str) -> str:
-    root = shlex.quote(str(places.source))
-    return f"docker build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
+_UNINSTALL = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
+
+
+def _off_image(image: str, program: str = "docker") -> list[str]:
+    """The image that was built, and what runs from it."""
+    return [f"{program} ps -aq --filter ancestor={image} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+
+
+def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
+    root, base = shlex.quote(str(places.source)), places.image or base
+    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
 
 
 def _asked(image: str) -> str:
@@ -376,14 +391,17 @@ def _asked(image: str) -> str:
     return f"whether the plugin knows its vLLM: docker run --rm --entrypoint sh {image} -c {shlex.quote(check)}"
 
 
-def _script(purpose: str, *lines: str) -> str:
-    body = "\n".join(lines)
-    return f"#!/bin/sh\n# {purpose}\nset -eu\n{body}\n" if not body.startswith("#") else _with_comment(purpose, lines)
+def _script(purpose: str, *lines: str, shebang: str = "") -> str:
+    """With a `shebang` it holds a text of the user's, which is not made stricter than it was."""
+    comments = [line for line in lines[:1] if line.startswith("#")]
+    strict = [] if shebang else ["set -eu"]
+    return "\n".join([shebang or SH, f"# {purpose}", *comments, *strict, *lines[len(comments) :], ""])
 
 
-def _with_comment(purpose: str, lines: Sequence[str]) -> str:
-    comment, *rest = lines
-    return "\n".join(["#!/bin/sh", f"# {purpose}", comment, "set -eu", *rest, ""])
+def _shebang(text: str) -> tuple[str, str]:
+    """The first line of a script, if it says what runs it, and the rest."""
+    first, _, rest = text.partition("\n")
+    return (first, rest) if first.startswith("#!") else (SH, text)
 
 
 def _sh(places: Places, script: str) -> str:

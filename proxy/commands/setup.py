@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from proxy.commands.outlook import Outlook, outlook
+from proxy.commands.outlook import Outlook, base_image, outlook
 from proxy.commands.parser import Parser
 from proxy.commands.recipe import EVERYWHERE, Recipe, is_recipe, read_recipe
 from proxy.commands.recipe_files import (
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
             return _from_recipe(args)
         plan = _plan(args, ask)
         written = files_for(plan)
-        _write(plan.out, written, args.force)
+        _write(plan.out, written.files, args.force)
     except (SettingsError, OSError) as error:
         print(f"seamark setup: {error}", file=sys.stderr)
         return 2
@@ -162,7 +162,7 @@ def _from_recipe(args: Namespace) -> int:
     source = _checkout(args.source)
     if source is None:
         raise SettingsError("--source: a recipe's files need a checkout of Seamark; give its folder")
-    places = Places(out, source, args.spark.expanduser().resolve())
+    places = Places(out, source, args.spark.expanduser().resolve(), base_image(recipe, version))
     made = files_of(recipe, places)
     host = gateway_host(recipe)
     files = {
@@ -171,7 +171,7 @@ def _from_recipe(args: Namespace) -> int:
         "gateway.sh": gateway_script(out),
     }
     files[UNDO] = undo_script(places, list(files), made.undo)
-    _write(out, WrittenFile(files, ("", ""), ()), args.force)
+    _write(out, files, args.force, private=True)
     print("\n".join(recipe_summary(recipe, outlook(recipe, version), made, places)))
     return 0
 
@@ -185,9 +185,9 @@ def recipe_summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Pla
         notes.append("vLLM wants a key: write it into a file, and name that in seamark.toml (worker_api_key_file)")
     shown = "127.0.0.1" if host in (*LOOPBACK, EVERYWHERE) else host
     return [
-        f"{recipe.kind.value.capitalize()} for {recipe.model}",
+        f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}",
         seen.verdict[0].upper() + seen.verdict[1:],
-        *([f"The one change: {seen.change}"] if seen.change else []),
+        *([f"The one change: {seen.change}{'; these files take it' if places.image else ''}"] if seen.change else []),
         *(f"Note: {note}" for note in notes),
         f"Written to {places.out}: {', '.join([*made.files, 'seamark.toml', 'gateway.sh', UNDO])}",
         "",
@@ -297,13 +297,15 @@ def _asked_way(ask: Ask) -> SetupWay:
     return SetupWay(answer)
 
 
-def _write(out: Path, written: WrittenFile, force: bool) -> None:
-    there = [name for name in written.files if (out / name).exists()]
+def _write(out: Path, files: Mapping[str, str], force: bool, *, private: bool = False) -> None:
+    """`private`: for their owner alone, as what the user starts vLLM with may hold keys."""
+    there = [name for name in files if (out / name).exists()]
     if there and not force:
         raise SettingsError(f"--out: {out} has {', '.join(there)} already; nothing was written, --force overwrites")
-    for name, text in written.files.items():
+    for name, text in files.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600 if private else 0o666)
         path.write_text(text)
         if name.endswith(".sh"):
-            path.chmod(0o755)
+            path.chmod(0o700 if private else 0o755)
