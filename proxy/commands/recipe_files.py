@@ -128,7 +128,7 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
         "Gives spark-vllm-docker the mod with Seamark's plugin and this recipe, and starts it.",
         f"# Behind this script's name: the flags that you give {_safe_line(own.name)}, such as --solo or -n.",
         f"target={shlex.quote(str(target))}",
-        f'{shlex.quote(str(places.source / "deploy/spark-vllm-docker/make-mod.sh"))} "$target"',
+        f'{_make_mod(places)} "$target"',
         f'cp {shlex.quote(str(places.out / name))}.yaml "$target/recipes/"',
         'cd "$target"',
         f'exec ./run-recipe.sh {name}{solo} "$@"',
@@ -136,6 +136,10 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     return RecipeFiles(
         {f"{name}.yaml": text, "start.sh": start}, _sh(places, "start.sh"), _off_spark(target, places, name)
     )
+
+
+def _make_mod(places: Places) -> str:
+    return shlex.quote(str(places.source / "deploy/spark-vllm-docker/make-mod.sh"))
 
 
 def _off_spark(target: Path, places: Places, *own: str) -> list[str]:
@@ -152,7 +156,7 @@ def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     before, launcher, behind = body.partition(LAUNCHER)
     start = _script(
         "Gives spark-vllm-docker the mod with Seamark's plugin, and runs the command with it.",
-        f"{shlex.quote(str(places.source / 'deploy/spark-vllm-docker/make-mod.sh'))} {shlex.quote(str(target))} || exit",
+        f"{_make_mod(places)} {shlex.quote(str(target))} || exit",
         f"cd {shlex.quote(str(target))} || exit",
         f"{before}{launcher} --apply-mod mods/seamark{behind}".strip(),
         shebang=shebang,

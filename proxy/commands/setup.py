@@ -7,6 +7,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -188,6 +189,7 @@ def recipe_summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Pla
         f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}",
         seen.verdict[0].upper() + seen.verdict[1:],
         *([f"The one change: {seen.change}{'; these files take it' if places.image else ''}"] if seen.change else []),
+        *([f"With it: {outlook(replace(recipe, image=places.image)).verdict}"] if places.image else []),
         *(f"Note: {note}" for note in notes),
         f"Written to {places.out}: {', '.join([*made.files, 'seamark.toml', 'gateway.sh', UNDO])}",
         "",

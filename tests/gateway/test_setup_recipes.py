@@ -1,11 +1,10 @@
-"""`seamark setup RECIPE` and `seamark doctor --recipe RECIPE`: what is said, that no flag is lost, and that it goes away.
+"""`seamark setup RECIPE` and `seamark doctor --recipe RECIPE`: what is said, that no flag is lost, that it goes away.
 
 Docker and spark-vllm-docker's own scripts are stand-ins that write down what they are asked for.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shlex
@@ -27,6 +26,8 @@ from proxy.errors import SettingsError
 from tests.deploy.compose_files import DEPLOY
 from tests.harness.published_recipes import RECIPES
 
+TAKE = f"The one change: take vLLM 0.31 to 0.33, for one the image {IMAGE}"
+
 TRIAL = "once they have stood a trial"
 
 
@@ -43,9 +44,7 @@ EXPECTED = {
         ("Mamba2", "inside the pass, on multiples of 16", "(dspark, 7 tokens)", "--mamba-cache-mode is taken away")
     ),
     "nemotron-3-ultra.yaml": Expected(("(mtp, 4 tokens)", "--mamba-cache-mode is taken away")),
-    "glm-5.3-flash.yaml": Expected(
-        ("holds a fork of vLLM", f"The one change: take vLLM 0.31 to 0.33, for one the image {IMAGE}"), hits=False
-    ),
+    "glm-5.3-flash.yaml": Expected(("holds a fork of vLLM", TAKE), hits=False),
     "qwen3.5-122b.yaml": Expected(("will hit from request 2 on: gated delta nets",)),
     "qwen3.6-35b-playbook.sh": Expected(
         ("vLLM 0.28.0 (by its image's tag)", "these files take it", "With it: will hit"), hits=False
@@ -88,7 +87,7 @@ INSPECTED = {
 }
 
 PROGRAM = """#!/bin/sh
-{{ printf '%s' {name}; printf '\\t%s' "$@"; echo; }} >> {log}
+{{ printf '%s' {name}; printf '\\t%s' "$@"; printf '\\036'; }} >> {log}
 {more}
 """
 
@@ -104,17 +103,13 @@ class Machine:
         self.program(self.spark / "run-recipe.sh", "run-recipe", 'test -f "recipes/$1.yaml"')
         self.program(self.spark / "launch-cluster.sh", "launch-cluster", "test -d mods/seamark")
         for name in ("docker", "podman"):
-            self.program(self.bin / name, name, 'case "$1 $2" in "ps -aq") echo c0ffee ;; "run --rm") exit 125 ;; esac')
+            self.program(
+                self.bin / name, name, 'case "$*" in "ps -aq"*) echo c0ffee ;; *--pull=never*) exit 125 ;; esac'
+            )
         shutil.copy(DEPLOY / "compose.yaml", self.source / "deploy")
         shutil.copytree(DEPLOY / "spark-vllm-docker", self.source / "deploy/spark-vllm-docker")
         # The real one builds a wheel (tests/distribution); it leaves behind what this does.
-        made = "\n".join(
-            [
-                'mkdir -p "$1/mods/seamark"',
-                ': > "$1/mods/seamark/run.sh"',
-                'cp "$(dirname "$0")"/recipes/*.yaml "$1/recipes/"',
-            ]
-        )
+        made = 'mkdir -p "$1/mods/seamark" && cp "$(dirname "$0")"/recipes/*.yaml "$1/recipes/"'
         self.program(self.source / "deploy/spark-vllm-docker/make-mod.sh", "make-mod", made)
 
     def program(self, path: Path, name: str, more: str) -> None:
@@ -131,7 +126,12 @@ class Machine:
         command = [str(self.out / script), *arguments]
         environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
         subprocess.run(command, env=environment, check=True, capture_output=True, stdin=subprocess.DEVNULL)
-        return [line.split("\t") for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return self.logged()
+
+    def logged(self) -> list[list[str]]:
+        """Programs with their arguments, in order."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return [each.split("\t") for each in text.split("\036") if each]
 
     def files(self) -> Mapping[str, bytes]:
         """Of the user's: all but what the programs were given."""
@@ -378,7 +378,7 @@ def test_the_vllm_in_an_image_is_asked_and_its_tag_not_believed(machine, capsys)
     assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
     out = capsys.readouterr().out
     assert "No hits yet: vLLM 0.30.1 (in its image) is left untouched by the plugin" in out and IMAGE in out
-    ((_, *asked),) = [line.split("\t") for line in machine.log.read_text().splitlines()]
+    ((_, *asked),) = machine.logged()
     assert "vllm-node" in asked and "--pull=never" in asked and "--network=none" in asked
 
 
@@ -398,7 +398,7 @@ DRAFTS = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3%
         (f"vllm serve Kimi-Linear-48B {DRAFTS % ''}", "leave --speculative-config away"),
         (f"vllm serve Qwen3.6-27B -pp 2 {DRAFTS % ''}", "take tensor parallelism"),
         (
-            f"vllm serve Qwen3.6-27B {DRAFTS % ', "num_speculative_tokens_per_batch_size": [1]'}",
+            "vllm serve Qwen3.6-27B " + DRAFTS % ', "num_speculative_tokens_per_batch_size": [1]',
             "leave num_speculative_tokens_per_batch_size",
         ),
         ("vllm serve Qwen3.6-27B -sc.method suffix", "take one of mtp, ngram"),
@@ -454,9 +454,10 @@ def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
     path = tmp_path / f"{evil}.yaml"
     path.write_text(yaml.safe_dump({"services": {evil: {"image": "vllm/vllm-openai", "command": "m"}}}))
     assert machine.setup(str(path)) == 0
-    asked = [*machine.run("start.sh"), *machine.run("undo.sh")]
-    assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists()
-    assert evil in "\t".join(itertools.chain.from_iterable(asked)) or len(asked) > 1
+    for script in ("start.sh", "undo.sh"):
+        composed = machine.run(script)[0]
+        assert composed[:4] == ["docker", "compose", "-f", str(path)] and composed[-1] == evil
+    assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists() and not machine.out.exists()
 
 
 def test_the_doctor_takes_a_worker_or_a_recipe(capsys):
