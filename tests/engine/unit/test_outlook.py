@@ -61,7 +61,7 @@ def test_methods_connectors_and_versions_are_the_plugins():
     assert set(outlook.NOT_SERVED) == {name for name, lane in lanes if lane is ConnectorLane.NOT_SERVED}
     assert (outlook.SUPPORTED, outlook.IMAGE) == (settings.SUPPORTED, settings.IMAGE)
     versions = [f"{major}.{minor}" for major, minor in (outlook.FIRST, outlook.LAST)]
-    assert outlook.SUPPORTED == " to ".join(versions)
+    assert " to ".join(versions) == outlook.SUPPORTED
 
 
 def test_a_flag_that_is_taken_away_is_one_that_vllm_has_dropped_or_is_about_to():
