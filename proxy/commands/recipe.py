@@ -286,7 +286,7 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         ports = host.get("PortBindings") or {}
     except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
-    arguments = inner_arguments(words, f"the container {given}")
+    arguments = inner_arguments(words, f"the container {given}", by_image=False)
     recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
     if host.get("NetworkMode") == "host":
         return recipe
@@ -296,22 +296,30 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
 
 
 def _of_text(text: str, source: str, name: str) -> Recipe:
-    if _DOCKER_RUN.search(text):
+    if _DOCKER_RUN.search(_code(text)):
         run = docker_run(text, source)
-        values = [word.value for word in run.options]
+        known = {**os.environ, **_variables(text[: run.start])}
+        values = [_filled(word.value, known) for word in run.options]
         environment = dict(_given(values, ("-e", "--env")))
-        arguments = inner_arguments([word.value for word in run.arguments], source)
-        recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, run.image.value, text=text)
+        arguments = inner_arguments([_filled(word.value, known) for word in run.arguments], source)
+        image = _filled(run.image.value, known)
+        recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
         if "host" in options_of(values, ("--network", "--net")):
             return recipe
         own = int(recipe.value("--port") or DEFAULT_PORT)
-        published = (_published(port, own, os.environ) for port in options_of(values, ("-p", "--publish")))
+        published = (_published(port, own, known) for port in options_of(values, ("-p", "--publish")))
         return _listening(recipe, next(filter(None, published), ("127.0.0.1", own)))
     line = served(text, source)
     launched = LAUNCHER in text[: line.start].rpartition("\n\n")[2]
     kind = RecipeKind.LAUNCHER if launched else RecipeKind.COMMAND
-    arguments = [_filled(word.value, os.environ) for word in line.words]
-    return Recipe(kind, source, name, arguments, _variables(text[: line.start]), text=text)
+    variables = _variables(text[: line.start])
+    arguments = [_filled(word.value, {**os.environ, **variables}) for word in line.words]
+    return Recipe(kind, source, name, arguments, variables, text=text)
+
+
+def _code(text: str) -> str:
+    """A text of the same length without its comments, which may tell how vLLM is started, too."""
+    return re.sub(r"(?m)^[ \t]*#.*$", lambda comment: " " * len(comment[0]), text)
 
 
 def serves(text: str) -> bool:
@@ -321,9 +329,7 @@ def serves(text: str) -> bool:
 
 def served(text: str, source: str) -> Line:
     """The arguments behind the one `vllm serve` of a text. Raises `SettingsError` without one."""
-    # A comment may tell how it is started, too.
-    code = re.sub(r"(?m)^[ \t]*#.*$", lambda comment: " " * len(comment[0]), text)
-    found = list(_SERVE.finditer(f"{code}\n"))
+    found = list(_SERVE.finditer(f"{_code(text)}\n"))
     if len(found) != 1:
         raise SettingsError(f"{source}: {'no' if not found else 'more than one'} `vllm serve` in it; setup takes one")
     return words_of(text, found[0].end(), source)
@@ -342,7 +348,7 @@ class DockerRun(NamedTuple):
 
 def docker_run(text: str, source: str) -> DockerRun:
     """The one `docker run` of a text. Raises `SettingsError` without one, or if it names no image."""
-    found = list(_DOCKER_RUN.finditer(text))
+    found = list(_DOCKER_RUN.finditer(_code(text)))
     if len(found) != 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
     line = words_of(text, found[0].end(), source)
@@ -358,8 +364,11 @@ def docker_run(text: str, source: str) -> DockerRun:
     )
 
 
-def inner_arguments(words: Sequence[str], source: str) -> list[str]:
-    """The arguments of `vllm serve` in those of a container: behind the command, in a shell's text, or all of them."""
+def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
+    """The arguments of `vllm serve` in those of a container: behind the command, in a shell's text, or all of them.
+
+    `by_image`: an entrypoint that is not among the words may start vLLM.
+    """
     for word in words:
         if _SERVE.search(f" {word} "):
             return [each.value for each in served(word, source).words]
@@ -368,8 +377,10 @@ def inner_arguments(words: Sequence[str], source: str) -> list[str]:
             return list(words[number + 1 :])
         if word.startswith("vllm.entrypoints."):
             return list(words[number + 1 :])
-    if not words:
-        raise SettingsError(f"{source}: nothing says which model vLLM serves")
+    if "engine_patches" in words:
+        raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
+    if not words or not by_image:
+        raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
     return list(words)
 
 

@@ -26,6 +26,8 @@ UNDO = "undo.sh"
 
 SH = "#!/bin/sh"
 
+MOD = "mods/seamark"  # as make-mod.sh calls it
+
 IMAGE = "seamark-worker"  # ends in the service's or container's name
 
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
@@ -119,7 +121,7 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     name = "seamark-" + _safe(recipe.name)
     document = copy.deepcopy(recipe.document)
     document["name"] = f"Seamark {document['name']}"
-    document["mods"] = [*(document.get("mods") or ()), "mods/seamark"]
+    document["mods"] = [*(mod for mod in document.get("mods") or () if mod != MOD), MOD]
     # The template, whose braces are not filled here.
     document["command"] = "\n".join(map(str.rstrip, _edited(document["command"], recipe).splitlines())) + "\n"
     text = f"# {_safe_line(str(own))} with Seamark's plugin: ./run-recipe.sh {name}\n" + _yaml(document)
@@ -146,7 +148,7 @@ def _off_spark(target: Path, places: Places, *own: str) -> list[str]:
     """All that make-mod.sh and the script have put into spark-vllm-docker."""
     shipped = [path.stem for path in sorted((places.source / "deploy/spark-vllm-docker/recipes").glob("*.yaml"))]
     recipes = [shlex.quote(str(target / "recipes" / f"{name}.yaml")) for name in (*shipped, *own)]
-    return [f"rm -rf {shlex.quote(str(target / 'mods/seamark'))}", f"rm -f {' '.join(recipes)}"]
+    return [f"rm -rf {shlex.quote(str(target / MOD))}", f"rm -f {' '.join(recipes)}"]
 
 
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -158,7 +160,7 @@ def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
         "Gives spark-vllm-docker the mod with Seamark's plugin, and runs the command with it.",
         f"{_make_mod(places)} {shlex.quote(str(target))} || exit",
         f"cd {shlex.quote(str(target))} || exit",
-        f"{before}{launcher} --apply-mod mods/seamark{behind}".strip(),
+        f"{before}{launcher} --apply-mod {MOD}{behind}".strip(),
         shebang=shebang,
     )
     return RecipeFiles({"start.sh": start}, _run(shebang, places, "start.sh"), _off_spark(target, places))

@@ -191,6 +191,7 @@ def recipe_summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Pla
         *([f"The one change: {seen.change}{'; these files take it' if places.image else ''}"] if seen.change else []),
         *([f"With it: {outlook(replace(recipe, image=places.image)).verdict}"] if places.image else []),
         *(f"Note: {note}" for note in notes),
+        "More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu",
         f"Written to {places.out}: {', '.join([*made.files, 'seamark.toml', 'gateway.sh', UNDO])}",
         "",
         "Go on, each in a terminal of its own:",

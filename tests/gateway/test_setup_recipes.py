@@ -467,6 +467,37 @@ def test_the_doctor_takes_a_worker_or_a_recipe(capsys):
         assert "--worker URL, or --recipe RECIPE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("entrypoint", "command", "said"),
+    [
+        (None, ["sleep", "infinity"], "give the recipe or script that starts it"),  # spark-vllm-docker's own
+        (["python3", "-m", "engine_patches", "worker"], ["m"], "has Seamark's plugin already"),
+    ],
+)
+def test_a_container_that_does_not_tell_how_vllm_is_started_or_has_the_plugin_is_refused(entrypoint, command, said):
+    config = {**INSPECTED["Config"], "Entrypoint": entrypoint, "Cmd": command}
+    with pytest.raises(SettingsError, match=said):
+        read_recipe("vllm_node", lambda name: {**INSPECTED, "Config": config})
+
+
+def test_variables_that_a_script_sets_itself_are_read_and_stay_variables(machine, tmp_path):
+    path = tmp_path / "run.sh"
+    lines = ["# vllm serve as it was once", "PORT=8123", "MODEL='nvidia/Qwen3.6-35B-A3B-NVFP4'"]
+    path.write_text("\n".join([*lines, 'vllm serve "$MODEL" --port ${PORT} --host ${HOST_HERE:-127.0.0.1}', ""]))
+    recipe = read(path)
+    assert (recipe.model, recipe.port, recipe.host) == ("nvidia/Qwen3.6-35B-A3B-NVFP4", 8123, "127.0.0.1")
+    assert machine.setup(str(path)) == 0
+    assert 'vllm serve "$MODEL" \\\n    --port ${PORT}' in (machine.out / "worker.sh").read_text()
+
+
+def test_a_recipe_that_has_the_mod_already_gets_it_once(machine, tmp_path):
+    path = DEPLOY / "spark-vllm-docker/recipes/seamark-qwen3.6-35b.yaml"
+    assert machine.setup(str(path)) == 0
+    (written,) = machine.out.glob("*.yaml")
+    assert as_flags(read(written).arguments) == as_flags(read(path).arguments)
+    assert read(written).document["mods"] == ["mods/seamark"]
+
+
 def test_a_container_that_docker_does_not_know_is_said(capsys):
     with pytest.raises(SettingsError, match="no container that Docker knows"):
         read_recipe("qwen36", nothing)
