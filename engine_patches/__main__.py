@@ -8,24 +8,10 @@ from __future__ import annotations
 import sys
 from importlib import metadata
 
-from engine_patches.commands import model, worker
+from engine_patches.commands import model, patches, worker
 from engine_patches.gpu_check import command
 
-
-def print_patches(argv: list[str]) -> int:
-    """Print the ledger, a paragraph for each patch."""
-    if argv:
-        print("usage: python -m engine_patches patches", file=sys.stderr)
-        return 0 if argv in (["-h"], ["--help"]) else 2
-    from engine_patches.patches import PATCHES
-
-    for patch in PATCHES:
-        print(f"{patch.name} ({patch.role.value})\n  target    {patch.target}\n  why       {patch.why}")
-        print(f"  upstream  {patch.upstream}\n  until     {patch.until}\n")
-    return 0
-
-
-COMMANDS = {"worker": worker.main, "model": model.main, "patches": print_patches, "gpu-check": command.main}
+COMMANDS = {"worker": worker.main, "model": model.main, "patches": patches.main, "gpu-check": command.main}
 
 GATEWAY = "the gateway's commands are in its image, or: pip install /path/to/seamark in an environment of its own"
 

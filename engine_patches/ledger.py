@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from engine_patches import module_source
+from engine_patches import known_mods, module_source
 from engine_patches.import_hook import ImportHook
 
 logger = logging.getLogger("vllm.seamark")
@@ -38,6 +38,13 @@ class PatchRole(enum.Enum):
 
     CURE = "cure"
     FEATURE = "feature"
+
+
+class Platform(enum.Enum):
+    """What a vLLM is built for, as far as patches differ by it."""
+
+    CPU = "CPU"
+    GPU = "GPU"
 
 
 class ShapeMismatch(Exception):
@@ -72,12 +79,16 @@ class Shape:
 
     def _compare_parameters(self, actual: str) -> None:
         if actual != self.parameters:
-            raise ShapeMismatch(f"{self.target} takes ({actual}), expected ({self.parameters})")
+            raise self._differs(f"takes ({actual}), expected ({self.parameters})")
 
     def _compare_source(self, source: str) -> None:
         missing = [text for text in self.mentions if text not in source]
         if missing:
-            raise ShapeMismatch(f"{self.target} no longer mentions {', '.join(missing)}")
+            raise self._differs(f"no longer mentions {', '.join(missing)}")
+
+    def _differs(self, how: str) -> ShapeMismatch:
+        mods = known_mods.that_edit(self.target)
+        return ShapeMismatch(f"{self.target} {how}" + (f"; mods known to edit it: {', '.join(mods)}" if mods else ""))
 
 
 @dataclass(frozen=True)
@@ -101,12 +112,17 @@ class Patch:
     mentions: tuple[str, ...] = ()
     relies_on: tuple[Shape, ...] = ()  # besides the target
     rebind: tuple[str, ...] = ()
-    applies: Callable[[], bool] = field(default=lambda: True)
+    on: Platform | None = None  # where alone it has a meaning; None: everywhere
+    applies: Callable[[], bool] = field(default=lambda: True)  # to this version of vLLM, by its source
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """Everything that has to hold before the patch may be applied."""
         return Shape(self.target, self.parameters, self.mentions), *self.relies_on
+
+    def is_for(self, platform: Platform | None) -> bool:
+        """Whether the patch has a meaning on a platform, and in the vLLM that is installed."""
+        return self.on in (None, platform) and self.applies()
 
 
 @dataclass(frozen=True)
@@ -234,7 +250,8 @@ def apply(patches: Sequence[Patch]) -> int:
     global _live
     _live = False
     try:
-        wanted = [patch for patch in patches if patch.applies()]
+        here = platform_here() if any(patch.on for patch in patches) else None
+        wanted = [patch for patch in patches if patch.is_for(here)]
         missing = [patch for patch in wanted if not is_applied(patch)]
         for patch in missing:
             for shape in patch.shapes:
@@ -257,6 +274,45 @@ def apply(patches: Sequence[Patch]) -> int:
         raise
     _live = any(patch.role is PatchRole.FEATURE for patch in wanted)
     return len(missing)
+
+
+def platform_here() -> Platform | None:
+    """The one that vLLM has found in this process; None for one that no patch is for."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return Platform.CPU
+    return Platform.GPU if current_platform.is_cuda_alike() else None
+
+
+class Misfit(NamedTuple):
+    """A patch, and how vLLM differs from what it expects."""
+
+    patch: Patch
+    difference: ShapeMismatch
+
+
+class Verdict(NamedTuple):
+    """What `apply` would do in a process of a platform."""
+
+    patches: int  # that have a meaning there
+    misfits: Sequence[Misfit]  # none: all of them would be applied
+
+
+def judge(patches: Sequence[Patch], platform: Platform) -> Verdict:
+    """Whether vLLM is as these patches expect. Nothing is applied, and nothing is imported."""
+    misfits = []
+    try:
+        wanted = [patch for patch in patches if patch.is_for(platform)]
+        for patch in wanted:
+            try:
+                for shape in patch.shapes:
+                    shape.check()
+            except ShapeMismatch as difference:
+                misfits.append(Misfit(patch, difference))
+    finally:
+        module_source.forget()
+    return Verdict(len(wanted), misfits)
 
 
 def patches_live() -> bool:

@@ -2,8 +2,8 @@
 
 How to read a row: `build` makes what replaces `target`. `parameters` and `mentions` are what the target must look like
 for that: its parameter names, and words that its source contains. `relies_on` says the same of other functions.
-`applies` says in which processes and versions the row has a meaning. A row without `upstream` serves hints, so upstream
-has nothing to repair.
+`on` and `applies` say on which platform and in which versions the row has a meaning. A row without `upstream` serves
+hints, so upstream has nothing to repair.
 
 How to support a new vLLM: run `python -m tests.harness.versions NUMBER`. A `ShapeMismatch` names the function that
 differs. Read it in both versions. If the patch is right for both, state here only what both have; if not, give each
@@ -50,7 +50,7 @@ from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
 from engine_patches.forward.segments import plan_segments, plan_segments_of_group
 from engine_patches.forward.step_writes import skip_vllm_exports, track_batch, track_steps
-from engine_patches.ledger import Function, Patch, PatchRole, Shape, exists, holds
+from engine_patches.ledger import Function, Patch, PatchRole, Platform, Shape, exists, holds
 from engine_patches.reporting.hooks import (
     collect_before_the_engines,
     report_from_the_start,
@@ -92,10 +92,6 @@ from engine_patches.scheduler.transfers import (
 from engine_patches.upstream_fixes import (
     copy_largest_view_first,
     keep_enlarged_block_size,
-    promises_export_on_cpu,
-    resets_block_size,
-    runs_on_cpu,
-    runs_on_gpu,
     states_at_chunk_ends,
     stop_at_the_block_edge_after_a_hit,
     store_checkpoints_without_triton,
@@ -130,6 +126,8 @@ MAMBA2 = MAMBA2_MIXER.path
 GDN = QWEN_GDN.path
 
 CPU_PLATFORM = "vllm.platforms.cpu:CpuPlatform"
+
+RESETS_BLOCK_SIZE = Shape(f"{CPU_PLATFORM}.check_and_update_config", mentions=("cache_config.block_size = 128",))
 
 MAMBA2_BUILDER = "vllm.v1.attention.backends.mamba2_attn:Mamba2AttentionMetadataBuilder"
 
@@ -271,7 +269,7 @@ PATCHES: tuple[Patch, ...] = (
                 ),
             ),
         ),
-        applies=runs_on_cpu,
+        on=Platform.CPU,
     ),
     Patch(
         "cpu-checkpoint-kernel",
@@ -282,7 +280,7 @@ PATCHES: tuple[Patch, ...] = (
         until="never: Seamark copies its states between two runs of it",
         build=kernel_in_runs,
         parameters="out, final_states, x, dt, A, B, C, D, z, cu_seqlens",
-        applies=runs_on_cpu,
+        on=Platform.CPU,
     ),
     Patch(
         "cpu-checkpoint-store",
@@ -294,7 +292,8 @@ PATCHES: tuple[Patch, ...] = (
         build=store_checkpoints_without_triton,
         parameters="checkpoint, chunk_idx, x, conv_state, chunk_states, ssm_state, query_start_loc, state_len",
         rebind=(f"{LAYERS}.mamba_mixer2",),
-        applies=promises_export_on_cpu,
+        on=Platform.CPU,
+        applies=lambda: exists(f"{MAMBA2}.get_kv_cache_spec"),  # Mamba2 promises to export states
     ),
     Patch(
         "cpu-block-size",
@@ -305,8 +304,9 @@ PATCHES: tuple[Patch, ...] = (
         until="vLLM leaves a block size alone that the cache was built with",
         build=keep_enlarged_block_size,
         parameters="cls, vllm_config",
-        mentions=("elif not cache_config.user_specified_block_size:", "cache_config.block_size = 128"),
-        applies=resets_block_size,
+        mentions=("elif not cache_config.user_specified_block_size:", *RESETS_BLOCK_SIZE.mentions),
+        on=Platform.CPU,
+        applies=lambda: holds(RESETS_BLOCK_SIZE),
     ),
     Patch(
         "block-edge-stop",
@@ -831,7 +831,7 @@ PATCHES: tuple[Patch, ...] = (
         until=MANY_EXPORTS,
         build=track_steps,
         mentions=("input_batch = self.prepare_inputs(",),
-        applies=runs_on_gpu,
+        on=Platform.GPU,
     ),
     Patch(
         "worker-batch-v2",
@@ -840,7 +840,7 @@ PATCHES: tuple[Patch, ...] = (
         until=MANY_EXPORTS,
         build=track_batch,
         mentions=("req_ids=req_ids",),
-        applies=runs_on_gpu,
+        on=Platform.GPU,
     ),
     Patch(
         "no-second-export",
@@ -981,7 +981,8 @@ PATCHES: tuple[Patch, ...] = (
         build=convolution_with_states,
         parameters="self, hidden_states, output",
         mentions=(".get(self.prefix)", "causal_conv1d_fn_cpu as causal_conv1d_torch"),
-        applies=lambda: exists(SHORT_CONVOLUTION.path) and runs_on_cpu(),
+        on=Platform.CPU,
+        applies=_has(SHORT_CONVOLUTION),
     ),
     Patch(
         "short-conv-inputs",
@@ -1000,7 +1001,8 @@ PATCHES: tuple[Patch, ...] = (
         until=MANY_EXPORTS,
         build=keep_inputs,
         mentions=(CONVOLUTION_INPUTS,),
-        applies=lambda: exists(SHORT_CONVOLUTION.path) and runs_on_cpu(),
+        on=Platform.CPU,
+        applies=_has(SHORT_CONVOLUTION),
     ),
     Patch(
         "gdn-core-cpu",
@@ -1010,7 +1012,7 @@ PATCHES: tuple[Patch, ...] = (
         build=cpu_gdn_in_segments,
         parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out",
         mentions=("state_indices_tensor = attn_metadata_i.non_spec_state_indices_tensor", "layer.kv_cache[1]"),
-        applies=runs_on_cpu,
+        on=Platform.CPU,
     ),
     Patch(
         "gdn-core-cpu-drafts",
@@ -1020,6 +1022,6 @@ PATCHES: tuple[Patch, ...] = (
         build=cpu_gdn_beside_drafts_in_segments,
         parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, width, state_len",
         mentions=("spec_sequence_masks = attn_metadata_i.spec_sequence_masks", "conv_buf = _conv_buffer_view(layer)"),
-        applies=runs_on_cpu,
+        on=Platform.CPU,
     ),
 )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import Any
 
 from engine_patches.forward.cpu_scan import kernel_runs, scan_in_runs
-from engine_patches.ledger import Function, ShapeMismatch, exists
+from engine_patches.ledger import Function, ShapeMismatch
 
 
 def copy_largest_view_first(original: Function) -> Function:
@@ -132,31 +131,3 @@ def take_back_uncomputed_keys(original: Function) -> Function:
         return original(self, request, *args, **kwargs)
 
     return _preempt_request
-
-
-def runs_on_cpu() -> bool:
-    """Whether vLLM's platform in this process is the CPU."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
-def runs_on_gpu() -> bool:
-    """Whether vLLM's platform in this process is a GPU that speaks CUDA or HIP."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cuda_alike())
-
-
-def resets_block_size() -> bool:
-    """Whether the CPU platform in this process has the line that resets a block size."""
-    if not runs_on_cpu():
-        return False
-    from vllm.platforms.cpu import CpuPlatform
-
-    return "cache_config.block_size = 128" in inspect.getsource(CpuPlatform.check_and_update_config)
-
-
-def promises_export_on_cpu() -> bool:
-    """Whether this is a CPU, and a vLLM whose Mamba2 promises to export states."""
-    return runs_on_cpu() and exists("vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec")

@@ -47,7 +47,7 @@ INSTALL_ENGINE = (
 )
 
 # Of packages that are imported by another name.
-DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}
+DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "yaml": "pyyaml"}
 
 # What an environment may lack, by the name under which it is imported.
 CURES = {
@@ -64,6 +64,7 @@ CURES = {
             "starlette",
             "uvicorn",
             "xxhash",
+            "yaml",
         ),
         INSTALL_GATEWAY,
     ),

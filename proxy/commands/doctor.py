@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
@@ -16,8 +17,10 @@ from urllib.parse import urlsplit
 
 from proxy.chat.chat import CHAT, COMPLETIONS
 from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures
+from proxy.commands.outlook import outlook
 from proxy.commands.parser import Parser
-from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
+from proxy.commands.recipe import read_recipe
+from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, image_version, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
@@ -79,7 +82,12 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="seamark doctor", description="whether requests to a vLLM worker will hit", epilog=EXIT_STATUSES
     )
-    parser.add_argument("--worker", metavar="URL", required=True, help="http:// and a /v1 at its end may be left out")
+    parser.add_argument("--worker", metavar="URL", help="http:// and a /v1 at its end may be left out")
+    parser.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        help="instead of a worker: what a recipe will do, as `seamark setup RECIPE` takes it; nothing is written",
+    )
     parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the worker's API key")
     parser.add_argument("--gateway", metavar="URL", help="a gateway before the worker: prints what it has seen lost")
     parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="holds an admin's key of that gateway")
@@ -91,6 +99,13 @@ def main(argv: list[str]) -> int:
         help="how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip",
     )
     args = parser.parse_args(argv)
+    if bool(args.worker) == bool(args.recipe):
+        parser.error("give --worker URL, or --recipe RECIPE before anything runs")
+    if args.recipe:
+        try:
+            return _of_recipe(args.recipe)
+        except SettingsError as error:
+            parser.error(str(error))
     try:
         worker_key = _key("worker_api_key_file", args.worker_api_key_file)
         gateway_key = _key("gateway_key_file", args.gateway_key_file)
@@ -121,6 +136,19 @@ def main(argv: list[str]) -> int:
         if diagnosis.last:
             print(f"\nthe cure:\n{diagnosis.cure}")
     return 0 if all(diagnosis.fine for diagnosis in diagnoses) else 1
+
+
+def _of_recipe(given: str) -> int:
+    """Say what a recipe will do; 1 unless it will hit."""
+    recipe = read_recipe(given, surroundings().inspect)
+    seen = outlook(recipe, image_version(recipe.image) if recipe.image else "")
+    print(seen.verdict)
+    if seen.change:
+        print(f"WRONG the one change: {seen.change}")
+    for note in seen.notes:
+        print(f"ok    {note}")
+    print(f"(seamark setup {shlex.quote(given)} writes the files)")
+    return 0 if seen.hits else 1
 
 
 def address(url: str) -> str:

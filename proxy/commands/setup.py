@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +15,21 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
+from proxy.commands.outlook import Outlook, base_image, outlook
 from proxy.commands.parser import Parser
-from proxy.commands.setup_files import SetupPlan, SetupWay, WrittenFile, files_for
-from proxy.commands.ways import DEFAULT_PORT
-from proxy.config_files import without_credentials, worker_url
+from proxy.commands.recipe import EVERYWHERE, Recipe, is_recipe, read_recipe
+from proxy.commands.recipe_files import (
+    UNDO,
+    Places,
+    RecipeFiles,
+    files_of,
+    gateway_host,
+    gateway_worker,
+    undo_script,
+)
+from proxy.commands.setup_files import SetupPlan, SetupWay, WrittenFile, files_for, gateway_script, gateway_toml
+from proxy.commands.ways import DEFAULT_PORT, image_version, surroundings
+from proxy.config_files import LOOPBACK, without_credentials, worker_url
 from proxy.errors import SettingsError
 from proxy.version import DISTRIBUTION
 
@@ -38,6 +51,14 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="seamark setup",
         description="write the files to start Seamark with; on a terminal, it asks for what is missing",
+    )
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        default="",
+        metavar="RECIPE",
+        help="how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
+        "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked",
     )
     parser.add_argument("--way", choices=list(map(str, SetupWay)), help="how vLLM is run, or shall be")
     parser.add_argument("--model", default="", help="name, folder, or a file of deploy/models")
@@ -64,9 +85,11 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     ask = _ask if sys.stdin.isatty() and sys.stdout.isatty() else None
     try:
+        if args.recipe:
+            return _from_recipe(args)
         plan = _plan(args, ask)
         written = files_for(plan)
-        _write(plan.out, written, args.force)
+        _write(plan.out, written.files, args.force)
     except (SettingsError, OSError) as error:
         print(f"seamark setup: {error}", file=sys.stderr)
         return 2
@@ -129,8 +152,71 @@ def summary(plan: SetupPlan, written: WrittenFile) -> str:
     )
 
 
+def _from_recipe(args: Namespace) -> int:
+    """Write what makes a recipe hit; the exit status is 0 also if it has to be changed first, which is said."""
+    for flag in ("way", "model", "worker", "workers", "cpu"):
+        if getattr(args, flag):
+            raise SettingsError(f"--{flag}: the recipe says it; leave the flag away")
+    recipe = read_recipe(args.recipe, surroundings().inspect)
+    version = image_version(recipe.image) if recipe.image else ""
+    out = (args.out or Path("seamark-setup")).expanduser().resolve()
+    source = _checkout(args.source)
+    if source is None:
+        raise SettingsError("--source: a recipe's files need a checkout of Seamark; give its folder")
+    places = Places(out, source, args.spark.expanduser().resolve(), base_image(recipe, version))
+    made = files_of(recipe, places)
+    host = gateway_host(recipe)
+    files = {
+        **made.files,
+        "seamark.toml": gateway_toml([gateway_worker(recipe)], host),
+        "gateway.sh": gateway_script(out),
+    }
+    files[UNDO] = undo_script(places, list(files), made.undo)
+    _write(out, files, args.force, private=True)
+    print("\n".join(recipe_summary(recipe, outlook(recipe, version), made, places)))
+    return 0
+
+
+def recipe_summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Places) -> list[str]:
+    """What will hit, what is to be changed for that, and the commands to go on and to undo all of it."""
+    host, notes = gateway_host(recipe), [*seen.notes, *made.notes]
+    if host not in LOOPBACK:
+        notes.append(f"the gateway listens where vLLM did ({host}), at port 8080; `seamark key NAME` makes keys for it")
+    if recipe.has("--api-key") or "VLLM_API_KEY" in recipe.environment:
+        notes.append("vLLM wants a key: write it into a file, and name that in seamark.toml (worker_api_key_file)")
+    shown = "127.0.0.1" if host in (*LOOPBACK, EVERYWHERE) else host
+    return [
+        f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}",
+        seen.verdict[0].upper() + seen.verdict[1:],
+        *([f"The one change: {seen.change}{'; these files take it' if places.image else ''}"] if seen.change else []),
+        *([f"With it: {outlook(replace(recipe, image=places.image)).verdict}"] if places.image else []),
+        *(f"Note: {note}" for note in notes),
+        "More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu",
+        f"Written to {places.out}: {', '.join([*made.files, 'seamark.toml', 'gateway.sh', UNDO])}",
+        "",
+        "Go on, each in a terminal of its own:",
+        f"  {made.start}",
+        f"  sh {shlex.quote(str(places.out / 'gateway.sh'))}",
+        "",
+        f"Clients:    base_url http://{shown}:8080/v1",
+        f"Live page:  http://{shown}:8080/ui",
+        "",
+        "Off again, without a trace:",
+        f"  sh {shlex.quote(str(places.out / UNDO))}",
+    ]
+
+
+def _checkout(given: Path | None) -> Path | None:
+    source = given.expanduser().resolve() if given is not None else source_folder()
+    if source is not None and not (source / "deploy/compose.yaml").is_file():
+        raise SettingsError(f"--source: {source} is no checkout of Seamark")
+    return source
+
+
 def _plan(args: Namespace, ask: Ask | None) -> SetupPlan:
     given = vars(args)
+    if is_recipe(given["model"]):
+        raise SettingsError(f"--model: {given['model']} is a recipe and no model: seamark setup {given['model']}")
     if given["way"] is not None:
         way = SetupWay(given["way"])
     elif ask is not None:
@@ -161,9 +247,7 @@ def _plan(args: Namespace, ask: Ask | None) -> SetupPlan:
         if (several or (way is SetupWay.KUBERNETES and workers)) and len(workers) != machines:
             raise SettingsError(f"--workers: name all {machines} with --worker URL; {len(workers)} are named")
     out = given["out"] or Path(ask("Folder for the files", "seamark-setup") if ask is not None else "seamark-setup")
-    source = given["source"].expanduser().resolve() if given["source"] is not None else source_folder()
-    if source is not None and not (source / "deploy/compose.yaml").is_file():
-        raise SettingsError(f"--source: {source} is no checkout of Seamark")
+    source = _checkout(given["source"])
     return SetupPlan(
         way=way,
         model=model,
@@ -216,13 +300,15 @@ def _asked_way(ask: Ask) -> SetupWay:
     return SetupWay(answer)
 
 
-def _write(out: Path, written: WrittenFile, force: bool) -> None:
-    there = [name for name in written.files if (out / name).exists()]
+def _write(out: Path, files: Mapping[str, str], force: bool, *, private: bool = False) -> None:
+    """`private`: for their owner alone, as what the user starts vLLM with may hold keys."""
+    there = [name for name in files if (out / name).exists()]
     if there and not force:
         raise SettingsError(f"--out: {out} has {', '.join(there)} already; nothing was written, --force overwrites")
-    for name, text in written.files.items():
+    for name, text in files.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600 if private else 0o666)
         path.write_text(text)
         if name.endswith(".sh"):
-            path.chmod(0o755)
+            path.chmod(0o700 if private else 0o755)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.commands.cures import NEEDED
+from proxy.commands.recipe_files import spark_checkout
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
@@ -67,7 +68,7 @@ def files_for(plan: SetupPlan) -> WrittenFile:
 
 
 def _pip(plan: SetupPlan) -> WrittenFile:
-    files = {"seamark.toml": _gateway_toml(plan), "gateway.sh": _gateway_script(plan)}
+    files = {"seamark.toml": gateway_toml(plan.workers), "gateway.sh": gateway_script(plan.out)}
     if plan.workers:
         doctor = f"{_this_python()} -m proxy.cli doctor --worker {shlex.quote(plan.workers[0])}"
         go_on = (_sh(plan, "gateway.sh"), doctor)
@@ -206,12 +207,12 @@ def _spark(plan: SetupPlan) -> WrittenFile:
         if (found := re.search(r"^model: (\S+)$", path.read_text(), re.M))
     }
     recipe = shipped.get(model) or "seamark-" + re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower())
-    files = {"seamark.toml": _gateway_toml(plan), "gateway.sh": _gateway_script(plan)}
+    files = {"seamark.toml": gateway_toml(plan.workers), "gateway.sh": gateway_script(plan.out)}
     copied = ""
     if model not in shipped:
         files[f"{recipe}.yaml"] = _recipe(recipe, model)
         copied = f'cp {shlex.quote(str(plan.out / recipe))}.yaml "$target/recipes/"\n'
-    spark = shlex.quote(str(plan.spark))
+    spark = shlex.quote(str(spark_checkout(plan.spark)))
     files["start.sh"] = f"""\
 #!/bin/sh
 # Gives spark-vllm-docker the mod with Seamark's plugin and the recipes, and starts one of them.
@@ -345,14 +346,15 @@ _GATED_MODEL = """\
 """
 
 
-def _gateway_toml(plan: SetupPlan) -> str:
-    workers = json.dumps(list(plan.workers) or [f"http://127.0.0.1:{DEFAULT_PORT}"])
+def gateway_toml(urls: Sequence[str], host: str = "127.0.0.1") -> str:
+    """The gateway's settings file. `urls`: of the workers; none: the one that is yet to be started here."""
+    workers = json.dumps(list(urls) or [f"http://127.0.0.1:{DEFAULT_PORT}"])
     return f"""\
 # Settings of the gateway. Every flag of `seamark serve --help` can stand here, with _ in place of -.
 # vLLM servers, one or several.
 worker = {workers}
 # Where clients find the gateway. 0.0.0.0 opens it to the network; then give it keys (`seamark key NAME`, api_keys).
-host = "127.0.0.1"
+host = {json.dumps(host)}
 port = 8080
 # What would be saved, and nothing changed: true.
 shadow = false
@@ -361,12 +363,13 @@ shadow = false
 """
 
 
-def _gateway_script(plan: SetupPlan) -> str:
+def gateway_script(out: Path) -> str:
+    """Starts the gateway with the settings file in `out`."""
     return f"""\
 #!/bin/sh
 # The gateway, in the environment that wrote this file. A flag behind this script's name wins over seamark.toml.
 set -eu
-exec {_this_python()} -m proxy.cli serve --config {shlex.quote(str(plan.out / "seamark.toml"))} "$@"
+exec {_this_python()} -m proxy.cli serve --config {shlex.quote(str(out / "seamark.toml"))} "$@"
 """
 
 

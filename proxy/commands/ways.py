@@ -21,6 +21,8 @@ DEFAULT_PORT = 8000  # vLLM's
 
 DOCKER_SECONDS = 5.0
 
+IMAGE_SECONDS = 60.0  # a container starts, and Python in it
+
 _CONTAINER = re.compile(r"(?:docker|libpod)[-/]([0-9a-f]{64})")
 
 _UNIT = re.compile(r"/system\.slice/([^/\n]+\.service)")
@@ -122,6 +124,21 @@ def _in_docker(container: str, around: Surroundings) -> FoundWay:
         return FoundWay(Way.COMPOSE, str(service))
     # What its scripts call the image and the container unless they are told otherwise.
     return FoundWay(Way.SPARK) if image.startswith("vllm-node") or name == "vllm_node" else FoundWay(Way.DOCKER, name)
+
+
+def image_version(image: str) -> str:
+    """Of the vLLM in an image, asked of the image; empty where there is no Docker, or the image is not here.
+
+    Nothing is fetched, and the container that answers has no network.
+    """
+    ask = 'from importlib.metadata import version; print(version("vllm"))'
+    options = ("--rm", "--pull=never", "--network=none", "--entrypoint=python3")
+    command = ("docker", "run", *options, "--", image, "-c", ask)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMAGE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 def _docker_inspect(container: str) -> Mapping[str, Any] | None:

@@ -26,10 +26,14 @@ from tests.deploy.compose_files import DEPLOY, OF_THE_USER, example, read
 from tests.harness import helm
 from tests.harness.gateways import CHAT, chat
 from tests.harness.kubernetes_schemas import complaints
+from tests.harness.published_recipes import RECIPES
 from tests.harness.recording_worker import recording_worker
 from tests.harness.waiting import wait_for
 
 WORKER = ("--worker", "http://127.0.0.1:8000/v1")
+
+# What make-mod.sh wants of a checkout, in the home folder.
+SPARK = "spark-vllm-docker"
 
 SECOND = ("--worker", f"http://{OF_THE_USER['SECOND_SPARK']}:8000")
 
@@ -70,9 +74,13 @@ ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_answers(monkeypatch) -> None:
-    """On the ports that are looked at, whatever runs on this machine."""
+def nothing_answers(monkeypatch, tmp_path_factory) -> None:
+    """On the ports that are looked at, whatever runs on this machine; and there is a checkout of spark-vllm-docker."""
     monkeypatch.setattr(setup, "PORTS", [free_port()])
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("mods", "recipes"):
+        (home / SPARK / name).mkdir(parents=True)
 
 
 @pytest.fixture(params=ANSWERS)
@@ -272,6 +280,13 @@ def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
         (["--way", "kubernetes", *WORKER], "the pod itself"),
         (["--way", "compose", "--model", "m\nx: y"], "--model"),
         (["--way", "compose", "--model", "m", "--source", "/nowhere"], "no checkout"),
+        (["--way", "spark-vllm-docker", "--model", "m", "--spark", "/nowhere"], "--spark: /nowhere is no checkout"),
+        (["--way", "pip", "--model", str(RECIPES / "nemotron-3-ultra.yaml")], "a recipe and no model: seamark setup"),
+        (["--way", "pip", str(RECIPES / "nemotron-3-ultra.yaml")], "--way: the recipe says it"),
+        (["/nowhere.yaml"], "is no file, no command"),
+        (["vllm serve m 'x"], "is not closed"),
+        ([str(RECIPES)], "is a folder"),
+        ([str(RECIPES / "glm-5.3-flash.yaml"), "--spark", "/nowhere"], "--spark: /nowhere is no checkout"),
     ],
 )
 def test_what_is_missing_or_cannot_be_is_said_in_one_line(flags, said, tmp_path, capsys):

@@ -20,7 +20,7 @@ from engine_patches import ledger, plugin
 def applicable():
     # for this vLLM and platform; asked before any is applied
     from engine_patches.patches import PATCHES
-    return [patch for patch in PATCHES if patch.applies()]
+    return [patch for patch in PATCHES if patch.is_for(ledger.platform_here())]
 
 def replaced():
     from engine_patches.patches import PATCHES
@@ -33,7 +33,7 @@ from tests.harness.image_libraries import sitecustomize
 from engine_patches import ledger
 from engine_patches.patches import PATCHES
 for patch in PATCHES:
-    if patch.applies():
+    if patch.is_for(ledger.platform_here()):
         ledger.resolve(patch.target)
 """
 

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_patches import upstream_fixes
 from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.upstream_fixes import (
     keep_enlarged_block_size,
-    resets_block_size,
     states_at_chunk_ends,
 )
 
@@ -36,11 +34,6 @@ def test_an_enlarged_block_size_outlives_the_platforms_default(before, mode, aft
 
     keep_enlarged_block_size(reset)(None, config)
     assert config.cache_config.block_size == after
-
-
-def test_away_from_a_cpu_no_block_size_is_reset(monkeypatch):
-    monkeypatch.setattr(upstream_fixes, "runs_on_cpu", lambda: False)
-    assert resets_block_size() is False
 
 
 HEADS, HEAD_SIZE, STATE_SIZE = 2, 4, 8

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from engine_patches import ledger
-from engine_patches.ledger import Patch, PatchRole, Shape, ShapeMismatch
+from engine_patches import known_mods, ledger
+from engine_patches.ledger import Patch, PatchRole, Platform, Shape, ShapeMismatch
+from engine_patches.patches import PATCHES
 
 SOURCE = """
 length = len
@@ -115,6 +116,42 @@ def test_a_patch_that_has_no_meaning_here_is_neither_checked_nor_applied(toy):
     absent = dataclasses.replace(STEP, name="absent", target="toy_vllm:Gone.step", applies=lambda: False)
     assert ledger.apply([absent, STEP]) == 1
     assert not ledger.is_applied(absent) and not ledger.exists(absent.target)
+
+
+def test_a_patch_for_another_platform_is_neither_checked_nor_applied(toy, monkeypatch):
+    for_gpus = dataclasses.replace(STEP, name="gpu", target="toy_vllm:Gone.step", on=Platform.GPU)
+    monkeypatch.setattr(ledger, "platform_here", lambda: Platform.CPU)
+    assert ledger.apply([for_gpus, STEP]) == 1
+    monkeypatch.setattr(ledger, "platform_here", lambda: Platform.GPU)
+    with pytest.raises(ShapeMismatch, match="Gone"):
+        ledger.apply([for_gpus, STEP])
+
+
+def test_a_verdict_names_each_patch_that_does_not_fit_and_nothing_is_replaced(toy):
+    original = toy.Engine.step
+    gone = dataclasses.replace(STEP, name="gone", target="toy_vllm:Gone.step")
+    other = dataclasses.replace(STEP, name="other", relies_on=(Shape("toy_vllm:greet", "name"),))
+    elsewhere = dataclasses.replace(gone, name="elsewhere", on=Platform.CPU)
+    verdict = ledger.judge([STEP, gone, other, elsewhere], Platform.GPU)
+    assert verdict.patches == 3 and [each.patch.name for each in verdict.misfits] == ["gone", "other"]
+    assert "toy_vllm:greet takes (name, loud)" in str(verdict.misfits[1].difference)
+    assert toy.Engine.step is original
+    assert ledger.judge([STEP], Platform.GPU).misfits == []
+
+
+def test_a_difference_in_a_function_that_a_known_mod_edits_names_the_mod(toy, monkeypatch):
+    monkeypatch.setattr(
+        known_mods, "EDITED", {"fix-steps": ("toy_vllm:Engine.step",), "fix-other": ("toy_vllm:greet",)}
+    )
+    for shape in (Shape(STEP.target, "self"), Shape(STEP.target, mentions=("gone",))):
+        with pytest.raises(ShapeMismatch, match=r"mods known to edit it: fix-steps$"):
+            shape.check()
+
+
+@pytest.mark.parametrize("mod", known_mods.EDITED)
+def test_a_known_mod_edits_what_a_patch_looks_at(mod):
+    looked_at = {shape.target for patch in PATCHES for shape in patch.shapes}
+    assert set(known_mods.EDITED[mod]) <= looked_at
 
 
 def test_a_classmethod_stays_one(toy):

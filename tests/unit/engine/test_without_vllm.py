@@ -10,6 +10,7 @@ from importlib import metadata
 import pytest
 
 from engine_patches import __main__ as plugin
+from engine_patches import settings
 
 COMMANDS = (["worker", "m"], ["gpu-check"])
 
@@ -48,7 +49,14 @@ def test_the_ledger_can_be_read_without_vllm_and_torch():
     assert done.returncode == 0 and "block-copy (cure)" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["patches", "x"], 2)])
+def test_a_check_of_patches_says_that_there_is_no_vllm_and_which_to_take(monkeypatch, capsys):
+    monkeypatch.setattr(metadata, "distributions", lambda **_: [])
+    assert plugin.main(["patches", "--check"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no vLLM is installed here") and settings.IMAGE in line
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0)])
 def test_an_unknown_command_is_answered_with_the_usage(capsys, arguments, status):
     assert plugin.main(arguments) == status
     assert "usage: python -m engine_patches" in capsys.readouterr().err

@@ -15,3 +15,5 @@ else
     PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-index --no-deps --force-reinstall "${wheels[@]}"
 fi
 python3 -c 'from importlib.metadata import version; print("[seamark]", version("vllm-seamark"), "is in place")'
+# Whether it knows the vLLM of this container. If not, vLLM starts as it is, and this line is why nothing hits.
+python3 -m engine_patches patches --check || echo "[seamark] vLLM starts without Seamark" >&2

@@ -1,0 +1,172 @@
+"""What will hit, by a recipe's flags and its model's name alone: no model is loaded, and no vLLM is asked.
+
+The plugin knows it better once an engine starts, and `seamark worker MODEL FLAGS --explain gpu` before that, where vLLM
+is installed. What this table says of a family is what the plugin has for it (tests/engine/unit/test_outlook.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from proxy.commands.recipe import Recipe
+from proxy.errors import SettingsError
+
+# As the plugin's settings have it.
+SUPPORTED, IMAGE = "0.31 to 0.33", "vllm/vllm-openai:v0.33.0"
+
+FIRST, LAST = (0, 31), (0, 33)
+
+# Methods of drafts beside which the plugin gives hints.
+METHODS = ("mtp", "ngram", "eagle", "eagle3", "dflash", "dspark")
+
+# KV connectors with which vLLM starts no hybrid model.
+NOT_SERVED = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
+
+# Flags that vLLM had, and with which a newer one does not start, or which it warns of.
+DROPPED: Mapping[str, str] = {"--mamba-cache-mode": "vLLM keeps states where hits can be resumed by itself"}
+
+CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
+
+DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
+
+# Names and flags of a fork of vLLM.
+FORK, FORK_FLAGS = "b12x", ("--gdn-decode-kernel", "--prefill-compute-share", "--max-parallel-prefills")
+
+
+class Family(NamedTuple):
+    """Models whose states are alike."""
+
+    states: str  # what they are called
+    words: Sequence[str]  # of which a model's name has one
+    unit: int  # tokens of which a hit is a multiple, unless a flag says otherwise
+    inside: bool  # whether its states are kept inside a pass; otherwise each costs one
+    beside_drafts: bool  # whether there are hints beside drafts
+
+
+FAMILIES = (
+    Family("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64, inside=True, beside_drafts=False),
+    Family("gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64, inside=True, beside_drafts=True),
+    Family("gated delta nets of Olmo", ("olmo-hybrid",), 64, inside=True, beside_drafts=False),
+    Family("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16, True, True),
+    Family("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64, inside=True, beside_drafts=False),
+    Family("short convolutions", ("lfm2",), 16, inside=True, beside_drafts=False),
+    Family("Mamba1", ("jamba",), 16, inside=False, beside_drafts=False),
+    Family("linear attention", ("ling-2.5", "minimax-text"), 16, inside=False, beside_drafts=False),
+)
+
+
+class Outlook(NamedTuple):
+    """What a recipe will do with Seamark."""
+
+    hits: bool | None  # None: not to be told from here
+    verdict: str  # one sentence
+    change: str = ""  # the one that hits wait for; empty: none
+    notes: Sequence[str] = ()
+
+
+def family_of(model: str) -> Family | None:
+    """By a model's name, or the name of its folder."""
+    name = model.lower().replace("_", "-")
+    return next((family for family in FAMILIES if any(word in name for word in family.words)), None)
+
+
+def outlook(recipe: Recipe, version: str = "") -> Outlook:
+    """`version`: of the vLLM in the recipe's image, if that could be asked; otherwise its tag is believed."""
+    notes = [f"{flag} is taken away: {why}" for flag, why in DROPPED.items() if recipe.has(flag)]
+    if recipe.has(NO_CACHING):
+        notes.append(f"{NO_CACHING} is taken away: without a prefix cache nothing can hit")
+    family, drafts = family_of(recipe.model), recipe.fields(*DRAFTS)
+    waits = next(_obstacles(recipe, family, version), None)
+    if waits is not None:
+        return Outlook(False, f"no hits yet: {waits.why}", waits.change, notes)
+    if family is None:
+        return Outlook(
+            None,
+            f"not to be told by the name {recipe.model}: an attention-only model hits by itself; of a hybrid "
+            "`seamark worker MODEL --explain gpu` says it where vLLM is installed",
+            notes=notes,
+        )
+    unit = recipe.value("--prefix-match-unit") or str(family.unit)
+    written = "inside the pass" if family.inside else "cut: a pass for each"
+    verdict = f"will hit from request 2 on: {family.states}, states {written}, on multiples of {unit} tokens"
+    if drafts:
+        tokens = drafts.get("num_speculative_tokens", "")
+        verdict += f"; beside its drafts ({_method(drafts)}{f', {tokens} tokens' if tokens else ''})"
+        if recipe.environment.get("SEAMARK_DRAFTS") != "1":
+            verdict += " once they have stood a trial, at each start"
+    if recipe.has_rust_frontend:
+        notes.append("its HTTP server is the one in Rust: no middleware, reports are read at a port of their own")
+    return Outlook(True, verdict, notes=notes)
+
+
+class _Obstacle(NamedTuple):
+    why: str
+    change: str
+
+
+def _obstacles(recipe: Recipe, family: Family | None, version: str) -> Iterator[_Obstacle]:
+    """What keeps a recipe from hits, the first to be changed first."""
+    take = f"take vLLM {SUPPORTED}, for one the image {IMAGE}"
+    if FORK in recipe.image.lower() or any(FORK in each.lower() for each in recipe.builds) or _of_fork(recipe):
+        yield _Obstacle("its image holds a fork of vLLM, which the plugin leaves untouched", take)
+    known = version or tag_version(recipe.image)
+    if known and not _supported(known):
+        where = "in its image" if version else "by its image's tag"
+        yield _Obstacle(f"vLLM {known} ({where}) is left untouched by the plugin", take)
+    connector = str(recipe.fields(*CONNECTOR).get("kv_connector", ""))
+    if family and connector in NOT_SERVED:
+        yield _Obstacle(f"vLLM serves no hybrid model with {connector}", "leave --kv-transfer-config away")
+    drafts = recipe.fields(*DRAFTS)
+    if not drafts or family is None:
+        return
+    method = _method(drafts)
+    if method and method not in METHODS:
+        yield _Obstacle(
+            f"hints beside drafts of the method {method} are not known to be right",
+            f"leave {DRAFTS[0]} away, or take one of {', '.join(METHODS)}",
+        )
+    if not family.beside_drafts and method != "ngram":
+        yield _Obstacle(f"{family.states}: hints are not used beside drafts", f"leave {DRAFTS[0]} away")
+    for name in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
+        if drafts.get(name):
+            yield _Obstacle("the number of its drafts is not fixed", f"leave {name} of {DRAFTS[0]} away")
+    if _number(recipe, "--pipeline-parallel-size", "-pp") > 1:
+        yield _Obstacle("drafts with pipeline parallelism", "take tensor parallelism, or no drafts")
+    if connector:
+        yield _Obstacle("drafts with a KV connector", f"leave {DRAFTS[0]} or {CONNECTOR[0]} away")
+
+
+def _of_fork(recipe: Recipe) -> bool:
+    return recipe.value("--load-format") == FORK or any(map(recipe.has, FORK_FLAGS))
+
+
+def _method(drafts: Mapping[str, object]) -> str:
+    """vLLM has a name for the MTP of each family, and one for all."""
+    method = str(drafts.get("method", ""))
+    return "mtp" if method.endswith("_mtp") else method
+
+
+def _number(recipe: Recipe, *flags: str) -> int:
+    value = recipe.value(*flags) or "1"
+    if not value.isdecimal():
+        raise SettingsError(f"{recipe.source}: {flags[0]} {value} is not a number")
+    return int(value)
+
+
+def tag_version(image: str) -> str:
+    """The version that an image of vLLM's own is tagged with; empty if its tag is none."""
+    found = re.fullmatch(r"(?:.*/)?vllm-openai(?:-\w+)?:v(\d+\.\d+(?:\.\d+)?).*", image)
+    return found[1] if found else ""
+
+
+def base_image(recipe: Recipe, version: str = "") -> str:
+    """The image to put the plugin into in place of the recipe's, if that is vLLM's own and not one that it fits."""
+    tagged = tag_version(recipe.image)
+    return IMAGE if tagged and not _supported(version or tagged) else ""
+
+
+def _supported(version: str) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is None or FIRST <= (int(found[1]), int(found[2])) <= LAST

@@ -1,0 +1,477 @@
+"""How somebody runs vLLM, read from what they run it by: nothing that it says has to be asked, and none of it is lost.
+
+A recipe of spark-vllm-docker, a compose file, vLLM's own configuration file, a script or a line with `vllm serve` or
+`docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is written again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from proxy.commands.ways import DEFAULT_PORT
+from proxy.errors import SettingsError
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told otherwise; nothing listens here
+
+# In a line of a shell; the second is how vLLM was started before it had a command.
+_SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
+
+_DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
+
+LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
+
+# Of `docker run`, those without a value; letters can stand together. All others take the next word.
+_SWITCHES = frozenset(
+    f"--{name}"
+    for name in (
+        *("rm", "init", "detach", "interactive", "tty", "privileged", "read-only", "publish-all", "quiet"),
+        *("oom-kill-disable", "no-healthcheck", "sig-proxy", "disable-content-trust", "use-api-socket"),
+    )
+)
+_LETTERS = frozenset("ditPq")
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+
+
+class RecipeKind(StrEnum):
+    """What vLLM is run by, as a sentence says it."""
+
+    SPARK = "a recipe of spark-vllm-docker"
+    LAUNCHER = f"a command for spark-vllm-docker's {LAUNCHER}"
+    COMPOSE = "a compose file"
+    CONFIG = "a configuration file of vLLM"
+    COMMAND = "a command of vLLM"
+    DOCKER = "a command of Docker"
+    CONTAINER = "a container"
+
+
+class Word(NamedTuple):
+    """One word of a shell's line."""
+
+    raw: str  # as it is spelt
+    value: str  # without quotes; variables as they are
+
+
+class Line(NamedTuple):
+    """A command in a text: its words lie in text[start:end]."""
+
+    words: Sequence[Word]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What vLLM is run by and with."""
+
+    kind: RecipeKind
+    source: str  # a path, a line, a container's name
+    name: str  # of the recipe, the service or the container
+    arguments: Sequence[str]  # of `vllm serve`, with all placeholders filled
+    environment: Mapping[str, str] = field(default_factory=dict)
+    image: str = ""  # empty: none is named
+    builds: Sequence[str] = ()  # flags of spark-vllm-docker's build script
+    listens: tuple[str, int] | None = None  # address and port of this machine, if they are not vLLM's own
+    document: Any = None  # what a file of YAML holds
+    text: str = ""  # of a command or a script
+
+    @property
+    def model(self) -> str:
+        """As vLLM is told it: a name or a folder."""
+        first = self.arguments[0] if self.arguments and not self.arguments[0].startswith("-") else ""
+        return first or self.value("--model") or str(self._config.get("model", ""))
+
+    @property
+    def host(self) -> str:
+        """The address where clients find it."""
+        return self.listens[0] if self.listens else self.value("--host") or EVERYWHERE
+
+    @property
+    def port(self) -> int:
+        """The port where clients find it."""
+        if self.listens:
+            return self.listens[1]
+        port = self.value("--port") or str(DEFAULT_PORT)
+        if not port.isdecimal():
+            raise SettingsError(f"{self.source}: --port {port} is not a number")
+        return int(port)
+
+    @property
+    def has_rust_frontend(self) -> bool:
+        """Whether vLLM's HTTP server is the one in Rust, which takes no middleware."""
+        return self.environment.get("VLLM_USE_RUST_FRONTEND", "").strip() == "1"
+
+    def has(self, flag: str) -> bool:
+        """Whether vLLM is given a flag, with or without a value."""
+        return any(plain(each) == flag for each in self.arguments) or flag[2:] in self._config
+
+    def value(self, *flags: str) -> str:
+        """What vLLM is given for a flag, the last one if it is given twice; empty without it."""
+        found = str(next((self._config[flag[2:]] for flag in flags if flag[2:] in self._config), ""))
+        for number, argument in enumerate(self.arguments):
+            if plain(argument) in flags:
+                _, equals, behind = argument.partition("=")
+                found = behind if equals else "".join(self.arguments[number + 1 : number + 2])
+        return found
+
+    def fields(self, *flags: str) -> Mapping[str, Any]:
+        """What vLLM is given as JSON, or field by field (`--speculative-config.method mtp`). Empty without the flag."""
+        given = self.value(*flags)
+        try:
+            told = json.loads(given) if given else {}
+        except ValueError:
+            raise SettingsError(f"{self.source}: {flags[0]} is no JSON: {given}") from None
+        start = tuple(f"{flag}." for flag in flags)
+        for number, argument in enumerate(self.arguments):
+            name, equals, behind = argument.partition("=")
+            if name.startswith(start):
+                told[name.rpartition(".")[2]] = behind if equals else "".join(self.arguments[number + 1 : number + 2])
+        return told if isinstance(told, Mapping) else {}
+
+    @property
+    def _config(self) -> Mapping[str, Any]:
+        if self.kind is RecipeKind.CONFIG:
+            return {str(name).replace("_", "-"): value for name, value in self.document.items()}
+        return {}
+
+
+def plain(argument: str) -> str:
+    """The name of a flag as vLLM compares them: with dashes, without its value. Of another argument: itself."""
+    name = argument.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def is_recipe(given: str) -> bool:
+    """Whether this is a file that says how vLLM is run, and no model."""
+    path = Path(given)
+    return path.suffix in (".yaml", ".yml", ".sh") and path.is_file()
+
+
+def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
+    """A file, a line, or else the name of a container; `inspect`: what Docker says of one.
+
+    Raises `SettingsError` with what is missing in it.
+    """
+    if _SERVE.search(f" {given} ") or _DOCKER_RUN.search(given):
+        return _of_text(given, "the command", "")
+    path = Path(given).expanduser()
+    if path.is_dir():
+        raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
+    if not path.is_file():
+        return _of_container(given, inspect)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{given} cannot be read ({type(error).__name__})") from None
+    if path.suffix not in (".yaml", ".yml"):
+        return _of_text(text, str(path), path.stem)
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        raise SettingsError(f"{given} is no YAML" + (f": line {where.line + 1}" if where else "")) from None
+    if not isinstance(document, dict):
+        raise SettingsError(f"{given} says nothing of how vLLM is run")
+    if "services" in document:
+        return _of_compose(document, path, "")
+    if "command" in document:
+        return _of_spark(document, path)
+    if "model" in document:
+        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
+    raise SettingsError(
+        f"{given} has no `command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's "
+        "own configuration)"
+    )
+
+
+def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
+    missing = [name for name in ("name", "container", "command") if not isinstance(document.get(name), str)]
+    if missing:
+        raise SettingsError(f"{path}: a recipe of spark-vllm-docker has a text for {', '.join(missing)}")
+    template, defaults = document["command"], document.get("defaults") or {}
+    try:
+        command = template.format(**defaults)
+    except KeyError as error:
+        raise SettingsError(f"{path}: `command:` wants {{{error.args[0]}}}, which `defaults:` has not") from None
+    except (ValueError, IndexError, AttributeError) as error:
+        raise SettingsError(f"{path}: `command:` is no template: {error}") from None
+    line = served(command, str(path))
+    return Recipe(
+        RecipeKind.SPARK,
+        str(path),
+        path.stem,
+        [word.value for word in line.words],
+        {**_variables(command), **_environment(document.get("env"))},
+        document["container"],
+        tuple(map(str, document.get("build_args") or ())),
+        document=document,
+    )
+
+
+def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
+    services = document["services"] if isinstance(document["services"], dict) else {}
+    known = {**_env_file(path.parent / ".env"), **os.environ}
+    found = {
+        str(name): service
+        for name, service in services.items()
+        if isinstance(service, dict) and (str(name) == wanted if wanted else _runs_vllm(service))
+    }
+    if len(found) != 1:
+        several = f"{len(found)} services with vLLM ({', '.join(found)})" if found else "no service that runs vLLM"
+        raise SettingsError(f"{path}: {several}; setup takes one")
+    ((name, service),) = found.items()
+    words = [*as_list(service.get("entrypoint")), *as_list(service.get("command"))]
+    arguments = [_filled(word, known) for word in inner_arguments(words, str(path))]
+    environment = {key: _filled(value, known) for key, value in _environment(service.get("environment")).items()}
+    image = _filled(str(service.get("image", "")), known)
+    if not image:
+        raise SettingsError(f"{path}: the service {name} has no `image:` that Seamark's plugin could be put into")
+    recipe = Recipe(RecipeKind.COMPOSE, str(path), name, arguments, environment, image, document=document)
+    if service.get("network_mode") == "host":
+        return recipe
+    own = int(recipe.value("--port") or DEFAULT_PORT)
+    published = next((each for port in service.get("ports") or () if (each := _published(port, own, known))), None)
+    return _listening(recipe, published or ("127.0.0.1", own))
+
+
+def _runs_vllm(service: Mapping[str, Any]) -> bool:
+    words = " ".join([*as_list(service.get("entrypoint")), *as_list(service.get("command"))])
+    image = str(service.get("image", ""))
+    return bool(_SERVE.search(f" {words} ")) or ("vllm" in image.lower() and bool(service.get("command")))
+
+
+def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
+    """Address and port of this machine that lead to vLLM's `own`, in either of compose's spellings."""
+    if isinstance(port, dict):
+        if str(port.get("target")) != str(own) or not str(port.get("published", "")).isdecimal():
+            return None
+        return str(port.get("host_ip", EVERYWHERE)), int(port["published"])
+    *before, inside = _filled(str(port), known).split("/")[0].rsplit(":", 2)
+    if inside != str(own) or not before or not before[-1].isdecimal():
+        return None
+    return (before[0] if len(before) > 1 else EVERYWHERE), int(before[-1])
+
+
+def _listening(recipe: Recipe, where: tuple[str, int]) -> Recipe:
+    return Recipe(**{**vars(recipe), "listens": where})
+
+
+def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
+    told = inspect(given) if re.fullmatch(r"[\w][\w.-]*", given) else None
+    if told is None:
+        raise SettingsError(f"{given} is no file, no command with `vllm serve`, and no container that Docker knows")
+    try:
+        config, host = told["Config"], told["HostConfig"]
+        labels = config.get("Labels") or {}
+        service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
+        if service and files:
+            path = Path(files.split(",")[0])
+            if not path.is_file():
+                raise SettingsError(f"the container {given} is of {path}, which is not here; give the compose file")
+            document = yaml.safe_load(path.read_text())
+            return _of_compose(document, path, service)
+        words = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
+        environment = _environment(config.get("Env"))
+        name, image = str(told["Name"]).lstrip("/"), str(config["Image"])
+        ports = host.get("PortBindings") or {}
+    except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
+    arguments = inner_arguments(words, f"the container {given}", by_image=False)
+    recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
+    if host.get("NetworkMode") == "host":
+        return recipe
+    own = recipe.value("--port") or str(DEFAULT_PORT)
+    bound = ports.get(f"{own}/tcp") or [{}]
+    return _listening(recipe, (bound[0].get("HostIp") or EVERYWHERE, int(bound[0].get("HostPort") or DEFAULT_PORT)))
+
+
+def _of_text(text: str, source: str, name: str) -> Recipe:
+    if _DOCKER_RUN.search(_code(text)):
+        run = docker_run(text, source)
+        known = {**os.environ, **_variables(text[: run.start])}
+        values = [_filled(word.value, known) for word in run.options]
+        environment = dict(_given(values, ("-e", "--env")))
+        arguments = inner_arguments([_filled(word.value, known) for word in run.arguments], source)
+        image = _filled(run.image.value, known)
+        recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
+        if "host" in options_of(values, ("--network", "--net")):
+            return recipe
+        own = int(recipe.value("--port") or DEFAULT_PORT)
+        published = (_published(port, own, known) for port in options_of(values, ("-p", "--publish")))
+        return _listening(recipe, next(filter(None, published), ("127.0.0.1", own)))
+    line = served(text, source)
+    launched = LAUNCHER in text[: line.start].rpartition("\n\n")[2]
+    kind = RecipeKind.LAUNCHER if launched else RecipeKind.COMMAND
+    variables = _variables(text[: line.start])
+    arguments = [_filled(word.value, {**os.environ, **variables}) for word in line.words]
+    return Recipe(kind, source, name, arguments, variables, text=text)
+
+
+def _code(text: str) -> str:
+    """A text of the same length without its comments, which may tell how vLLM is started, too."""
+    return re.sub(r"(?m)^[ \t]*#.*$", lambda comment: " " * len(comment[0]), text)
+
+
+def serves(text: str) -> bool:
+    """Whether a text starts vLLM."""
+    return bool(_SERVE.search(f" {text} "))
+
+
+def served(text: str, source: str) -> Line:
+    """The arguments behind the one `vllm serve` of a text. Raises `SettingsError` without one."""
+    found = list(_SERVE.finditer(f"{_code(text)}\n"))
+    if len(found) != 1:
+        raise SettingsError(f"{source}: {'no' if not found else 'more than one'} `vllm serve` in it; setup takes one")
+    return words_of(text, found[0].end(), source)
+
+
+class DockerRun(NamedTuple):
+    """A `docker run` in a text, taken apart."""
+
+    program: str  # docker or podman
+    options: Sequence[Word]
+    image: Word
+    arguments: Sequence[Word]  # behind the image
+    start: int  # of the options
+    end: int
+
+
+def docker_run(text: str, source: str) -> DockerRun:
+    """The one `docker run` of a text. Raises `SettingsError` without one, or if it names no image."""
+    found = list(_DOCKER_RUN.finditer(_code(text)))
+    if len(found) != 1:
+        raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
+    line = words_of(text, found[0].end(), source)
+    at = 0
+    while at < len(line.words) and (option := line.words[at].value).startswith("-"):
+        is_switch = option in _SWITCHES or "=" in option or (option[1] != "-" and set(option[1:]) <= _LETTERS)
+        attached = option[1] != "-" and len(option) > 2  # -p8000:8000
+        at += 1 if is_switch or attached else 2
+    if at >= len(line.words):
+        raise SettingsError(f"{source}: `docker run` names no image")
+    return DockerRun(
+        found[0][0].split()[0], line.words[:at], line.words[at], line.words[at + 1 :], line.start, line.end
+    )
+
+
+def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
+    """The arguments of `vllm serve` in those of a container: behind the command, in a shell's text, or all of them.
+
+    `by_image`: an entrypoint that is not among the words may start vLLM.
+    """
+    for word in words:
+        if _SERVE.search(f" {word} "):
+            return [each.value for each in served(word, source).words]
+    for number, word in enumerate(words):
+        if word == "serve" and Path(words[number - 1]).name == "vllm":
+            return list(words[number + 1 :])
+        if word.startswith("vllm.entrypoints."):
+            return list(words[number + 1 :])
+    if "engine_patches" in words:
+        raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
+    if not words or not by_image:
+        raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
+    return list(words)
+
+
+def words_of(text: str, start: int, source: str) -> Line:
+    """The words of a shell's command from a place in a text to its end. Raises `SettingsError` for an open quote."""
+    words: list[Word] = []
+    at, end = start, start
+    while True:
+        while at < len(text) and (text[at] in " \t" or text.startswith(("\\\n", "\\\r\n"), at)):
+            at += 1 if text[at] in " \t" else text.index("\n", at) + 1 - at
+        if at >= len(text) or text[at] in "\r\n;&|<>()#":
+            break
+        begin = at
+        try:
+            value, at = _word(text, at)
+        except ValueError:
+            raise SettingsError(f"{source}: a quote behind `{text[begin : begin + 30]}` is not closed") from None
+        if text[at : at + 1] in ("<", ">") and value.isdecimal():
+            break  # the number of what is redirected
+        words.append(Word(text[begin:at], value))
+        end = at
+    return Line(words, start, end)
+
+
+def _word(text: str, at: int) -> tuple[str, int]:
+    value = ""
+    while at < len(text) and text[at] not in " \t\r\n;&|<>()":
+        if text[at] == "'":
+            close = text.index("'", at + 1)
+            value, at = value + text[at + 1 : close], close + 1
+        elif text[at] == '"':
+            close = at + 1
+            while text[close : close + 1] != '"':
+                if close >= len(text):
+                    raise ValueError
+                close += 2 if text[close] == "\\" else 1
+            value, at = value + re.sub(r'\\([\\"$`\n])', r"\1", text[at + 1 : close]), close + 1
+        elif text[at] == "\\":
+            if text.startswith(("\\\n", "\\\r\n"), at):
+                break
+            value, at = value + text[at + 1 : at + 2], at + 2
+        elif text.startswith(("${", "$("), at):
+            close = text.index("}" if text[at + 1] == "{" else ")", at) + 1
+            value, at = value + text[at:close], close
+        else:
+            value, at = value + text[at], at + 1
+    return value, at
+
+
+def as_list(given: Any) -> list[str]:
+    """A command of compose, which is a text or a list."""
+    if given is None:
+        return []
+    return [str(each) for each in given] if isinstance(given, list) else shlex.split(str(given))
+
+
+def _environment(given: Any) -> dict[str, str]:
+    if isinstance(given, Mapping):
+        return {str(name): "" if value is None else str(value) for name, value in given.items()}
+    pairs = (str(each).partition("=") for each in given or ())
+    return {name: value for name, _, value in pairs}
+
+
+def _variables(text: str) -> dict[str, str]:
+    """What a script sets before it starts vLLM."""
+    return {name: value.strip("'\"") for name, value in re.findall(r"(?:^|\s|;)([A-Z_][A-Z0-9_]*)=(\S+)", text)}
+
+
+def _env_file(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    lines = (line.strip() for line in path.read_text(errors="replace").splitlines())
+    return _environment([line for line in lines if "=" in line and not line.startswith("#")])
+
+
+def _filled(text: str, known: Mapping[str, str]) -> str:
+    """With the variables that are known here, or their defaults."""
+    return _VARIABLE.sub(lambda found: known.get(found[1] or found[3]) or found[2] or "", text) if "$" in text else text
+
+
+def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """What `docker run` is given for an option."""
+    for number, value in enumerate(values):
+        name, equals, behind = value.partition("=")
+        if value in names:
+            yield "".join(values[number + 1 : number + 2])
+        elif equals and name in names:
+            yield behind
+
+
+def _given(values: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for each in options_of(values, names):
+        name, _, value = each.partition("=")
+        yield name, value

@@ -1,0 +1,456 @@
+"""The files that make a recipe hit: the recipe as it is, with the plugin and the flags that hits are seen by.
+
+Nothing of the user's is edited. What is copied elsewhere, built or installed is taken back by `undo.sh`, which then
+removes itself and all else that was written.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from proxy.commands import recipe as reading
+from proxy.commands.cures import EVENTS_FLAG, NEEDED
+from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
+from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, Word, plain
+from proxy.config_files import LOOPBACK
+from proxy.errors import SettingsError
+
+UNDO = "undo.sh"
+
+SH = "#!/bin/sh"
+
+MOD = "mods/seamark"  # as make-mod.sh calls it
+
+IMAGE = "seamark-worker"  # ends in the service's or container's name
+
+WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
+
+# Not to be given to what serves in their place, which has them by itself or has no use for them.
+_TAKEN_AWAY = (*DROPPED, NO_CACHING)
+
+_SWITCHED = frozenset({NO_CACHING})  # of these, those without a value
+
+
+class RecipeFiles(NamedTuple):
+    """Texts of files by their names, and what the user does with them."""
+
+    files: Mapping[str, str]
+    start: str  # a command that starts vLLM
+    undo: Sequence[str]  # commands that take back what the files do elsewhere
+    notes: Sequence[str] = ()
+
+
+class Places(NamedTuple):
+    """Folders, absolute."""
+
+    out: Path
+    source: Path  # a checkout of Seamark
+    spark: Path  # a checkout of spark-vllm-docker
+    image: str = ""  # for the plugin, in place of the recipe's
+
+
+def files_of(recipe: Recipe, places: Places) -> RecipeFiles:
+    """What starts this recipe's vLLM with the plugin. Raises `SettingsError` for a folder that is none."""
+    return _WRITERS[recipe.kind](recipe, places)
+
+
+def is_spark_checkout(folder: Path) -> bool:
+    """Whether it has what make-mod.sh fills, and starts recipes."""
+    return (folder / "mods").is_dir() and (folder / "recipes").is_dir()
+
+
+def spark_checkout(folder: Path) -> Path:
+    """The folder itself. Raises `SettingsError` if it is no checkout of spark-vllm-docker."""
+    if not is_spark_checkout(folder):
+        raise SettingsError(f"--spark: {folder} is no checkout of spark-vllm-docker: it has no mods/ and recipes/")
+    return folder
+
+
+def added_flags(recipe: Recipe, needed: Sequence[str] = NEEDED) -> list[str]:
+    """Flags by which hits are there and are seen, but for those that the recipe has."""
+    wanted = [flag for flag in needed if not (flag == EVENTS_FLAG and recipe.has_rust_frontend)]
+    return [
+        flag
+        for flag in wanted
+        if (EVENTS_FLAG.split()[1] not in recipe.arguments if flag == EVENTS_FLAG else not recipe.has(flag))
+    ]
+
+
+def kept(words: Sequence[Word]) -> list[Word]:
+    """Without the flags that are taken away."""
+    left: list[Word] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif (name := plain(word.value)) in _TAKEN_AWAY:
+            skip = name not in _SWITCHED and "=" not in word.value
+        else:
+            left.append(word)
+    return left
+
+
+def _edited(text: str, recipe: Recipe) -> str:
+    """A text with its one `vllm serve`, which gets what is needed; all before and behind it stays as it is spelt."""
+    line = reading.served(text, recipe.source)
+    words = [word.raw for word in kept(line.words)]
+    return f"{text[: line.start]} {_in_lines(words, added_flags(recipe))}{text[line.end :]}"
+
+
+def _in_lines(words: Sequence[str], added: Sequence[str] = ()) -> str:
+    """A flag and its value to a line."""
+    lines: list[str] = []
+    for word in words:
+        if not lines or word.startswith("-") or lines[-1].count(" ") or not lines[-1].startswith("-"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n    ".join([*lines, *added])
+
+
+def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
+    own = Path(recipe.source).resolve()
+    target = next((folder for folder in own.parents if is_spark_checkout(folder)), None) or spark_checkout(places.spark)
+    name = "seamark-" + _safe(recipe.name)
+    document = copy.deepcopy(recipe.document)
+    document["name"] = f"Seamark {document['name']}"
+    document["mods"] = [*(mod for mod in document.get("mods") or () if mod != MOD), MOD]
+    # The template, whose braces are not filled here.
+    document["command"] = "\n".join(map(str.rstrip, _edited(document["command"], recipe).splitlines())) + "\n"
+    text = f"# {_safe_line(str(own))} with Seamark's plugin: ./run-recipe.sh {name}\n" + _yaml(document)
+    solo = " --solo" if document.get("solo_only") else ""
+    start = _script(
+        "Gives spark-vllm-docker the mod with Seamark's plugin and this recipe, and starts it.",
+        f"# Behind this script's name: the flags that you give {_safe_line(own.name)}, such as --solo or -n.",
+        f"target={shlex.quote(str(target))}",
+        f'{_make_mod(places)} "$target"',
+        f'cp {shlex.quote(str(places.out / name))}.yaml "$target/recipes/"',
+        'cd "$target"',
+        f'exec ./run-recipe.sh {name}{solo} "$@"',
+    )
+    return RecipeFiles(
+        {f"{name}.yaml": text, "start.sh": start}, _sh(places, "start.sh"), _off_spark(target, places, name)
+    )
+
+
+def _make_mod(places: Places) -> str:
+    return shlex.quote(str(places.source / "deploy/spark-vllm-docker/make-mod.sh"))
+
+
+def _off_spark(target: Path, places: Places, *own: str) -> list[str]:
+    """All that make-mod.sh and the script have put into spark-vllm-docker."""
+    shipped = [path.stem for path in sorted((places.source / "deploy/spark-vllm-docker/recipes").glob("*.yaml"))]
+    recipes = [shlex.quote(str(target / "recipes" / f"{name}.yaml")) for name in (*shipped, *own)]
+    return [f"rm -rf {shlex.quote(str(target / MOD))}", f"rm -f {' '.join(recipes)}"]
+
+
+def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
+    target = spark_checkout(places.spark)
+    edited = _edited(recipe.text, recipe)
+    shebang, body = _shebang(edited)
+    before, launcher, behind = body.partition(LAUNCHER)
+    start = _script(
+        "Gives spark-vllm-docker the mod with Seamark's plugin, and runs the command with it.",
+        f"{_make_mod(places)} {shlex.quote(str(target))} || exit",
+        f"cd {shlex.quote(str(target))} || exit",
+        f"{before}{launcher} --apply-mod {MOD}{behind}".strip(),
+        shebang=shebang,
+    )
+    return RecipeFiles({"start.sh": start}, _run(shebang, places, "start.sh"), _off_spark(target, places))
+
+
+def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
+    own = Path(recipe.source).resolve()
+    document = recipe.document["services"][recipe.name]
+    image = f"{IMAGE}-{_safe(recipe.name)}"
+    entrypoint, command = _in_container(
+        recipe, reading.as_list(document.get("entrypoint")), reading.as_list(document.get("command"))
+    )
+    service: dict[str, Any] = {
+        "image": image,
+        "build": {
+            "context": str(places.source),
+            "dockerfile": "deploy/worker.Dockerfile",
+            "args": {"VLLM_IMAGE": places.image or document["image"]},
+        },
+        "command": command,
+    }
+    if entrypoint or document.get("entrypoint"):
+        service["entrypoint"] = entrypoint or WORKER
+    if document.get("network_mode") != "host" and not document.get("ports"):
+        service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
+    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n" + _yaml(
+        {"services": {recipe.name: service}}
+    )
+    base = f"docker compose -f {shlex.quote(str(own))}"
+    name = shlex.quote(recipe.name)
+    start = _script(
+        "Builds the image of your compose file with Seamark's plugin in it, and starts the service from that.",
+        f"# Your file stays as it is; {UNDO} starts the service from it alone again.",
+        f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
+    )
+    return RecipeFiles(
+        {"compose.seamark.yaml": overlay, "start.sh": start},
+        _sh(places, "start.sh"),
+        [f"{base} up -d {name}", *_off_image(image)],
+        [_asked(image)],
+    )
+
+
+def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
+    run = reading.docker_run(recipe.text, recipe.source)
+    image = f"{IMAGE}-{_safe(recipe.name) or 'run'}"
+    inner = [word.value for word in run.arguments]
+    entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))]
+    entrypoint, command = _in_container(recipe, entrypoints, inner)
+    options = _without_entrypoint(run.options)
+    if entrypoint:  # of a shell, whose text is edited as one word
+        options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
+        words = [shlex.quote(word) for word in (*entrypoint[1:], *command)]
+    else:
+        words = [*(word.raw for word in kept(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
+    line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
+    shebang, body = _shebang(f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}")
+    start = _script(
+        "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
+        f"{_build(places, run.image.raw, image, run.program)} || exit",
+        body.strip(),
+        shebang=shebang,
+    )
+    return RecipeFiles(
+        {"start.sh": start},
+        _run(shebang, places, "start.sh"),
+        _off_image(image, run.program),
+        ["end the container that runs now first: both want its name and its port", _asked(image)],
+    )
+
+
+def _container(recipe: Recipe, places: Places) -> RecipeFiles:
+    told = recipe.document
+    config, host = told["Config"], told["HostConfig"]
+    image, name = f"{IMAGE}-{_safe(recipe.name)}", f"{recipe.name}-seamark"
+    entrypoint, command = _in_container(recipe, config.get("Entrypoint") or [], config.get("Cmd") or [])
+    options = [f"--name={name}", *_container_options(config, host)]
+    if entrypoint:
+        options.append(f"--entrypoint={entrypoint[0]}")
+        command = [*entrypoint[1:], *command]
+    words = [*map(shlex.quote, options), image, *map(shlex.quote, command)]
+    start = _script(
+        "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
+        _build(places, shlex.quote(recipe.image), image),
+        f"docker stop {shlex.quote(recipe.name)}",
+        "exec docker run -d \\\n    " + " \\\n    ".join(words),
+    )
+    undo = [
+        f"docker rm -f {shlex.quote(name)}",
+        *_off_image(image),
+        f"docker start {shlex.quote(recipe.name)}",
+    ]
+    return RecipeFiles({"start.sh": start}, _sh(places, "start.sh"), undo, [_asked(image)])
+
+
+def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
+    """What a container was started with, as far as `docker run` has a flag for it."""
+    options = [f"--env={each}" for each in config.get("Env") or () if not each.startswith("PATH=")]
+    options += [f"--volume={each}" for each in host.get("Binds") or ()]
+    for inside, places in (host.get("PortBindings") or {}).items():
+        for each in places or ():
+            address = f"{each['HostIp']}:" if each.get("HostIp") else ""
+            options.append(f"--publish={address}{each.get('HostPort', '')}:{inside}")
+    for flag, key, default in (
+        ("network", "NetworkMode", ("", "default", "bridge")),
+        ("ipc", "IpcMode", ("", "private", "shareable")),
+        ("runtime", "Runtime", ("", "runc")),
+        ("shm-size", "ShmSize", ("", 0, 67108864)),
+        ("memory", "Memory", ("", 0)),
+    ):
+        if (value := host.get(key, "")) not in default and value is not None:
+            options.append(f"--{flag}={value}")
+    options += [f"--ulimit={each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
+    options += [f"--device={each['PathOnHost']}" for each in host.get("Devices") or ()]
+    options += [f"--cap-add={each}" for each in host.get("CapAdd") or ()]
+    if host.get("Privileged"):
+        options.append("--privileged")
+    if (policy := (host.get("RestartPolicy") or {}).get("Name")) not in (None, "", "no"):
+        options.append(f"--restart={policy}")
+    for request in host.get("DeviceRequests") or ():
+        if any("gpu" in names for names in request.get("Capabilities") or ()):
+            ids = request.get("DeviceIDs")
+            options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
+    return options
+
+
+def _command(recipe: Recipe, places: Places) -> RecipeFiles:
+    shebang, body = _shebang(_edited(recipe.text, recipe))
+    worker = _script(
+        f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:",
+        f"#   pip install --no-deps {shlex.quote(str(places.source))}",
+        body.strip(),
+        shebang=shebang,
+    )
+    note = f"once, in vLLM's environment: pip install --no-deps {shlex.quote(str(places.source))}"
+    off = [_UNINSTALL]
+    return RecipeFiles({"worker.sh": worker}, _run(shebang, places, "worker.sh"), off, [note])
+
+
+def _config(recipe: Recipe, places: Places) -> RecipeFiles:
+    taken = {flag[2:] for flag in _TAKEN_AWAY} | {CACHING[2:]}
+    left = {name: value for name, value in recipe.document.items() if str(name).replace("_", "-") not in taken}
+    # `seamark worker` gives what is needed, and listens to this machine alone unless it is told otherwise.
+    listens = {} if recipe.has("--host") else {"host": EVERYWHERE}
+    text = f"# {_safe_line(recipe.source)} without what vLLM dropped.\n" + _yaml({**left, **listens})
+    worker = _script(
+        "vLLM with Seamark's plugin, which has to be in vLLM's environment, once:",
+        f"#   pip install --no-deps {shlex.quote(str(places.source))}",
+        f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"',
+    )
+    note = f"once, in vLLM's environment: pip install --no-deps {shlex.quote(str(places.source))}"
+    off = [_UNINSTALL]
+    return RecipeFiles({"model.yaml": text, "worker.sh": worker}, _sh(places, "worker.sh"), off, [note])
+
+
+def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
+    """Entrypoint and command of a container whose image has the worker's entrypoint, which gives what is needed.
+
+    An empty entrypoint is that one. A command that is a shell's text keeps its shell, and is given the flags itself.
+    """
+    words = [*entrypoint, *command]
+    for number, word in enumerate(words):
+        if number and reading.serves(word):
+            edited = [*words[:number], _edited(word, recipe), *words[number + 1 :]]
+            split = len(entrypoint) or 1
+            return edited[:split], edited[split:]
+    left = kept(_behind_serve([Word(word, word) for word in command], entrypoint))
+    return [], [*(word.value for word in left), *_host_of(recipe)]
+
+
+def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
+    """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
+    before = [*entrypoint[-1:]]
+    for number, word in enumerate(command):
+        last = command[number - 1].value if number else "".join(before)
+        if (word.value == "serve" and Path(last).name == "vllm") or word.value.startswith("vllm.entrypoints."):
+            return command[number + 1 :]
+    return command
+
+
+def _without_entrypoint(options: Sequence[Word]) -> list[str]:
+    left: list[str] = []
+    skip = False
+    for word in options:
+        if not skip and not word.value.startswith("--entrypoint"):
+            left.append(word.raw)
+        skip = word.value == "--entrypoint"
+    return left
+
+
+def _host_of(recipe: Recipe) -> list[str]:
+    """vLLM alone listens to everybody, and the worker's command to its own machine."""
+    return [] if recipe.has("--host") else ["--host", EVERYWHERE]
+
+
+def gateway_host(recipe: Recipe) -> str:
+    """Where the gateway listens: where vLLM did, so that who reached it reaches the gateway."""
+    return "127.0.0.1" if recipe.host in LOOPBACK else recipe.host
+
+
+def gateway_worker(recipe: Recipe) -> str:
+    """The URL by which a gateway on this machine finds the vLLM."""
+    host = "127.0.0.1" if recipe.host in (*LOOPBACK, EVERYWHERE, "::") else recipe.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
+
+
+def undo_script(places: Places, names: Sequence[str], undo: Sequence[str]) -> str:
+    """Runs `undo`, and removes the files, this script and their folder, if nothing else is in it."""
+    files = " ".join(shlex.quote(str(places.out / name)) for name in (*names, UNDO))
+    commands = [f"{each} || true" if each.startswith(("docker", "podman")) else each for each in undo]
+    return _script(
+        "As it was before `seamark setup`: end the gateway and this recipe's vLLM first (Ctrl-C).",
+        *commands,
+        f"rm -f {files}",
+        f"rmdir {shlex.quote(str(places.out))} 2>/dev/null || true",
+    )
+
+
+_UNINSTALL = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
+
+
+def _off_image(image: str, program: str = "docker") -> list[str]:
+    """The image that was built, and what runs from it."""
+    return [f"{program} ps -aq --filter ancestor={image} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+
+
+def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
+    root, base = shlex.quote(str(places.source)), places.image or base
+    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
+
+
+def _asked(image: str) -> str:
+    check = "python3 -m engine_patches patches --check"
+    return f"whether the plugin knows its vLLM: docker run --rm --entrypoint sh {image} -c {shlex.quote(check)}"
+
+
+def _script(purpose: str, *lines: str, shebang: str = "") -> str:
+    """With a `shebang` it holds a text of the user's, which is not made stricter than it was."""
+    comments = [line for line in lines[:1] if line.startswith("#")]
+    strict = [] if shebang else ["set -eu"]
+    return "\n".join([shebang or SH, f"# {purpose}", *comments, *strict, *lines[len(comments) :], ""])
+
+
+def _shebang(text: str) -> tuple[str, str]:
+    """The first line of a script, if it says what runs it, and the rest."""
+    first, _, rest = text.partition("\n")
+    return (first, rest) if first.startswith("#!") else (SH, text)
+
+
+def _sh(places: Places, script: str) -> str:
+    return f"sh {shlex.quote(str(places.out / script))}"
+
+
+def _run(shebang: str, places: Places, script: str) -> str:
+    """A script of another shell is started as a program."""
+    path = shlex.quote(str(places.out / script))
+    return path if "bash" in shebang else f"sh {path}"
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
+
+
+def _safe_line(text: str) -> str:
+    """For a comment: no line of it may become one of the script."""
+    return " ".join(text.split())
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types
+    """A text of several lines stays one."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    text: str = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    return text
+
+
+_WRITERS = {
+    RecipeKind.SPARK: _spark,
+    RecipeKind.LAUNCHER: _launcher,
+    RecipeKind.COMPOSE: _compose,
+    RecipeKind.CONFIG: _config,
+    RecipeKind.COMMAND: _command,
+    RecipeKind.DOCKER: _docker,
+    RecipeKind.CONTAINER: _container,
+}

@@ -1,0 +1,503 @@
+"""`seamark setup RECIPE` and `seamark doctor --recipe RECIPE`: what is said, that no flag is lost, that it goes away.
+
+Docker and spark-vllm-docker's own scripts are stand-ins that write down what they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from proxy.commands import doctor, setup
+from proxy.commands.cures import EVENTS_FLAG, NEEDED
+from proxy.commands.outlook import DROPPED, IMAGE, NO_CACHING
+from proxy.commands.recipe import Recipe, read_recipe
+from proxy.commands.setup_files import gateway_toml
+from proxy.errors import SettingsError
+from tests.deploy.compose_files import DEPLOY
+from tests.harness.published_recipes import RECIPES
+
+TAKE = f"The one change: take vLLM 0.31 to 0.33, for one the image {IMAGE}"
+
+TRIAL = "once they have stood a trial"
+
+
+class Expected(NamedTuple):
+    said: tuple[str, ...]  # words of the first lines
+    host: str = "0.0.0.0"  # noqa: S104  # of the gateway
+    worker: str = "http://127.0.0.1:8000"
+    hits: bool = True
+
+
+EXPECTED = {
+    "qwen3.8-27b-dflash2.yaml": Expected(("inside the pass, on multiples of 64", "(dflash, 8 tokens)", TRIAL)),
+    "nemotron-3.5-lightning.yaml": Expected(
+        ("Mamba2", "inside the pass, on multiples of 16", "(dspark, 7 tokens)", "--mamba-cache-mode is taken away")
+    ),
+    "nemotron-3-ultra.yaml": Expected(("(mtp, 4 tokens)", "--mamba-cache-mode is taken away")),
+    "glm-5.3-flash.yaml": Expected(("holds a fork of vLLM", TAKE), hits=False),
+    "qwen3.5-122b.yaml": Expected(("will hit from request 2 on: gated delta nets",)),
+    "qwen3.6-35b-playbook.sh": Expected(
+        ("vLLM 0.28.0 (by its image's tag)", "these files take it", "With it: will hit"), hits=False
+    ),
+    "nemotron-3-super.sh": Expected(("(mtp, 3 tokens)", "--mamba-cache-mode is taken away")),
+    "qwen3.8-27b-compose.yaml": Expected(("multiples of 64", "(mtp, 3 tokens)"), worker="http://127.0.0.1:8020"),
+    "granite-4-compose.yaml": Expected(
+        ("Mamba2", f"{NO_CACHING} is taken away"), host="127.0.0.1", worker="http://127.0.0.1:8001"
+    ),
+    "falcon-h1.sh": Expected(("Mamba2",), worker="http://127.0.0.1:9000"),
+    "qwen3-next.yaml": Expected(("gated delta nets", "--mamba-cache-mode is taken away")),
+    "qwen3.6-35b-cluster.sh": Expected(("(mtp, 3 tokens)",)),
+}
+
+# A `docker run` of a playbook, as Docker tells it of a container.
+INSPECTED = {
+    "Name": "/qwen36",
+    "Config": {
+        "Image": "vllm/vllm-openai:v0.33.0",
+        "Entrypoint": ["vllm", "serve"],
+        "Cmd": [
+            "nvidia/Qwen3.6-35B-A3B-NVFP4",
+            "--kv-cache-dtype",
+            "fp8",
+            "--served-model-name",
+            "it's $HOME; rm -rf /",
+        ],
+        "Env": ["PATH=/bin", "HF_TOKEN=hf_secret"],
+        "Labels": {},
+    },
+    "HostConfig": {
+        "Binds": ["/home/me/models:/models"],
+        "PortBindings": {"8000/tcp": [{"HostIp": "192.168.1.5", "HostPort": "8010"}]},
+        "NetworkMode": "bridge",
+        "IpcMode": "host",
+        "ShmSize": 17179869184,
+        "RestartPolicy": {"Name": "unless-stopped"},
+        "DeviceRequests": [{"Capabilities": [["gpu"]], "DeviceIDs": None}],
+    },
+}
+
+PROGRAM = """#!/bin/sh
+{{ printf '%s' {name}; printf '\\t%s' "$@"; printf '\\036'; }} >> {log}
+{more}
+"""
+
+
+class Machine:
+    """A folder with a checkout of spark-vllm-docker, and programs that write down their arguments."""
+
+    def __init__(self, root: Path) -> None:
+        self.out, self.log = root / "my files", root / "log"
+        self.spark, self.source, self.bin = root / "spark vllm", root / "seamark", root / "bin"
+        for folder in (self.spark / "mods/theirs", self.spark / "recipes", self.bin, self.source / "deploy"):
+            folder.mkdir(parents=True)
+        self.program(self.spark / "run-recipe.sh", "run-recipe", 'test -f "recipes/$1.yaml"')
+        self.program(self.spark / "launch-cluster.sh", "launch-cluster", "test -d mods/seamark")
+        for name in ("docker", "podman"):
+            self.program(
+                self.bin / name, name, 'case "$*" in "ps -aq"*) echo c0ffee ;; *--pull=never*) exit 125 ;; esac'
+            )
+        shutil.copy(DEPLOY / "compose.yaml", self.source / "deploy")
+        shutil.copytree(DEPLOY / "spark-vllm-docker", self.source / "deploy/spark-vllm-docker")
+        # The real one builds a wheel (tests/distribution); it leaves behind what this does.
+        made = 'mkdir -p "$1/mods/seamark" && cp "$(dirname "$0")"/recipes/*.yaml "$1/recipes/"'
+        self.program(self.source / "deploy/spark-vllm-docker/make-mod.sh", "make-mod", made)
+
+    def program(self, path: Path, name: str, more: str) -> None:
+        path.write_text(PROGRAM.format(name=name, log=shlex.quote(str(self.log)), more=more))
+        path.chmod(0o755)
+
+    def setup(self, given: str) -> int:
+        folders = ("--out", str(self.out), "--source", str(self.source), "--spark", str(self.spark))
+        return setup.main([given, *folders])
+
+    def run(self, script: str, *arguments: str) -> list[list[str]]:
+        """What the programs were given by a script that was written."""
+        self.log.unlink(missing_ok=True)
+        command = [str(self.out / script), *arguments]
+        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
+        subprocess.run(command, env=environment, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+        return self.logged()
+
+    def logged(self) -> list[list[str]]:
+        """Programs with their arguments, in order."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return [each.split("\t") for each in text.split("\036") if each]
+
+    def files(self) -> Mapping[str, bytes]:
+        """Of the user's: all but what the programs were given."""
+        return {
+            str(path): path.read_bytes() if path.is_file() else b""
+            for folder in (self.spark, self.out)
+            for path in sorted([folder, *folder.rglob("*")])
+            if path.exists()
+        }
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Machine:
+    made = Machine(tmp_path)
+    monkeypatch.setenv("PATH", f"{made.bin}:{os.environ['PATH']}")
+    for name in ("HF_TOKEN", "MODEL", "BIND", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+def nothing(name: str) -> None:
+    return None
+
+
+def read(path: Path) -> Recipe:
+    return read_recipe(str(path), nothing)
+
+
+def as_flags(arguments: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each flag with what stands behind it."""
+    flags: list[tuple[str, ...]] = []
+    for argument in arguments:
+        if argument.startswith("-") or not flags:
+            flags.append((argument,))
+        else:
+            flags[-1] += (argument,)
+    return flags
+
+
+def owed(recipe: Recipe, *, by_worker: bool = False) -> list[tuple[str, ...]]:
+    """What vLLM has to be given: all that the recipe gives it, but for what vLLM dropped, and what hits need.
+
+    `by_worker`: `seamark worker` is given it, which adds what hits need by itself, and would listen to itself alone.
+    """
+    taken = {*DROPPED, NO_CACHING}
+    kept = [flag for flag in as_flags(recipe.arguments) if flag[0].partition("=")[0] not in taken]
+    if by_worker:
+        return kept if recipe.has("--host") else [*kept, ("--host", "0.0.0.0")]  # noqa: S104
+    return [*kept, *(tuple(flag.split()) for flag in NEEDED if (flag,) not in kept)]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_a_recipe_will_do_is_said_by_its_flags_and_nothing_is_asked(name, machine, capsys, monkeypatch):
+    monkeypatch.setattr(setup, "_ask", lambda *_: pytest.fail("a question that the recipe answers"))
+    assert machine.setup(str(RECIPES / name)) == 0
+    out = capsys.readouterr().out
+    expected = EXPECTED[name]
+    assert all(words.lower() in out.lower() for words in expected.said), out
+    assert (machine.out / "seamark.toml").read_text() == gateway_toml([expected.worker], expected.host)
+    before = dict(machine.files())
+    assert doctor.main(["--recipe", str(RECIPES / name)]) == (0 if expected.hits else 1)
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert verdict.startswith("will hit" if expected.hits else "no hits yet") and machine.files() == before
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if read(RECIPES / name).kind.name == "SPARK"])
+def test_a_recipe_of_spark_vllm_docker_is_run_as_it_is_with_the_mod_and_the_flags(name, machine):
+    recipe = read(RECIPES / name)
+    assert machine.setup(recipe.source) == 0
+    written = read(machine.out / f"seamark-{Path(name).stem}.yaml")
+    assert as_flags(written.arguments) == owed(recipe)
+    changed = {"name", "mods", "command"}
+    assert {key: value for key, value in written.document.items() if key not in changed} == {
+        key: value for key, value in recipe.document.items() if key not in changed
+    }
+    assert written.document["mods"] == [*recipe.document.get("mods", []), "mods/seamark"]
+    make_mod, run = machine.run("start.sh", "-n", "a,b")
+    solo = ["--solo"] if recipe.document.get("solo_only") else []
+    assert make_mod == ["make-mod", str(machine.spark)]
+    assert run == ["run-recipe", f"seamark-{Path(name).stem}", *solo, "-n", "a,b"]
+
+
+def test_a_recipe_in_a_checkout_is_run_there_whatever_the_default(machine, capsys):
+    place = machine.spark / "recipes/mine.yaml"
+    place.write_text((RECIPES / "qwen3.5-122b.yaml").read_text())
+    folders = ("--out", str(machine.out), "--source", str(machine.source), "--spark", "/nowhere")
+    assert setup.main([str(place), *folders]) == 0, capsys.readouterr().err
+    assert machine.run("start.sh")[0] == ["make-mod", str(machine.spark)]
+
+
+def test_a_script_starts_vllm_with_its_own_flags_and_what_it_does_besides(machine):
+    path = RECIPES / "nemotron-3-super.sh"
+    assert machine.setup(str(path)) == 0
+    text = (machine.out / "worker.sh").read_text()
+    assert as_flags(read(machine.out / "worker.sh").arguments) == owed(read(path))
+    assert text.startswith("#!/bin/bash\n") and "source ~/vllm/bin/activate\n" in text
+    assert text.endswith("2>&1 | tee super.log\n")
+    subprocess.run(["bash", "-n", str(machine.out / "worker.sh")], check=True)
+
+
+def test_a_line_with_vllm_serve_is_run_as_it_is(machine, capsys):
+    program = machine.bin / "vllm"
+    machine.program(program, "vllm", "")
+    line = "CUDA_VISIBLE_DEVICES=0 vllm serve LiquidAI/LFM2.5-8B-A1B --served-model-name 'my model' --port 8005"
+    assert machine.setup(line) == 0
+    assert "short convolutions, states inside the pass" in capsys.readouterr().out
+    ((_, serve, *arguments),) = machine.run("worker.sh")
+    assert serve == "serve" and as_flags(arguments) == owed(read_recipe(line, nothing))
+    assert ("--served-model-name", "my model") in as_flags(arguments)
+
+
+def test_a_command_for_the_launcher_gets_the_mod(machine):
+    path = RECIPES / "qwen3.6-35b-cluster.sh"
+    assert machine.setup(str(path)) == 0
+    _, (_, *launched) = machine.run("start.sh")
+    assert launched[:4] == ["--apply-mod", "mods/seamark", "--apply-mod", "mods/gpu-mem-util-gb"]
+    assert as_flags(launched[launched.index("serve") + 1 :]) == owed(read(path))
+
+
+def test_a_configuration_of_vllm_goes_to_the_worker(machine):
+    assert machine.setup(str(RECIPES / "qwen3-next.yaml")) == 0
+    given = yaml.safe_load((RECIPES / "qwen3-next.yaml").read_text())
+    del given["mamba-cache-mode"]
+    assert yaml.safe_load((machine.out / "model.yaml").read_text()) == {**given, "host": "0.0.0.0"}  # noqa: S104
+    words = shlex.split((machine.out / "worker.sh").read_text().partition("\nexec ")[2])
+    assert words == ["python3", "-m", "engine_patches", "worker", "--config", str(machine.out / "model.yaml"), "$@"]
+
+
+def overlay(machine: Machine) -> Mapping[str, Any]:
+    ((_, service),) = yaml.safe_load((machine.out / "compose.seamark.yaml").read_text())["services"].items()
+    return service
+
+
+def test_a_compose_file_stays_and_its_service_is_built_on_its_image(machine):
+    path = RECIPES / "qwen3.8-27b-compose.yaml"
+    assert machine.setup(str(path)) == 0
+    service, own = overlay(machine), yaml.safe_load(path.read_text())["services"]["vllm"]
+    assert service["build"]["args"] == {"VLLM_IMAGE": "vllm/vllm-openai:v0.33.0"}
+    assert service["command"] == [*own["command"], "--host", "0.0.0.0"] and "entrypoint" not in service  # noqa: S104
+    assert "ports" not in service  # his own are kept
+    ((_, *composed),) = machine.run("start.sh")
+    both = ["-f", str(path), "-f", str(machine.out / "compose.seamark.yaml")]
+    assert composed == ["compose", *both, "up", "--build", "-d", "vllm"]
+    asked = machine.run("undo.sh")
+    assert ["docker", "compose", "-f", str(path), "up", "-d", "vllm"] in asked
+
+
+def test_a_shell_that_starts_vllm_in_a_container_stays_that_shell(machine):
+    path = RECIPES / "granite-4-compose.yaml"
+    assert machine.setup(str(path)) == 0
+    service = overlay(machine)
+    assert service["entrypoint"] == ["/bin/bash", "-c"]
+    (text,) = service["command"]
+    assert text.startswith("ulimit -l unlimited\nexec vllm serve")
+    written = read_recipe(text, nothing)
+    assert as_flags(written.arguments) == owed(read(path)) and NO_CACHING not in text
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-35b-playbook.sh", "falcon-h1.sh"])
+def test_a_docker_run_keeps_its_options_and_gets_the_image_with_the_plugin(name, machine):
+    recipe = read(RECIPES / name)
+    assert machine.setup(recipe.source) == 0
+    asked = machine.run("start.sh")
+    build, run = asked[0], asked[1]
+    image = f"seamark-worker-{Path(name).stem}"
+    old = "0.28" in recipe.image
+    assert f"VLLM_IMAGE={IMAGE if old else recipe.image}" in build and build[-3:-1] == ["-t", image]
+    options = run[2 : run.index(image)]
+    assert run[0] == ("podman" if "podman" in recipe.text else "docker") and "--rm" in options
+    arguments = run[run.index(image) + 1 :]
+    if old:
+        assert ("--name", "qwen36") in as_flags(options) and ("-p", "8000:8000") in as_flags(options)
+        assert as_flags(arguments) == owed(recipe, by_worker=True)
+        assert asked[2] == ["docker", "logs", "-f", "qwen36"]
+    else:
+        assert ("--entrypoint", "bash") in as_flags(options) and arguments[0] == "-c"
+        assert as_flags(read_recipe(arguments[1], nothing).arguments) == owed(recipe)
+        assert arguments[1].startswith("pip install -q bitsandbytes && ")
+
+
+def told(machine: Machine, inspected: Mapping[str, Any]) -> Path:
+    machine.program(
+        machine.bin / "docker", "docker", f"[ $1 != inspect ] || echo {shlex.quote(json.dumps([inspected]))}"
+    )
+    return machine.out
+
+
+def test_a_container_is_run_again_as_docker_tells_it_and_what_it_says_is_no_shell(machine, capsys):
+    told(machine, INSPECTED)
+    assert machine.setup("qwen36") == 0, capsys.readouterr().err
+    assert "a container for nvidia/qwen3.6-35b" in (out := capsys.readouterr().out.lower()) and "hf_secret" not in out
+    assert (machine.out / "seamark.toml").read_text() == gateway_toml(["http://192.168.1.5:8010"], "192.168.1.5")
+    assert (machine.out / "start.sh").stat().st_mode & 0o077 == 0  # it holds the token
+    _, stop, run = machine.run("start.sh")
+    assert stop == ["docker", "stop", "qwen36"]
+    image = run.index("seamark-worker-qwen36")
+    assert {
+        "--name=qwen36-seamark",
+        "--env=HF_TOKEN=hf_secret",
+        "--volume=/home/me/models:/models",
+        "--publish=192.168.1.5:8010:8000/tcp",
+        "--ipc=host",
+        "--shm-size=17179869184",
+        "--restart=unless-stopped",
+        "--gpus=all",
+    } == set(run[3:image])
+    assert run[image + 1 :] == [*INSPECTED["Config"]["Cmd"], "--host", "0.0.0.0"]  # noqa: S104
+    assert ["docker", "start", "qwen36"] in machine.run("undo.sh")
+
+
+def test_a_container_of_compose_leads_to_its_file(machine, tmp_path, capsys):
+    path = tmp_path / "compose.yaml"
+    path.write_text((RECIPES / "qwen3.8-27b-compose.yaml").read_text())
+    labels = {"com.docker.compose.service": "vllm", "com.docker.compose.project.config_files": str(path)}
+    told(machine, {**INSPECTED, "Config": {**INSPECTED["Config"], "Labels": labels}})
+    assert machine.setup("qwen36") == 0
+    assert "A compose file for nvidia/Qwen3.8-27B-NVFP4" in capsys.readouterr().out
+    assert (machine.out / "compose.seamark.yaml").is_file()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_all_that_was_written_is_undone_without_a_trace(name, machine):
+    before = machine.files()
+    assert machine.setup(str(RECIPES / name)) == 0
+    if (machine.out / "start.sh").exists():
+        machine.run("start.sh")
+    assert machine.files() != before
+    asked = machine.run("undo.sh")
+    assert machine.files() == before and not machine.out.exists()
+    if (RECIPES / name).read_text().startswith(("docker", "podman")) or "compose" in name:
+        assert any(each[1:4] == ["image", "rm", "-f"] for each in asked)
+        assert any(each[1:] == ["rm", "-f", "c0ffee"] for each in asked)
+
+
+def test_what_a_user_put_beside_the_files_stays(machine):
+    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
+    (machine.out / "notes").write_text("mine")
+    machine.run("undo.sh")
+    assert [path.name for path in machine.out.iterdir()] == ["notes"]
+
+
+def test_the_vllm_in_an_image_is_asked_and_its_tag_not_believed(machine, capsys):
+    machine.program(machine.bin / "docker", "docker", "[ $1 != run ] || echo 0.30.1")
+    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
+    out = capsys.readouterr().out
+    assert "No hits yet: vLLM 0.30.1 (in its image) is left untouched by the plugin" in out and IMAGE in out
+    ((_, *asked),) = machine.logged()
+    assert "vllm-node" in asked and "--pull=never" in asked and "--network=none" in asked
+
+
+def test_with_the_frontend_in_rust_no_middleware_is_given(machine, tmp_path, capsys):
+    line = "VLLM_USE_RUST_FRONTEND=1 vllm serve nvidia/Qwen3.6-35B-A3B-NVFP4"
+    assert machine.setup(line) == 0
+    assert EVENTS_FLAG not in (machine.out / "worker.sh").read_text()
+    assert "the one in Rust" in capsys.readouterr().out
+
+
+DRAFTS = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3%s}'"""
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        (f"vllm serve Kimi-Linear-48B {DRAFTS % ''}", "leave --speculative-config away"),
+        (f"vllm serve Qwen3.6-27B -pp 2 {DRAFTS % ''}", "take tensor parallelism"),
+        (
+            "vllm serve Qwen3.6-27B " + DRAFTS % ', "num_speculative_tokens_per_batch_size": [1]',
+            "leave num_speculative_tokens_per_batch_size",
+        ),
+        ("vllm serve Qwen3.6-27B -sc.method suffix", "take one of mtp, ngram"),
+        (
+            """vllm serve Qwen3.6-27B --kv-transfer-config '{"kv_connector": "LMCacheMPConnector"}'""",
+            "leave --kv-transfer-config away",
+        ),
+        ("vllm serve Qwen3.6-27B --load-format b12x", "take vLLM 0.31 to 0.33"),
+    ],
+)
+def test_the_one_change_is_named(line, change, machine, capsys):
+    assert machine.setup(line) == 0
+    (said,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("The one change: ")]
+    assert change in said
+
+
+def test_a_model_that_no_family_is_known_of_by_its_name_is_not_judged(capsys):
+    assert doctor.main(["--recipe", "vllm serve ./models/mine"]) == 1
+    assert "--explain gpu" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve m --port {port}\n", "wants {port}, which `defaults:`"),
+        ("a.yaml", "name: x\ncommand: vllm serve m\n", "has a text for container"),
+        ("a.yaml", "name: x\ncontainer: c\ncommand: sleep 1\n", "no `vllm serve` in it"),
+        ("a.yaml", "a: [", "is no YAML: line"),
+        ("a.yaml", "a: 1", "has no `command:`"),
+        ("a.yaml", "services: {a: {image: redis}}", "no service that runs vLLM"),
+        (
+            "a.yaml",
+            "services: {a: {image: vllm/vllm-openai, command: m}, b: {image: vllm/vllm-openai, command: m}}",
+            "2 services with vLLM (a, b)",
+        ),
+        ("a.yaml", "services: {a: {build: ., command: vllm serve m}}", "the service a has no `image:`"),
+        ("a.sh", "vllm serve a\nvllm serve b\n", "more than one `vllm serve`"),
+        ("a.sh", "docker run --rm\n", "names no image"),
+        ("a.sh", "vllm serve m -sc '{'\n", "--speculative-config is no JSON"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_refused_in_one_line(name, text, said, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as error:
+        doctor.main(["--recipe", str(tmp_path / name)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and said in line
+
+
+def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
+    """A file's name, a service's and an image's may hold anything; what is theirs in a script is one word."""
+    evil = "a; touch pwned $(touch pwned)\ntouch pwned"
+    path = tmp_path / f"{evil}.yaml"
+    path.write_text(yaml.safe_dump({"services": {evil: {"image": "vllm/vllm-openai", "command": "m"}}}))
+    assert machine.setup(str(path)) == 0
+    for script in ("start.sh", "undo.sh"):
+        composed = machine.run(script)[0]
+        assert composed[:4] == ["docker", "compose", "-f", str(path)] and composed[-1] == evil
+    assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists() and not machine.out.exists()
+
+
+def test_the_doctor_takes_a_worker_or_a_recipe(capsys):
+    for flags in ([], ["--worker", "http://a:1", "--recipe", "vllm serve m"]):
+        with pytest.raises(SystemExit):
+            doctor.main(flags)
+        assert "--worker URL, or --recipe RECIPE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "command", "said"),
+    [
+        (None, ["sleep", "infinity"], "give the recipe or script that starts it"),  # spark-vllm-docker's own
+        (["python3", "-m", "engine_patches", "worker"], ["m"], "has Seamark's plugin already"),
+    ],
+)
+def test_a_container_that_does_not_tell_how_vllm_is_started_or_has_the_plugin_is_refused(entrypoint, command, said):
+    config = {**INSPECTED["Config"], "Entrypoint": entrypoint, "Cmd": command}
+    with pytest.raises(SettingsError, match=said):
+        read_recipe("vllm_node", lambda name: {**INSPECTED, "Config": config})
+
+
+def test_variables_that_a_script_sets_itself_are_read_and_stay_variables(machine, tmp_path):
+    path = tmp_path / "run.sh"
+    lines = ["# vllm serve as it was once", "PORT=8123", "MODEL='nvidia/Qwen3.6-35B-A3B-NVFP4'"]
+    path.write_text("\n".join([*lines, 'vllm serve "$MODEL" --port ${PORT} --host ${HOST_HERE:-127.0.0.1}', ""]))
+    recipe = read(path)
+    assert (recipe.model, recipe.port, recipe.host) == ("nvidia/Qwen3.6-35B-A3B-NVFP4", 8123, "127.0.0.1")
+    assert machine.setup(str(path)) == 0
+    assert 'vllm serve "$MODEL" \\\n    --port ${PORT}' in (machine.out / "worker.sh").read_text()
+
+
+def test_a_recipe_that_has_the_mod_already_gets_it_once(machine, tmp_path):
+    path = DEPLOY / "spark-vllm-docker/recipes/seamark-qwen3.6-35b.yaml"
+    assert machine.setup(str(path)) == 0
+    (written,) = machine.out.glob("*.yaml")
+    assert as_flags(read(written).arguments) == as_flags(read(path).arguments)
+    assert read(written).document["mods"] == ["mods/seamark"]
+
+
+def test_a_container_that_docker_does_not_know_is_said(capsys):
+    with pytest.raises(SettingsError, match="no container that Docker knows"):
+        read_recipe("qwen36", nothing)
