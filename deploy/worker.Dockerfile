@@ -1,8 +1,8 @@
 # Any vLLM image with the plugin in it: `engine_patches` alone and --no-deps, so that its torch and vLLM stay as they are.
-# docker build -f deploy/worker.Dockerfile --build-arg VLLM_IMAGE=vllm/vllm-openai:v0.32.0 -t seamark-worker .
+# docker build -f deploy/worker.Dockerfile --build-arg VLLM_IMAGE=vllm/vllm-openai:v0.33.0 -t seamark-worker .
 # From a released wheel in deploy/wheels, both halves of it, not from the source: --build-arg SEAMARK=vllm-seamark==0.3.0
 ARG PYTHON_IMAGE=python:3.12-slim
-ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
+ARG VLLM_IMAGE=vllm/vllm-openai:v0.33.0
 
 FROM ${PYTHON_IMAGE} AS wheel
 ARG PIP_INDEX_URL

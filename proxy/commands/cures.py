@@ -23,6 +23,7 @@ TOOL_PARSERS = {
     "qwen3-coder": "qwen3_xml",
     "qwen3.": "qwen3_xml",
     "nemotron-3": "qwen3_xml",
+    "glm-5.3": "glm47",
     "granite-4": "granite4",
     "lfm2": "lfm2",
 }

@@ -201,17 +201,17 @@ services:
 def _spark(plan: SetupPlan) -> WrittenFile:
     source = _source(plan)
     model = _wanted_model(plan)
-    shipped = {
-        found[1]: path.stem
-        for path in sorted((source / "deploy/spark-vllm-docker/recipes").glob("*.yaml"))
-        if (found := re.search(r"^model: (\S+)$", path.read_text(), re.M))
-    }
-    recipe = shipped.get(model) or "seamark-" + re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower())
+    recipes = source / "deploy/spark-vllm-docker/recipes"
+    shipped = {path.stem: path.read_text() for path in recipes.glob("*.yaml")}
+    # Of several recipes for one model the shorter name is the plainer.
+    of_model = [name for name, text in shipped.items() if f"\nmodel: {model}\n" in text or name == f"seamark-{model}"]
+    recipe = min(of_model, key=len, default="seamark-" + re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()))
     files = {"seamark.toml": gateway_toml(plan.workers), "gateway.sh": gateway_script(plan.out)}
     copied = ""
-    if model not in shipped:
+    if not of_model:
         files[f"{recipe}.yaml"] = _recipe(recipe, model)
         copied = f'cp {shlex.quote(str(plan.out / recipe))}.yaml "$target/recipes/"\n'
+    solo = "" if "\ncluster_only: true\n" in shipped.get(recipe, "") else " --solo"
     spark = shlex.quote(str(spark_checkout(plan.spark)))
     files["start.sh"] = f"""\
 #!/bin/sh
@@ -220,12 +220,12 @@ set -eu
 target={spark}
 {shlex.quote(str(source / "deploy/spark-vllm-docker/make-mod.sh"))} "$target"
 {copied}cd "$target"
-exec ./run-recipe.sh {recipe} --solo
+exec ./run-recipe.sh {recipe}{solo}
 """
-    recipes = " ".join(f"recipes/{name}.yaml" for name in sorted({*shipped.values(), recipe}))
+    copies = " ".join(f"recipes/{name}.yaml" for name in sorted({*shipped, recipe}))
     off = [
         "Ctrl-C ends the gateway; point clients at vLLM again",
-        f"cd {spark} && rm -r mods/seamark {recipes}      # all else there is as it was",
+        f"cd {spark} && rm -r mods/seamark {copies}      # all else there is as it was",
     ]
     return WrittenFile(files, (_sh(plan, "start.sh"), _sh(plan, "gateway.sh")), off)
 

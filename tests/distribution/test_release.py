@@ -135,4 +135,4 @@ def test_the_chart_is_packed_with_what_its_links_lead_to(tmp_path):
         names = set(archive.getnames())
         rules = archive.extractfile("seamark/files/rules.yml")
         assert rules is not None and rules.read() == (ROOT / "grafana/rules.yml").read_bytes()
-    assert {"seamark/files/models/qwen3-next.yaml", "seamark/files/dashboards/overview.json"} <= names
+    assert {"seamark/files/models/qwen3.8-27b.yaml", "seamark/files/dashboards/overview.json"} <= names

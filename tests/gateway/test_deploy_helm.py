@@ -371,7 +371,7 @@ def test_the_chart_is_of_this_version():
 
 
 def test_dashboards_alerts_and_models_are_those_of_this_repository():
-    objects = rendered("--set", "dashboards.enabled=true,serviceMonitor.enabled=true,worker.modelFile=qwen3-next.yaml")
+    objects = rendered("--set", "dashboards.enabled=true,serviceMonitor.enabled=true,worker.modelFile=qwen3.8-27b.yaml")
     dashboards = {
         name: text
         for each in of_kind(objects, "ConfigMap").values()
@@ -382,8 +382,8 @@ def test_dashboards_alerts_and_models_are_those_of_this_repository():
     rules = yaml.safe_load((GRAFANA / "rules.yml").read_text())
     assert objects["PrometheusRule", "seamark"]["spec"] == rules
     (model,) = objects["ConfigMap", "seamark-models"]["data"].items()
-    assert model[0] == "qwen3-next.yaml" and yaml.safe_load(model[1]) == yaml.safe_load(
-        (DEPLOY / "models/qwen3-next.yaml").read_text()
+    assert model[0] == "qwen3.8-27b.yaml" and yaml.safe_load(model[1]) == yaml.safe_load(
+        (DEPLOY / "models/qwen3.8-27b.yaml").read_text()
     )
     assert all((CHART / "files" / name).is_symlink() for name in ("dashboards", "rules.yml", "models"))
 

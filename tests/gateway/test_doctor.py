@@ -169,7 +169,12 @@ NO_PARSER += b'be set","type":"BadRequestError","param":null,"code":400}}'
 
 @pytest.mark.parametrize(
     ("model", "parser"),
-    [("nvidia/Qwen3-Next-80B-A3B", "hermes"), ("NVIDIA-Nemotron-3-Nano", "qwen3_xml"), ("mine", "NAME")],
+    [
+        ("nvidia/Qwen3-Next-80B-A3B", "hermes"),
+        ("zai-org/GLM-5.3-Flash", "glm47"),
+        ("NVIDIA-Nemotron-3-Nano", "qwen3_xml"),
+        ("mine", "NAME"),
+    ],
 )
 def test_an_agents_first_refusal_is_foreseen(examined, model, parser):
     worker = RecordingWorker(models=(model,))

@@ -47,7 +47,7 @@ ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"compose.sh", "seamark.env", "compose.model.yaml", "models/model.yaml"},
     ),
     "compose, CPU": (("--way", "compose", "--cpu"), {"compose.sh", "seamark.env"}),
-    "compose, two": (("--way", "compose", "--model", "qwen3-next", *SECOND), {"compose.sh", "seamark.env"}),
+    "compose, two": (("--way", "compose", "--model", "qwen3.6-35b", *SECOND), {"compose.sh", "seamark.env"}),
     "beside": (("--way", "compose-beside", *WORKER), {"compose.sh", "seamark.env"}),
     "spark": (
         ("--way", "spark-vllm-docker", "--model", "a/B"),
@@ -55,6 +55,10 @@ ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "spark, our recipe": (
         ("--way", "spark-vllm-docker", "--model", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"),
+        {"start.sh", "gateway.sh", "seamark.toml"},
+    ),
+    "spark, our recipe for two": (
+        ("--way", "spark-vllm-docker", "--model", "glm-5.3-flash"),
         {"start.sh", "gateway.sh", "seamark.toml"},
     ),
     "systemd": (
@@ -65,7 +69,7 @@ ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         ("--way", "kubernetes", "--workers", "2", "--model", "a/B", "--registry", "registry.example/us"),
         {"values.yaml", "images.sh"},
     ),
-    "kubernetes, our model": (("--way", "kubernetes", "--model", "qwen3-next"), {"values.yaml", "images.sh"}),
+    "kubernetes, our model": (("--way", "kubernetes", "--model", "qwen3.6-35b"), {"values.yaml", "images.sh"}),
     "kubernetes, vLLM runs": (
         ("--way", "kubernetes", "--worker", "http://vllm.models:8000"),
         {"values.yaml", "images.sh"},
@@ -181,6 +185,18 @@ def test_a_recipe_has_the_flags_that_the_gateway_needs(tmp_path):
     assert "engine_patches.reporting.events_api.EventsEndpoint" in words
 
 
+def test_a_recipe_for_several_machines_is_not_started_on_one_and_all_that_were_copied_go_again(tmp_path, capsys):
+    for name, command in (
+        ("spark, our recipe", "seamark-nemotron-3-super --solo"),  # the plainer one of two
+        ("spark, our recipe for two", "seamark-glm-5.3-flash"),
+    ):
+        start = (written(tmp_path / name.replace(" ", "-"), name) / "start.sh").read_text()
+        assert start.endswith(f"exec ./run-recipe.sh {command}\n")
+        (removed,) = re.findall(r"rm -r mods/seamark (.*?) +#", capsys.readouterr().out)
+        copied = [f"recipes/{path.name}" for path in (DEPLOY / "spark-vllm-docker/recipes").glob("*.yaml")]
+        assert sorted(removed.split()) == sorted(copied)
+
+
 def test_the_unit_is_that_of_deploy_and_its_variables_are_settings(tmp_path):
     out = written(tmp_path, "systemd")
     unit = "seamark-gateway.service"
@@ -223,7 +239,7 @@ def test_the_chart_takes_the_values_and_kubernetes_what_comes_of_them(name, tmp_
 
 @pytest.mark.parametrize(
     ("name", "model", "replicas"),
-    [("kubernetes", "a/B", 2), ("kubernetes, our model", "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4", 1)],
+    [("kubernetes", "a/B", 2), ("kubernetes, our model", "nvidia/Qwen3.6-35B-A3B-NVFP4", 1)],
 )
 def test_the_chart_runs_the_model_in_as_many_workers_as_asked_for(name, model, replicas, tmp_path, capsys):
     _, found = in_cluster(tmp_path, name, capsys)

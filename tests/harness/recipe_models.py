@@ -1,4 +1,4 @@
-"""The models of the recipes that hybrids are run by, as far as their caches depend on them, and what is said of each.
+"""The models and draft heads of the recipes in tests/recipes, as far as their caches depend on them.
 
 Figures are those of the published `config.json`, as repeated in public code that loads or sizes the model; where one
 was not found a comment says what stands in for it.
@@ -7,20 +7,12 @@ was not found a comment says what stands in for it.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from proxy.bench.harness.servers import CACHE
 from tests.harness.published_models import MODELS as PUBLISHED
 from tests.harness.published_models import NEMOTRON
-
-IMAGE_LIBRARIES = Path(__file__).parent / "image_libraries"
 
 Config = Mapping[str, Any]
 
@@ -203,7 +195,8 @@ MODELS: Mapping[str, Config] = {
         "num_nextn_predict_layers": 1,
         "mtp_hybrid_override_pattern": "*E",
     },
-    "Nemotron-3.5-Lightning": NANO,  # as many layers of each kind; its own figures were not found
+    # As many layers of each kind; its own figures were not found, and its recipes are as long.
+    "Nemotron-3.5-Lightning": NANO | {"max_position_embeddings": 1048576},
     "Ling-3.0-flash": {
         "architectures": ["BailingMoeV3ForCausalLM"],
         "model_type": "bailing_hybrid",
@@ -264,144 +257,6 @@ HEADS: Mapping[str, Config] = {
     "Nemotron-3.5-Lightning-DSpark": _head("Qwen3DSparkModel", [FULL] * 6, hidden_size=2688, vocab_size=131072),
 }
 
-NOT_BESIDE = "beside drafts, states have to be"
-
-INSIDE, INTERPRETED, READ = (
-    "inside the pass (shown on an engine)",
-    "inside the pass (shown in the interpreter of a GPU's kernels)",
-    "inside the pass (read, and nothing ran)",
-)
-
-
-NOT_SERVED = ""  # vLLM starts no hybrid with the recipe's connector
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is run, as far as its cache depends on it; and what is said of its states."""
-
-    model: str
-    flags: Sequence[str] = ()
-    drafts: Mapping[str, Any] = field(default_factory=dict)  # `--speculative-config`
-    connector: str = ""
-    states: str = INSIDE
-    refused: str = ""  # words of the cause why hints are
-
-    def flags_in(self, folder: Path) -> list[str]:
-        """The arguments of `vllm serve` behind the model; `folder`: of the models' folders."""
-        flags = ["--enable-prefix-caching", *self.flags]
-        if self.drafts:
-            head = {"model": str(folder / self.drafts["model"])} if "model" in self.drafts else {}
-            flags += ["--speculative-config", json.dumps({**self.drafts, **head})]
-        if self.connector:
-            flags += ["--kv-transfer-config", json.dumps({"kv_connector": self.connector, "kv_role": "kv_both"})]
-        return flags
-
-
-def _mtp(tokens: int) -> Mapping[str, Any]:
-    return {"method": "mtp", "num_speculative_tokens": tokens}
-
-
-def _head_of(method: str, head: str, tokens: int) -> Mapping[str, Any]:
-    return {"method": method, "model": head, "num_speculative_tokens": tokens}
-
-
-def _kv(dtype: str) -> tuple[str, str]:
-    return "--kv-cache-dtype", dtype
-
-
-def _tp(ranks: int) -> tuple[str, str]:
-    return "--tensor-parallel-size", str(ranks)
-
-
-FP8 = _kv("fp8")
-
-SSM32 = "--mamba-ssm-cache-dtype", "float32"
-
-DFLASH2 = "Qwen3.8-27B-DFlash2"
-
-
-def _qwen_27b(*flags: str, drafts: int = 0, window: int = 0, model: str = "Qwen3.8-27B") -> Recipe:
-    if window:
-        return Recipe(model, flags, _head_of("dflash", DFLASH2, window))
-    return Recipe(model, flags, _mtp(drafts) if drafts else {})
-
-
-def _flash_next(*flags: str, drafts: int) -> Recipe:
-    return Recipe("Qwen3.8-Flash-Next", flags, _mtp(drafts), "", INTERPRETED, NOT_BESIDE)
-
-
-def _glm(*flags: str, drafts: int) -> Recipe:
-    return Recipe("GLM-5.3-Flash", flags, _mtp(drafts), "", READ, NOT_BESIDE)
-
-
-LIGHTNING = Recipe(
-    "Nemotron-3.5-Lightning",
-    (*FP8, "--mamba-ssm-cache-dtype", "float16"),
-    _head_of("dspark", "Nemotron-3.5-Lightning-DSpark", 7),
-)
-
-A3B = "Qwen3.6-35B-A3B"
-
-# By the numbers of the recipes. Flags of forks are left out.
-RECIPES: Mapping[int, Recipe] = {
-    1: Recipe(A3B, FP8),
-    2: _qwen_27b(*FP8),
-    3: Recipe(A3B, FP8),
-    4: Recipe(A3B, (*FP8, "--block-size", "128"), _mtp(4)),
-    5: _qwen_27b(*FP8, drafts=3),
-    6: _qwen_27b(window=7),
-    7: _qwen_27b(*FP8, *_tp(2), window=8),
-    8: _flash_next(*FP8, "--block-size", "16", drafts=4),
-    9: _flash_next(*FP8, *_tp(2), drafts=4),
-    10: _flash_next(*_tp(4), drafts=3),
-    11: _flash_next(*FP8, drafts=3),
-    12: _flash_next(*FP8, *_tp(2), drafts=3),
-    13: _glm(*_kv("nvfp4_ds_mla"), *_tp(2), "--block-size", "256", drafts=3),
-    14: _glm(*_kv("fp8_ds_mla"), *_tp(4), drafts=5),
-    15: _glm(*_kv("fp8_e4m3"), *_tp(2), "--block-size", "2304", drafts=4),
-    16: Recipe("Nemotron-3-Super", (*FP8, *SSM32), _mtp(3)),
-    17: Recipe("Nemotron-3-Super", (*FP8, *SSM32)),
-    18: Recipe("Nemotron-3-Nano", FP8),
-    19: Recipe("Nemotron-3-Nano-Omni", FP8),
-    20: LIGHTNING,
-    21: LIGHTNING,
-    22: Recipe("Nemotron-3-Ultra", (*FP8, *SSM32, *_tp(4)), _mtp(4)),
-    23: Recipe("Qwen3.5-397B", (*FP8, *_tp(2))),
-    24: Recipe("Qwen3.5-397B", ("--pipeline-parallel-size", "3")),
-    25: Recipe("Qwen3.5-122B", _tp(2)),
-    26: Recipe(A3B, FP8, _mtp(3)),
-    27: Recipe(A3B, _tp(2), _head_of("dflash", f"{A3B}-DFlash", 15)),
-    28: _qwen_27b(*FP8, drafts=2, model="Qwen3.6-27B"),
-    29: _qwen_27b(drafts=2),
-    30: _qwen_27b(*_kv("fp8_e4m3"), drafts=3),
-    31: _qwen_27b(drafts=4),
-    32: _qwen_27b(window=7),
-    33: Recipe("Qwen3.6-27B", _kv("int8_per_token_head"), _mtp(3), "LMCacheMPConnector", states=NOT_SERVED),
-    34: Recipe("Ling-3.0-flash", (*_tp(4), "--trust-remote-code"), _mtp(3), "", READ, NOT_BESIDE),
-    35: Recipe("Kimi-Linear-48B-A3B", _tp(4), states=INTERPRETED),
-    36: Recipe("LFM2.5-8B-A1B"),
-}
-
-# Each command line in turn, as on a GPU: as it stands, and without a trial of hints beside drafts.
-IN_A_PROCESS = """
-import json, os, sys
-from engine_patches import plugin
-from engine_patches.commands import explain
-plugin.register()
-said = []
-for arguments in json.load(sys.stdin):
-    each = []
-    for switch in "auto", "1":
-        os.environ["SEAMARK_DRAFTS"] = switch
-        try:
-            each.append("\\n".join(explain.explained(arguments, explain.GPU)))
-        except explain.CannotExplain as error:
-            each.append(f"cannot: {error}")
-    said.append(each)
-print(json.dumps(said))
-"""
-
 
 def write_models(folder: Path, names: Collection[str | None]) -> None:
     """A folder for each of these models and draft heads, with its config and no weights."""
@@ -411,29 +266,3 @@ def write_models(folder: Path, names: Collection[str | None]) -> None:
             (folder / name / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **config}))
             for beside, text in BESIDE_CONFIG.get(name, {}).items():
                 (folder / name / beside).write_text(text)
-
-
-def explained(recipes: Sequence[Recipe]) -> list[tuple[str, str]]:
-    """What is said of each, as it stands and without a trial. Raises `subprocess.CalledProcessError`."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(IMAGE_LIBRARIES), os.environ.get("PYTHONPATH", ""))),
-        "VLLM_LOGGING_LEVEL": "CRITICAL",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_PLUGINS": "seamark",
-        "VLLM_CACHE_ROOT": str(
-            (CACHE / "recipe-models").resolve()
-        ),  # what is found with these libraries is not for other runs
-    }
-    with tempfile.TemporaryDirectory(prefix="seamark-recipes-") as given:
-        folder = Path(given)
-        write_models(folder, {recipe.model for recipe in recipes} | {recipe.drafts.get("model") for recipe in recipes})
-        done = subprocess.run(
-            [sys.executable, "-c", IN_A_PROCESS],
-            input=json.dumps([[str(folder / each.model), *each.flags_in(folder)] for each in recipes]),
-            env={**environment, "HF_MODULES_CACHE": str(folder / "modules")},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    return [(standing, switched) for standing, switched in json.loads(done.stdout.splitlines()[-1])]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,12 +15,32 @@ import yaml
 from engine_patches.commands import worker
 from engine_patches.commands.worker import MIDDLEWARE, NEEDED_FLAGS, vllm_arguments
 from tests.deploy.compose_files import DEPLOY, EVERY_WAY, OF_THE_USER, read
+from tests.harness import flags_parser
+from tests.harness.recipes import NEWEST
+from tests.harness.scheduler_process import run_apart
+from tests.harness.versions import engine_of
 
 MODELS = sorted((DEPLOY / "models").glob("*.yaml"))
 
 RECIPES = sorted((DEPLOY / "spark-vllm-docker" / "recipes").glob("*.yaml"))
 
-WITH_MTP = {"nemotron-3-super-mtp"}
+# Method and number, of the model files that draft.
+DRAFTS = {
+    "glm-5.3-flash": ("mtp", 3),
+    "nemotron-3-super-mtp": ("mtp", 3),
+    "nemotron-3-ultra": ("mtp", 4),
+    "nemotron-3.5-lightning": ("dspark", 7),
+    "qwen3.8-27b": ("mtp", 3),
+    "qwen3.8-27b-dflash2": ("dflash", 8),
+    "qwen3.8-flash-next": ("mtp", 3),
+    "qwen3.8-flash-next-two-sparks": ("mtp", 3),
+}
+
+# What a recipe has that its model file leaves to whoever starts it.
+ONLY_RECIPES = {"distributed_executor_backend"}
+
+# What a switch or a deprecated flag was once needed for is a default.
+NOT_NEEDED = ("SEAMARK_DRAFTS", "--mamba-cache-mode", "mamba-cache-mode:")
 
 COMMANDS = [
     pytest.param(way, name, id=f"{way[-1]}:{name}")
@@ -31,10 +53,7 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def vllm():
     """vLLM's own parser of a server's command line."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return make_arg_parser(FlexibleArgumentParser())
+    return flags_parser.parser()
 
 
 def interpolated(text: str) -> str:
@@ -50,12 +69,45 @@ def within_container(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
 def test_vllm_takes_the_flags_of_every_model_file(vllm, model: Path):
-    parsed = vllm.parse_args(vllm_arguments(None, ["--config", str(model)]))
+    parsed = vllm.parse_args(of_file(model))
     assert parsed.model == yaml.safe_load(model.read_text())["model"]
     assert parsed.enable_prefix_caching and parsed.enable_prompt_tokens_details
     # Unified memory is wedged by more.
     assert parsed.gpu_memory_utilization <= 0.8
-    assert (parsed.speculative_config is not None) == (model.stem in WITH_MTP)
+    drafts = parsed.speculative_config or {}
+    assert (drafts.get("method"), drafts.get("num_speculative_tokens")) == DRAFTS.get(model.stem, (None, None))
+
+
+def test_models_that_draft_are_there():
+    assert DRAFTS.keys() <= {model.stem for model in MODELS}
+
+
+@pytest.mark.parametrize("path", [*MODELS, *RECIPES], ids=lambda path: path.name)
+def test_no_file_has_what_is_a_default_now(path: Path):
+    assert not [word for word in NOT_NEEDED if word in path.read_text()]
+
+
+@pytest.fixture(scope="module")
+def newest() -> dict[str, dict[str, Any]]:
+    """What the newest vLLM's parser makes of each model file, and of each recipe, by their names."""
+    lines = {model.name: of_file(model) for model in MODELS}
+    lines |= {recipe.name: of_recipe(recipe)[0] for recipe in RECIPES}
+    parsed = run_apart("flags_parser", json.dumps(list(lines.values())), source=engine_of(NEWEST))
+    return dict(zip(lines, parsed, strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_the_newest_vllm_takes_the_flags_of_every_model_file(newest, model: Path):
+    """And those of its recipe, which says the same."""
+    file = newest[model.name]
+    content = yaml.safe_load(model.read_text())
+    # Of other flags with several values the parser makes a configuration, and fails at a name that it does not know.
+    written = {name: content[name] for name in content if name not in ("compilation-config", "engram-config")}
+    assert {name: file[name.replace("-", "_")] for name in written} == written
+    recipe = newest.get(f"seamark-{model.name}")
+    if recipe is not None:
+        differing = {name for name in file if file[name] != recipe[name]}
+        assert differing <= {"config", *ONLY_RECIPES}
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
@@ -93,17 +145,36 @@ def test_two_models_share_the_memory():
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_says_what_the_model_file_says(vllm, recipe: Path):
-    """With the placeholders filled in the way run-recipe does it."""
+    words, content = of_recipe(recipe)
+    assert content["mods"] == ["mods/seamark"]
+    given = vllm.parse_args(words)
+    model = DEPLOY / "models" / (recipe.stem.removeprefix("seamark-") + ".yaml")
+    file = vllm.parse_args(of_file(model, "--host", given.host, "--port", str(given.port)))
+    assert vars(given) == vars(file) | _defaults_of_a_list(given) | _across_machines(given, content)
+    assert {*NEEDED_FLAGS, MIDDLEWARE[0]} <= set(words)
+
+
+def _across_machines(given: Namespace, content: dict[str, Any]) -> dict[str, object]:
+    """A model over several Sparks is started by Ray there, which hands the plugin's settings on if it is told to."""
+    several = given.tensor_parallel_size > 1
+    assert content.get("cluster_only", False) == several and content.get("solo_only", False) != several
+    if not several:
+        return {}
+    assert content["env"] == {"VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY": "SEAMARK_"}
+    return {"distributed_executor_backend": "ray"}
+
+
+def of_file(model: Path, *given: str) -> list[str]:
+    """The arguments by which `seamark worker --config` starts a server."""
+    return vllm_arguments(None, [*given, "--config", str(model)])
+
+
+def of_recipe(recipe: Path) -> tuple[list[str], dict[str, Any]]:
+    """A recipe's arguments of `vllm serve`, with the placeholders filled in the way run-recipe does it; its content."""
     content = yaml.safe_load(recipe.read_text())
     words = shlex.split(content["command"].format(**content["defaults"]).replace("\\\n", " "))
-    assert words[:3] == ["vllm", "serve", content["model"]] and content["mods"] == ["mods/seamark"]
-    given = vllm.parse_args(["--model", *words[2:]])
-    model = DEPLOY / "models" / (recipe.stem.removeprefix("seamark-") + ".yaml")
-    file = vllm.parse_args(
-        vllm_arguments(None, ["--host", given.host, "--port", str(given.port), "--config", str(model)])
-    )
-    assert vars(given) == vars(file) | _defaults_of_a_list(given)
-    assert {*NEEDED_FLAGS, MIDDLEWARE[0]} <= set(words)
+    assert words[:3] == ["vllm", "serve", content["model"]]
+    return ["--model", *words[2:]], content
 
 
 def _defaults_of_a_list(given: Namespace) -> dict[str, object]:

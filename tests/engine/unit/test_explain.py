@@ -12,14 +12,12 @@ from collections.abc import Mapping
 import pytest
 
 from engine_patches import families
-from engine_patches.commands import worker
 from engine_patches.commands.explain import GIB, StateCost, advice, report
 from engine_patches.commands.model_layers import CannotExplain, is_hybrid, layer_kinds, recurrent_layers
 from engine_patches.kv_connectors import decide_by
 from engine_patches.scheduler.refusals import Refusal
 from tests.harness import published_models, recipe_models
 from tests.harness.published_models import MODELS, Explained, worth_moving
-from tests.harness.recipe_models import NOT_SERVED, RECIPES, Recipe
 
 
 @pytest.fixture(scope="module")
@@ -198,52 +196,6 @@ def test_a_model_of_attention_alone_is_no_hybrid():
 def rows(text: str) -> Mapping[str, str]:
     """What is said, by the name of its line."""
     return {line[2:20].strip(): line[20:] for line in text.splitlines() if line.startswith("  ")}
-
-
-def check(recipe: Recipe, standing: str, at_once: str) -> None:
-    """Whether what is said of a recipe, as it stands and without a trial, is what the table has."""
-    if recipe.states == NOT_SERVED:
-        assert standing.startswith("cannot: ") and "lmcache" in standing
-        return
-    trial = "on trial at first" if recipe.drafts else ""
-    for text, words in ((standing, recipe.refused or trial), (at_once, recipe.refused)):
-        said = rows(text)
-        assert said["states"] == recipe.states, text
-        assert said["architecture"] in recipe_models.MODELS[recipe.model]["architectures"]
-        assert said.get("hints", "").startswith("refused: " if recipe.refused else ""), text
-        assert words in said.get("hints", "") and ("hints" in said) == bool(words)
-        assert ("packs a token's row" in text) == any("_ds_mla" in flag for flag in recipe.flags)
-    chunk = 64 if "KDA" in rows(at_once)["layers"] else 16
-    if not recipe.refused:  # matched as finely as the recipe's blocks admit
-        assert int(rows(at_once)["match unit"].split()[0].replace(",", "")) % chunk == 0
-
-
-SHORT = (16, 17, 36)  # the models of the documented table, whose classes are loaded there, too
-
-
-def test_what_is_said_of_two_recipes_models_is_what_their_layers_can():
-    recipes = [RECIPES[number] for number in SHORT]
-    for recipe, said in zip(recipes, recipe_models.explained(recipes), strict=True):
-        check(recipe, *said)
-
-
-@pytest.fixture(scope="module")
-def of_recipes() -> Mapping[int, tuple[str, str]]:
-    return dict(zip(RECIPES, recipe_models.explained(list(RECIPES.values())), strict=True))
-
-
-@pytest.mark.thorough  # vLLM inspects the class of each model in a process
-@pytest.mark.parametrize("number", RECIPES)
-def test_what_is_said_of_a_recipe_s_model_is_what_its_layers_can(of_recipes, number):
-    check(RECIPES[number], *of_recipes[number])
-
-
-@pytest.mark.parametrize("number", [number for number, recipe in RECIPES.items() if recipe.states == NOT_SERVED])
-def test_a_recipe_that_vllm_cannot_serve_is_told_before_vllm_is_asked(tmp_path, number):
-    recipe = RECIPES[number]
-    recipe_models.write_models(tmp_path, [recipe.model])
-    refusal = worker.refusal(str(tmp_path / recipe.model), recipe.flags_in(tmp_path))
-    assert refusal is not None and recipe.connector in refusal
 
 
 def test_a_model_that_vllm_does_not_know_gets_one_sentence_and_nothing_is_started(tmp_path):
