@@ -292,14 +292,14 @@ class Misfit(NamedTuple):
     difference: ShapeMismatch
 
 
-class Verdict(NamedTuple):
+class Fit(NamedTuple):
     """What `apply` would do in a process of a platform."""
 
     patches: int  # that have a meaning there
     misfits: Sequence[Misfit]  # none: all of them would be applied
 
 
-def judge(patches: Sequence[Patch], platform: Platform) -> Verdict:
+def judge(patches: Sequence[Patch], platform: Platform) -> Fit:
     """Whether vLLM is as these patches expect. Nothing is applied, and nothing is imported."""
     misfits = []
     try:
@@ -312,7 +312,7 @@ def judge(patches: Sequence[Patch], platform: Platform) -> Verdict:
                 misfits.append(Misfit(patch, difference))
     finally:
         module_source.forget()
-    return Verdict(len(wanted), misfits)
+    return Fit(len(wanted), misfits)
 
 
 def patches_live() -> bool:

@@ -35,7 +35,7 @@ DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
 FORK, FORK_FLAGS = "b12x", ("--gdn-decode-kernel", "--prefill-compute-share", "--max-parallel-prefills")
 
 
-class Family(NamedTuple):
+class KnownFamily(NamedTuple):
     """Models whose states are alike."""
 
     states: str  # what they are called
@@ -46,14 +46,16 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64, inside=True, beside_drafts=False),
-    Family("gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64, inside=True, beside_drafts=True),
-    Family("gated delta nets of Olmo", ("olmo-hybrid",), 64, inside=True, beside_drafts=False),
-    Family("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16, True, True),
-    Family("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64, inside=True, beside_drafts=False),
-    Family("short convolutions", ("lfm2",), 16, inside=True, beside_drafts=False),
-    Family("Mamba1", ("jamba",), 16, inside=False, beside_drafts=False),
-    Family("linear attention", ("ling-2.5", "minimax-text"), 16, inside=False, beside_drafts=False),
+    KnownFamily("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64, inside=True, beside_drafts=False),
+    KnownFamily(
+        "gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64, inside=True, beside_drafts=True
+    ),
+    KnownFamily("gated delta nets of Olmo", ("olmo-hybrid",), 64, inside=True, beside_drafts=False),
+    KnownFamily("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16, True, True),
+    KnownFamily("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64, inside=True, beside_drafts=False),
+    KnownFamily("short convolutions", ("lfm2",), 16, inside=True, beside_drafts=False),
+    KnownFamily("Mamba1", ("jamba",), 16, inside=False, beside_drafts=False),
+    KnownFamily("linear attention", ("ling-2.5", "minimax-text"), 16, inside=False, beside_drafts=False),
 )
 
 
@@ -66,7 +68,7 @@ class Outlook(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def family_of(model: str) -> Family | None:
+def family_of(model: str) -> KnownFamily | None:
     """By a model's name, or the name of its folder."""
     name = model.lower().replace("_", "-")
     return next((family for family in FAMILIES if any(word in name for word in family.words)), None)
@@ -106,7 +108,7 @@ class _Obstacle(NamedTuple):
     change: str
 
 
-def _obstacles(recipe: Recipe, family: Family | None, version: str) -> Iterator[_Obstacle]:
+def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iterator[_Obstacle]:
     """What keeps a recipe from hits, the first to be changed first."""
     take = f"take vLLM {SUPPORTED}, for one the image {IMAGE}"
     if FORK in recipe.image.lower() or any(FORK in each.lower() for each in recipe.builds) or _of_fork(recipe):

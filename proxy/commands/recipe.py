@@ -62,7 +62,7 @@ class Word(NamedTuple):
     value: str  # without quotes; variables as they are
 
 
-class Line(NamedTuple):
+class ServeLine(NamedTuple):
     """A command in a text: its words lie in text[start:end]."""
 
     words: Sequence[Word]
@@ -327,7 +327,7 @@ def serves(text: str) -> bool:
     return bool(_SERVE.search(f" {text} "))
 
 
-def served(text: str, source: str) -> Line:
+def served(text: str, source: str) -> ServeLine:
     """The arguments behind the one `vllm serve` of a text. Raises `SettingsError` without one."""
     found = list(_SERVE.finditer(f"{_code(text)}\n"))
     if len(found) != 1:
@@ -384,7 +384,7 @@ def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True)
     return list(words)
 
 
-def words_of(text: str, start: int, source: str) -> Line:
+def words_of(text: str, start: int, source: str) -> ServeLine:
     """The words of a shell's command from a place in a text to its end. Raises `SettingsError` for an open quote."""
     words: list[Word] = []
     at, end = start, start
@@ -402,7 +402,7 @@ def words_of(text: str, start: int, source: str) -> Line:
             break  # the number of what is redirected
         words.append(Word(text[begin:at], value))
         end = at
-    return Line(words, start, end)
+    return ServeLine(words, start, end)
 
 
 def _word(text: str, at: int) -> tuple[str, int]:
