@@ -50,9 +50,8 @@ def drafts(given: Sequence[str], config: Mapping[str, Any] = {}) -> bool:
 def command(given: Sequence[str], config: Mapping[str, Any], port: str) -> list[str] | None:
     """What starts the trial of a worker with these flags; None if there is nothing to try, or not from here."""
     flags = flags_of(given, config)
-    switched = os.environ.get(settings.DRAFTS, "").strip().lower() not in ("", "auto")
     off = os.environ.get(settings.MODE_VARIABLE, settings.FULL).strip() != settings.FULL
-    if switched or off or not drafts(given, config) or not flags.keys().isdisjoint(NOT_OURS):
+    if off or settings.drafts() != settings.AUTO or not drafts(given, config) or not flags.keys().isdisjoint(NOT_OURS):
         return None
     if importlib.util.find_spec("proxy") is None or importlib.util.find_spec("aiohttp") is None:
         return None  # only the plugin is installed here
